@@ -1,0 +1,1 @@
+"""A federation sender daemon for Matrix homeservers."""

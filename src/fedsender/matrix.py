@@ -1,0 +1,472 @@
+"""The words of Matrix federation: server names, canonical JSON, room versions, PDUs.
+
+Pure functions and values, no I/O. A PDU is parsed, checked and made canonical here exactly once;
+the bytes that come out are shared by every destination it goes to.
+"""
+
+import fnmatch
+import ipaddress
+import json
+import re
+from base64 import b64encode, urlsafe_b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from typing import Any, Final
+
+import orjson
+
+from fedsender.room_versions import ROOM_VERSIONS, JsonObject, RoomVersion, redact, redacts
+
+__all__ = [
+    "MAX_EDUS",
+    "MAX_INTEGER",
+    "MAX_NESTING",
+    "MAX_PDUS",
+    "MAX_PDU_BYTES",
+    "MAX_SERVER_NAME",
+    "ROOM_VERSIONS",
+    "BadEvent",
+    "JsonObject",
+    "Pdu",
+    "RoomVersion",
+    "canonical_json",
+    "event_id_of",
+    "is_server_name",
+    "make_pdu",
+    "matches",
+    "parse_server_name",
+    "prune",
+    "redact",
+    "redacts",
+    "room_version_of",
+    "server_of",
+    "shard_of",
+]
+
+MAX_PDUS: Final = 50
+"""PDUs in one transaction (server-server API, "Transactions")."""
+MAX_EDUS: Final = 100
+"""EDUs in one transaction (server-server API, "Transactions")."""
+MAX_PDU_BYTES: Final = 65_536
+"""Bytes of one event as canonical JSON with its signatures (client-server API, "Size limits")."""
+MAX_INTEGER: Final = 2**53 - 1
+"""Largest magnitude of an integer in canonical JSON."""
+MAX_NESTING: Final = 500
+"""Deepest nesting we write. Python's own encoder gives up somewhere below 1,000."""
+MAX_SERVER_NAME: Final = 255
+"""Longest host part (appendix "Server name"). The specification advises 230, some exceed it."""
+
+# orjson refuses to write deeper than 254 levels.
+_ORJSON_NESTING: Final = 250
+
+
+class BadEvent(ValueError):
+    """This event cannot be sent, and never will be.
+
+    Attributes:
+        reason: why, in words for an operator; never contains the event's content.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+# --- server names ---------------------------------------------------------------------------------
+
+_SERVER_NAME: Final = re.compile(
+    r"(?:\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<name>[0-9A-Za-z.-]{1,255}))(?::(?P<port>[0-9]{1,5}))?",
+    re.ASCII,
+)
+
+
+def parse_server_name(text: str) -> tuple[str, int | None]:
+    """Split a server name into its host and its port, or None where it names no port.
+
+    Follows the grammar of the Matrix appendix "Server name". An IPv6 literal comes back without
+    its brackets (so a host with a colon in it is one). A host whose last label is a number must be
+    a complete IPv4 address: no top-level domain is a number, and system resolvers read "127.1" or
+    "2130706433" as addresses.
+
+    Raises:
+        ValueError: it is not a server name; the text says why.
+    """
+    match = _SERVER_NAME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"not a server name: {text[:MAX_SERVER_NAME]!r}")
+    literal, name, port = match["v6"], match["name"], match["port"]
+    if port is not None and not 1 <= int(port) <= 65_535:
+        raise ValueError(f"port out of range in server name {text!r}")
+    if literal is not None:
+        ipaddress.IPv6Address(literal)
+    elif name.rstrip(".").rpartition(".")[2].isdigit():
+        ipaddress.IPv4Address(name)
+    return literal or name, None if port is None else int(port)
+
+
+@lru_cache(maxsize=16_384)
+def is_server_name(text: str) -> bool:
+    """Whether `text` is a server name; remembers the last few thousand answers."""
+    try:
+        parse_server_name(text)
+    except ValueError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4_096)
+def _pattern(pattern: str) -> re.Pattern[str]:
+    # fnmatch knows a third special character, which opens the IPv6 literals of server names; and
+    # its expressions take linear time, however many stars there are.
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]")), re.IGNORECASE | re.ASCII)
+
+
+def matches(pattern: str, server: str) -> bool:
+    """Whether a name or glob covers `server`: `*` any text, `?` any character, case ignored."""
+    if "*" not in pattern and "?" not in pattern:
+        return pattern.lower() == server.lower()
+    return _pattern(pattern).match(server) is not None
+
+
+def server_of(mxid: str) -> str:
+    """The server an identifier belongs to: what follows its first colon, as it stands.
+
+    Raises:
+        ValueError: it has no such part (room ids of version 12 have none).
+    """
+    _, colon, server = mxid.partition(":")
+    if not colon or not server:
+        raise ValueError("identifier without a server name")
+    return server
+
+
+def shard_of(destination: str, shards: int) -> int:
+    """The index, in the configured order, of the sender that handles `destination`.
+
+    SHA-256 of the name as it stands (port kept, no case folding), all 32 bytes read little-endian,
+    modulo the number of senders: as Synapse does it, so that both can share the work.
+    """
+    if shards < 1:
+        raise ValueError("no sender to choose from")
+    if shards == 1:
+        return 0
+    return int.from_bytes(sha256(destination.encode()).digest(), "little") % shards
+
+
+# --- canonical JSON -------------------------------------------------------------------------------
+
+
+def canonical_json(
+    value: object, *, allow_fractions: bool = False, allow_big_integers: bool = False
+) -> bytes:
+    """`value` as canonical JSON: sorted keys, shortest form, UTF-8 (appendix "Canonical JSON").
+
+    Args:
+        allow_fractions: write numbers that are not integers, as Python does (room versions 1-5).
+        allow_big_integers: write integers beyond 53 bits (room versions 1-5).
+
+    Raises:
+        ValueError: NaN, infinity, a lone surrogate, a key that is no string, a type JSON does not
+            have, nesting beyond `MAX_NESTING`, or a number that was not allowed.
+    """
+    survey = _survey(value)
+    if survey.fractions and not allow_fractions:
+        raise ValueError("a number that is not an integer")
+    if survey.big_integers and not allow_big_integers:
+        raise ValueError("an integer beyond 53 bits")
+    return _encode(value, exact=survey.needs_exact_encoder)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What a value holds that orjson writes otherwise than the specification's reference."""
+
+    fractions: bool
+    big_integers: bool
+    nesting: int
+
+    @property
+    def needs_exact_encoder(self) -> bool:
+        return self.fractions or self.big_integers or self.nesting > _ORJSON_NESTING
+
+
+def _survey(value: object) -> _Survey:
+    """Look at every node once, level by level; raises ValueError for what is no JSON."""
+    fractions = big_integers = False
+    nesting = 0
+    level: list[Any] = [value]
+    while level:
+        nesting += 1
+        if nesting > MAX_NESTING:
+            raise ValueError("nested too deep")
+        below: list[Any] = []
+        for node in level:
+            kind = type(node)
+            if kind is str or kind is bool or node is None:
+                continue
+            if kind is dict:
+                below.extend(node.values())
+            elif kind is list or kind is tuple:
+                below.extend(node)
+            elif kind is int:
+                big_integers |= not -MAX_INTEGER <= node <= MAX_INTEGER
+            elif kind is float:
+                fractions = True
+            else:
+                raise ValueError(f"a {kind.__name__} is not JSON")
+        level = below
+    return _Survey(fractions, big_integers, nesting)
+
+
+_exact_encoder: Final = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, separators=(",", ":"), sort_keys=True
+)
+
+
+def _encode(value: object, *, exact: bool) -> bytes:
+    """Canonical bytes of a surveyed value; raises ValueError."""
+    if not exact:
+        try:
+            return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+    _check_keys(value)
+    try:
+        return _exact_encoder.encode(value).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a lone surrogate") from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _check_keys(value: object) -> None:
+    """Refuse keys that are no strings: Python's encoder would turn them into some."""
+    todo: list[object] = [value]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            if not all(type(key) is str for key in node):
+                raise ValueError("a key that is not a string")
+            todo.extend(node.values())
+        elif isinstance(node, list | tuple):
+            todo.extend(node)
+
+
+# --- event ids ------------------------------------------------------------------------------------
+
+
+def room_version_of(identifier: str) -> RoomVersion:
+    """The room version of that name; raises BadEvent for one we do not know."""
+    try:
+        return ROOM_VERSIONS[identifier]
+    except KeyError:
+        raise BadEvent(f"unknown room version {identifier[:64]!r}") from None
+
+
+def event_id_of(event: Mapping[str, Any], version: RoomVersion) -> str:
+    """The id of `event`: its reference hash, or in room versions 1 and 2 the one it carries.
+
+    Server-server API, "Calculating the reference hash for an event".
+
+    Raises:
+        BadEvent: it is malformed, or holds what its room version does not allow.
+    """
+    if version.event_format == 1:
+        event_id = event.get("event_id")
+        if type(event_id) is not str:
+            raise BadEvent("event without an event_id")
+        return event_id
+    try:
+        survey = _survey(dict(event))
+        if version.strict_json and (survey.fractions or survey.big_integers):
+            raise BadEvent("number that this room version does not allow")
+        return _reference_id(event, version, exact=survey.needs_exact_encoder)
+    except BadEvent:
+        raise
+    except ValueError as error:
+        raise BadEvent(f"cannot be written: {error}") from None
+
+
+def _reference_id(event: Mapping[str, Any], version: RoomVersion, *, exact: bool) -> str:
+    remains = redact(event, version)
+    remains.pop("signatures", None)
+    digest = sha256(_encode(remains, exact=exact)).digest()
+    encode = b64encode if version.event_format == 2 else urlsafe_b64encode
+    return "$" + encode(digest).rstrip(b"=").decode()
+
+
+# --- PDUs -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pdu:
+    """One event, ready to be spliced into transactions.
+
+    Attributes:
+        stream_ordering: its place in the homeserver's events stream.
+        room_version: identifier of its room's version.
+        wire: canonical JSON, as peers get it.
+        sender: the user id, whose server may differ from ours (joins through us).
+        state_key: None for a message event.
+        fractional: it holds a number that strict canonical JSON forbids (room versions 1-5 only);
+            some servers refuse a whole transaction for one.
+    """
+
+    event_id: str
+    room_id: str
+    stream_ordering: int
+    room_version: str
+    wire: bytes
+    sender: str
+    type: str
+    state_key: str | None
+    fractional: bool
+
+
+def make_pdu(
+    event_id: str,
+    room_id: str,
+    stream_ordering: int,
+    json_text: str | bytes,
+    room_version: str,
+) -> tuple[Pdu, JsonObject]:
+    """Parse and check one stored event and make it ready to send.
+
+    `unsigned` shrinks to what peers may see, an `event_id` that the format has no place for goes
+    away, and the reference hash must be the event's id.
+
+    Returns:
+        The PDU, and the parsed event it was made from, for rules that look into it.
+
+    Raises:
+        BadEvent: it can never be sent.
+    """
+    version = room_version_of(room_version)
+    event, survey = _parse(json_text, version)
+    _check_members(event, event_id, room_id, version)
+    return _pdu(event, survey, event_id, room_id, stream_ordering, version), event
+
+
+def prune(
+    json_text: str | bytes, event_id: str, room_id: str, stream_ordering: int, room_version: str
+) -> Pdu:
+    """The redacted form of one stored event, ready to send; its id stays the same.
+
+    Raises:
+        BadEvent: it can never be sent, redacted or not.
+    """
+    version = room_version_of(room_version)
+    event, _ = _parse(json_text, version)
+    _check_members(event, event_id, room_id, version)
+    remains = redact(event, version)
+    survey = _survey(remains)
+    replaced = event.get("unsigned", {}).get("replaces_state")
+    if type(replaced) is str:
+        remains["unsigned"] = {"replaces_state": replaced}
+    return _pdu(remains, survey, event_id, room_id, stream_ordering, version)
+
+
+def _parse(json_text: str | bytes, version: RoomVersion) -> tuple[JsonObject, _Survey]:
+    """The event, its `unsigned` reduced, and what numbers it holds; raises BadEvent."""
+    try:
+        event = orjson.loads(json_text)
+        _reduce(event, version)
+        survey = _survey(event)
+        if survey.needs_exact_encoder:
+            # orjson reads integers beyond 64 bits as floats.
+            event = json.loads(json_text)
+            _reduce(event, version)
+            survey = _survey(event)
+    except BadEvent:
+        raise
+    except RecursionError:
+        raise BadEvent("nested too deep") from None
+    except ValueError as error:
+        # The position alone: an orjson message may quote nothing, but others might.
+        raise BadEvent(f"not JSON that can be sent: {_without_document(error)}") from None
+    if version.strict_json and (survey.fractions or survey.big_integers):
+        raise BadEvent(f"number that room version {version.identifier} does not allow")
+    return event, survey
+
+
+def _without_document(error: ValueError) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+_KEPT_UNSIGNED: Final = ("replaces_state", "invite_room_state", "knock_room_state")
+
+
+def _reduce(event: object, version: RoomVersion) -> None:
+    """Take out, in place, what a homeserver keeps with an event and peers must not see."""
+    if type(event) is not dict:
+        raise BadEvent("event is not a JSON object")
+    stored = event.pop("unsigned", None)
+    if type(stored) is dict:
+        unsigned = {key: stored[key] for key in _KEPT_UNSIGNED if key in stored}
+        if unsigned:
+            event["unsigned"] = unsigned
+    if version.event_format > 1:
+        event.pop("event_id", None)
+
+
+def _check_members(event: JsonObject, event_id: str, room_id: str, version: RoomVersion) -> None:
+    """Refuse an event that a peer would refuse for its shape; raises BadEvent."""
+    for key in ("type", "sender"):
+        if type(event.get(key)) is not str:
+            raise BadEvent(f"event without a {key}")
+    if type(event.get("content")) is not dict:
+        raise BadEvent("event without a content object")
+    if "state_key" in event and type(event["state_key"]) is not str:
+        raise BadEvent("state_key is not a string")
+    depth = event.get("depth")
+    if type(depth) is not int or not -MAX_INTEGER <= depth <= MAX_INTEGER:
+        raise BadEvent("depth is missing or not an integer within 53 bits")
+    if version.event_format == 4 and event["type"] == "m.room.create" and "state_key" in event:
+        if "room_id" in event:
+            raise BadEvent("create event with a room_id, which its room version forbids")
+        if room_id != "!" + event_id[1:]:
+            raise BadEvent("create event of another room")
+    elif event.get("room_id") != room_id:
+        raise BadEvent("event of another room")
+
+
+def _pdu(
+    event: JsonObject,
+    survey: _Survey,
+    event_id: str,
+    room_id: str,
+    stream_ordering: int,
+    version: RoomVersion,
+) -> Pdu:
+    exact = survey.needs_exact_encoder
+    try:
+        wire = _encode(event, exact=exact)
+        if version.event_format == 1:
+            actual = event_id_of(event, version)
+        else:
+            actual = _reference_id(event, version, exact=exact)
+        size = len(wire)
+        if size > MAX_PDU_BYTES and "unsigned" in event:
+            bare = {key: value for key, value in event.items() if key != "unsigned"}
+            size = len(_encode(bare, exact=exact))
+    except BadEvent:
+        raise
+    except ValueError as error:
+        raise BadEvent(f"cannot be written: {error}") from None
+    if actual != event_id:
+        raise BadEvent(f"reference hash gives {actual[:256]}, not the event's id")
+    if size > MAX_PDU_BYTES:
+        raise BadEvent(f"{size} bytes, above the limit of {MAX_PDU_BYTES}")
+    return Pdu(
+        event_id=event_id,
+        room_id=room_id,
+        stream_ordering=stream_ordering,
+        room_version=version.identifier,
+        wire=wire,
+        sender=event["sender"],
+        type=event["type"],
+        state_key=event.get("state_key"),
+        fractional=survey.fractions or survey.big_integers,
+    )
