@@ -1,0 +1,315 @@
+"""The configuration: one YAML file, checked whole before anything starts.
+
+`load` returns a frozen `Config` or raises `ConfigError` with one line per problem, each naming the
+file, line, column and setting. Whoever needs a part of it gets that section, not the whole.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from fedsender.config.document import (
+    ConfigError,
+    Document,
+    Location,
+    parse_document,
+    read_document,
+)
+from fedsender.config.policy import Backoff, Destinations, EduKinds, Override, Policy, Section
+from fedsender.config.sections import (
+    Admin,
+    Federation,
+    Feed,
+    Homeserver,
+    Ledger,
+    Log,
+    Metrics,
+    RedisFeed,
+    Sending,
+    TcpFeed,
+)
+from fedsender.config.values import (
+    Address,
+    Database,
+    InstanceName,
+    SecretPath,
+    ServerName,
+    ServerPattern,
+    TcpAddress,
+    UnixAddress,
+    database_url,
+    parse_address,
+    parse_duration,
+    parse_size,
+    read_secret,
+)
+from fedsender.matrix import matches, shard_of
+
+__all__ = [
+    "Address",
+    "Admin",
+    "Backoff",
+    "Config",
+    "ConfigError",
+    "Destinations",
+    "EduKinds",
+    "Federation",
+    "Feed",
+    "Homeserver",
+    "Ledger",
+    "Log",
+    "Metrics",
+    "Override",
+    "Policy",
+    "PolicyLine",
+    "RedisFeed",
+    "Section",
+    "Sending",
+    "TcpAddress",
+    "TcpFeed",
+    "UnixAddress",
+    "database_url",
+    "from_values",
+    "load",
+    "loads",
+    "parse_address",
+    "parse_duration",
+    "parse_size",
+    "read_secret",
+]
+
+
+class _Contradictory(ValueError):
+    """Values that are right one by one and wrong together."""
+
+    def __init__(self, found: list[tuple[Location, str]]) -> None:
+        super().__init__("; ".join(text for _, text in found))
+        self.found = found
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLine:
+    """One setting that holds for a server, and who set it: `file:line`, or `default`."""
+
+    field: str
+    value: object
+    source: str
+
+
+class Config(Section):
+    """Everything an operator decides."""
+
+    server_name: ServerName = Field(description="The homeserver's name: origin of all we send.")
+    instance_name: InstanceName = Field(
+        default="fedsender",
+        description="Our name among the homeserver's processes; only one may run.",
+    )
+    signing_key: SecretPath = Field(
+        description="File with the homeserver's signing key, in Synapse's format."
+    )
+    homeserver: Homeserver = Field(default_factory=Homeserver)
+    sender_database: Database = Field(
+        default="fedsender.sqlite3",
+        description="Our own tables: a file for SQLite, or a postgresql:// URL.",
+    )
+    sender_database_password_file: SecretPath | None = Field(
+        default=None, description="File with the password of that database's user."
+    )
+    feed: Feed = Field(default_factory=Feed)
+    federation: Federation = Field(default_factory=Federation)
+    sending: Sending = Field(default_factory=Sending)
+    allow: tuple[ServerPattern, ...] = Field(
+        default=("*",),
+        description="Send only to servers that match one of these names or patterns.",
+    )
+    deny: tuple[ServerPattern, ...] = Field(
+        default=(),
+        description="Never send to servers that match one of these, whatever allows them.",
+    )
+    destinations: Destinations = Field(default_factory=Destinations)
+    ledger: Ledger = Field(default_factory=Ledger)
+    admin: Admin = Field(default_factory=Admin)
+    metrics: Metrics = Field(default_factory=Metrics)
+    log: Log = Field(default_factory=Log)
+
+    _document: Document | None = PrivateAttr(None)
+
+    def policy_for(self, server: str) -> Policy:
+        """How `server` is treated. Worth remembering: this reads every override."""
+        return self.destinations.policy_for(server)
+
+    def allows(self, server: str) -> bool:
+        """Whether anything may be sent to `server`: not us, and on the right side of every list.
+
+        Worth remembering: this reads every list and override.
+        """
+        whitelist = self.homeserver.domain_whitelist
+        return (
+            server != self.server_name
+            and (whitelist is None or server in whitelist)
+            and not any(matches(pattern, server) for pattern in self.deny)
+            and any(matches(pattern, server) for pattern in self.allow)
+            and not self.policy_for(server).deny
+        )
+
+    def handles(self, server: str) -> bool:
+        """Whether `server` is ours among the federation senders, by Synapse's hash."""
+        senders = self.homeserver.federation_sender_instances
+        if not senders:
+            return True
+        return senders[shard_of(server, len(senders))] == self.instance_name
+
+    def explain_policy(self, server: str) -> list[PolicyLine]:
+        """Every setting that holds for `server`, and the line that set it."""
+        return list(self._policy_lines(server))
+
+    def _policy_lines(self, server: str) -> Iterator[PolicyLine]:
+        for field, value, places in self.destinations.settings_for(server):
+            sources = (self._source(("destinations", *place)) for place in places)
+            yield PolicyLine(field, value, next(filter(None, sources), "default"))
+
+    def _source(self, location: Location) -> str | None:
+        return None if self._document is None else self._document.source(location)
+
+    def file_problems(self) -> list[str]:
+        """What is wrong with the secrets' files, one line each; for a check before the start."""
+        problems = []
+        for location, path in _secret_files(self):
+            try:
+                read_secret(path)
+            except ConfigError as error:
+                problems.append(self._problem(location, str(error)))
+        return problems
+
+    def _problem(self, location: Location, text: str) -> str:
+        document = self._document or Document("configuration", {}, {}, {})
+        return document.problem(location, text)
+
+    @model_validator(mode="after")
+    def _hangs_together(self) -> "Config":
+        found = list(self._contradictions())
+        if found:
+            raise _Contradictory(found)
+        return self
+
+    def _contradictions(self) -> Iterator[tuple[Location, str]]:
+        for name in type(self).model_fields:
+            section = getattr(self, name)
+            if hasattr(section, "contradictions"):
+                for place, text in section.contradictions():
+                    yield (name, *place), text
+        if self.homeserver.kind == "embedded" and self.feed.kind == "redis":
+            yield ("feed", "kind"), "redis is Synapse's: homeserver.kind embedded needs tcp"
+        senders = self.homeserver.federation_sender_instances
+        if senders and self.instance_name not in senders:
+            place = ("homeserver", "federation_sender_instances")
+            yield place, f"does not name {self.instance_name!r}, our instance_name"
+        if self.sending.max_in_flight > self.federation.max_connections:
+            yield ("sending", "max_in_flight"), "is larger than federation.max_connections"
+        if self.sending.window_bytes < self.destinations.defaults.max_transaction_bytes:
+            yield ("sending", "window_bytes"), "is smaller than one transaction"
+
+
+def load(path: Path) -> Config:
+    """Read and check a configuration file.
+
+    Files that it names are not opened: see `Config.file_problems`.
+
+    Raises:
+        ConfigError: it cannot be used; one line for each problem found.
+    """
+    return _checked(read_document(path), path.absolute().parent)
+
+
+def loads(text: str, *, directory: Path, file: str = "configuration") -> Config:
+    """As `load`, from a text; files are relative to `directory`, `file` is for messages."""
+    return _checked(parse_document(text, file=file), directory)
+
+
+def from_values(values: Mapping[str, object], *, directory: Path) -> Config:
+    """As `load`, from plain values as YAML would give them."""
+    return _checked(Document("configuration", values, {}, {}), directory)
+
+
+def _checked(document: Document, directory: Path) -> Config:
+    # By way of JSON: there, pydantic's strict mode takes a list for a tuple and text for a path.
+    try:
+        config = Config.model_validate_json(
+            orjson.dumps(document.values), context={"directory": directory}
+        )
+    except ValidationError as error:
+        lines = (line for each in error.errors() for line in _problems(document, each))
+        raise ConfigError(*lines) from None
+    config._document = document
+    return config
+
+
+def _problems(document: Document, error: ErrorDetails) -> Iterator[str]:
+    """One problem as pydantic tells it, as lines for an operator."""
+    location, kind, context = error["loc"], error["type"], error.get("ctx", {})
+    cause = context.get("error")
+    if isinstance(cause, _Contradictory):
+        for place, text in cause.found:
+            yield document.problem(place, text)
+    elif kind == "extra_forbidden":
+        text = f"unknown setting{_suggestion(location)}"
+        yield document.problem(location, text, at_key=True)
+    else:
+        yield document.problem(location, _sentence(kind, context, error["msg"]))
+
+
+def _sentence(kind: str, context: Mapping[str, Any], message: str) -> str:
+    sentences = {
+        "missing": "must be set",
+        "bool_type": "must be true or false",
+        "int_type": "must be a whole number",
+        "int_from_float": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text (put it in quotes)",
+        "tuple_type": "must be a list",
+        "path_type": "must be text (the path of a file)",
+        "model_type": "must hold settings, one per line",
+        "string_pattern_mismatch": "has characters that are not allowed here",
+    }
+    if kind in sentences:
+        return sentences[kind]
+    if kind == "literal_error":
+        return f"must be {context['expected']}"
+    if "error" in context:
+        return str(context["error"])
+    return message.replace("Input should be", "must be").replace("Tuple should have", "must have")
+
+
+def _suggestion(location: tuple[str | int, ...]) -> str:
+    names = _names_at(location[:-1])
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _names_at(location: tuple[str | int, ...]) -> list[str]:
+    """The settings that the section at `location` knows."""
+    section: type[Section] = Config
+    for part in location:
+        if isinstance(part, int):
+            continue
+        if part == "overrides":
+            section = Override
+            continue
+        default = section.model_fields[part].get_default(call_default_factory=True)
+        section = type(default)
+    return list(section.model_fields)
+
+
+def _secret_files(section: Section, location: Location = ()) -> Iterator[tuple[Location, Path]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _secret_files(value, (*location, name))
+        elif value is not None and name.endswith(("signing_key", "password_file", "token_file")):
+            yield (*location, name), value

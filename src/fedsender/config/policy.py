@@ -1,0 +1,231 @@
+"""What one destination may cost and how it is treated: defaults, and overrides by name or pattern.
+
+Overrides are applied in the order of the file, a later one wins, setting by setting. `backoff` is
+the exception: it is taken as a whole from the last override that has one (what that leaves out
+comes from the defaults), so that every back-off that can take effect is checked when the file is
+loaded.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fedsender.config.document import Location
+from fedsender.config.values import Bytes, FilePath, FixedAddress, Seconds, ServerPattern
+from fedsender.matrix import MAX_EDUS, MAX_PDUS, matches
+
+MAX_DAILY_ATTEMPTS: Final = 60
+"""Attempts in any 24 h to a server that never answers, by our own timers (I5)."""
+
+_DAY: Final = 86_400.0
+
+
+class Section(BaseModel):
+    """A part of the configuration: complete, frozen, strict about types and names."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        hide_input_in_errors=True,
+        # Defaults too are files relative to a directory, which only validation knows.
+        validate_default=True,
+        revalidate_instances="always",
+    )
+
+
+class Backoff(Section):
+    """How long to wait after failed attempts in a row."""
+
+    first: Seconds = Field(default=5.0, ge=1, description="Wait after the first failed attempt.")
+    multiplier: float = Field(
+        default=2.0,
+        ge=1,
+        le=10,
+        description="How much longer each further wait is than the one before.",
+    )
+    ceiling_healthy: Seconds = Field(
+        default=3600.0,
+        ge=1,
+        description="Longest wait while the server was healthy in the last 24 h.",
+    )
+    ceiling: Seconds = Field(
+        default=6 * 3600.0,
+        ge=1,
+        description="Longest wait while the server was healthy in the last week.",
+    )
+    ceiling_dead: Seconds = Field(
+        default=_DAY, ge=1, description="Longest wait for a server that was not healthy for a week."
+    )
+    jitter: float = Field(
+        default=0.2,
+        ge=0,
+        le=0.5,
+        description="Each wait is longer or shorter by up to this share of it.",
+    )
+
+    def contradictions(self) -> Iterator[tuple[str, str]]:
+        """What these values get wrong together, as (setting, sentence)."""
+        if not self.first <= self.ceiling_healthy <= self.ceiling <= self.ceiling_dead:
+            yield "", "first <= ceiling_healthy <= ceiling <= ceiling_dead does not hold"
+        attempts = self.daily_attempts()
+        if attempts > MAX_DAILY_ATTEMPTS:
+            yield (
+                "",
+                f"a server that never answers would see more than {MAX_DAILY_ATTEMPTS} attempts in"
+                " 24 h: raise first, multiplier or ceiling_healthy, or lower jitter",
+            )
+
+    def daily_attempts(self) -> int:
+        """The most attempts in any 24 h to a server that never answers; counts no further than 61.
+
+        With every wait as short as jitter allows, and each attempt failing at once. Waits never
+        shrink, so the first 24 h are the worst, and in those the ceiling is that of a server that
+        was healthy until now.
+        """
+        attempts, elapsed, wait = 1, 0.0, self.first
+        while attempts <= MAX_DAILY_ATTEMPTS:
+            elapsed += max(1.0, min(wait, self.ceiling_healthy) * (1 - self.jitter))
+            if elapsed > _DAY:
+                break
+            attempts += 1
+            wait *= self.multiplier
+        return attempts
+
+
+class EduKinds(Section):
+    """Which kinds of EDU a destination gets."""
+
+    typing: bool = Field(default=True, description="Who is typing.")
+    receipts: bool = Field(default=True, description="Who has read up to where.")
+    presence: bool = Field(default=True, description="Who is online.")
+    to_device: bool = Field(default=True, description="Messages to devices; encryption needs them.")
+    device_lists: bool = Field(
+        default=True, description="Changed devices and keys; encryption needs them."
+    )
+
+
+class Policy(Section):
+    """How one destination is treated."""
+
+    max_pdus: int = Field(
+        default=MAX_PDUS, ge=1, le=MAX_PDUS, description="PDUs in one transaction."
+    )
+    max_edus: int = Field(
+        default=MAX_EDUS, ge=1, le=MAX_EDUS, description="EDUs in one transaction."
+    )
+    max_transaction_bytes: Bytes = Field(
+        default=2**20, ge=128 * 2**10, le=64 * 2**20, description="Size of one transaction's body."
+    )
+    request_timeout: Seconds | None = Field(
+        default=None,
+        gt=0,
+        description="How long one attempt may take, answer included;"
+        " null takes federation.request_timeout.",
+    )
+    coalesce_ms: int = Field(
+        default=20,
+        ge=0,
+        le=5_000,
+        description="While busy, how long a small transaction waits for company, in milliseconds.",
+    )
+    backoff: Backoff = Field(
+        default_factory=Backoff,
+        description="Waits after failures; an override's backoff counts as a whole.",
+    )
+    catch_up_gap_events: int = Field(
+        default=100,
+        ge=0,
+        description="A room's gap of at most so many events is sent whole, a larger one as its"
+        " newest event.",
+    )
+    address: FixedAddress | None = Field(
+        default=None, description='Connect to this "ip:port" and skip discovery.'
+    )
+    ca_file: FilePath | None = Field(
+        default=None,
+        description="Certificates to trust for this destination; null takes federation's.",
+    )
+    deny: bool = Field(default=False, description="Never send anything there.")
+    priority: int = Field(
+        default=0, ge=-100, le=100, description="Higher goes first when there is not room for all."
+    )
+    edus: EduKinds = Field(default_factory=EduKinds, description="Which kinds of EDU it gets.")
+
+
+class Override(Policy):
+    """Settings for the destinations that a name or pattern matches; unset ones stay as they are."""
+
+    match: ServerPattern = Field(description="A server name, or a pattern with * and ?.")
+
+
+class Destinations(Section):
+    """How destinations are treated."""
+
+    defaults: Policy = Field(default_factory=Policy, description="What holds for every server.")
+    overrides: tuple[Override, ...] = Field(
+        default=(),
+        max_length=10_000,
+        description="Exceptions, each with a match and any settings of defaults; later ones win.",
+    )
+
+    def policy_for(self, server: str) -> Policy:
+        """The policy that holds for `server`. Worth remembering: this reads every override."""
+        policy = self.defaults
+        for override in self.overrides:
+            if matches(override.match, server):
+                policy = self._apply(policy, override)
+        return policy
+
+    def _apply(self, policy: Policy, override: Override) -> Policy:
+        changes: dict[str, Any] = {
+            name: getattr(override, name) for name in override.model_fields_set - {"match"}
+        }
+        if "backoff" in changes:
+            changes["backoff"] = _merged(self.defaults.backoff, override.backoff)
+        if "edus" in changes:
+            changes["edus"] = _merged(policy.edus, override.edus)
+        return policy.model_copy(update=changes)
+
+    def settings_for(self, server: str) -> Iterator[tuple[str, object, Sequence[Location]]]:
+        """Every setting that holds for `server`: its name, its value, who may have set it.
+
+        The last item lists places below `destinations`, strongest first; the first of them that
+        the file has is the one that set the value.
+        """
+        matching = [i for i, each in enumerate(self.overrides) if matches(each.match, server)]
+        policy = self.policy_for(server)
+        backoffs = [i for i in matching if "backoff" in self.overrides[i].model_fields_set][-1:]
+        for path, value in _leaves(policy):
+            setters = backoffs if path[0] == "backoff" else matching[::-1]
+            places: list[Location] = [("overrides", index, *path) for index in setters]
+            yield ".".join(path), value, (*places, ("defaults", *path))
+
+    def contradictions(self) -> Iterator[tuple[Location, str]]:
+        """What these values get wrong together, as (place, sentence)."""
+        for _, text in self.defaults.backoff.contradictions():
+            yield ("defaults", "backoff"), text
+        for index, override in enumerate(self.overrides):
+            if "backoff" in override.model_fields_set:
+                for _, text in _merged(self.defaults.backoff, override.backoff).contradictions():
+                    yield ("overrides", index, "backoff"), text
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _merged(base: S, changes: S) -> S:
+    update = {name: getattr(changes, name) for name in changes.model_fields_set}
+    return base.model_copy(update=update)
+
+
+def _leaves(
+    section: Section, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], object]]:
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from _leaves(value, (*path, name))
+        else:
+            yield (*path, name), value

@@ -1,0 +1,339 @@
+"""The sections of the configuration, every setting with its default and one sentence.
+
+`config.example.yaml` shows the same settings, defaults and sentences; a test compares the two.
+"""
+
+import ipaddress
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BeforeValidator, Field
+
+from fedsender.config.document import Location
+from fedsender.config.policy import Section
+from fedsender.config.values import (
+    Address,
+    Bytes,
+    Database,
+    FilePath,
+    InstanceName,
+    ListenAddress,
+    Nameserver,
+    Network,
+    Seconds,
+    SecretPath,
+    ServerName,
+    TcpAddress,
+    is_in,
+    parse_network,
+)
+
+Contradictions = Iterator[tuple[Location, str]]
+"""What values get wrong together, as (place below the section, sentence)."""
+
+MIB: Final = 2**20
+
+
+class Homeserver(Section):
+    """Whose events are sent, and where they are read."""
+
+    kind: Literal["embedded", "synapse"] = Field(
+        default="embedded",
+        description="embedded: our own tables, filled by the feed; synapse: a Synapse's database.",
+    )
+    database: Database = Field(
+        default="homeserver.sqlite3",
+        description="A file for SQLite, or a URL such as postgresql://user@host/name.",
+    )
+    database_password_file: SecretPath | None = Field(
+        default=None, description="File with the password of that database's user."
+    )
+    state_database: Database | None = Field(
+        default=None,
+        description="Where Synapse keeps its state groups, if in a database of their own.",
+    )
+    event_writers: tuple[InstanceName, ...] = Field(
+        default=("master",),
+        min_length=1,
+        description="The homeserver's processes that write events (Synapse's stream_writers).",
+    )
+    federation_sender_instances: tuple[InstanceName, ...] = Field(
+        default=(),
+        description="All federation senders in Synapse's order, ours among them;"
+        " [] means that we send everything.",
+    )
+    domain_whitelist: tuple[ServerName, ...] | None = Field(
+        default=None,
+        description="Send to these servers only (Synapse's federation_domain_whitelist).",
+    )
+
+    def contradictions(self) -> Contradictions:
+        if self.kind == "synapse" and "database" not in self.model_fields_set:
+            yield ("database",), "must be set when kind is synapse"
+        if self.kind == "embedded" and self.state_database is not None:
+            yield ("state_database",), "is for kind synapse only"
+        for name in ("event_writers", "federation_sender_instances"):
+            values: tuple[str, ...] = getattr(self, name)
+            if len(set(values)) < len(values):
+                yield (name,), "names one instance twice"
+
+
+class TcpFeed(Section):
+    """Replication over the TCP line protocol."""
+
+    address: Address = Field(
+        default=TcpAddress("127.0.0.1", 9092),
+        description='Where to connect: "host:port" or "unix:/path".',
+    )
+    name: InstanceName | None = Field(
+        default=None, description="The name we give ourselves there; null takes instance_name."
+    )
+
+
+class RedisFeed(Section):
+    """Replication over Redis, as Synapse with workers does it."""
+
+    host: str = Field(
+        default="localhost", min_length=1, description="Name or IP of the Redis server."
+    )
+    port: int = Field(default=6379, ge=1, le=65_535, description="Its port.")
+    path: FilePath | None = Field(
+        default=None, description="Its Unix socket, instead of host and port."
+    )
+    username: str | None = Field(default=None, description="Redis user, where it has users.")
+    password_file: SecretPath | None = Field(
+        default=None, description="File with the Redis password."
+    )
+    tls: bool = Field(default=False, description="Whether to speak TLS.")
+    ca_file: FilePath | None = Field(
+        default=None, description="Certificates to trust there; null takes the system's."
+    )
+
+    def contradictions(self) -> Contradictions:
+        if self.path is not None and (self.host, self.port) != ("localhost", 6379):
+            yield ("path",), "stands beside host or port: only one of them can be used"
+        if self.path is not None and self.tls:
+            yield ("tls",), "cannot be used on a Unix socket"
+        if self.ca_file is not None and not self.tls:
+            yield ("ca_file",), "has no use without tls: true"
+        if self.username is not None and self.password_file is None:
+            yield ("username",), "needs a password_file"
+
+
+class Feed(Section):
+    """How the homeserver tells us what is new."""
+
+    kind: Literal["tcp", "redis"] = Field(
+        default="tcp", description="tcp: the line protocol; redis: Synapse's pub/sub."
+    )
+    tcp: TcpFeed = Field(default_factory=TcpFeed, description="Used when kind is tcp.")
+    redis: RedisFeed = Field(default_factory=RedisFeed, description="Used when kind is redis.")
+
+    def contradictions(self) -> Contradictions:
+        for place, text in self.redis.contradictions():
+            yield ("redis", *place), text
+
+
+_PRIVATE: Final = tuple(
+    parse_network(text)
+    for text in (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
+        *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+        *("::/128", "::1/128", "2001:db8::/32", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8"),
+    )
+)
+
+
+def _tls_version(value: object) -> object:
+    # Unquoted, YAML reads 1.2 as a number.
+    return str(value) if isinstance(value, float) else value
+
+
+class Federation(Section):
+    """How other servers are found and connected to."""
+
+    verify_certificates: bool = Field(
+        default=True,
+        description="Check other servers' certificates; false is for test networks only.",
+    )
+    ca_file: FilePath | None = Field(
+        default=None, description="Certificates to trust instead of the system's."
+    )
+    minimum_tls_version: Annotated[Literal["1.2", "1.3"], BeforeValidator(_tls_version)] = Field(
+        default="1.2", description="Oldest TLS version that is spoken."
+    )
+    connect_timeout: Seconds = Field(
+        default=10.0, gt=0, description="For one TCP connection to stand."
+    )
+    handshake_timeout: Seconds = Field(default=15.0, gt=0, description="For its TLS handshake.")
+    request_timeout: Seconds = Field(
+        default=60.0, gt=0, description="For one attempt, from sending it to the end of the answer."
+    )
+    max_answer_bytes: Bytes = Field(
+        default=10 * MIB, ge=1024, le=256 * MIB, description="Longest answer that is read."
+    )
+    ip_deny: tuple[Network, ...] = Field(
+        default=_PRIVATE,
+        description="Never connect to these IP ranges: they are not on the Internet.",
+    )
+    ip_allow: tuple[Network, ...] = Field(default=(), description="Exceptions from ip_deny.")
+    nameservers: tuple[Nameserver, ...] = Field(
+        default=(),
+        max_length=16,
+        description='DNS servers, "ip" or "ip:port"; [] takes those of /etc/resolv.conf.',
+    )
+    discovery_cache: FilePath = Field(
+        default=Path("discovery-cache.json"),
+        description="File that keeps where other servers were found over a restart.",
+    )
+    max_connections: int = Field(
+        default=1000,
+        ge=1,
+        le=100_000,
+        description="Open connections; the longest idle is closed first.",
+    )
+    idle_connection: Seconds = Field(
+        default=120.0, gt=0, description="A connection that carried nothing for so long is closed."
+    )
+    user_agent_suffix: str | None = Field(
+        default=None,
+        pattern=r"^[\x21-\x7e](?:[\x20-\x7e]{0,199})$",
+        description="Added to our User-Agent, so that others know whom to write to.",
+    )
+
+    def may_connect(self, address: str) -> bool:
+        """Whether an IP may be connected to; raises ValueError for what is no IP."""
+        return not is_in(address, self.ip_deny) or is_in(address, self.ip_allow)
+
+    def contradictions(self) -> Contradictions:
+        if self.ca_file is not None and not self.verify_certificates:
+            yield ("ca_file",), "has no use with verify_certificates: false"
+
+
+class Sending(Section):
+    """How much is done at once, over all destinations."""
+
+    max_in_flight: int = Field(
+        default=200, ge=1, le=100_000, description="Transactions under way at once."
+    )
+    max_connections_slow_share: float = Field(
+        default=0.25,
+        gt=0,
+        lt=1,
+        description="Share of them left to servers that fail or stall, so that they never hold"
+        " back the others.",
+    )
+    handshakes_per_second: float = Field(
+        default=50.0, gt=0, le=10_000, description="New connections per second."
+    )
+    ramp_per_second: float = Field(
+        default=100.0,
+        gt=0,
+        le=10_000,
+        description="Destinations with a backlog started per second.",
+    )
+    queue_pdus: int = Field(
+        default=1000,
+        ge=50,
+        le=1_000_000,
+        description="PDUs that one destination's queue holds; beyond, they wait in the database.",
+    )
+    window_bytes: Bytes = Field(
+        default=64 * MIB,
+        ge=MIB,
+        description="Memory for recent events, shared by all destinations.",
+    )
+    idle_destination: Seconds = Field(
+        default=30.0,
+        gt=0,
+        description="A destination with nothing to do for so long leaves memory.",
+    )
+    drain_seconds: Seconds = Field(
+        default=20.0,
+        description="When told to stop, how long transactions under way may take to end.",
+    )
+    fan_out_chunk: int = Field(
+        default=100,
+        ge=1,
+        le=10_000,
+        description="Events that are fanned out in one database transaction.",
+    )
+
+
+class Ledger(Section):
+    """The record of every attempt."""
+
+    directory: FilePath = Field(
+        default=Path("ledger"),
+        description="Where its files are.",
+    )
+    keep_days: int = Field(
+        default=14, ge=1, le=36_500, description="Files older than this are removed."
+    )
+    keep_bytes: Bytes = Field(
+        default=2 * 2**30,
+        ge=MIB,
+        description="The oldest files are removed when all are larger than this.",
+    )
+    segment_seconds: Seconds = Field(
+        default=3600.0, ge=1, description="A new file is begun after so long."
+    )
+    segment_bytes: Bytes = Field(
+        default=64 * MIB,
+        ge=64 * 2**10,
+        description="A new file is begun when the current one is this large.",
+    )
+
+    def contradictions(self) -> Contradictions:
+        if self.segment_bytes > self.keep_bytes:
+            yield ("segment_bytes",), "is larger than keep_bytes"
+        if self.segment_seconds > self.keep_days * 86_400:
+            yield ("segment_seconds",), "is longer than keep_days"
+
+
+class Admin(Section):
+    """The HTTP endpoint for operators and metrics."""
+
+    listen: ListenAddress = Field(
+        default=TcpAddress("127.0.0.1", 9009),
+        description='"ip:port" on loopback, or "unix:/run/fedsender/admin.sock".',
+    )
+    token_file: SecretPath | None = Field(
+        default=None,
+        description="File with the access token; without one only health, ready and metrics"
+        " answer.",
+    )
+
+    def contradictions(self) -> Contradictions:
+        if isinstance(self.listen, TcpAddress) and not _is_loopback(self.listen.host):
+            yield ("listen",), "must be a loopback IP or a Unix socket: there is no TLS on it"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Metrics(Section):
+    """What Prometheus reads."""
+
+    per_destination: tuple[ServerName, ...] = Field(
+        default=(),
+        max_length=100,
+        description="Servers with metrics of their own (as Synapse's federation_metrics_domains).",
+    )
+
+
+class Log(Section):
+    """What is logged, on standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="debug, info, warning or error."
+    )
+    format: Literal["json", "console"] = Field(
+        default="json", description="json: one object per line; console: for people."
+    )

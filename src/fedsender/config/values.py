@@ -1,0 +1,273 @@
+"""The kinds of values a setting can have, each with its way of being written.
+
+A duration is written `30s`, `5m`, `1h30m`, `7d` (or as a number of seconds), a size `10MiB` (or as
+a number of bytes), a file relative to the directory of the configuration file.
+"""
+
+import ipaddress
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+)
+
+from fedsender.config.document import ConfigError
+from fedsender.matrix import is_server_name, parse_server_name
+
+_UNITS_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_UNITS_BYTES: Final = {
+    "": 1,
+    "B": 1,
+    "kB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+}
+_DURATION: Final = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?(?:ms|[smhdw]))+")
+_DURATION_PART: Final = re.compile(r"([0-9.]+)(ms|[smhdw])")
+_SIZE: Final = re.compile(r"([0-9]{1,15}) ?([kKMGT]?i?B|)")
+_MAX_SECONDS: Final = 10 * 365 * 86_400
+_MAX_SECRET_BYTES: Final = 65_536
+
+
+def parse_duration(value: object) -> float:
+    """Seconds, from `1h30m` or a number of seconds; raises ValueError."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    elif isinstance(value, str) and _DURATION.fullmatch(value):
+        parts = _DURATION_PART.findall(value)
+        seconds = sum(float(number) * _UNITS_SECONDS[unit] for number, unit in parts)
+    else:
+        raise ValueError("must be a duration such as 30s, 5m, 1h30m or 7d")
+    if not 0 <= seconds <= _MAX_SECONDS:
+        raise ValueError("must be a duration between 0 and 10 years")
+    return seconds
+
+
+def parse_size(value: object) -> int:
+    """Bytes, from `10MiB` or a number of bytes; raises ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS_BYTES:
+        raise ValueError("must be a size such as 64KiB, 10MiB or 2GiB")
+    return int(match[1]) * _UNITS_BYTES[match[2]]
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A host (a name, or an IP literal without brackets) and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A Unix socket in the file system."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+def parse_address(value: object) -> TcpAddress | UnixAddress:
+    """From `host:port`, `[::1]:port` or `unix:/path`; raises ValueError."""
+    if isinstance(value, TcpAddress | UnixAddress):
+        return value
+    if isinstance(value, str) and value.startswith("unix:/"):
+        path = Path(value.removeprefix("unix:"))
+        if len(os.fsencode(path)) > 107:
+            raise ValueError("path of a Unix socket may have 107 bytes")
+        return UnixAddress(path)
+    if isinstance(value, str) and is_server_name(value):
+        host, port = parse_server_name(value)
+        if port is not None:
+            return TcpAddress(host, port)
+    raise ValueError("must be an address such as 127.0.0.1:9092, [::1]:9092 or unix:/run/x.sock")
+
+
+def parse_listen_address(value: object) -> TcpAddress | UnixAddress:
+    """As `parse_address`; port 0 takes any that is free. Raises ValueError."""
+    if isinstance(value, str) and value.endswith(":0"):
+        host, _ = parse_server_name(value.removesuffix(":0"))
+        return TcpAddress(host, 0)
+    return parse_address(value)
+
+
+def parse_ip_address(value: object) -> TcpAddress:
+    """From `ip:port`, never a name; raises ValueError."""
+    address = parse_address(value)
+    if isinstance(address, TcpAddress):
+        ipaddress.ip_address(address.host)
+        return address
+    raise ValueError("must be an address such as 192.0.2.7:8448")
+
+
+def parse_nameserver(value: object) -> TcpAddress:
+    """From `ip` or `ip:port`, where the port is 53 unless named; raises ValueError."""
+    if isinstance(value, TcpAddress):
+        return value
+    try:
+        if isinstance(value, str):
+            return TcpAddress(str(ipaddress.ip_address(value)), 53)
+    except ValueError:
+        pass
+    return parse_ip_address(value)
+
+
+IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def parse_network(value: object) -> IpNetwork:
+    """From `10.0.0.0/8` or one IP; raises ValueError."""
+    if isinstance(value, ipaddress.IPv4Network | ipaddress.IPv6Network):
+        return value
+    if isinstance(value, str):
+        return ipaddress.ip_network(value)
+    raise ValueError("must be an IP range such as 10.0.0.0/8")
+
+
+# IPv6 ranges that lead to an IPv4 address inside them, and how far right of its place that stands.
+_CARRIERS: Final = (
+    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),  # mapped
+    (ipaddress.IPv6Network("::/96"), 0),  # compatible, obsolete
+    (ipaddress.IPv6Network("64:ff9b::/96"), 0),  # NAT64
+    (ipaddress.IPv6Network("2002::/16"), 80),  # 6to4
+)
+
+
+def is_in(address: str, networks: Iterable[IpNetwork]) -> bool:
+    """Whether an IP, or the IPv4 address that it carries inside, lies in one of `networks`.
+
+    Raises:
+        ValueError: not an IP.
+    """
+    ip = ipaddress.ip_address(address)
+    forms: list[IpAddress] = [ip]
+    if isinstance(ip, ipaddress.IPv6Address):
+        forms += [
+            ipaddress.IPv4Address(int(ip) >> shift & 0xFFFF_FFFF)
+            for network, shift in _CARRIERS
+            if ip in network
+        ]
+    return any(form in network for form in forms for network in networks)
+
+
+def _resolve(value: object, info: ValidationInfo) -> Path:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise ValueError("must be the path of a file")
+    path = Path(value).expanduser()
+    directory = (info.context or {}).get("directory")
+    return path if directory is None else Path(directory) / path
+
+
+_CREDENTIALS: Final = "$CREDENTIALS_DIRECTORY/"
+
+
+def _resolve_secret(value: object, info: ValidationInfo) -> Path:
+    """Also takes `$CREDENTIALS_DIRECTORY/name`, where systemd's LoadCredential= puts it."""
+    if not isinstance(value, str) or not value.startswith(_CREDENTIALS):
+        return _resolve(value, info)
+    directory = os.environ.get("CREDENTIALS_DIRECTORY")
+    if directory is None:
+        raise ValueError("$CREDENTIALS_DIRECTORY is not set: systemd sets it with LoadCredential=")
+    return Path(directory) / value.removeprefix(_CREDENTIALS)
+
+
+_DATABASES: Final = ("sqlite:", "postgresql:", "postgresql+psycopg:")
+_PASSWORD: Final = re.compile(r"^[a-z+]+://[^/@]*:[^/@]*@|[?&]password=", re.ASCII)
+
+
+def _database(value: str, info: ValidationInfo) -> str:
+    """A SQLAlchemy URL; a path becomes SQLite's."""
+    scheme, separator, rest = value.partition("://")
+    if not separator:
+        return f"sqlite:///{_resolve(value, info)}"
+    if f"{scheme}:" not in _DATABASES:
+        raise ValueError("must be a path, or a URL of sqlite:// or postgresql://")
+    if _PASSWORD.search(value):
+        raise ValueError("must not hold a password: put it into the password file")
+    if scheme == "sqlite":
+        return f"sqlite:///{_resolve(rest.removeprefix('/'), info)}"
+    return f"postgresql+psycopg://{rest}"
+
+
+def database_url(database: str, password_file: Path | None) -> str:
+    """The URL to connect with: `database` and, where there is a file, the password in it.
+
+    The result is a secret. Raises ConfigError where the file cannot be used.
+    """
+    if password_file is None or database.startswith("sqlite:"):
+        return database
+    # Every byte that means something in a URL is written as %XX.
+    password = "".join(f"%{byte:02X}" for byte in read_secret(password_file).encode())
+    scheme, _, rest = database.partition("://")
+    user, at, where = rest.rpartition("@")
+    if not at:
+        raise ConfigError(f"{password_file}: a database with a password needs a user in its URL")
+    return f"{scheme}://{user}:{password}@{where}"
+
+
+def read_secret(path: Path) -> str:
+    """The text of a secret's file without its last line break; raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_SECRET_BYTES + 1)
+        text = raw.decode().rstrip("\r\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8") from None
+    if len(raw) > _MAX_SECRET_BYTES:
+        raise ConfigError(f"{path}: larger than {_MAX_SECRET_BYTES} bytes")
+    if not text:
+        raise ConfigError(f"{path}: is empty")
+    return text
+
+
+def _server_name(value: str) -> str:
+    parse_server_name(value)
+    return value
+
+
+def _pattern(value: str) -> str:
+    if not value or len(value) > 300:
+        raise ValueError("must be a server name or a pattern with * and ?")
+    return value
+
+
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+Address = Annotated[TcpAddress | UnixAddress, PlainValidator(parse_address), PlainSerializer(str)]
+ListenAddress = Annotated[
+    TcpAddress | UnixAddress, PlainValidator(parse_listen_address), PlainSerializer(str)
+]
+FixedAddress = Annotated[TcpAddress, PlainValidator(parse_ip_address), PlainSerializer(str)]
+Nameserver = Annotated[TcpAddress, PlainValidator(parse_nameserver), PlainSerializer(str)]
+Network = Annotated[IpNetwork, PlainValidator(parse_network), PlainSerializer(str)]
+FilePath = Annotated[Path, PlainValidator(_resolve)]
+SecretPath = Annotated[Path, PlainValidator(_resolve_secret)]
+Database = Annotated[str, Field(min_length=1), AfterValidator(_database)]
+ServerName = Annotated[str, AfterValidator(_server_name)]
+ServerPattern = Annotated[str, AfterValidator(_pattern)]
+InstanceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,100}$")]
