@@ -1,0 +1,270 @@
+"""Everything the daemon takes from outside: clock, randomness, sockets, threads.
+
+Nothing else in the package reads the wall clock, draws a random number, opens a socket or enters a
+thread. A simulation hands in its own `Outside` and owns all four; `real_outside` is the only place
+that touches the real ones.
+"""
+
+import errno
+import ipaddress
+import os
+import random
+import select
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+import dns.asyncresolver
+import dns.exception
+import dns.message
+import dns.name
+import dns.resolver
+import trio
+from dns.nameserver import Do53Nameserver
+
+T = TypeVar("T")
+
+RecordType = Literal["A", "AAAA", "SRV"]
+
+
+class NameNotFound(Exception):
+    """The DNS says with authority that there is no such name, or no such record under it.
+
+    Attributes:
+        ttl_s: for how many seconds that may be believed.
+    """
+
+    def __init__(self, text: str, *, ttl_s: float) -> None:
+        super().__init__(text)
+        self.ttl_s = ttl_s
+
+
+class ResolveFailed(Exception):
+    """The DNS gave no answer: no server replied, or those that did could not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """DNS records of one name and type.
+
+    Attributes:
+        values: each record as a zone file would show it: "192.0.2.1", "2001:db8::1", or for SRV
+            "10 5 8448 matrix.example.org." (priority, weight, port, target).
+        ttl_s: for how many seconds they may be believed.
+    """
+
+    values: tuple[str, ...]
+    ttl_s: float
+
+
+class Network(Protocol):
+    """Sockets, TLS and DNS. Addresses to connect to are numeric: `resolve` comes first."""
+
+    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        """Connect to `address` (an IP literal); raises OSError."""
+        ...
+
+    async def open_unix(self, path: Path) -> trio.abc.Stream:
+        """Connect to a Unix socket in the file system; raises OSError."""
+        ...
+
+    async def start_tls(
+        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+    ) -> trio.abc.Stream:
+        """Finish a TLS handshake on `stream`; raises ssl.SSLError, trio.BrokenResourceError."""
+        ...
+
+    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+        """Look up an absolute name; raises NameNotFound or ResolveFailed."""
+        ...
+
+    def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        """Those of `streams` whose peers have sent something, or gone; never blocks."""
+        ...
+
+
+class RunSync(Protocol):
+    """Runs a blocking function in a worker thread (or inline, in a simulation)."""
+
+    def __call__(
+        self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter
+    ) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What a running daemon was given.
+
+    Attributes:
+        now_ms: the wall clock, in milliseconds since the epoch. For what is written down; what is
+            only waited for uses `trio.current_time()`.
+        random: jitter and sampling. Never used for transaction ids.
+        entropy: random bytes of the operating system, for transaction ids and boot ids.
+        run_sync: the thread seam.
+        network: the socket seam.
+    """
+
+    now_ms: Callable[[], int]
+    random: random.Random
+    entropy: Callable[[int], bytes]
+    run_sync: RunSync
+    network: Network
+
+
+class RealNetwork:
+    """Sockets and resolver of the operating system, TLS of the standard library.
+
+    Args:
+        nameservers: (IP, port) of the DNS servers to ask, instead of those in /etc/resolv.conf.
+    """
+
+    def __init__(self, nameservers: Sequence[tuple[str, int]] = ()) -> None:
+        self._nameservers = tuple(nameservers)
+        self._dns: tuple[int, dns.asyncresolver.Resolver] | None = None
+        self._hosts: tuple[int, dict[tuple[str, RecordType], tuple[str, ...]]] | None = None
+
+    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        return await trio.open_tcp_stream(address, port)
+
+    async def open_unix(self, path: Path) -> trio.abc.Stream:
+        return await trio.open_unix_socket(path)
+
+    async def start_tls(
+        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+    ) -> trio.abc.Stream:
+        # https_compatible: peers close without close_notify, and waiting for theirs would hang us.
+        tls = trio.SSLStream(
+            stream, context, server_hostname=server_hostname, https_compatible=True
+        )
+        await tls.do_handshake()
+        return tls
+
+    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+        if rdtype != "SRV" and (local := self._hosts_file(name, rdtype)):
+            return Records(local, ttl_s=_HOSTS_FILE_TTL_S)
+        try:
+            answer = await self._resolver().resolve(
+                dns.name.from_text(name), rdtype, raise_on_no_answer=False, search=False
+            )
+        except dns.resolver.NXDOMAIN as error:
+            raise NameNotFound(f"{name}: no such name", ttl_s=_negative_ttl(error)) from error
+        except (dns.name.LabelTooLong, dns.name.NameTooLong, dns.name.EmptyLabel) as error:
+            raise NameNotFound(f"{name}: not a DNS name", ttl_s=_BAD_NAME_TTL_S) from error
+        except (dns.exception.DNSException, OSError) as error:
+            raise ResolveFailed(f"{name} {rdtype}: {error}") from error
+        ttl = answer.chaining_result.minimum_ttl
+        if answer.rrset is None:
+            raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=ttl)
+        return Records(tuple(record.to_text() for record in answer.rrset), ttl_s=ttl)
+
+    def _resolver(self) -> dns.asyncresolver.Resolver:
+        """A resolver that follows /etc/resolv.conf, which a DHCP client may rewrite."""
+        stamp = _changed_at(Path("/etc/resolv.conf"))
+        if self._dns is None or self._dns[0] != stamp:
+            # No cache: what we learn is kept by server discovery, which bounds and expires it.
+            resolver = dns.asyncresolver.Resolver(configure=not self._nameservers)
+            if self._nameservers:
+                resolver.nameservers = [Do53Nameserver(*each) for each in self._nameservers]
+            self._dns = (stamp, resolver)
+        return self._dns[1]
+
+    def _hosts_file(self, name: str, rdtype: RecordType) -> tuple[str, ...]:
+        stamp = _changed_at(_HOSTS_FILE)
+        if self._hosts is None or self._hosts[0] != stamp:
+            self._hosts = (stamp, _read_hosts(_HOSTS_FILE))
+        return self._hosts[1].get((name.rstrip(".").lower(), rdtype), ())
+
+    def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        by_descriptor: dict[int, trio.abc.Stream] = {}
+        poll = select.poll()
+        for stream in streams:
+            below = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+            if isinstance(below, trio.SocketStream) and below.socket.fileno() >= 0:
+                by_descriptor[below.socket.fileno()] = stream
+                poll.register(below.socket.fileno(), select.POLLIN)
+        return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
+
+
+_HOSTS_FILE = Path("/etc/hosts")
+_HOSTS_FILE_TTL_S = 60.0
+_BAD_NAME_TTL_S = 3600.0
+
+
+def _negative_ttl(error: dns.resolver.NXDOMAIN) -> float:
+    """For how many seconds "no such name" holds, by the SOA that came with it."""
+    replies: list[dns.message.QueryMessage] = list(error.kwargs["responses"].values())
+    try:
+        return float(min(reply.resolve_chaining().minimum_ttl for reply in replies))
+    except (dns.exception.DNSException, ValueError):
+        return 0.0
+
+
+def _changed_at(path: Path) -> int:
+    """When `path` was last written, in ns; 0 if there is no such file."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
+    """The addresses of a hosts(5) file by name and record type; nonsense in it is passed over."""
+    found: dict[tuple[str, RecordType], tuple[str, ...]] = {}
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        address, *names = line.partition("#")[0].split() or [""]
+        try:
+            version = ipaddress.ip_address(address).version
+        except ValueError:
+            continue
+        rdtype: RecordType = "A" if version == 4 else "AAAA"
+        for name in names:
+            key = (name.rstrip(".").lower(), rdtype)
+            if address not in found.get(key, ()):
+                found[key] = (*found.get(key, ()), address)
+    return found
+
+
+async def _run_in_thread(function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+    return await trio.to_thread.run_sync(function, limiter=limiter)
+
+
+async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:
+    """Listen on every address of `host`; port 0 picks a free one. Raises OSError."""
+    return list(await trio.open_tcp_listeners(port, host=host))
+
+
+async def listen_unix(path: Path) -> trio.SocketListener:
+    """Listen on a Unix socket that only our user may open (mode 0600).
+
+    A socket file that nobody listens on any more is replaced. Raises OSError (EADDRINUSE while
+    somebody does).
+    """
+    with suppress(ConnectionRefusedError, FileNotFoundError):
+        async with await trio.open_unix_socket(path):
+            raise OSError(errno.EADDRINUSE, "somebody listens here", str(path))
+    if await trio.Path(path).is_socket():
+        await trio.Path(path).unlink()
+    sock = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+    await sock.bind(str(path))
+    await trio.Path(path).chmod(0o600)
+    sock.listen(100)
+    return trio.SocketListener(sock)
+
+
+def real_outside(nameservers: Sequence[tuple[str, int]] = ()) -> Outside:
+    """The outside of a daemon in production; `nameservers` as `RealNetwork` takes them."""
+    return Outside(
+        now_ms=lambda: time.time_ns() // 1_000_000,
+        random=random.Random(),
+        entropy=os.urandom,
+        run_sync=_run_in_thread,
+        network=RealNetwork(nameservers),
+    )

@@ -1,0 +1,394 @@
+"""What an operator sees: the log, and every metric.
+
+Logs are structlog events, one line each, on standard error. Metrics are declared here and nowhere
+else, in a registry per daemon, so that many daemons can live in one process. Those whose names
+begin with `synapse_` are read by Synapse's dashboards and rules, and mean here what they mean
+there.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import Any, BinaryIO, Final
+
+import orjson
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fedsender.config import Log
+
+__all__ = ["EXPOSITION_TYPE", "Metrics", "configure_logging"]
+
+EXPOSITION_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+"""Content type of `Metrics.exposition`."""
+
+# --- The log --------------------------------------------------------------------------------------
+
+_SECRET_KEYS: Final = frozenset(
+    ("authorization", "body", "content", "password", "secret", "signing_key", "token")
+)
+_LONGEST_TEXT: Final = 2_000
+
+
+def configure_logging(log: Log, *, now_ms: Callable[[], int], file: BinaryIO | None = None) -> None:
+    """Send every log line of this process to `file` (standard error), as `log` says.
+
+    Libraries are heard from "warning" upwards. A line that cannot be written is lost: logging
+    never stops the sender.
+
+    Args:
+        now_ms: the wall clock, in milliseconds since the epoch.
+    """
+    out = sys.stderr.buffer if file is None else file
+    level = logging.getLevelNamesMapping()[log.level.upper()]
+    shared: list[structlog.types.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        _timestamp(now_ms),
+        _without_secrets,
+    ]
+    renderer = _console(out) if log.format == "console" else _json_renderer
+    structlog.configure(
+        processors=[*shared, structlog.processors.format_exc_info, renderer]
+        if log.format == "json"
+        else [*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=lambda *_: _Lines(out),
+        cache_logger_on_first_use=False,
+    )
+    _catch_libraries(shared, renderer, out, max(level, logging.WARNING))
+
+
+def _timestamp(now_ms: Callable[[], int]) -> structlog.types.Processor:
+    def add(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        moment = datetime.fromtimestamp(now_ms() / 1000, UTC)
+        event["timestamp"] = moment.isoformat(timespec="milliseconds")
+        return event
+
+    return add
+
+
+def _without_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The last line of defence (I10), and a bound on text that comes from peers."""
+    for key, value in event.items():
+        if key.lower() in _SECRET_KEYS:
+            event[key] = "[hidden]"
+        elif isinstance(value, str) and len(value) > _LONGEST_TEXT:
+            event[key] = value[:_LONGEST_TEXT] + "[...]"
+    return event
+
+
+def _json_renderer(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
+    try:
+        return orjson.dumps(dict(event), default=repr).decode()
+    except TypeError:
+        # Lone surrogates, integers beyond 64 bits, keys that are no strings.
+        return json.dumps(dict(event), default=repr)
+
+
+def _console(out: BinaryIO) -> structlog.types.Processor:
+    # Not the default formatter: it prints the values of local variables, secrets among them.
+    return structlog.dev.ConsoleRenderer(
+        colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+
+
+class _Lines:
+    """What structlog calls a logger: writes finished lines, loses what cannot be written."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+
+    def msg(self, line: str) -> None:
+        with suppress(OSError, ValueError):
+            self._out.write(line.encode(errors="backslashreplace") + b"\n")
+            self._out.flush()
+
+    log = debug = info = warn = warning = err = error = critical = fatal = exception = failure = msg
+
+
+class _LibraryHandler(logging.Handler):
+    """Writes what libraries log through the standard library."""
+
+    def __init__(self, lines: _Lines) -> None:
+        super().__init__()
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.msg(self.format(record))
+
+
+def _catch_libraries(
+    shared: Iterable[structlog.types.Processor],
+    renderer: structlog.types.Processor,
+    out: BinaryIO,
+    level: int,
+) -> None:
+    handler = _LibraryHandler(_Lines(out))
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                structlog.processors.format_exc_info,
+                renderer,
+            ],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level)
+
+
+# --- The metrics ----------------------------------------------------------------------------------
+
+# The fan-out's name among Synapse's event processors.
+_PROCESSOR: Final = "federation_sender"
+_LAG_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+_ATTEMPT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
+
+
+class Metrics:
+    """Every metric of one daemon. All carry the label `server_name`, as Synapse's do.
+
+    No label takes a value from outside without a bound: destinations have metrics of their own
+    only where the configuration names them.
+    """
+
+    def __init__(self, server_name: str, per_destination: Collection[str] = ()) -> None:
+        self._registry = CollectorRegistry()
+        self._named = frozenset(per_destination)
+        self._declare_delivery()
+        self._declare_fan_out()
+        self._declare_client()
+        self._declare_state()
+        self._outer = CollectorRegistry()
+        self._outer.register(_WithServerName(server_name, self._registry, self.attempts))
+        ProcessCollector(registry=self._outer)
+
+    def exposition(self) -> bytes:
+        """Everything as Prometheus reads it (`EXPOSITION_TYPE`)."""
+        return generate_latest(self._outer)
+
+    def delivered_to(self, destination: str, pdus: int, last_pdu_ms: int | None) -> None:
+        """A transaction was answered; counts only for the destinations that have own metrics.
+
+        Args:
+            last_pdu_ms: `origin_server_ts` of its last PDU.
+        """
+        if destination not in self._named:
+            return
+        self.destination_sent_pdus.labels(destination).inc(pdus)
+        self.destination_sent_transactions.labels(destination).inc()
+        if last_pdu_ms is not None:
+            self.last_sent_pdu_time.labels(destination).set(last_pdu_ms / 1000)
+
+    def fanned_out(
+        self,
+        position: int,
+        events: int,
+        routed: Collection[tuple[int, int | None]],
+        now_ms: int,
+    ) -> None:
+        """A chunk of events was fanned out up to `position`.
+
+        Args:
+            routed: per event that was looked at, how many destinations it got, and when the
+                homeserver received it (ms).
+        """
+        self.event_processing_positions.labels(_PROCESSOR).set(position)
+        self.event_processing_loop_count.labels(_PROCESSOR).inc()
+        self.events_processed.inc(events)
+        received = [ts for _, ts in routed if ts is not None]
+        for destinations, received_ts in routed:
+            if destinations:
+                self.sent_pdu_destinations_count.inc()
+                self.sent_pdu_destinations.inc(destinations)
+            if received_ts is not None:
+                lag = self.event_processing_lag_by_event.labels(_PROCESSOR)
+                lag.observe(max(0, now_ms - received_ts) / 1000)
+        if received:
+            self.event_processing_last_ts.labels(_PROCESSOR).set(received[-1])
+            self.event_processing_lag.labels(_PROCESSOR).set(now_ms - received[-1])
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(name, meaning, labels, registry=self._registry)
+
+    def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
+        return Gauge(name, meaning, labels, registry=self._registry)
+
+    def _histogram(
+        self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str
+    ) -> Histogram:
+        return Histogram(name, meaning, labels, registry=self._registry, buckets=buckets)
+
+    def _declare_delivery(self) -> None:
+        client = "synapse_federation_client"
+        self.sent_transactions = self._counter(
+            f"{client}_sent_transactions", "Transactions answered, catch-up included"
+        )
+        self.sent_edus = self._counter(f"{client}_sent_edus", "EDUs in answered transactions")
+        self.sent_edus_by_type = self._counter(
+            f"{client}_sent_edus_by_type", "EDUs in answered transactions, by type", "type"
+        )
+        self.last_sent_pdu_time = self._gauge(
+            "synapse_federation_last_sent_pdu_time",
+            "origin_server_ts of the last PDU answered by a configured server, in seconds",
+            "destination_server_name",
+        )
+        self.sent_pdus = self._counter("fedsender_sent_pdus", "PDUs in answered transactions")
+        self.refused_pdus = self._counter(
+            "fedsender_refused_pdus", "PDUs that their receiver answered with an error of their own"
+        )
+        self.destination_sent_pdus = self._counter(
+            "fedsender_destination_sent_pdus",
+            "PDUs answered by a configured server",
+            "destination_server_name",
+        )
+        self.destination_sent_transactions = self._counter(
+            "fedsender_destination_sent_transactions",
+            "Transactions answered by a configured server",
+            "destination_server_name",
+        )
+        self.attempts = self._counter(
+            "fedsender_attempts", "Attempts to deliver a transaction, by outcome", "outcome"
+        )
+        self.attempt_seconds = self._histogram(
+            "fedsender_attempt_seconds", "How long attempts took, in seconds", _ATTEMPT_BUCKETS
+        )
+        self.delivery_seconds = self._histogram(
+            "fedsender_delivery_seconds",
+            "From the homeserver receiving an event to its being answered, in seconds",
+            _LAG_BUCKETS,
+        )
+        self.isolations = self._counter(
+            "fedsender_isolations", "Steps of finding the item that makes a server refuse"
+        )
+        self.quarantined = self._counter("fedsender_quarantined", "Items put into quarantine")
+        self.spills = self._counter(
+            "fedsender_spills", "Queues that grew too long and went back to the database"
+        )
+        self.crashes = self._counter(
+            "fedsender_crashes", "Destinations that stopped for an error in this program"
+        )
+
+    def _declare_fan_out(self) -> None:
+        client, event = "synapse_federation_client", "synapse_event_processing"
+        self.sent_pdu_destinations_count = self._counter(
+            f"{client}_sent_pdu_destinations_count", "PDUs queued for at least one destination"
+        )
+        self.sent_pdu_destinations = self._counter(
+            f"{client}_sent_pdu_destinations", "Destinations that PDUs were queued for, summed up"
+        )
+        self.events_processed = self._counter(
+            f"{client}_events_processed", "Events that the fan-out has looked at"
+        )
+        self.event_processing_positions = self._gauge(
+            f"{event}_positions", "Stream ordering of the last event fanned out", "name"
+        )
+        self.event_processing_last_ts = self._gauge(
+            f"{event}_last_ts", "When the last event fanned out was received, in ms", "name"
+        )
+        self.event_processing_lag = self._gauge(
+            f"{event}_lag", "How long ago that was when it was fanned out, in ms", "name"
+        )
+        self.event_processing_lag_by_event = self._histogram(
+            f"{event}_lag_by_event",
+            "From receiving an event to fanning it out, in seconds",
+            _LAG_BUCKETS,
+            "name",
+        )
+        self.event_processing_loop_count = self._counter(
+            f"{event}_loop_count", "Chunks fanned out", "name"
+        )
+
+    def _declare_client(self) -> None:
+        http = "synapse_http_matrixfederationclient"
+        self.http_requests = self._counter(f"{http}_requests", "Requests sent", "method")
+        self.http_responses = self._counter(
+            f"{http}_responses", "Answers received", "method", "code"
+        )
+        self.connections = self._gauge("fedsender_connections", "Open connections")
+        self.handshakes = self._counter("fedsender_handshakes", "New connections that came to be")
+        self.discoveries = self._counter(
+            "fedsender_discoveries", "Look-ups of where a server is, by result", "result"
+        )
+
+    def _declare_state(self) -> None:
+        queue = "synapse_federation_transaction_queue"
+        self.pending_destinations = self._gauge(
+            f"{queue}_pending_destinations", "Destinations with a task of their own"
+        )
+        self.pending_pdus = self._gauge(f"{queue}_pending_pdus", "PDUs queued in memory")
+        self.pending_edus = self._gauge(f"{queue}_pending_edus", "EDUs queued in memory")
+        self.in_flight = self._gauge("fedsender_in_flight", "Transactions under way")
+        self.destinations_by_phase = self._gauge(
+            "fedsender_destinations", "Destinations by what they are doing", "phase"
+        )
+        self.inbound_rdata = self._counter(
+            "synapse_replication_tcp_protocol_inbound_rdata_count",
+            "Replication rows received, by stream",
+            "stream_name",
+        )
+        self.feed_connected = self._gauge("fedsender_feed_connected", "1 while the feed is up")
+        self.feed_connects = self._counter("fedsender_feed_connects", "Times the feed came up")
+        self.stream_position = self._gauge(
+            "fedsender_stream_position", "Linear token of a stream, as the feed knows it", "stream"
+        )
+        self.stream_held_seconds = self._gauge(
+            "fedsender_stream_held_seconds", "How long one writer or id has held a stream", "stream"
+        )
+        self.ledger_lines = self._counter("fedsender_ledger_lines", "Ledger lines written")
+        self.ledger_failures = self._counter(
+            "fedsender_ledger_failures", "Ledger lines lost because they could not be written"
+        )
+        self.database_retries = self._counter(
+            "fedsender_database_retries", "Database transactions tried again, by database", "name"
+        )
+        self.database_seconds = self._histogram(
+            "fedsender_database_seconds",
+            "How long database transactions took, in seconds",
+            _LAG_BUCKETS,
+            "name",
+        )
+
+
+class _WithServerName(Collector):
+    """A registry's metrics with `server_name` on every sample, and one that is derived."""
+
+    def __init__(self, server_name: str, registry: CollectorRegistry, attempts: Counter) -> None:
+        self._labels: Mapping[str, str] = {"server_name": server_name}
+        self._registry = registry
+        self._attempts = attempts
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in (*self._registry.collect(), self._blocks()):
+            metric.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in metric.samples
+                # When a counter was made: read from a clock of the library's own, and of no use.
+                if not sample.name.endswith("_created")
+            ]
+            yield metric
+
+    def _blocks(self) -> Metric:
+        """Synapse's dashboards take the failure rate from this, less the transactions sent."""
+        blocks = CounterMetricFamily(
+            "synapse_util_metrics_block_count",
+            "Attempts, as Synapse counts them",
+            labels=["block_name"],
+        )
+        attempts = sum(
+            sample.value
+            for metric in self._attempts.collect()
+            for sample in metric.samples
+            if sample.name.endswith("_total")
+        )
+        blocks.add_metric(["_send_new_transaction"], attempts)
+        return blocks

@@ -1,0 +1,179 @@
+"""Readiness, reload, stop and watchdog over a real socket; the unit, checked by systemd itself."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from fedsender import systemd
+from fedsender.systemd import Notifier, notifier_from, unit_text
+
+
+class Manager:
+    """The service manager's end of the socket."""
+
+    def __init__(self, address: str) -> None:
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sock.setblocking(False)
+        self._sock.bind(address)
+
+    def heard(self) -> list[str]:
+        """The messages since the last call."""
+        messages = []
+        while True:
+            try:
+                messages.append(self._sock.recv(65_536).decode())
+            except BlockingIOError:
+                return messages
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "notify")
+
+
+@pytest.fixture
+def manager(path: str) -> Iterator[Manager]:
+    manager = Manager(path)
+    yield manager
+    manager.close()
+
+
+def test_a_start_a_reload_and_a_stop_are_told(manager: Manager, path: str) -> None:
+    notifier = notifier_from({"NOTIFY_SOCKET": path}, pid=1)
+    notifier.ready("sending")
+    notifier.reloading()
+    notifier.status("ramp: 3 of 9")
+    notifier.stopping("draining")
+
+    ready, reloading, status, stopping = manager.heard()
+    assert ready == "READY=1\nSTATUS=sending"
+    assert status == "STATUS=ramp: 3 of 9"
+    assert stopping == "STOPPING=1\nSTATUS=draining"
+    first, stamp = reloading.split("\n")
+    assert first == "RELOADING=1"
+    assert 0 < int(stamp.removeprefix("MONOTONIC_USEC=")) <= systemd._monotonic_us()
+
+
+def test_a_status_cannot_smuggle_in_another_assignment(manager: Manager, path: str) -> None:
+    notifier_from({"NOTIFY_SOCKET": path}, pid=1).status("a peer said:\nSTOPPING=1")
+    assert manager.heard() == ["STATUS=a peer said: STOPPING=1"]
+
+
+def test_the_socket_may_be_abstract() -> None:
+    name = f"fedsender-test-{os.getpid()}"
+    manager = Manager(f"\0{name}")
+    notifier_from({"NOTIFY_SOCKET": f"@{name}"}, pid=1).status("here")
+    assert manager.heard() == ["STATUS=here"]
+    manager.close()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "vsock:2:1", "@fedsender-nobody-listens", "/nowhere/at/all"]
+)
+def test_without_a_manager_that_listens_nothing_happens(address: str) -> None:
+    notifier_from({"NOTIFY_SOCKET": address}, pid=1).ready("sending")
+    notifier_from({}, pid=1).ready("sending")
+
+
+@pytest.mark.parametrize(
+    ("environ", "seconds"),
+    [
+        ({}, None),
+        ({"WATCHDOG_USEC": "3000000"}, 3.0),
+        ({"WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "42"}, 3.0),
+        ({"WATCHDOG_USEC": "3000000", "WATCHDOG_PID": "43"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+        ({"WATCHDOG_USEC": "-1"}, None),
+    ],
+)
+def test_the_watchdog_is_on_if_systemd_says_so(
+    environ: dict[str, str], seconds: float | None
+) -> None:
+    assert notifier_from(environ, pid=42).watchdog_seconds == seconds
+
+
+async def test_the_watchdog_is_fed_twice_per_period(
+    autojump_clock: trio.testing.MockClock, manager: Manager, path: str
+) -> None:
+    environ = {"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "10000000"}
+    with trio.move_on_after(24):
+        await notifier_from(environ, pid=1).feed_watchdog()
+    assert manager.heard() == ["WATCHDOG=1"] * 5
+
+
+async def test_nobody_is_fed_where_nobody_watches(manager: Manager, path: str) -> None:
+    with trio.fail_after(5):
+        await notifier_from({"NOTIFY_SOCKET": path}, pid=1).feed_watchdog()
+        await Notifier(None, systemd._monotonic_us, 1.0).feed_watchdog()
+    assert manager.heard() == []
+
+
+def test_a_manager_that_does_not_read_costs_a_moment_and_a_message(
+    manager: Manager, path: str
+) -> None:
+    notifier = notifier_from({"NOTIFY_SOCKET": path}, pid=1)
+    queue = int(Path("/proc/sys/net/unix/max_dgram_qlen").read_text())
+    for _ in range(queue + 2):
+        notifier.status("still here")
+    assert 0 < len(manager.heard()) <= queue + 1
+
+
+# --- The unit -------------------------------------------------------------------------------------
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = shutil.which("systemd-analyze")
+    assert command is not None, "systemd-analyze is missing: apt-get install systemd"
+    return subprocess.run(
+        [command, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.fixture
+def unit(tmp_path: Path) -> Path:
+    """The unit, for a command whose path needs quoting."""
+    executable = tmp_path / "with space" / "100%"
+    executable.parent.mkdir()
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    unit = tmp_path / "fedsender.service"
+    unit.write_text(unit_text(executable=str(executable)))
+    return unit
+
+
+def test_systemd_accepts_the_unit(unit: Path) -> None:
+    result = analyze("verify", str(unit))
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_systemd_rates_the_units_hardening_ok(unit: Path) -> None:
+    result = analyze("security", "--offline=true", "--threshold=20", "--no-pager", str(unit))
+    assert result.returncode == 0, result.stdout
+
+
+def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
+    text = unit_text(
+        executable="/opt/f/bin/fedsender",
+        config="/etc/f.yaml",
+        credentials_directory="/srv/secrets",
+        drain_seconds=90,
+    )
+    lines = text.splitlines()
+    assert "ExecStart=/opt/f/bin/fedsender run -c /etc/f.yaml" in lines
+    assert "LoadCredential=signing.key:/srv/secrets/signing.key" in lines
+    assert "LoadCredential=admin.token:/srv/secrets/admin.token" in lines
+    assert "LoadCredential=database.password:/srv/secrets/database.password" in lines
+    assert "TimeoutStopSec=130s" in lines
+    assert {"Type=notify", "DynamicUser=yes", "CapabilityBoundingSet="} <= set(lines)
+    assert "#   User=fedsender" in lines
