@@ -1,0 +1,163 @@
+"""The sender's own tables."""
+
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+from alembic import op
+
+revision: str = "sender_0001"
+down_revision: str | None = None
+branch_labels: Sequence[str] | None = ("sender",)
+depends_on: Sequence[str] | None = None
+
+ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+
+def upgrade() -> None:
+    op.create_table(
+        "catch_up_rooms",
+        sa.Column("destination", sa.Text(), nullable=False),
+        sa.Column("room_id", sa.Text(), nullable=False),
+        sa.Column(
+            "sent_to",
+            sa.BigInteger(),
+            nullable=False,
+            comment="stream ordering answered in this room",
+        ),
+        sa.PrimaryKeyConstraint("destination", "room_id"),
+    )
+    op.create_table(
+        "catch_ups",
+        sa.Column("destination", sa.Text(), nullable=False),
+        sa.Column("floor", sa.BigInteger(), nullable=False, comment="LSSO when it began"),
+        sa.Column("newest_only", sa.Boolean(), nullable=False, comment="LSSO was unknown: no gaps"),
+        sa.PrimaryKeyConstraint("destination"),
+    )
+    op.create_table(
+        "frozen_transactions",
+        sa.Column("destination", sa.Text(), nullable=False),
+        sa.Column("transaction_id", sa.Text(), nullable=False),
+        sa.Column(
+            "body",
+            sa.LargeBinary(),
+            nullable=False,
+            comment="the exact bytes that left or may have",
+        ),
+        sa.Column(
+            "manifest", sa.JSON(), nullable=False, comment="what it holds: see sender.transaction"
+        ),
+        sa.Column("frozen_ms", sa.BigInteger(), nullable=False),
+        sa.Column("attempts", sa.Integer(), nullable=False),
+        sa.PrimaryKeyConstraint("destination"),
+    )
+    op.create_table(
+        "generation",
+        sa.Column("instance_name", sa.Text(), nullable=False),
+        sa.Column("events_position", sa.BigInteger(), nullable=False, comment="as we last left it"),
+        sa.Column(
+            "mark", sa.Text(), nullable=False, comment="the mark that stands in both databases"
+        ),
+        sa.PrimaryKeyConstraint("instance_name"),
+    )
+    op.create_table(
+        "instance_lock",
+        sa.Column("instance_name", sa.Text(), nullable=False),
+        sa.Column("holder", sa.Text(), nullable=False, comment="boot id of the daemon that runs"),
+        sa.Column("seen_ms", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("instance_name"),
+    )
+    op.create_table(
+        "quarantine",
+        sa.Column("id", ROW_ID, autoincrement=True, nullable=False),
+        sa.Column(
+            "destination", sa.Text(), nullable=True, comment="NULL: an event that no server got"
+        ),
+        sa.Column("kind", sa.Text(), nullable=False, comment="pdu, or the EDU's type"),
+        sa.Column("event_id", sa.Text(), nullable=True),
+        sa.Column("room_id", sa.Text(), nullable=True),
+        sa.Column("stream_ordering", sa.BigInteger(), nullable=True),
+        sa.Column(
+            "content",
+            sa.LargeBinary(),
+            nullable=True,
+            comment="an EDU's bytes; a PDU stays with the homeserver",
+        ),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("at_ms", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("id"),
+        sa.UniqueConstraint(
+            "destination", "event_id", name=op.f("quarantine_destination_event_id_key")
+        ),
+    )
+    op.create_index(op.f("quarantine_destination_idx"), "quarantine", ["destination"], unique=False)
+    op.create_index(op.f("quarantine_room_id_idx"), "quarantine", ["room_id"], unique=False)
+    op.create_table(
+        "redeliveries",
+        sa.Column("destination", sa.Text(), nullable=False),
+        sa.Column("event_id", sa.Text(), nullable=False),
+        sa.Column("room_id", sa.Text(), nullable=False),
+        sa.Column("stream_ordering", sa.BigInteger(), nullable=False),
+        sa.Column("added_ms", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("destination", "event_id"),
+    )
+    op.create_table(
+        "server_states",
+        sa.Column("destination", sa.Text(), nullable=False),
+        sa.Column(
+            "failing_since_ms",
+            sa.BigInteger(),
+            nullable=True,
+            comment="first failure of this streak; NULL: healthy",
+        ),
+        sa.Column("failures", sa.Integer(), nullable=False, comment="in this streak"),
+        sa.Column("last_attempt_ms", sa.BigInteger(), nullable=True),
+        sa.Column("next_attempt_ms", sa.BigInteger(), nullable=True, comment="by our own timer"),
+        sa.Column("last_success_ms", sa.BigInteger(), nullable=True),
+        sa.Column(
+            "outcome",
+            sa.Text(),
+            nullable=True,
+            comment="class of the last failure: see sender.failure",
+        ),
+        sa.Column(
+            "reason",
+            sa.Text(),
+            nullable=True,
+            comment="the last failure in words, at most 500 characters",
+        ),
+        sa.Column(
+            "wake_tokens", sa.Float(), nullable=False, comment="wakes left in this server's bucket"
+        ),
+        sa.Column(
+            "wake_tokens_ms", sa.BigInteger(), nullable=False, comment="when wake_tokens was true"
+        ),
+        sa.Column(
+            "stubborn", sa.Integer(), nullable=False, comment="failures that may be content's"
+        ),
+        sa.Column("stubborn_since_ms", sa.BigInteger(), nullable=True),
+        sa.Column("shared_interval_ms", sa.BigInteger(), nullable=False),
+        sa.Column(
+            "isolating",
+            sa.Integer(),
+            nullable=True,
+            comment="items per transaction while looking for a poisonous one",
+        ),
+        sa.Column(
+            "paused", sa.Text(), nullable=True, comment="an operator's reason; NULL: not paused"
+        ),
+        sa.Column(
+            "parked", sa.Text(), nullable=True, comment="why nothing is tried; NULL: not parked"
+        ),
+        sa.PrimaryKeyConstraint("destination"),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("server_states")
+    op.drop_table("redeliveries")
+    op.drop_table("quarantine")
+    op.drop_table("instance_lock")
+    op.drop_table("generation")
+    op.drop_table("frozen_transactions")
+    op.drop_table("catch_ups")
+    op.drop_table("catch_up_rooms")

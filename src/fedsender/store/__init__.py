@@ -1,0 +1,156 @@
+"""The store: the homeserver's database and the sender's own, behind one door.
+
+`open_store` brings our tables up to date, refuses to run on tables that are not what this version
+was written for, and never migrates a Synapse's.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import trio
+
+from fedsender.outside import Outside
+from fedsender.store.engine import (
+    Database,
+    DatabaseOptions,
+    Faults,
+    StoreClosed,
+    StoreError,
+    open_database,
+)
+from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
+from fedsender.store.lock import AdvisoryLock, FileLock, InstanceLock, Lock, LockHeld
+from fedsender.store.migrations import Line, SchemaDiffers, check, upgrade
+from fedsender.store.sender import SenderStore
+
+__all__ = [
+    "HomeserverSettings",
+    "LockHeld",
+    "SchemaDiffers",
+    "SenderStore",
+    "Store",
+    "StoreClosed",
+    "StoreConfig",
+    "StoreError",
+    "open_store",
+    "upgrade_databases",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where the databases are.
+
+    Attributes:
+        homeserver_url: `sqlite:///path` or `postgresql://...`: the embedded store or Synapse's.
+        sender_url: the same for the sender's tables.
+        state_url: a Synapse's `state` database, if it is split.
+        synchronous: SQLite's setting for databases of ours. FULL survives a power cut, NORMAL a
+            killed process, OFF neither (simulations).
+    """
+
+    homeserver: HomeserverSettings
+    homeserver_url: str
+    sender_url: str
+    state_url: str | None = None
+    synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The two databases, open."""
+
+    homeserver: HomeserverStore
+    sender: SenderStore
+
+    @property
+    def available(self) -> bool:
+        """False while one of the databases is away."""
+        return self.homeserver.available and self.sender.available
+
+
+@asynccontextmanager
+async def open_store(
+    config: StoreConfig,
+    outside: Outside,
+    *,
+    after_commit: Callable[[], None] | None = None,
+    faults: Faults | None = None,
+) -> AsyncIterator[Store]:
+    """The store, open while the body runs, its tables up to date and checked.
+
+    `after_commit` and `faults`: see `open_database`; here a fault's point begins with the database,
+    "homeserver: before commit" and so on.
+
+    Raises SchemaDiffers, and StoreError if a homeserver's database is not one we know. Waits for a
+    database that is away.
+    """
+    async with AsyncExitStack() as stack:
+
+        async def open_one(url: str, name: str, *, ours: bool) -> Database:
+            def fault(point: str) -> None:
+                if faults is not None:
+                    faults(f"{name}: {point}")
+
+            options = DatabaseOptions(synchronous=config.synchronous, ours=ours)
+            return await stack.enter_async_context(
+                open_database(
+                    url,
+                    outside,
+                    name=name,
+                    after_commit=after_commit,
+                    options=options,
+                    faults=fault,
+                )
+            )
+
+        embedded = config.homeserver.kind == "embedded"
+        main = await open_one(config.homeserver_url, "homeserver", ours=embedded)
+        state = None
+        if config.state_url is not None and not embedded:
+            state = await open_one(config.state_url, "state", ours=False)
+        own = await open_one(config.sender_url, "sender", ours=True)
+        await bring_up_to_date(own, "sender")
+        if embedded:
+            await bring_up_to_date(main, "homeserver")
+        homeserver = HomeserverStore(main, outside, config.homeserver, state_database=state)
+        await homeserver.check_schema()
+        lock = InstanceLock(_locks([own] if embedded else [own, main], outside))
+        try:
+            yield Store(homeserver, SenderStore(own, outside, lock))
+        finally:
+            with trio.CancelScope(shield=True):
+                await lock.release()
+
+
+async def bring_up_to_date(database: Database, line: Line) -> None:
+    """Migrate the line's tables in one transaction; raises SchemaDiffers if that was not all."""
+    await database.write(lambda connection: upgrade(connection, line))
+    await database.read(lambda connection: check(connection, line))
+
+
+async def upgrade_databases(config: StoreConfig, outside: Outside) -> None:
+    """Migrate and check our own tables and nothing else: `fedsender db upgrade`."""
+    lines: list[tuple[str, Line]] = [(config.sender_url, "sender")]
+    if config.homeserver.kind == "embedded":
+        lines.append((config.homeserver_url, "homeserver"))
+    for url, line in lines:
+        async with open_database(url, outside, name=line) as database:
+            await bring_up_to_date(database, line)
+
+
+def _locks(databases: list[Database], outside: Outside) -> list[Lock]:
+    """A lock in each of the databases that could be shared: on a Synapse, in the Synapse's too.
+
+    A homeserver's SQLite is left alone: a file of ours beside it would be a surprise.
+    """
+    locks: list[Lock] = []
+    for index, database in enumerate(databases):
+        if database.dialect == "postgresql":
+            locks.append(AdvisoryLock(database.url, outside))
+        elif index == 0:
+            locks.append(FileLock(Path(database.url.database or "")))
+    return locks

@@ -1,0 +1,492 @@
+"""A database behind worker threads: reads side by side, writes committed in groups.
+
+`Database.write` is the only way in for changes. Callers queue up, one committer takes all that are
+waiting and runs them in one transaction, in one thread hop; a caller's await returns once that
+transaction is durable. If a function raises, its batch is rolled back and each of the batch is run
+by itself, so that only the bad one raises.
+
+A database that is away (restarting, full, locked by somebody else) is not an error: reads and
+writes wait, with growing pauses, until it is back or until they are cancelled. A connection can
+break after COMMIT was sent and before its answer came; the batch is then run again. So what is
+given to `write` must come to the same when it is run twice.
+"""
+
+import os
+import sqlite3
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psycopg
+import structlog
+import trio
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import QueuePool
+
+from fedsender.outside import Outside
+
+T = TypeVar("T")
+Faults = Callable[[str], None]
+
+log = structlog.get_logger()
+
+# A transaction of this many small writes takes some 10 ms; more would make the first one wait.
+MAX_BATCH = 256
+FIRST_PAUSE_S = 0.2
+LAST_PAUSE_S = 10.0
+# Serialization failures end by themselves; this many in a row mean that something else is wrong.
+MAX_CONFLICTS = 20
+SQLITE_BUSY_S = 5.0
+CONNECT_S = 10
+STATEMENT_MS = 60_000
+LOCK_MS = 10_000
+
+# SQLSTATE: serialization failure, deadlock. The transaction was rolled back; run it again at once.
+_CONFLICTS = {"40001", "40P01"}
+# SQLSTATE classes and codes of a server that is away, full or busy: 08 connection, 53 resources,
+# 57 operator intervention (shutdown, statement timeout), 58 system error; 55P03 lock timeout,
+# 25006 read-only (a standby that has not been promoted yet).
+_AWAY_CLASSES = {"08", "53", "57", "58"}
+_AWAY = {"55P03", "25006"}
+_SQLITE_AWAY = {
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_PROTOCOL,
+}
+
+
+class StoreError(Exception):
+    """The store cannot do what was asked; the text says why, in words, without content."""
+
+
+class StoreClosed(StoreError):
+    """The database was closed under a write: it was not begun, or its end is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseOptions:
+    """How a database is opened.
+
+    Attributes:
+        readers: connections for reads; as many worker threads wait for them.
+        synchronous: SQLite's setting. FULL survives a power cut, NORMAL a killed process.
+        ours: we may create the file and set its journal mode. False for a homeserver's own SQLite.
+    """
+
+    readers: int = 4
+    synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
+    ours: bool = True
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Connections of one kind, and whether they work."""
+
+    kind: str
+    engine: Engine
+    limiter: trio.CapacityLimiter
+    away_since: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One caller's write. `running` while its transaction may be under way."""
+
+    run: Callable[[Connection], None]
+    done: trio.Event = field(default_factory=trio.Event)
+    running: bool = False
+    withdrawn: bool = False
+    alone: bool = False
+    error: Exception | None = None
+
+
+class Database:
+    """One database: `read` and `write` take a function of a connection. See `open_database`."""
+
+    def __init__(
+        self,
+        url: URL,
+        outside: Outside,
+        *,
+        name: str,
+        options: DatabaseOptions,
+        after_commit: Callable[[], None] | None,
+        faults: Faults | None,
+    ) -> None:
+        self.url = url
+        self.name = name
+        self.dialect = url.get_backend_name()
+        self._outside = outside
+        self._after_commit = after_commit or (lambda: None)
+        self._faults = faults or (lambda _: None)
+        self._readers = _make_lane("read", url, options.readers, options)
+        self._writer = _make_lane("write", url, 1, options)
+        self._queue: deque[_Job] = deque()
+        self._running: list[_Job] = []
+        self._arrived = trio.Event()
+
+    @property
+    def available(self) -> bool:
+        """False from the first failed try of an outage until a try has worked again."""
+        return self._readers.away_since is None and self._writer.away_since is None
+
+    async def read(self, fn: Callable[[Connection], T]) -> T:
+        """What `fn` returns, run in a read transaction of its own (one consistent snapshot).
+
+        Waits while the database is away; raises StoreError for what waiting does not cure.
+        """
+        lane = self._readers
+
+        def look() -> T:
+            with lane.engine.connect() as connection:
+                return fn(connection)
+
+        tries = 0
+        while True:
+            try:
+                value = await self._outside.run_sync(look, limiter=lane.limiter)
+            except DBAPIError as error:
+                pause = self._pause_after(lane, error, tries)
+            else:
+                self._note_back(lane)
+                return value
+            tries += 1
+            await trio.sleep(pause)
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A read transaction inside the worker of another database's `read`, which retries it."""
+        with self._readers.engine.connect() as connection:
+            yield connection
+
+    async def write(self, fn: Callable[[Connection], T]) -> T:
+        """What `fn` returned, once the transaction it ran in is durable.
+
+        `fn` may run more than once and must come to the same each time. Whatever it raises is
+        raised here and undoes only its own work. If cancelled before the transaction has begun,
+        nothing happens; after that it waits for the transaction's end, then raises Cancelled.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        values: list[T] = []
+        job = _Job(lambda connection: values.append(fn(connection)))
+        self._queue.append(job)
+        self._arrived.set()
+        try:
+            await job.done.wait()
+        except trio.Cancelled:
+            await self._withdraw(job)
+            raise
+        if isinstance(job.error, StoreClosed):
+            # The committer has died and takes everybody with it; only who is shielded is told.
+            await trio.lowlevel.checkpoint()
+        if job.error is not None:
+            raise job.error
+        return values[-1]
+
+    async def _withdraw(self, job: _Job) -> None:
+        job.withdrawn = True
+        if job.running:
+            with trio.CancelScope(shield=True):
+                await job.done.wait()
+        elif not job.done.is_set():
+            self._queue.remove(job)
+
+    async def _commit_forever(self) -> None:
+        """Commit what is waiting, batch by batch; leaves nobody waiting when it ends."""
+        tries = 0
+        try:
+            while True:
+                await self._arrived.wait()
+                pause = await self._commit(self._take_batch(), tries)
+                tries = tries + 1 if pause else 0
+                await trio.sleep(pause)
+        finally:
+            for job in (*self._running, *self._queue):
+                job.error = StoreClosed(f"the {self.name} database was closed")
+                job.done.set()
+
+    def _take_batch(self) -> list[_Job]:
+        batch: list[_Job] = []
+        while self._queue and len(batch) < MAX_BATCH:
+            if self._queue[0].alone and batch:
+                break
+            job = self._queue.popleft()
+            job.running = True
+            batch.append(job)
+            if job.alone:
+                break
+        if not self._queue:
+            self._arrived = trio.Event()
+        self._running = batch
+        return batch
+
+    async def _commit(self, batch: list[_Job], tries: int) -> float:
+        """Run one batch in one transaction; returns the seconds to pause before the next."""
+        lane = self._writer
+        if not batch:
+            return 0
+        try:
+            await self._outside.run_sync(lambda: self._transact(batch), limiter=lane.limiter)
+        except Exception as error:
+            return self._settle_failure(batch, error, tries)
+        self._note_back(lane)
+        self._after_commit()
+        self._finish(batch)
+        return 0
+
+    def _transact(self, batch: list[_Job]) -> None:
+        with self._writer.engine.begin() as connection:
+            for job in batch:
+                job.run(connection)
+            self._faults("before commit")
+        self._faults("after commit")
+
+    def _settle_failure(self, batch: list[_Job], error: Exception, tries: int) -> float:
+        try:
+            pause = self._pause_after(self._writer, error, tries)
+        except Exception as final:
+            if len(batch) == 1:
+                batch[0].error = final
+                self._finish(batch)
+            else:
+                self._put_back(batch, alone=True)
+            return 0
+        self._put_back(batch, alone=False)
+        return pause
+
+    def _finish(self, batch: list[_Job]) -> None:
+        for job in batch:
+            job.running = False
+            job.done.set()
+        self._running = []
+
+    def _put_back(self, batch: list[_Job], *, alone: bool) -> None:
+        """To the front of the queue, in order; who was cancelled meanwhile is let go."""
+        self._running = []
+        for job in reversed(batch):
+            job.running = False
+            job.alone = job.alone or alone
+            if job.withdrawn:
+                job.done.set()
+            else:
+                self._queue.appendleft(job)
+        if self._queue:
+            self._arrived.set()
+
+    def _pause_after(self, lane: _Lane, error: Exception, tries: int) -> float:
+        """Seconds until the next try; raises what is not cured by trying again."""
+        kind = _kind_of(error)
+        if kind == "conflict" and tries < MAX_CONFLICTS:
+            return min(1.0, 0.01 * 2.0**tries) * self._outside.random.uniform(0.5, 1.5)
+        if kind == "away":
+            self._note_away(lane, error)
+            return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10))
+        if isinstance(error, DBAPIError):
+            raise StoreError(f"{self.name} database: {_words(error)}") from error
+        raise error
+
+    def _note_away(self, lane: _Lane, error: Exception) -> None:
+        if lane.away_since is None:
+            lane.away_since = trio.current_time()
+            log.warning(
+                "database unavailable", database=self.name, lane=lane.kind, error=_words(error)
+            )
+
+    def _note_back(self, lane: _Lane) -> None:
+        if lane.away_since is not None:
+            away_s = round(trio.current_time() - lane.away_since, 1)
+            lane.away_since = None
+            log.info("database available again", database=self.name, lane=lane.kind, away_s=away_s)
+
+    async def close(self) -> None:
+        """Close every connection. `open_database` calls it."""
+        for lane in (self._readers, self._writer):
+            await self._outside.run_sync(lane.engine.dispose, limiter=lane.limiter)
+
+
+@asynccontextmanager
+async def open_database(
+    url: str | URL,
+    outside: Outside,
+    *,
+    name: str,
+    after_commit: Callable[[], None] | None = None,
+    options: DatabaseOptions | None = None,
+    faults: Faults | None = None,
+) -> AsyncIterator[Database]:
+    """A database that is open while the body runs. Connects at first use.
+
+    Args:
+        url: `sqlite:///path` or `postgresql://...`.
+        name: what log lines and errors call it.
+        after_commit: called in the event loop after each commit, before its writers go on.
+        faults: called in the worker with "before commit" and "after commit", for tests. To play a
+            crash it raises something that is not an Exception.
+
+    Raises StoreError for a URL we cannot use. Writes are still committed while the body unwinds
+    under a cancellation, for callers who shield them.
+    """
+    parsed = _checked_url(url)
+    options = options or DatabaseOptions()
+    if parsed.get_backend_name() == "sqlite":
+        _prepare_file(parsed, options)
+    database = Database(
+        parsed, outside, name=name, options=options, after_commit=after_commit, faults=faults
+    )
+    async with _plain_errors(), trio.open_nursery() as nursery:
+        scope = trio.CancelScope(shield=True)
+
+        async def commit() -> None:
+            with scope:
+                await database._commit_forever()
+
+        nursery.start_soon(commit)
+        try:
+            yield database
+        finally:
+            scope.cancel()
+            with trio.CancelScope(shield=True):
+                await database.close()
+
+
+@asynccontextmanager
+async def _plain_errors() -> AsyncIterator[None]:
+    """What the body of a nursery raises comes out as it is: a caller can catch it by its name."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) > 1:
+            raise
+        raise group.exceptions[0] from group.exceptions[0].__cause__
+
+
+def _checked_url(url: str | URL) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise StoreError("a database URL must look like sqlite:///path or postgresql://…") from None
+    if parsed.get_backend_name() == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() != "sqlite":
+        raise StoreError(f"databases are sqlite or postgresql, not {parsed.get_backend_name()}")
+    if parsed.database in (None, "", ":memory:"):
+        raise StoreError("an SQLite database needs a file: sqlite:///path")
+    return parsed
+
+
+def _prepare_file(url: URL, options: DatabaseOptions) -> None:
+    """Make the file with mode 0600 before SQLite does with the umask's; its -wal follows suit."""
+    path = Path(url.database or "")
+    if path.exists():
+        return
+    if not options.ours:
+        raise StoreError(f"there is no database at {path}")
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise StoreError(f"cannot create {path}: {error.strerror}") from error
+
+
+def _make_lane(
+    kind: Literal["read", "write"], url: URL, size: int, options: DatabaseOptions
+) -> _Lane:
+    make = _sqlite_engine if url.get_backend_name() == "sqlite" else _postgresql_engine
+    return _Lane(kind, make(kind, url, size, options), trio.CapacityLimiter(size))
+
+
+def _sqlite_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> Engine:
+    # isolation_level=None and our own BEGIN: with the driver's deferred one, a transaction that
+    # reads and then writes fails at once with "database is locked", whatever the busy timeout says.
+    engine = create_engine(
+        url,
+        poolclass=QueuePool,
+        pool_size=size,
+        max_overflow=0,
+        hide_parameters=True,
+        connect_args={
+            "timeout": SQLITE_BUSY_S,
+            "isolation_level": None,
+            "check_same_thread": False,
+        },
+    )
+    pragmas = [f"synchronous = {options.synchronous}", "foreign_keys = ON"]
+    if options.ours:
+        pragmas.insert(0, "journal_mode = WAL")
+    if kind == "read":
+        pragmas.append("query_only = ON")
+
+    def on_connect(connection: DBAPIConnection, _record: object) -> None:
+        cursor = connection.cursor()
+        for pragma in pragmas:
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    begin = "BEGIN IMMEDIATE" if kind == "write" else "BEGIN"
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    return engine
+
+
+def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> Engine:
+    # Reads of several statements want one snapshot. Writes are upserts that judge the newest row:
+    # READ COMMITTED lets them, where REPEATABLE READ would have them fail and start again.
+    connect_args: dict[str, Any] = {
+        "connect_timeout": CONNECT_S,
+        "application_name": "fedsender",
+        "keepalives_idle": 30,
+        "keepalives_interval": 10,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 60_000,
+    }
+    engine = create_engine(
+        url,
+        poolclass=QueuePool,
+        pool_size=size,
+        max_overflow=0,
+        hide_parameters=True,
+        isolation_level="REPEATABLE READ" if kind == "read" else "READ COMMITTED",
+        connect_args=connect_args,
+    )
+
+    def on_connect(connection: DBAPIConnection, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"SET statement_timeout = {STATEMENT_MS}")
+        cursor.execute(f"SET lock_timeout = {LOCK_MS}")
+        cursor.close()
+        connection.commit()
+
+    event.listen(engine, "connect", on_connect)
+    return engine
+
+
+def _kind_of(error: Exception) -> Literal["conflict", "away"] | None:
+    """Whether an error passes: at once ("conflict"), when the database is back ("away"), or not."""
+    if not isinstance(error, DBAPIError):
+        return None
+    cause = error.orig
+    if isinstance(cause, sqlite3.Error):
+        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+        return "away" if code in _SQLITE_AWAY else None
+    state = cause.sqlstate if isinstance(cause, psycopg.Error) else None
+    if state in _CONFLICTS:
+        return "conflict"
+    if error.connection_invalidated or state in _AWAY or (state or "")[:2] in _AWAY_CLASSES:
+        return "away"
+    # Without a code it did not come from the server: refused, reset, no such host.
+    gone = state is None and isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError)
+    return "away" if gone else None
+
+
+def _words(error: Exception) -> str:
+    """The driver's own first line: SQLAlchemy's text would add the statement."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    lines = str(cause).strip().splitlines() or [type(cause).__name__]
+    return lines[0][:300]

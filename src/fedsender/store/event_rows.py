@@ -1,0 +1,273 @@
+"""Reading events: functions of a connection, for every kind of homeserver database."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Row, Select, select, tuple_
+
+from fedsender.matrix import server_of
+from fedsender.store import tables
+from fedsender.store.records import EventRow
+
+X = TypeVar("X")
+
+# Well below SQLite's 32,766 variables and PostgreSQL's 65,535.
+MAX_PARAMETERS = 1_000
+
+
+def in_chunks(values: Iterable[X], size: int = MAX_PARAMETERS) -> Iterator[list[X]]:
+    """`values` in lists of at most `size`, for statements that name each of them."""
+    left = iter(values)
+    while chunk := list(islice(left, size)):
+        yield chunk
+
+
+def json_object(text: str | None) -> dict[str, Any]:
+    """The object in `text`, {} if there is none: for fields of events that may be anything."""
+    try:
+        value = json.loads(text or "")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_events(
+    connection: Connection, *, after: int, upto: int, limit: int, room_id: str | None, bans: bool
+) -> list[EventRow]:
+    """Events with `after` < stream ordering <= `upto`, ascending. Backfilled ones (< 1) never."""
+    query = (
+        _event_query()
+        .where(tables.events.c.stream_ordering > max(after, 0))
+        .where(tables.events.c.stream_ordering <= upto)
+        .order_by(tables.events.c.stream_ordering)
+        .limit(limit)
+    )
+    if room_id is not None:
+        query = query.where(tables.events.c.room_id == room_id)
+    return _event_rows(connection, connection.execute(query).all(), bans=bans)
+
+
+def events_by_id(
+    connection: Connection, event_ids: Iterable[str], *, bans: bool
+) -> dict[str, EventRow]:
+    """The events among `event_ids` that the homeserver has."""
+    found: dict[str, EventRow] = {}
+    for chunk in in_chunks(sorted(set(event_ids))):
+        query = _event_query().where(tables.events.c.event_id.in_(chunk))
+        rows = _event_rows(connection, connection.execute(query).all(), bans=bans)
+        found.update((row.event_id, row) for row in rows)
+    return found
+
+
+def _event_query() -> Select[Any]:
+    events, event_json = tables.events, tables.event_json
+    rooms, rejections = tables.rooms, tables.rejections
+    return select(
+        events.c.stream_ordering,
+        events.c.event_id,
+        events.c.room_id,
+        events.c.type,
+        events.c.sender,
+        events.c.state_key,
+        events.c.received_ts,
+        events.c.depth,
+        events.c.outlier,
+        events.c.rejection_reason,
+        rejections.c.event_id.label("rejection"),
+        event_json.c.json,
+        event_json.c.internal_metadata,
+        rooms.c.room_version,
+    ).select_from(
+        events.outerjoin(event_json, event_json.c.event_id == events.c.event_id)
+        .outerjoin(rejections, rejections.c.event_id == events.c.event_id)
+        .outerjoin(rooms, rooms.c.room_id == events.c.room_id)
+    )
+
+
+def _event_rows(connection: Connection, rows: Sequence[Row[Any]], *, bans: bool) -> list[EventRow]:
+    redacted = _redacted(connection, rows, bans=bans)
+    return [_event_row(row, redacted=row.event_id in redacted) for row in rows]
+
+
+def _event_row(row: Row[Any], *, redacted: bool) -> EventRow:
+    metadata = _metadata(row.internal_metadata)
+    return EventRow(
+        stream_ordering=row.stream_ordering,
+        event_id=row.event_id,
+        room_id=row.room_id,
+        type=row.type,
+        sender=row.sender or "",
+        state_key=row.state_key,
+        received_ts=row.received_ts,
+        depth=row.depth,
+        outlier=bool(row.outlier),
+        rejected=row.rejection is not None or row.rejection_reason is not None,
+        # Without its metadata nobody can say whether an event may leave.
+        json="" if metadata is None else (row.json or ""),
+        internal_metadata=metadata or {},
+        room_version=row.room_version,
+        redacted=redacted,
+    )
+
+
+def _metadata(text: str | None) -> dict[str, object] | None:
+    try:
+        value = json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+# --- redactions -----------------------------------------------------------------------------------
+
+
+def _redacted(connection: Connection, rows: Sequence[Row[Any]], *, bans: bool) -> frozenset[str]:
+    """The event ids among `rows` with a valid redaction. Create events have none, ever."""
+    targets = {row.event_id: row for row in rows if row.type != "m.room.create"}
+    claims: list[tuple[str, str]] = []
+    done: set[str] = set()
+    for chunk in in_chunks(sorted(targets)):
+        redactions = tables.redactions
+        query = select(redactions.c.event_id, redactions.c.redacts, redactions.c.recheck).where(
+            redactions.c.redacts.in_(chunk)
+        )
+        for redaction_id, target_id, recheck in connection.execute(query):
+            if recheck:
+                claims.append((redaction_id, target_id))
+            else:
+                done.add(target_id)
+    if bans:
+        claims.extend(_redacted_by_bans(connection, targets))
+    done.update(_checked(connection, targets, [claim for claim in claims if claim[1] not in done]))
+    return frozenset(done)
+
+
+def _redacted_by_bans(
+    connection: Connection, targets: Mapping[str, Row[Any]]
+) -> Iterator[tuple[str, str]]:
+    """Bans that redact what the banned user sent before (and until they were lifted)."""
+    senders = sorted({(row.room_id, row.sender) for row in targets.values() if row.sender})
+    bans: dict[tuple[str, str], list[Row[Any]]] = {}
+    for chunk in in_chunks(senders, MAX_PARAMETERS // 2):
+        ban = tables.room_ban_redactions
+        query = select(ban).where(tuple_(ban.c.room_id, ban.c.user_id).in_(chunk))
+        for row in connection.execute(query):
+            bans.setdefault((row.room_id, row.user_id), []).append(row)
+    for event_id, target in targets.items():
+        for row in bans.get((target.room_id, target.sender), ()):
+            end = row.redact_end_ordering
+            if end is None or target.stream_ordering <= end:
+                yield row.redacting_event_id, event_id
+
+
+def _checked(
+    connection: Connection,
+    targets: Mapping[str, Row[Any]],
+    claims: Sequence[tuple[str, str]],
+) -> Iterator[str]:
+    """Targets of the claims that hold: the redaction is here, in the same room, not rejected, and
+    of the same server where its own metadata asks for that to be looked at."""
+    redactions = _redaction_events(connection, {redaction_id for redaction_id, _ in claims})
+    for redaction_id, target_id in claims:
+        redaction, target = redactions.get(redaction_id), targets[target_id]
+        if redaction is None or redaction.room_id != target.room_id:
+            continue
+        same_server_only = json_object(redaction.internal_metadata).get("recheck_redaction")
+        if not same_server_only or _same_server(redaction.sender, target.sender):
+            yield target_id
+
+
+def _redaction_events(connection: Connection, event_ids: Iterable[str]) -> dict[str, Row[Any]]:
+    events, event_json, rejections = tables.events, tables.event_json, tables.rejections
+    found: dict[str, Row[Any]] = {}
+    for chunk in in_chunks(sorted(event_ids)):
+        query: Select[Any] = (
+            select(
+                events.c.event_id, events.c.room_id, events.c.sender, event_json.c.internal_metadata
+            )
+            .select_from(
+                events.join(event_json, event_json.c.event_id == events.c.event_id).outerjoin(
+                    rejections, rejections.c.event_id == events.c.event_id
+                )
+            )
+            .where(events.c.event_id.in_(chunk), rejections.c.event_id.is_(None))
+        )
+        for row in connection.execute(query):
+            found[row.event_id] = row
+    return found
+
+
+def _same_server(one: str | None, other: str | None) -> bool:
+    try:
+        return server_of(one or "") == server_of(other or "")
+    except ValueError:
+        return False
+
+
+# --- memberships ----------------------------------------------------------------------------------
+
+
+def auth_memberships(connection: Connection, events: Sequence[EventRow]) -> dict[str, str]:
+    """For membership events sent by somebody else: the target's membership in the auth events."""
+    wanted: dict[str, tuple[str, list[str]]] = {}
+    for row in events:
+        if row.type == "m.room.member" and row.state_key not in (None, row.sender):
+            wanted[row.event_id] = (row.state_key or "", _auth_event_ids(row.json))
+    known = _member_events(connection, {name for _, ids in wanted.values() for name in ids})
+    memberships: dict[str, str] = {}
+    for event_id, (target, auth_ids) in wanted.items():
+        for auth_id in auth_ids:
+            user_id, membership = known.get(auth_id, (None, ""))
+            if user_id == target:
+                memberships[event_id] = membership
+    return memberships
+
+
+def _auth_event_ids(text: str) -> list[str]:
+    """Ids from `auth_events`: strings, or [id, hashes] pairs in room versions 1 and 2."""
+    entries = json_object(text).get("auth_events")
+    firsts = [
+        entry[0] if isinstance(entry, list) and entry else entry
+        for entry in (entries if isinstance(entries, list) else [])
+    ]
+    # The specification allows 10 of them.
+    return [entry for entry in firsts if isinstance(entry, str)][:50]
+
+
+def _member_events(
+    connection: Connection, event_ids: Iterable[str]
+) -> dict[str, tuple[str | None, str]]:
+    """(user, membership) of the membership events among `event_ids`."""
+    events, event_json = tables.events, tables.event_json
+    found: dict[str, tuple[str | None, str]] = {}
+    for chunk in in_chunks(sorted(event_ids)):
+        query = (
+            select(events.c.event_id, events.c.state_key, event_json.c.json)
+            .join(event_json, event_json.c.event_id == events.c.event_id)
+            .where(events.c.event_id.in_(chunk), events.c.type == "m.room.member")
+        )
+        for event_id, state_key, text in connection.execute(query):
+            found[event_id] = (state_key, membership_in(text))
+    return found
+
+
+def membership_in(text: str) -> str:
+    """`content.membership` of an event's JSON; "" if there is none."""
+    content = json_object(text).get("content")
+    membership = content.get("membership") if isinstance(content, dict) else None
+    return membership if isinstance(membership, str) else ""
+
+
+def forward_extremities(connection: Connection, room_id: str) -> list[str]:
+    """The room's newest events that nothing follows yet, the deepest ten."""
+    extremities, events = tables.event_forward_extremities, tables.events
+    query = (
+        select(extremities.c.event_id)
+        .join(events, events.c.event_id == extremities.c.event_id)
+        .where(extremities.c.room_id == room_id)
+        .order_by(events.c.depth.desc(), events.c.event_id)
+        .limit(10)
+    )
+    return list(connection.execute(query).scalars())

@@ -1,0 +1,453 @@
+"""The homeserver's database, as questions and answers in the words of the sender.
+
+One class for both kinds: a Synapse's database, used in place, and the embedded store, which a feed
+fills. Every method is one hop into a worker thread; the functions of a connection that it runs
+there stand in the modules beside this one.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import structlog
+import trio
+from sqlalchemy import Connection
+
+from fedsender.outside import Outside
+from fedsender.store import delivery, embedded, event_rows, pages, positions, room_servers, tables
+from fedsender.store.engine import Database, StoreError
+from fedsender.store.records import (
+    Backoff,
+    DestinationRoomsPage,
+    DestinationsPage,
+    EventRow,
+    Generation,
+    Hosts,
+    HostsUnknown,
+    Lagging,
+    Pending,
+    Settlement,
+)
+from fedsender.streams import FeedRow
+
+__all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
+
+log = structlog.get_logger()
+
+SORTABLE = (
+    "destination",
+    "retry_last_ts",
+    "retry_interval",
+    "failure_ts",
+    "last_successful_stream_ordering",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HomeserverSettings:
+    """What the homeserver's store must know of its homeserver.
+
+    Attributes:
+        instance: our name in `federation_stream_position`.
+        instances: all configured senders, ourselves among them.
+        event_writers: the instances that write the events stream.
+    """
+
+    kind: Literal["embedded", "synapse"]
+    instance: str
+    instances: tuple[str, ...]
+    event_writers: tuple[str, ...] = ("master",)
+
+
+class HomeserverStore:
+    """See the module. Errors: StoreError for what waiting does not cure."""
+
+    def __init__(
+        self,
+        database: Database,
+        outside: Outside,
+        settings: HomeserverSettings,
+        *,
+        state_database: Database | None = None,
+    ) -> None:
+        """`state_database`: where a Synapse keeps `state_groups_state` and its edges apart."""
+        self._database = database
+        self._state_database = state_database
+        self._now_ms = outside.now_ms
+        self._settings = settings
+        self._embedded = settings.kind == "embedded"
+        # Synapse's caches of backoff rows live in other processes only with PostgreSQL.
+        self._tells_caches = not self._embedded and database.dialect == "postgresql"
+        self._groups = room_servers.StateGroups()
+        self._groups_lock = trio.Lock()
+        self._bans = False
+
+    @property
+    def available(self) -> bool:
+        """False while the database is away."""
+        state = self._state_database
+        return self._database.available and (state is None or state.available)
+
+    async def check_schema(self) -> None:
+        """Raise StoreError if this is not a Synapse database of a version that we know.
+
+        On a Synapse it must have been called before events are read. Nothing on an embedded store.
+        """
+        if self._embedded:
+            return
+        warning = await self._database.read(positions.check_synapse_schema)
+        if warning is not None:
+            log.warning("homeserver's schema is newer", detail=warning)
+        self._bans = await self._database.read(
+            lambda connection: connection.dialect.has_table(connection, "room_ban_redactions")
+        )
+
+    # --- positions --------------------------------------------------------------------------------
+
+    async def events_position(self) -> int:
+        """Up to where everything is fanned out. Reconciles the table with the configured senders.
+
+        Raises StoreError if a Synapse has no position at all.
+        """
+        settings = self._settings
+        return await self._database.write(
+            lambda connection: positions.reconcile(
+                connection, settings.instance, settings.instances
+            )
+        )
+
+    async def generation(self) -> Generation:
+        """Whether anybody else moved our position, and our mark in this database."""
+        return await self._database.read(
+            lambda connection: positions.generation(
+                connection, self._settings.instance, marked=self._embedded
+            )
+        )
+
+    async def adopt_generation(self, mark: str) -> None:
+        """Take the database as it is: from here on it is as we left it.
+
+        Writes the mark where there is room for one (not on a Synapse).
+        """
+        instance = self._settings.instance
+
+        def adopt(connection: Connection) -> None:
+            position = positions.read_position(connection, "events", instance)
+            positions.set_position(connection, "federation", instance, position)
+            if self._embedded:
+                positions.set_mark(connection, instance, mark)
+
+        await self._database.write(adopt)
+
+    async def event_writer_positions(self) -> dict[str, int]:
+        """Per configured writer of events a position below which it is done. A lower bound."""
+        settings = self._settings
+        return await self._database.read(
+            lambda connection: positions.event_writer_positions(
+                connection, settings.instance, settings.event_writers
+            )
+        )
+
+    async def persisted_upto(self) -> int:
+        """A token below which every writer of events is known to be done."""
+        if self._embedded:
+            return await self.feed_position()
+        return min((await self.event_writer_positions()).values())
+
+    # --- events -----------------------------------------------------------------------------------
+
+    async def read_events(self, after: int, upto: int, limit: int) -> list[EventRow]:
+        """Events with `after` < stream ordering <= `upto`, ascending, the first `limit` of them.
+
+        Rejected ones too (flagged); one without JSON has `json` "".
+        """
+        return await self._read_events(after, upto, limit, None)
+
+    async def room_events(self, room_id: str, after: int, upto: int, limit: int) -> list[EventRow]:
+        """The same for one room."""
+        return await self._read_events(after, upto, limit, room_id)
+
+    async def _read_events(
+        self, after: int, upto: int, limit: int, room_id: str | None
+    ) -> list[EventRow]:
+        return await self._database.read(
+            lambda connection: event_rows.read_events(
+                connection, after=after, upto=upto, limit=limit, room_id=room_id, bans=self._bans
+            )
+        )
+
+    async def events_by_id(self, event_ids: Sequence[str]) -> dict[str, EventRow]:
+        """Those of the events that the homeserver has."""
+        return await self._database.read(
+            lambda connection: event_rows.events_by_id(connection, event_ids, bans=self._bans)
+        )
+
+    async def servers_before(self, events: Sequence[EventRow]) -> dict[str, Hosts]:
+        """Per event id the servers joined in the state before it, or why that cannot be told."""
+        if self._embedded:
+            return await self._database.read(
+                lambda connection: room_servers.embedded_servers_before(connection, events)
+            )
+
+        def look(connection: Connection) -> dict[str, Hosts]:
+            states = room_servers.load_states(connection, events)
+
+            def memberships(event_ids: Iterable[str]) -> Mapping[str, str]:
+                return room_servers.memberships_of(connection, event_ids)
+
+            if self._state_database is None:
+                return self._groups.servers_before(connection, events, states, memberships)
+            with self._state_database.reading() as state:
+                return self._groups.servers_before(state, events, states, memberships)
+
+        async with self._groups_lock:
+            return await self._database.read(look)
+
+    async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
+        """Per room the servers in it now; of a partial-state room all that may be."""
+        find = room_servers.embedded_servers_now if self._embedded else room_servers.servers_now
+        return await self._database.read(lambda connection: find(connection, set(room_ids)))
+
+    async def auth_memberships(self, events: Sequence[EventRow]) -> dict[str, str]:
+        """For memberships set by somebody else: the target's one in the event's auth events."""
+        return await self._database.read(
+            lambda connection: event_rows.auth_memberships(connection, events)
+        )
+
+    async def forward_extremities(self, room_id: str) -> list[str]:
+        """The room's newest events, the deepest ten; an embedded store knows of none."""
+        if self._embedded:
+            return []
+        return await self._database.read(
+            lambda connection: event_rows.forward_extremities(connection, room_id)
+        )
+
+    # --- what destinations are owed ---------------------------------------------------------------
+
+    async def commit_fan_out(
+        self,
+        position: int,
+        owed: Mapping[tuple[str, str], int],
+        first: Mapping[str, int] | None = None,
+    ) -> None:
+        """Record what each (destination, room) is owed and move the events position, as one (I1).
+
+        `owed` has the newest event of each; `first` the oldest that each destination is owed now,
+        below which a new destination's LSSO begins.
+
+        Stream orderings go upwards only; rooms that were purged are left out. Raises StoreError if
+        the position is gone or beyond `position`.
+        """
+
+        def commit(connection: Connection) -> None:
+            delivery.record_owed(connection, owed, first or {})
+            positions.advance_events(connection, self._settings.instance, position)
+
+        await self._database.write(commit)
+
+    async def owed_rooms(self, destination: str, after: int, limit: int) -> list[tuple[str, int]]:
+        """(room, stream ordering) above `after`, ascending by stream ordering."""
+        return await self._database.read(
+            lambda connection: delivery.owed_rooms(connection, destination, after, limit)
+        )
+
+    async def lsso(self, destination: str) -> int | None:
+        """The destination's last successful stream ordering; None: unknown."""
+        row = await self.backoff(destination)
+        return None if row is None else row.lsso
+
+    async def lagging(self) -> list[Lagging]:
+        """Every destination that is owed something, by name."""
+        found: dict[str, Lagging] = {}
+        start: str | None = ""
+        while start is not None:
+            look = partial(delivery.lagging_page, start=start)
+            page, start = await self._database.read(look)
+            found.update((item.destination, item) for item in page)
+        for name in await self._owing_keys():
+            owing = found.get(name)
+            rooms, lsso = (owing.rooms, owing.lsso) if owing else (0, await self.lsso(name))
+            found[name] = Lagging(name, lsso, rooms, owes_keys=True)
+        return [found[name] for name in sorted(found)]
+
+    async def _owing_keys(self) -> list[str]:
+        outboxes = [tables.device_federation_outbox]
+        if not self._embedded:
+            outboxes.append(tables.device_lists_outbound_pokes)
+        names: set[str] = set()
+        for table in outboxes:
+            start: str | None = ""
+            while start is not None:
+                look = partial(delivery.owing_keys_page, table=table, start=start)
+                page, start = await self._database.read(look)
+                names.update(page)
+        return sorted(names)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> dict[str, int]:
+        """Write what answered transactions change, in one transaction.
+
+        Returns, on a Synapse with PostgreSQL, per destination whose backoff was cleared the id to
+        publish on the `caches` stream.
+        """
+        return await self._database.write(
+            lambda connection: self._tell(connection, delivery.settle(connection, settlements))
+        )
+
+    async def store_backoff(
+        self, destination: str, failure_ts: int | None, retry_last_ts: int, retry_interval: int
+    ) -> int | None:
+        """Write the shared failure columns (ms), unless the row there is later or longer.
+
+        Returns, on a Synapse with PostgreSQL, the id to publish on the `caches` stream.
+        """
+
+        def store(connection: Connection) -> int | None:
+            written = delivery.store_backoff(
+                connection, destination, failure_ts, retry_last_ts, retry_interval
+            )
+            return self._tell(connection, [destination] if written else []).get(destination)
+
+        return await self._database.write(store)
+
+    def _tell(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
+        if not self._tells_caches:
+            return {}
+        instance, now_ms = self._settings.instance, self._now_ms()
+        return {
+            name: delivery.invalidate_backoff_cache(connection, name, instance, now_ms)
+            for name in names
+        }
+
+    async def backoff(self, destination: str) -> Backoff | None:
+        """The destination's row; None if it has none."""
+        return await self._database.read(
+            lambda connection: delivery.backoff(connection, destination)
+        )
+
+    async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
+        """The servers whose backoff `writer` changed, by its rows of the `caches` stream with
+        after < stream id <= upto. None where there is no such stream."""
+        if not self._tells_caches:
+            return []
+        return await self._database.read(
+            lambda connection: delivery.changed_backoffs(connection, writer, after, upto)
+        )
+
+    async def last_cache_write(self) -> int | None:
+        """The newest id that we wrote to the `caches` stream, if we ever did."""
+        if not self._tells_caches:
+            return None
+        return await self._database.read(
+            lambda connection: delivery.last_cache_write(connection, self._settings.instance)
+        )
+
+    async def changed_to_device(self, after: int, upto: int) -> list[str]:
+        """The destinations of to-device rows with after < stream id <= upto."""
+        return await self._database.read(
+            lambda connection: delivery.changed_to_device(connection, after, upto)
+        )
+
+    async def to_device(
+        self, destination: str, after: int, upto: int | None, limit: int
+    ) -> list[tuple[int, str]]:
+        """(stream id, EDU content as JSON text) above `after`, ascending.
+
+        The rows of one stream id always come together, beyond the limit if they must.
+        """
+        return await self._database.read(
+            lambda connection: delivery.to_device(connection, destination, after, upto, limit)
+        )
+
+    async def pending_counts(self, destination: str) -> Pending:
+        """How much the destination is owed, and since when."""
+        return await self._database.read(lambda connection: pages.pending(connection, destination))
+
+    async def rooms_shared_with(self, destination: str) -> list[str]:
+        """The rooms that the server is in now."""
+        find = (
+            room_servers.embedded_rooms_shared_with
+            if self._embedded
+            else room_servers.rooms_shared_with
+        )
+        return await self._database.read(lambda connection: find(connection, destination))
+
+    async def purge(self, destination: str) -> None:
+        """Forget the destination: its row, and all that it is owed."""
+        await self._database.write(lambda connection: delivery.purge(connection, destination))
+
+    # --- pages for the admin endpoints ------------------------------------------------------------
+
+    async def destinations_page(
+        self,
+        start: int,
+        limit: int,
+        order_by: str = "destination",
+        direction: Literal["f", "b"] = "f",
+        substring: str | None = None,
+    ) -> DestinationsPage:
+        """Rows `start`.. of `destinations`; `substring` of the name, in any case.
+
+        Raises StoreError if `order_by` is not one of SORTABLE.
+        """
+        if order_by not in SORTABLE:
+            raise StoreError(f"order_by must be one of {', '.join(SORTABLE)}")
+        return await self._database.read(
+            lambda connection: pages.destinations_page(
+                connection,
+                start=start,
+                limit=limit,
+                order_by=order_by,
+                backwards=direction == "b",
+                substring=substring,
+            )
+        )
+
+    async def destination_rooms_page(
+        self, destination: str, start: int, limit: int, direction: Literal["f", "b"] = "f"
+    ) -> DestinationRoomsPage:
+        """Rows `start`.. of the rooms in which the destination is owed, or was sent, an event."""
+        return await self._database.read(
+            lambda connection: pages.destination_rooms_page(
+                connection, destination, start=start, limit=limit, backwards=direction == "b"
+            )
+        )
+
+    # --- the feed (embedded only) -----------------------------------------------------------------
+
+    async def apply_feed(self, rows: Sequence[FeedRow], token: int) -> None:
+        """Store a token's rows and the token, as one. Nothing if the token was stored before.
+
+        Raises FeedError for rows that cannot be stored.
+        """
+        await self.apply_feed_batch([(token, rows)])
+
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[FeedRow]]]) -> None:
+        """The same for several tokens, ascending, in one transaction."""
+        instance, now_ms = self._settings.instance, self._now_ms()
+        await self._database.write(
+            lambda connection: embedded.apply_tokens(connection, instance, batch, now_ms)
+        )
+
+    async def feed_position(self) -> int:
+        """The token up to which the feed is stored; -1 before the first one."""
+        return await self._database.read(
+            lambda connection: positions.read_position(connection, "feed", self._settings.instance)
+        )
+
+    async def feed_epoch(self) -> str | None:
+        """The history that the stored tokens belong to; None: not known yet."""
+        return await self._database.read(positions.feed_epoch)
+
+    async def set_feed_epoch(self, epoch: str) -> None:
+        """Store the history that tokens belong to."""
+        await self._database.write(lambda connection: positions.set_feed_epoch(connection, epoch))
+
+    async def queue_to_device(self, destination: str, stream_id: int, messages: str) -> None:
+        """Put a to-device message (EDU content as JSON text) into the outbox."""
+        now_ms = self._now_ms()
+        await self._database.write(
+            lambda connection: delivery.queue_to_device(
+                connection, destination, stream_id, messages, now_ms
+            )
+        )

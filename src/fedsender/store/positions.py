@@ -1,0 +1,186 @@
+"""How far each stream has been read: functions of a connection over `federation_stream_position`.
+
+A row of type `events` is Synapse's own: up to there everything is recorded in `destination_rooms`.
+Nothing reads the rows of type `federation` any more. We write our events position there too, in
+the same transaction: when the two differ, somebody else has moved one of them, a Synapse sender for
+instance. An embedded store also has a row of type `feed`: the token up to which it has facts.
+"""
+
+from collections.abc import Collection, Sequence
+
+from sqlalchemy import Connection, delete, func, select, text, update
+
+from fedsender.store import tables
+from fedsender.store.delivery import upsert
+from fedsender.store.engine import StoreError
+from fedsender.store.records import Generation
+
+positions = tables.federation_stream_position
+
+SHARED = ("events", "federation")
+# Synapse database schemas that this was tested with.
+OLDEST_SCHEMA = 84
+NEWEST_SCHEMA = 94
+
+
+def reconcile(connection: Connection, instance: str, instances: Collection[str]) -> int:
+    """Make the table fit the configured senders, as Synapse's do at start; our events position.
+
+    If its instance names are not the configured ones, ours start at the smallest position of each
+    type and rows of others that are no longer configured go: some events may be sent twice, none is
+    left out.
+    """
+    rows = connection.execute(select(positions).where(positions.c.type.in_(SHARED))).all()
+    smallest: dict[str, int] = {}
+    for row in rows:
+        smallest[row.type] = min(row.stream_id, smallest.get(row.type, row.stream_id))
+    if "events" not in smallest:
+        raise StoreError("federation_stream_position has no row of type 'events'")
+    if {row.instance_name for row in rows} != set(instances):
+        connection.execute(
+            delete(positions).where(
+                positions.c.type.in_(SHARED), positions.c.instance_name.not_in(sorted(instances))
+            )
+        )
+        for kind, stream_id in sorted(smallest.items()):
+            set_position(connection, kind, instance, stream_id)
+    return read_position(connection, "events", instance)
+
+
+def read_position(connection: Connection, kind: str, instance: str) -> int:
+    """The stored position; -1 if there is none."""
+    query = select(positions.c.stream_id).where(
+        positions.c.type == kind, positions.c.instance_name == instance
+    )
+    found = connection.execute(query).scalar()
+    return -1 if found is None else found
+
+
+def set_position(connection: Connection, kind: str, instance: str, stream_id: int) -> None:
+    """Store a position, whatever it was."""
+    statement = upsert(connection, positions).values(
+        type=kind, instance_name=instance, stream_id=stream_id
+    )
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["type", "instance_name"],
+            set_={"stream_id": statement.excluded.stream_id},
+        )
+    )
+
+
+def advance_events(connection: Connection, instance: str, position: int) -> None:
+    """Move our events position up to `position`; raises StoreError if it stands beyond it."""
+    moved = connection.execute(
+        update(positions)
+        .where(positions.c.type == "events", positions.c.instance_name == instance)
+        .where(positions.c.stream_id <= position)
+        .values(stream_id=position)
+    )
+    if moved.rowcount != 1:
+        raise StoreError(
+            f"the events position of {instance!r} is gone or beyond {position}:"
+            " another sender runs under this name"
+        )
+    set_position(connection, "federation", instance, position)
+
+
+def generation(connection: Connection, instance: str, *, marked: bool) -> Generation:
+    """Our positions, and our mark where the database has room for one."""
+    rows = connection.execute(
+        select(positions.c.type, positions.c.stream_id).where(positions.c.instance_name == instance)
+    )
+    found: dict[str, int] = {row.type: row.stream_id for row in rows}
+    mark = None
+    if marked:
+        marks = tables.generation_marks
+        mark = connection.execute(
+            select(marks.c.mark).where(marks.c.instance_name == instance)
+        ).scalar()
+    return Generation(found.get("events", -1), found.get("federation"), mark)
+
+
+def set_mark(connection: Connection, instance: str, mark: str) -> None:
+    """Store our mark."""
+    statement = upsert(connection, tables.generation_marks).values(
+        instance_name=instance, mark=mark
+    )
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["instance_name"], set_={"mark": statement.excluded.mark}
+        )
+    )
+
+
+# --- the homeserver's writers ---------------------------------------------------------------------
+
+
+def event_writer_positions(
+    connection: Connection, instance: str, writers: Sequence[str]
+) -> dict[str, int]:
+    """For each configured writer of events, a position at which it is known to be done.
+
+    A writer's row lags, and appears only after its first write: one without a row may be writing
+    its first event right now, so it stands where we stand. It announces itself on the feed soon.
+    """
+    if not _has_table(connection, "stream_positions"):
+        return _highest(connection, writers)
+    stored = tables.stream_positions
+    rows = connection.execute(
+        select(stored.c.instance_name, stored.c.stream_id).where(stored.c.stream_name == "events")
+    )
+    found: dict[str, int] = {row.instance_name: row.stream_id for row in rows}
+    if not found and connection.dialect.name == "sqlite":
+        return _highest(connection, writers)
+    ours = read_position(connection, "events", instance)
+    return {writer: found.get(writer, ours) for writer in writers}
+
+
+def _highest(connection: Connection, writers: Sequence[str]) -> dict[str, int]:
+    """With SQLite one process writes and keeps no positions: what is there is all there is."""
+    query = select(func.coalesce(func.max(tables.events.c.stream_ordering), 0))
+    highest = connection.execute(query).scalar_one()
+    return dict.fromkeys(writers, highest)
+
+
+def _has_table(connection: Connection, name: str) -> bool:
+    return connection.dialect.has_table(connection, name)
+
+
+# --- the feed of an embedded store ----------------------------------------------------------------
+
+
+def feed_epoch(connection: Connection) -> str | None:
+    """The history that the stored tokens belong to; None before the first one is known."""
+    return connection.execute(select(tables.stream_epoch.c.epoch)).scalar()
+
+
+def set_feed_epoch(connection: Connection, epoch: str) -> None:
+    """Store the epoch in place of any other."""
+    connection.execute(delete(tables.stream_epoch))
+    connection.execute(upsert(connection, tables.stream_epoch).values(epoch=epoch))
+
+
+# --- Synapse's schema -----------------------------------------------------------------------------
+
+
+def check_synapse_schema(connection: Connection) -> str | None:
+    """Raise StoreError if this Synapse's schema is not one we know; a warning in words, or None."""
+    for table in ("schema_version", "schema_compat_version", "destination_rooms"):
+        if not _has_table(connection, table):
+            raise StoreError(f"this is not a Synapse database: it has no table {table}")
+    version = connection.execute(text("SELECT version FROM schema_version")).scalar()
+    compat = connection.execute(text("SELECT compat_version FROM schema_compat_version")).scalar()
+    if version is None or version < OLDEST_SCHEMA:
+        raise StoreError(
+            f"Synapse's schema is version {version}; the oldest one supported is {OLDEST_SCHEMA}:"
+            " upgrade Synapse"
+        )
+    if compat is None or compat > NEWEST_SCHEMA:
+        raise StoreError(
+            f"Synapse's schema asks for software that knows version {compat}; this one was tested"
+            f" up to {NEWEST_SCHEMA}: upgrade fedsender"
+        )
+    if version > NEWEST_SCHEMA:
+        return f"Synapse's schema version {version} is newer than the newest tested {NEWEST_SCHEMA}"
+    return None

@@ -1,0 +1,136 @@
+"""What the store's questions are answered with, and what it is told. Values only."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EventRow:
+    """One event as the homeserver holds it.
+
+    Attributes:
+        received_ts: ms; None where the homeserver did not keep it.
+        json: "" if the homeserver has no JSON for it, or metadata that is not an object.
+        internal_metadata: Synapse's notes about the event, never sent.
+        room_version: None if the room is gone or has none.
+        redacted: a redaction of it is valid, so it goes out pruned.
+    """
+
+    stream_ordering: int
+    event_id: str
+    room_id: str
+    type: str
+    sender: str
+    state_key: str | None
+    received_ts: int | None
+    depth: int
+    outlier: bool
+    rejected: bool
+    json: str
+    internal_metadata: Mapping[str, object]
+    room_version: str | None
+    redacted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HostsUnknown:
+    """The servers in the room before an event cannot be told, and why."""
+
+    reason: str
+
+
+Hosts = frozenset[str] | HostsUnknown
+
+
+@dataclass(frozen=True, slots=True)
+class Lagging:
+    """A destination that is owed something.
+
+    Attributes:
+        lsso: last successful stream ordering; None: unknown.
+        rooms: rooms with an event above it.
+        owes_keys: to-device messages or device lists wait.
+    """
+
+    destination: str
+    lsso: int | None
+    rooms: int
+    owes_keys: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What an answered transaction changes for its destination.
+
+    Attributes:
+        lsso: the new last successful stream ordering (upwards only); None: leave it.
+        outbox_ids: stream ids of the to-device rows that were in it.
+        clear_backoff: the server answered: its failure columns are cleared.
+    """
+
+    destination: str
+    lsso: int | None
+    outbox_ids: tuple[int, ...] = ()
+    clear_backoff: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """The four columns of a row of `destinations`; times and interval in ms, as stored."""
+
+    retry_last_ts: int | None
+    retry_interval: int | None
+    failure_ts: int | None
+    lsso: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Whether the homeserver's database is as we left it.
+
+    Attributes:
+        position: the events position.
+        ours: the events position as we wrote it last; anything else moved it if they differ.
+        mark: our mark in this database. None where there is none (always, on a Synapse).
+    """
+
+    position: int
+    ours: int | None
+    mark: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What a destination is owed, counted."""
+
+    rooms: int
+    oldest_stream_ordering: int | None
+    oldest_received_ts: int | None
+    to_device: int
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationRow:
+    """One row of `destinations`, for the admin endpoints."""
+
+    destination: str
+    retry_last_ts: int
+    retry_interval: int
+    failure_ts: int | None
+    last_successful_stream_ordering: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationsPage:
+    """A page, and how many rows there are on all pages."""
+
+    rows: tuple[DestinationRow, ...]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class DestinationRoomsPage:
+    """A page of (room id, stream ordering), and how many rows there are on all pages."""
+
+    rows: tuple[tuple[str, int], ...]
+    total: int

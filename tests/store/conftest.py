@@ -1,0 +1,70 @@
+"""Each test here runs on SQLite and on PostgreSQL, unless it says otherwise."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tests.servers import Databases
+from tests.store import synapse_schema
+
+from fedsender.outside import real_outside
+from fedsender.store.engine import Database, DatabaseOptions, open_database
+from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
+
+NewUrl = Callable[[], str]
+
+
+@dataclass
+class Synapse:
+    """A Synapse-shaped database: the store under test, and the databases behind it."""
+
+    store: HomeserverStore
+    database: Database
+    state: Database
+    url: str
+
+
+OpenSynapse = Callable[..., AbstractAsyncContextManager[Synapse]]
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> NewUrl:
+    if request.param == "sqlite":
+        numbers = iter(range(1_000))
+        return lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db"
+    postgres: Databases = request.getfixturevalue("postgres")
+    return postgres.create_database
+
+
+@pytest.fixture
+def open_synapse(new_url: NewUrl) -> OpenSynapse:
+    @asynccontextmanager
+    async def open_it(
+        *,
+        instance: str = "fed1",
+        instances: tuple[str, ...] = ("fed1",),
+        writers: tuple[str, ...] = ("master",),
+        split: bool = False,
+    ) -> AsyncIterator[Synapse]:
+        outside = real_outside()
+        url = new_url()
+        options = DatabaseOptions(synchronous="OFF")
+        async with (
+            open_database(url, outside, name="main", options=options) as main,
+            open_database(new_url() if split else url, outside, name="state") as state,
+        ):
+            await main.write(lambda connection: synapse_schema.create(connection, split=split))
+            if split:
+                await state.write(synapse_schema.create_state)
+            store = HomeserverStore(
+                main,
+                outside,
+                HomeserverSettings("synapse", instance, instances, writers),
+                state_database=state if split else None,
+            )
+            await store.check_schema()
+            yield Synapse(store, main, state, url)
+
+    return open_it

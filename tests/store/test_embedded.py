@@ -1,0 +1,226 @@
+"""The embedded store: what a feed brings, and who was in the room by it."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.store.conftest import NewUrl
+
+from fedsender.outside import real_outside
+from fedsender.store import Store, StoreConfig, open_store
+from fedsender.store.embedded import FeedError
+from fedsender.store.homeserver import HomeserverSettings
+from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
+
+ROOM = "!room:us.example"
+
+
+def config(homeserver_url: str, directory: Path) -> StoreConfig:
+    return StoreConfig(
+        homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
+        homeserver_url=homeserver_url,
+        sender_url=f"sqlite:///{directory}/sender.db",
+        synchronous="OFF",
+    )
+
+
+@pytest.fixture
+async def store(new_url: NewUrl, tmp_path: Path) -> AsyncIterator[Store]:
+    async with open_store(config(new_url(), tmp_path), real_outside()) as opened:
+        yield opened
+
+
+def pdu(
+    token: int, *, room_id: str = ROOM, plus: tuple[str, ...] = (), minus: tuple[str, ...] = ()
+) -> PduRow:
+    event = {"type": "m.room.message", "sender": "@me:us.example", "depth": token, "content": {}}
+    return PduRow(
+        room_id=room_id,
+        event_id=f"${token}",
+        json=json.dumps(event),
+        event=event,
+        room_version="10",
+        plus=plus,
+        minus=minus,
+    )
+
+
+async def before(store: Store, *tokens: int) -> list[set[str]]:
+    events = await store.homeserver.events_by_id([f"${token}" for token in tokens])
+    hosts = await store.homeserver.servers_before(list(events.values()))
+    return [set(hosts[f"${token}"]) for token in tokens]  # type: ignore[arg-type]
+
+
+async def feed(store: Store, *tokens: tuple[int, list[FeedRow]]) -> None:
+    for token, rows in tokens:
+        await store.homeserver.apply_feed(rows, token)
+
+
+async def test_a_fed_event_is_read_back(store: Store) -> None:
+    row = pdu(3)
+    await feed(store, (3, [row]))
+    found = (await store.homeserver.read_events(0, 10, 10))[0]
+
+    assert (found.event_id, found.stream_ordering, found.room_version) == ("$3", 3, "10")
+    assert found.json == row.json
+    assert found.internal_metadata == {}
+    assert not found.redacted
+    assert await store.homeserver.feed_position() == 3
+    assert await store.homeserver.persisted_upto() == 3
+
+
+async def test_servers_are_there_above_the_token_of_their_coming_and_upto_their_going(
+    store: Store,
+) -> None:
+    """Whoever is kicked still gets the kick."""
+    await feed(
+        store,
+        (1, [pdu(1), HostsRow(ROOM, ("a.example", "b.example"), ())]),
+        (2, [pdu(2)]),
+        (3, [HostsRow(ROOM, (), ("b.example",)), pdu(3)]),
+        (4, [pdu(4)]),
+        (5, [pdu(5), HostsRow(ROOM, ("b.example",), ())]),
+        (6, [pdu(6)]),
+    )
+
+    assert await before(store, 1, 2, 3, 4, 5, 6) == [
+        set(),
+        {"a.example", "b.example"},
+        {"a.example", "b.example"},
+        {"a.example"},
+        {"a.example"},
+        {"a.example", "b.example"},
+    ]
+    assert await store.homeserver.servers_now([ROOM]) == {ROOM: {"a.example", "b.example"}}
+    assert await store.homeserver.rooms_shared_with("b.example") == [ROOM]
+
+
+async def test_an_event_can_have_servers_of_its_own(store: Store) -> None:
+    await feed(
+        store,
+        (1, [HostsRow(ROOM, ("a.example", "b.example"), ())]),
+        (2, [pdu(2, plus=("invited.example",), minus=("b.example",))]),
+        (3, [pdu(3)]),
+    )
+
+    assert await before(store, 2, 3) == [
+        {"a.example", "invited.example"},
+        {"a.example", "b.example"},
+    ]
+
+
+async def test_events_of_many_rooms_are_answered_together(store: Store) -> None:
+    other = "!other:us.example"
+    await feed(
+        store,
+        (1, [HostsRow(ROOM, ("a.example",), ()), HostsRow(other, ("b.example",), ())]),
+        (2, [pdu(2)]),
+        (3, [pdu(3, room_id=other)]),
+    )
+
+    assert await before(store, 2, 3) == [{"a.example"}, {"b.example"}]
+
+
+async def test_a_token_is_applied_once(store: Store) -> None:
+    """After a reconnect the feed repeats what it is not sure of."""
+    await feed(store, (1, [HostsRow(ROOM, ("a.example",), ())]), (2, [pdu(2)]))
+    await feed(store, (2, [pdu(7)]), (1, [HostsRow(ROOM, (), ("a.example",))]), (3, [pdu(3)]))
+
+    assert [row.event_id for row in await store.homeserver.read_events(0, 9, 9)] == ["$2", "$3"]
+    assert await before(store, 3) == [{"a.example"}]
+    assert await store.homeserver.feed_position() == 3
+
+
+async def test_a_redaction_counts_as_the_homeserver_judged_it(store: Store) -> None:
+    await feed(store, (1, [pdu(1)]), (2, [pdu(2), RedactionRow("$2", "$1")]))
+
+    assert [row.redacted for row in await store.homeserver.read_events(0, 9, 9)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("token", "rows"),
+    [
+        (0, [pdu(1)]),
+        (2**63, [pdu(1)]),
+        (1, [pdu(1), pdu(2)]),
+        (1, [PduRow(ROOM, "$1", "{}", {}, "10")]),
+        (1, [PduRow(ROOM, "$1", "{}", {"type": "x", "sender": "@a:b", "depth": "1"}, "10")]),
+        (1, [PduRow(ROOM, "$1", "{}", {"type": "x", "sender": "@a:b", "depth": 2**63}, "10")]),
+        (1, [PduRow(ROOM, "$\x00", "{}", {"type": "x", "sender": "@a:b"}, "10")]),
+        (1, [PduRow(ROOM, "$1", "{}", {"type": "\ud800", "sender": "@a:b"}, "10")]),
+        (1, [HostsRow(ROOM, ("a\x00",), ())]),
+    ],
+)
+async def test_rows_that_cannot_be_stored_change_nothing(
+    store: Store, token: int, rows: list[FeedRow]
+) -> None:
+    with pytest.raises(FeedError):
+        await store.homeserver.apply_feed([pdu(1, room_id="!before:x"), *rows][1:], token)
+
+    assert await store.homeserver.feed_position() == -1
+    assert await store.homeserver.read_events(0, 2**62, 9) == []
+
+
+async def test_the_feeds_history_has_a_name(store: Store) -> None:
+    assert await store.homeserver.feed_epoch() is None
+    await store.homeserver.set_feed_epoch("one")
+    await store.homeserver.set_feed_epoch("two")
+
+    assert await store.homeserver.feed_epoch() == "two"
+
+
+async def test_fan_out_starts_at_the_beginning_and_owes_by_room(store: Store) -> None:
+    await feed(store, (1, [HostsRow(ROOM, ("a.example",), ()), pdu(1)]))
+
+    assert await store.homeserver.events_position() == -1
+    await store.homeserver.commit_fan_out(1, {("a.example", ROOM): 1})
+    assert await store.homeserver.events_position() == 1
+    assert await store.homeserver.owed_rooms("a.example", 0, 9) == [(ROOM, 1)]
+    assert await store.homeserver.forward_extremities(ROOM) == []
+
+
+async def test_both_databases_hold_one_mark(store: Store) -> None:
+    await store.homeserver.events_position()
+    await store.homeserver.adopt_generation("mark-1")
+    await store.sender.save_generation("fed1", 7, "mark-1")
+    here, there = await store.homeserver.generation(), await store.sender.load_generation("fed1")
+
+    assert there is not None
+    assert (here.mark, there.mark, there.events_position) == ("mark-1", "mark-1", 7)
+    assert here.position == here.ours
+
+
+SERVERS = ["a", "b", "c"]
+CHANGES = st.lists(
+    st.tuples(st.sets(st.sampled_from(SERVERS)), st.sets(st.sampled_from(SERVERS)), st.booleans()),
+    max_size=12,
+)
+
+
+@given(changes=CHANGES)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+async def test_intervals_agree_with_a_set_that_is_kept_by_hand(
+    tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[set[str], set[str], bool]]
+) -> None:
+    directory = tmp_path_factory.mktemp("intervals")
+    here: set[str] = set()
+    expected: list[set[str]] = []
+    batch: list[tuple[int, list[FeedRow]]] = []
+    for token, (joined, left, split) in enumerate(changes, start=1):
+        expected.append(set(here))
+        hosts = HostsRow(ROOM, tuple(sorted(joined - left)), tuple(sorted(left)))
+        rows: list[FeedRow] = [pdu(token), hosts]
+        batch.append((token, rows[::-1] if split else rows))
+        here = (here - left) | (joined - left)
+    async with open_store(
+        config(f"sqlite:///{directory}/homeserver.db", directory), real_outside()
+    ) as store:
+        await store.homeserver.apply_feed_batch(batch)
+
+        assert await before(store, *range(1, len(changes) + 1)) == expected
+        assert await store.homeserver.servers_now([ROOM]) == {ROOM: here}

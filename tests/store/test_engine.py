@@ -1,0 +1,375 @@
+"""Group commit, and what the store does while its database is away."""
+
+import sqlite3
+import stat
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+from sqlalchemy import Connection, text
+from tests.servers import Databases
+from tests.store.conftest import NewUrl
+
+from fedsender.outside import real_outside
+from fedsender.store.engine import Database, StoreClosed, StoreError, open_database
+
+
+def make_table(connection: Connection) -> None:
+    connection.execute(text("CREATE TABLE notes (note TEXT PRIMARY KEY)"))
+
+
+def add(connection: Connection, note: str) -> None:
+    connection.execute(text("INSERT INTO notes VALUES (:note)"), {"note": note})
+
+
+def notes(connection: Connection) -> list[str]:
+    return sorted(connection.execute(text("SELECT note FROM notes")).scalars())
+
+
+async def add_all(database: Database, names: list[str]) -> None:
+    async with trio.open_nursery() as nursery:
+        for name in names:
+            nursery.start_soon(database.write, partial(add, note=name))
+
+
+async def test_many_writers_share_few_commits(new_url: NewUrl) -> None:
+    commits: list[None] = []
+    async with open_database(
+        new_url(), real_outside(), name="test", after_commit=lambda: commits.append(None)
+    ) as database:
+        await database.write(make_table)
+        names = [f"{number:03}" for number in range(100)]
+        await add_all(database, names)
+
+        assert names == await database.read(notes)
+        assert len(commits) <= 4
+
+
+async def test_a_failing_writer_fails_alone(new_url: NewUrl) -> None:
+    """The others of its batch are committed as if it had not been there."""
+    failed: list[str] = []
+
+    def give_up(connection: Connection) -> None:
+        add(connection, "never")
+        raise ValueError("mine")
+
+    async with open_database(new_url(), real_outside(), name="test") as database:
+        await database.write(make_table)
+
+        async def expect(error: type[Exception], name: str, note: str) -> None:
+            with pytest.raises(error):
+                await database.write(
+                    give_up if name == "own" else lambda connection: add(connection, note)
+                )
+            failed.append(name)
+
+        await database.write(lambda connection: add(connection, "there"))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(add_all, database, ["a", "b", "c"])
+            nursery.start_soon(expect, ValueError, "own", "")
+            nursery.start_soon(expect, StoreError, "database's", "there")
+
+        assert sorted(failed) == ["database's", "own"]
+        assert await database.read(notes) == ["a", "b", "c", "there"]
+
+
+async def test_a_writer_that_is_cancelled_before_its_batch_leaves_no_trace(
+    new_url: NewUrl,
+) -> None:
+    begun = trio.Event()
+    cancelled = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def slow(connection: Connection) -> None:
+        add(connection, "slow")
+        trio.from_thread.run_sync(begun.set, trio_token=token)
+        trio.from_thread.run(cancelled.wait, trio_token=token)
+
+    async with open_database(new_url(), real_outside(), name="test") as database:
+        await database.write(make_table)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(database.write, slow)
+            await begun.wait()
+            with trio.move_on_after(0.05) as scope:
+                await database.write(lambda connection: add(connection, "gone"))
+            cancelled.set()
+
+        assert scope.cancelled_caught
+        assert await database.read(notes) == ["slow"]
+
+
+async def test_a_writer_that_is_cancelled_in_its_batch_waits_for_the_end(new_url: NewUrl) -> None:
+    """Its caller may then rely on the transaction being over."""
+    begun = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    async with open_database(new_url(), real_outside(), name="test") as database:
+        await database.write(make_table)
+
+        def slow(connection: Connection) -> None:
+            add(connection, "slow")
+            trio.from_thread.run_sync(begun.set, trio_token=token)
+            trio.from_thread.run(trio.sleep, 0.05, trio_token=token)
+
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(database.write, slow)
+                await begun.wait()
+                scope.cancel()
+
+        assert await database.read(notes) == ["slow"]
+
+
+async def test_a_shielded_write_still_commits_while_everything_is_cancelled(
+    new_url: NewUrl,
+) -> None:
+    """What a drain writes down comes last of all."""
+    url = new_url()
+    with trio.CancelScope() as scope:
+        async with open_database(url, real_outside(), name="test") as database:
+            await database.write(make_table)
+            scope.cancel()
+            with trio.CancelScope(shield=True):
+                await database.write(lambda connection: add(connection, "drained"))
+
+    async with open_database(url, real_outside(), name="test") as database:
+        assert await database.read(notes) == ["drained"]
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+@pytest.mark.parametrize(("point", "kept"), [("before commit", []), ("after commit", ["note"])])
+async def test_a_crash_at_a_commit_leaves_all_or_nothing(
+    new_url: NewUrl, point: str, kept: list[str]
+) -> None:
+    url = new_url()
+    armed = False
+
+    def faults(at: str) -> None:
+        if armed and at == point:
+            raise Crash
+
+    async def run() -> None:
+        nonlocal armed
+        async with open_database(url, real_outside(), name="test", faults=faults) as database:
+            await database.write(make_table)
+            armed = True
+            await database.write(lambda connection: add(connection, "note"))
+
+    with pytest.raises(Crash):
+        await run()
+    async with open_database(url, real_outside(), name="test") as database:
+        assert kept == await database.read(notes)
+
+
+async def test_writers_are_let_go_when_the_committer_dies(new_url: NewUrl) -> None:
+    """A shielded writer must not wait for ever for a committer that is gone."""
+    seen: list[Exception] = []
+
+    def faults(_: str) -> None:
+        raise Crash
+
+    async def run() -> None:
+        async with open_database(new_url(), real_outside(), name="test", faults=faults) as database:
+            with trio.CancelScope(shield=True):
+                try:
+                    await database.write(make_table)
+                except StoreClosed as error:
+                    seen.append(error)
+
+    with pytest.raises(Crash):
+        await run()
+    assert len(seen) == 1
+
+
+# --- the database is away -------------------------------------------------------------------------
+
+
+async def test_a_serialization_failure_is_run_again(postgres: Databases) -> None:
+    tries: list[None] = []
+
+    def fails_twice(connection: Connection) -> str:
+        add(connection, "once")
+        tries.append(None)
+        if len(tries) <= 2:
+            connection.execute(text("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"))
+        return "done"
+
+    async with open_database(postgres.create_database(), real_outside(), name="test") as database:
+        await database.write(make_table)
+
+        assert await database.write(fails_twice) == "done"
+        assert len(tries) == 3
+        assert await database.read(notes) == ["once"]
+        assert database.available
+
+
+async def test_one_of_two_deadlocked_transactions_is_run_again(postgres: Databases) -> None:
+    url = postgres.create_database()
+    outside = real_outside()
+    meet = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+
+    def update(connection: Connection, note: str) -> None:
+        connection.execute(text("UPDATE notes SET note = note WHERE note = :note"), {"note": note})
+
+    def forth(connection: Connection) -> None:
+        update(connection, "a")
+        trio.from_thread.run(meet.wait, trio_token=token)
+        update(connection, "b")
+
+    def back(connection: Connection) -> None:
+        update(connection, "b")
+        trio.from_thread.run_sync(meet.set, trio_token=token)
+        update(connection, "a")
+
+    async with (
+        open_database(url, outside, name="one") as one,
+        open_database(url, outside, name="other") as other,
+    ):
+        await one.write(make_table)
+        await add_all(one, ["a", "b"])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one.write, forth)
+            nursery.start_soon(other.write, back)
+
+        assert await one.read(notes) == ["a", "b"]
+
+
+async def test_a_restart_of_the_database_loses_nothing_and_needs_none_of_ours(
+    postgres: Databases,
+) -> None:
+    """Writers and readers wait, and go on by themselves."""
+    written: list[str] = []
+    stopped = trio.Event()
+
+    async with open_database(postgres.create_database(), real_outside(), name="test") as database:
+        await database.write(make_table)
+
+        async def keep_writing() -> None:
+            for number in range(60):
+                note = f"{number:03}"
+                await database.write(partial(add_once, note=note))
+                written.append(note)
+                if number == 20:
+                    stopped.set()
+
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(keep_writing)
+                await stopped.wait()
+                await trio.to_thread.run_sync(postgres.stop)
+                with trio.move_on_after(1) as scope:
+                    await database.read(notes)
+                assert scope.cancelled_caught
+                assert not database.available
+                await trio.to_thread.run_sync(postgres.start)
+
+        assert len(written) == 60
+        assert written == await database.read(notes)
+        assert database.available
+
+
+def add_once(connection: Connection, note: str) -> None:
+    """A connection can break after COMMIT and before its answer: writes are repeatable."""
+    connection.execute(
+        text("INSERT INTO notes VALUES (:note) ON CONFLICT DO NOTHING"), {"note": note}
+    )
+
+
+async def test_a_writer_waiting_for_a_database_that_is_away_can_be_cancelled(
+    postgres: Databases,
+) -> None:
+    async with open_database(postgres.create_database(), real_outside(), name="test") as database:
+        await database.write(make_table)
+        await trio.to_thread.run_sync(postgres.stop)
+        with trio.move_on_after(0.5) as scope:
+            await database.write(lambda connection: add(connection, "given up"))
+        await trio.to_thread.run_sync(postgres.start)
+        with trio.fail_after(30):
+            await database.write(lambda connection: add(connection, "later"))
+
+        assert scope.cancelled_caught
+        assert await database.read(notes) == ["later"]
+
+
+async def test_a_full_sqlite_is_waited_for(tmp_path: Path) -> None:
+    """Reads go on meanwhile; nothing is lost, nothing has to be restarted."""
+    file = tmp_path / "full.db"
+    async with open_database(f"sqlite:///{file}", real_outside(), name="test") as database:
+        await database.write(make_table)
+        limits = iter([1, 1_000_000])
+
+        def add_much(connection: Connection) -> None:
+            connection.execute(text(f"PRAGMA max_page_count = {next(limits)}"))
+            add(connection, "x" * 100_000)
+
+        with trio.fail_after(10):
+            await database.write(add_much)
+
+        assert len((await database.read(notes))[0]) == 100_000
+
+
+async def test_a_locked_sqlite_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedsender.store.engine.SQLITE_BUSY_S", 0.05)
+    file = tmp_path / "locked.db"
+    async with open_database(f"sqlite:///{file}", real_outside(), name="test") as database:
+        await database.write(make_table)
+        other = sqlite3.connect(file, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        with trio.move_on_after(0.3):
+            await database.write(lambda connection: add(connection, "given up"))
+        assert not database.available
+        other.execute("ROLLBACK")
+        other.close()
+        with trio.fail_after(10):
+            await database.write(lambda connection: add(connection, "a"))
+
+        assert await database.read(notes) == ["a"]
+        assert database.available
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+def modes_in(directory: Path) -> dict[str, int]:
+    return {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+
+
+async def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    file = tmp_path / "own.db"
+    async with open_database(f"sqlite:///{file}", real_outside(), name="test") as database:
+        await database.write(make_table)
+        modes = modes_in(tmp_path)
+
+    assert modes["own.db"] == 0o600
+    assert set(modes.values()) == {0o600}
+
+
+@pytest.mark.parametrize(
+    "url", ["", "nonsense", "mysql://host/name", "sqlite://", "sqlite:////no/such/place/file.db"]
+)
+async def test_a_url_that_cannot_be_used_is_refused_at_once(url: str) -> None:
+    with pytest.raises(StoreError):
+        async with open_database(url, real_outside(), name="test"):
+            pass
+
+
+async def test_errors_do_not_show_what_was_written(new_url: NewUrl) -> None:
+    """EDU content passes through here (I10)."""
+    async with open_database(new_url(), real_outside(), name="test") as database:
+        await database.write(make_table)
+        with pytest.raises(StoreError) as caught:
+            await database.write(
+                lambda connection: connection.execute(
+                    text("INSERT INTO nowhere VALUES (:note)"), {"note": "a secret"}
+                )
+            )
+
+        assert "nowhere" in str(caught.value)
+        assert "secret" not in str(caught.value) + str(caught.value.__cause__)

@@ -1,0 +1,645 @@
+"""The homeserver's tables on a Synapse-shaped database: what a drop-in must respect."""
+
+import pytest
+import trio
+from sqlalchemy import Connection, Table, delete, insert, select, text, update
+from tests.store.conftest import OpenSynapse, Synapse
+from tests.store.rooms import ROOM, Room
+
+from fedsender.outside import real_outside
+from fedsender.store import tables
+from fedsender.store.engine import StoreError, open_database
+from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
+from fedsender.store.records import Backoff, Lagging, Settlement
+
+DESTINATIONS = tables.destinations
+ROOMS = tables.destination_rooms
+ONE = "one.example"
+POSITIONS = tables.federation_stream_position
+
+
+def put_room(connection: Connection, *room_ids: str) -> None:
+    for room_id in room_ids:
+        connection.execute(insert(tables.rooms).values(room_id=room_id, room_version="10"))
+
+
+async def rows(synapse: Synapse, table: Table, *columns: str) -> list[tuple[object, ...]]:
+    query = select(*(table.c[name] for name in columns))
+    found = await synapse.database.read(lambda connection: connection.execute(query).all())
+    return sorted(tuple(row) for row in found)
+
+
+async def put(synapse: Synapse, table: Table, *values: dict[str, object]) -> None:
+    await synapse.database.write(
+        lambda connection: [connection.execute(insert(table).values(row)) for row in values]
+    )
+
+
+# --- fan-out --------------------------------------------------------------------------------------
+
+
+async def test_owed_events_and_the_position_are_written_together(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(
+            30,
+            {("two.example", "!a:x"): 12, ("one.example", "!a:x"): 12, ("one.example", "!b:x"): 20},
+        )
+
+        assert await rows(synapse, ROOMS, "destination", "room_id", "stream_ordering") == [
+            ("one.example", "!a:x", 12),
+            ("one.example", "!b:x", 20),
+            ("two.example", "!a:x", 12),
+        ]
+        assert await synapse.store.events_position() == 30
+
+
+async def test_a_crash_between_rows_and_position_leaves_neither(open_synapse: OpenSynapse) -> None:
+    """I1: the position never stands beyond what is recorded, nor the rows without it."""
+
+    class Crash(BaseException):
+        pass
+
+    def faults(point: str) -> None:
+        if point == "before commit":
+            raise Crash
+
+    async def crash(synapse: Synapse) -> None:
+        settings = HomeserverSettings("synapse", "fed1", ("fed1",))
+        async with open_database(
+            synapse.url, real_outside(), name="crashing", faults=faults
+        ) as database:
+            store = HomeserverStore(database, real_outside(), settings)
+            await store.commit_fan_out(30, {("one.example", "!a:x"): 12})
+
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x"))
+        before = await synapse.store.events_position()
+        with pytest.raises(Crash):
+            await crash(synapse)
+
+        assert await synapse.store.events_position() == before
+        assert await rows(synapse, ROOMS, "destination") == []
+        assert await rows(synapse, DESTINATIONS, "destination") == []
+
+
+async def test_a_new_destination_starts_just_below_its_first_event(
+    open_synapse: OpenSynapse,
+) -> None:
+    """W2: a server that was never reached can still be caught up after a restart."""
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(
+            30, {("one.example", "!a:x"): 20, ("one.example", "!b:x"): 12}
+        )
+        await synapse.store.commit_fan_out(40, {("one.example", "!a:x"): 33})
+
+        assert await synapse.store.lsso("one.example") == 11
+        assert await synapse.store.owed_rooms("one.example", 11, 10) == [("!b:x", 12), ("!a:x", 33)]
+
+
+async def test_a_new_destination_starts_below_events_that_a_newer_one_hides(
+    open_synapse: OpenSynapse,
+) -> None:
+    """A chunk may owe several events of a room; the row shows the newest of them only."""
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x"))
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(30, {(ONE, "!a:x"): 20}, {ONE: 5})
+
+        assert await synapse.store.lsso(ONE) == 4
+
+
+async def test_a_row_without_lsso_gets_one_only_if_nothing_was_owed_before(
+    open_synapse: OpenSynapse,
+) -> None:
+    """A failed key request makes a row too; what an old sender owed stays unknown."""
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
+        await synapse.store.events_position()
+        await put(
+            synapse, DESTINATIONS, {"destination": "keys.example"}, {"destination": "old.example"}
+        )
+        await put(
+            synapse, ROOMS, {"destination": "old.example", "room_id": "!a:x", "stream_ordering": 5}
+        )
+        await synapse.store.commit_fan_out(
+            30, {("keys.example", "!b:x"): 20, ("old.example", "!b:x"): 20}
+        )
+
+        assert await synapse.store.lsso("keys.example") == 19
+        assert await synapse.store.lsso("old.example") is None
+
+
+async def test_what_is_owed_only_moves_upwards(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x"))
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(30, {("one.example", "!a:x"): 20})
+        await synapse.store.commit_fan_out(31, {("one.example", "!a:x"): 10})
+
+        assert await synapse.store.owed_rooms("one.example", 0, 10) == [("!a:x", 20)]
+
+
+async def test_a_purged_room_is_left_out(open_synapse: OpenSynapse) -> None:
+    """K4: its rows are gone for good, and a foreign key forbids new ones."""
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x"))
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(
+            30, {("one.example", "!a:x"): 20, ("one.example", "!purged:x"): 21}
+        )
+
+        assert await synapse.store.owed_rooms("one.example", 0, 10) == [("!a:x", 20)]
+        assert await synapse.store.events_position() == 30
+
+
+async def test_the_position_is_never_moved_back(open_synapse: OpenSynapse) -> None:
+    """Somebody else runs under our name; going on would send everything twice."""
+    async with open_synapse() as synapse:
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(30, {})
+        with pytest.raises(StoreError, match="another sender"):
+            await synapse.store.commit_fan_out(29, {})
+
+        assert await synapse.store.events_position() == 30
+
+
+# --- positions ------------------------------------------------------------------------------------
+
+
+async def test_a_new_sender_starts_at_the_smallest_position(open_synapse: OpenSynapse) -> None:
+    async with open_synapse(instances=("fed1", "fed2")) as synapse:
+        await put(
+            synapse,
+            POSITIONS,
+            {"type": "events", "stream_id": 40, "instance_name": "fed2"},
+            {"type": "federation", "stream_id": 3, "instance_name": "fed2"},
+            {"type": "events", "stream_id": 30, "instance_name": "gone"},
+            {"type": "federation", "stream_id": 2, "instance_name": "gone"},
+        )
+        await synapse.database.write(
+            lambda connection: connection.execute(
+                update(POSITIONS).where(POSITIONS.c.instance_name == "master").values(stream_id=50)
+            )
+        )
+
+        assert await synapse.store.events_position() == 30
+        assert await rows(synapse, POSITIONS, "type", "instance_name", "stream_id") == [
+            ("events", "fed1", 30),
+            ("events", "fed2", 40),
+            ("federation", "fed1", 2),
+            ("federation", "fed2", 3),
+        ]
+
+
+async def test_positions_of_the_configured_senders_are_left_alone(
+    open_synapse: OpenSynapse,
+) -> None:
+    async with open_synapse(instance="master", instances=("master",)) as synapse:
+        assert await synapse.store.events_position() == -1
+        await synapse.store.commit_fan_out(7, {})
+
+        assert await synapse.store.events_position() == 7
+
+
+async def test_a_table_without_positions_is_an_error(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: connection.execute(delete(POSITIONS)))
+        with pytest.raises(StoreError, match="federation_stream_position"):
+            await synapse.store.events_position()
+
+
+async def test_a_position_that_somebody_else_moved_is_noticed(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.store.events_position()
+        await synapse.store.adopt_generation("mark")
+        await synapse.store.commit_fan_out(30, {})
+        ours = await synapse.store.generation()
+        await synapse.database.write(
+            lambda connection: connection.execute(
+                update(POSITIONS).where(POSITIONS.c.type == "events").values(stream_id=35)
+            )
+        )
+        theirs = await synapse.store.generation()
+
+        assert (ours.position, ours.ours, ours.mark) == (30, 30, None)
+        assert (theirs.position, theirs.ours) == (35, 30)
+
+
+async def test_a_writer_without_a_position_stands_where_we_stand(open_synapse: OpenSynapse) -> None:
+    """It may be writing its very first event now, with an id below all that others have done."""
+    async with open_synapse(writers=("ev1", "ev2")) as synapse:
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(10, {})
+        await put(
+            synapse,
+            tables.stream_positions,
+            {"stream_name": "events", "instance_name": "ev1", "stream_id": 25},
+            {"stream_name": "receipts", "instance_name": "ev2", "stream_id": 99},
+        )
+
+        assert await synapse.store.event_writer_positions() == {"ev1": 25, "ev2": 10}
+        assert await synapse.store.persisted_upto() == 10
+
+
+# --- reading events -------------------------------------------------------------------------------
+
+
+async def test_events_come_in_order_with_what_is_known_of_them(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            room.event(metadata='{"proactively_send": false}')
+            rejected = room.event("m.room.name", state_key="")
+            room.put(tables.rejections, event_id=rejected, reason="auth", last_check="1")
+            gone = room.event()
+            connection.execute(
+                delete(tables.event_json).where(tables.event_json.c.event_id == gone)
+            )
+            room.event(metadata="not an object")
+            room.last = -5
+            room.event()
+
+        await synapse.database.write(write)
+        found = await synapse.store.read_events(-10, 10, 10)
+
+        assert [row.event_id for row in found] == ["$1", "$2", "$3", "$4"]
+        assert [row.rejected for row in found] == [False, True, False, False]
+        assert [bool(row.json) for row in found] == [True, True, False, False]
+        first = found[0]
+        assert (first.room_id, first.room_version, first.received_ts) == (ROOM, "10", 1_001)
+        assert first.internal_metadata == {"proactively_send": False}
+        assert [row.event_id for row in await synapse.store.read_events(1, 3, 1)] == ["$2"]
+        assert [row.event_id for row in await synapse.store.room_events(ROOM, 2, 9, 9)] == [
+            "$3",
+            "$4",
+        ]
+        assert await synapse.store.room_events("!other:x", 0, 9, 9) == []
+        assert set(await synapse.store.events_by_id(["$3", "$404"])) == {"$3"}
+
+
+@pytest.mark.parametrize(
+    ("redaction", "redacted"),
+    [
+        ({}, True),
+        ({"recheck": False, "missing": True}, True),
+        ({"missing": True}, False),
+        ({"rejected": True}, False),
+        ({"elsewhere": True}, False),
+        ({"metadata": '{"recheck_redaction": true}'}, True),
+        ({"metadata": '{"recheck_redaction": true}', "sender": "@mod:other.example"}, False),
+        ({"sender": "@mod:other.example"}, True),
+        ({"of": "m.room.create"}, False),
+    ],
+)
+async def test_a_redaction_counts_only_if_it_is_valid(
+    open_synapse: OpenSynapse, redaction: dict[str, str], redacted: bool
+) -> None:
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            target = room.event(redaction.get("of", "m.room.message"))
+            if redaction.get("elsewhere"):
+                room = Room(connection, connection, "!other:us.example", last=room.last)
+            by = "$missing"
+            if not redaction.get("missing"):
+                by = room.event(
+                    "m.room.redaction",
+                    sender=redaction.get("sender", "@mod:us.example"),
+                    metadata=redaction.get("metadata", "{}"),
+                )
+            if redaction.get("rejected"):
+                room.put(tables.rejections, event_id=by, reason="auth", last_check="1")
+            room.put(
+                tables.redactions,
+                event_id=by,
+                redacts=target,
+                recheck=redaction.get("recheck", True),
+                have_censored=False,
+            )
+
+        await synapse.database.write(write)
+
+        assert (await synapse.store.events_by_id(["$1"]))["$1"].redacted is redacted
+
+
+async def test_a_ban_that_redacts_counts_until_it_is_lifted(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            room.event(sender="@spam:us.example")
+            ban = room.event("m.room.member", state_key="@spam:us.example")
+            room.event()
+            room.event(sender="@spam:us.example")
+            room.put(
+                tables.room_ban_redactions,
+                room_id=ROOM,
+                user_id="@spam:us.example",
+                redacting_event_id=ban,
+                redact_end_ordering=3,
+            )
+
+        await synapse.database.write(write)
+        found = await synapse.store.read_events(0, 10, 10)
+
+        assert [row.event_id for row in found if row.redacted] == ["$1"]
+
+
+async def test_the_membership_in_the_auth_events_is_the_targets(open_synapse: OpenSynapse) -> None:
+    """What tells a rescinded invite from an unban."""
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            mine = room.member("@me:us.example", "join", group=1, previous=None)
+            invite = room.member("@you:them.example", "invite", group=2, previous=1)
+            pairs = [[mine, {"sha256": "x"}], [invite, {"sha256": "x"}], 7]
+            for auth_events in ([mine, invite], pairs, [mine]):
+                room.event(
+                    "m.room.member",
+                    state_key="@you:them.example",
+                    content={"membership": "leave"},
+                    auth_events=auth_events,
+                )
+            room.event("m.room.member", state_key="@me:us.example", auth_events=[mine])
+
+        await synapse.database.write(write)
+        events = await synapse.store.read_events(2, 10, 10)
+
+        assert await synapse.store.auth_memberships(events) == {"$3": "invite", "$4": "invite"}
+
+
+async def test_the_deepest_ten_extremities_are_returned(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            for _ in range(12):
+                room.put(tables.event_forward_extremities, event_id=room.event(), room_id=ROOM)
+
+        await synapse.database.write(write)
+
+        expected = [f"${number}" for number in range(12, 2, -1)]
+        assert await synapse.store.forward_extremities(ROOM) == expected
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+
+async def test_an_answer_moves_lsso_upwards_only(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.store.settle([Settlement("one.example", 20), Settlement("two.example", 5)])
+        await synapse.store.settle([Settlement("one.example", 10), Settlement("two.example", None)])
+
+        assert await synapse.store.lsso("one.example") == 20
+        assert await synapse.store.lsso("two.example") == 5
+        assert await synapse.store.lsso("three.example") is None
+
+
+async def test_to_device_messages_are_deleted_by_their_exact_ids(open_synapse: OpenSynapse) -> None:
+    """I4: a message may be committed below those that were already sent."""
+    async with open_synapse() as synapse:
+        for stream_id in (3, 5, 7):
+            await synapse.store.queue_to_device("one.example", stream_id, f'{{"n":{stream_id}}}')
+        await synapse.store.queue_to_device("two.example", 5, "{}")
+        await synapse.store.settle([Settlement("one.example", None, outbox_ids=(5, 7))])
+
+        assert await synapse.store.to_device("one.example", 0, None, 10) == [(3, '{"n":3}')]
+        assert await synapse.store.to_device("two.example", 0, None, 10) == [(5, "{}")]
+        assert await synapse.store.lsso("one.example") is None
+
+
+async def test_to_device_messages_of_one_id_come_together(open_synapse: OpenSynapse) -> None:
+    """They are deleted by that id: whoever gets some of them must get them all."""
+    async with open_synapse() as synapse:
+        for stream_id in (3, 5, 5, 5, 7):
+            await synapse.store.queue_to_device("one.example", stream_id, "{}")
+
+        async def ids(after: int, upto: int | None, limit: int) -> list[int]:
+            found = await synapse.store.to_device("one.example", after, upto, limit)
+            return [stream_id for stream_id, _ in found]
+
+        assert await ids(0, None, 2) == [3, 5, 5, 5]
+        assert await ids(0, None, 4) == [3, 5, 5, 5]
+        assert await ids(0, 3, 9) == [3]
+        assert await ids(5, None, 1) == [7]
+
+
+async def test_lagging_destinations_are_those_that_are_owed_something(
+    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of their names; device lists count too (W7)."""
+    monkeypatch.setattr("fedsender.store.delivery.LAGGING_PAGE", 2)
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
+        await synapse.store.events_position()
+        names = ["e.example", "d.example", "c.example", "level.example"]
+        await synapse.store.commit_fan_out(
+            30, {(name, room): 10 for name in names for room in ("!a:x", "!b:x")}
+        )
+        await put(synapse, DESTINATIONS, {"destination": "unknown.example"})
+        await put(
+            synapse,
+            ROOMS,
+            {"destination": "unknown.example", "room_id": "!a:x", "stream_ordering": 5},
+        )
+        await synapse.store.settle([Settlement("level.example", 10), Settlement("b.example", 10)])
+        await synapse.store.queue_to_device("c.example", 1, "{}")
+        await synapse.store.queue_to_device("keys.example", 1, "{}")
+        await put(
+            synapse,
+            tables.device_lists_outbound_pokes,
+            {"destination": "b.example", "stream_id": 1, "user_id": "@a:x", "device_id": "A"},
+        )
+
+        assert await synapse.store.lagging() == [
+            Lagging("b.example", 10, 0, owes_keys=True),
+            Lagging("c.example", 9, 2, owes_keys=True),
+            Lagging("d.example", 9, 2, owes_keys=False),
+            Lagging("e.example", 9, 2, owes_keys=False),
+            Lagging("keys.example", None, 0, owes_keys=True),
+            Lagging("unknown.example", None, 1, owes_keys=False),
+        ]
+
+
+async def test_pending_counts_say_since_when(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            for _ in range(3):
+                room.event()
+
+        await synapse.database.write(write)
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(3, {("one.example", ROOM): 2})
+        await synapse.store.queue_to_device("one.example", 1, "{}")
+        pending = await synapse.store.pending_counts("one.example")
+
+        assert (pending.rooms, pending.oldest_stream_ordering) == (1, 2)
+        assert (pending.oldest_received_ts, pending.to_device) == (1_002, 1)
+        assert (await synapse.store.pending_counts("nobody.example")).rooms == 0
+
+
+async def test_purging_forgets_what_is_owed(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x"))
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(
+            30, {("one.example", "!a:x"): 10, ("two.example", "!a:x"): 10}
+        )
+        await synapse.store.queue_to_device("one.example", 1, "{}")
+        await synapse.store.purge("one.example")
+
+        assert [item.destination for item in await synapse.store.lagging()] == ["two.example"]
+        assert await synapse.store.backoff("one.example") is None
+
+
+# --- backoff --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("last_ts", "interval", "written"),
+    [
+        (2_000, 50, True),  # a later try
+        (1_000, 200, True),  # a longer wait
+        (1_000, 100, False),  # the same again
+        (900, 50, False),  # somebody else knows better
+        (0, 0, True),  # a reset
+    ],
+)
+async def test_backoff_is_written_unless_the_row_knows_better(
+    open_synapse: OpenSynapse, last_ts: int, interval: int, written: bool
+) -> None:
+    async with open_synapse() as synapse:
+        await synapse.store.store_backoff("one.example", 900, 1_000, 100)
+        await synapse.store.store_backoff("one.example", None, last_ts, interval)
+
+        expected = (
+            Backoff(last_ts, interval, None, None) if written else Backoff(1_000, 100, 900, None)
+        )
+        assert await synapse.store.backoff("one.example") == expected
+
+
+async def test_a_backoff_change_is_announced_with_an_id_of_synapses_own(
+    open_synapse: OpenSynapse,
+) -> None:
+    """K5: the row of the caches stream is in the same transaction; nothing changed, no row."""
+    async with open_synapse() as synapse:
+        first = await synapse.store.store_backoff("one.example", 900, 1_000, 100)
+        nothing = await synapse.store.store_backoff("one.example", 900, 1_000, 100)
+        cleared = await synapse.store.settle(
+            [
+                Settlement("one.example", 3, clear_backoff=True),
+                Settlement("healthy.example", 3, clear_backoff=True),
+            ]
+        )
+
+        assert await synapse.store.backoff("one.example") == Backoff(0, 0, None, 3)
+        assert nothing is None
+        if synapse.database.dialect == "sqlite":
+            assert (first, cleared) == (None, {})
+            assert await synapse.store.last_cache_write() is None
+            return
+        assert (first, cleared) == (2, {"one.example": 3})
+        assert await synapse.store.last_cache_write() == 3
+        assert await synapse.store.changed_backoffs("fed1", 2, 3) == ["one.example"]
+        assert await synapse.store.changed_backoffs("other", 0, 9) == []
+        query = text("SELECT * FROM cache_invalidation_stream_by_instance ORDER BY stream_id")
+        row = (await synapse.database.read(lambda c: c.execute(query).all()))[0]
+        assert row.cache_func == "get_destination_retry_timings"
+        assert (row.instance_name, row.keys) == ("fed1", ["one.example"])
+
+
+async def test_new_to_device_rows_name_their_destinations(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        for stream_id, name in ((1, "old.example"), (2, "b.example"), (3, "a.example")):
+            await synapse.store.queue_to_device(name, stream_id, "{}")
+
+        assert await synapse.store.changed_to_device(1, 3) == ["a.example", "b.example"]
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+async def test_destinations_are_listed_as_synapses_endpoint_does(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.store.settle([Settlement(f"{name}.example", 5) for name in "abc"])
+        await synapse.store.store_backoff("Big.Server", 10, 20, 30)
+
+        everything = await synapse.store.destinations_page(0, 2)
+        assert everything.total == 4
+        assert len(everything.rows) == 2
+        found = await synapse.store.destinations_page(0, 10, substring="big.s")
+        assert [row.destination for row in found.rows] == ["Big.Server"]
+        assert (found.rows[0].retry_interval, found.rows[0].failure_ts) == (30, 10)
+        by_interval = await synapse.store.destinations_page(0, 10, "failure_ts", "b", "EXAMPLE")
+        assert [row.destination for row in by_interval.rows] == [f"{x}.example" for x in "abc"]
+        assert (await synapse.store.destinations_page(0, 9, substring="100%")).total == 0
+        with pytest.raises(StoreError):
+            await synapse.store.destinations_page(0, 10, "1; DROP TABLE destinations")
+
+
+async def test_a_destinations_rooms_are_listed_by_id(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
+        await synapse.store.events_position()
+        await synapse.store.commit_fan_out(
+            30, {("one.example", "!a:x"): 20, ("one.example", "!b:x"): 12}
+        )
+
+        page = await synapse.store.destination_rooms_page("one.example", 0, 1, "b")
+        assert (page.rows, page.total) == ((("!b:x", 12),), 2)
+
+
+# --- schema ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "compat", "fine"), [(83, 83, False), (94, 95, False), (95, 94, True)]
+)
+async def test_only_schemas_that_we_know_are_touched(
+    open_synapse: OpenSynapse, version: int, compat: int, fine: bool
+) -> None:
+    async with open_synapse() as synapse:
+
+        def change(connection: Connection) -> None:
+            connection.execute(text(f"UPDATE schema_version SET version = {version}"))
+            connection.execute(text(f"UPDATE schema_compat_version SET compat_version = {compat}"))
+
+        await synapse.database.write(change)
+        if fine:
+            await synapse.store.check_schema()
+        else:
+            with pytest.raises(StoreError, match=r"upgrade (Synapse|fedsender)"):
+                await synapse.store.check_schema()
+
+
+async def test_two_senders_write_the_same_servers_at_once(open_synapse: OpenSynapse) -> None:
+    """Rows are written in one order, so that they wait for each other and never crosswise."""
+    async with open_synapse(instances=("fed1", "fed2")) as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
+        settings = HomeserverSettings("synapse", "fed2", ("fed1", "fed2"))
+        async with open_database(synapse.url, real_outside(), name="other") as database:
+            other = HomeserverStore(database, real_outside(), settings)
+            await synapse.store.events_position()
+            await other.events_position()
+            names = [f"{number:02}.example" for number in range(50)]
+
+            async def fan_out(store: HomeserverStore, order: list[str]) -> None:
+                for position in range(1, 6):
+                    owed = {(name, room): position for name in order for room in ("!a:x", "!b:x")}
+                    await store.commit_fan_out(position, owed)
+
+            with trio.fail_after(30):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(fan_out, synapse.store, names)
+                    nursery.start_soon(fan_out, other, names[::-1])
+
+        assert len(await synapse.store.lagging()) == 50

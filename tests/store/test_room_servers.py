@@ -1,0 +1,282 @@
+"""Servers in the room before an event, from state groups written by hand."""
+
+import pytest
+from sqlalchemy import Connection, delete, event
+from tests.store.conftest import OpenSynapse, Synapse
+from tests.store.rooms import ROOM, Room, put_group
+
+from fedsender.store import tables
+from fedsender.store.homeserver import EventRow, HostsUnknown
+from fedsender.store.room_servers import StateGroups
+
+ME, OTHER = "@me:us.example", "@other:us.example"
+BOB, BEN = "@bob:b.example", "@ben:b.example"
+CAT = "@cat:c.example:8448"
+
+
+def member(user: str) -> tuple[str, str]:
+    return "m.room.member", user
+
+
+async def before(synapse: Synapse, event_id: str) -> object:
+    events = await synapse.store.events_by_id([event_id])
+    return (await synapse.store.servers_before(list(events.values())))[event_id]
+
+
+async def count(synapse: Synapse, events: list[EventRow]) -> int:
+    """How many servers the first of the events goes to."""
+    hosts = (await synapse.store.servers_before(events))[events[0].event_id]
+    assert not isinstance(hosts, HostsUnknown)
+    return len(hosts)
+
+
+class Story:
+    """A room with me in it; each membership makes the next state group upon the one before."""
+
+    def __init__(self, connection: Connection, state: Connection) -> None:
+        self.room = Room(connection, state)
+        self.group = 0
+        self.joins(ME)
+
+    def joins(self, user: str) -> str:
+        return self.becomes(user, "join")
+
+    def becomes(self, user: str, membership: str, sender: str = "") -> str:
+        self.group += 1
+        return self.room.member(
+            user, membership, group=self.group, previous=self.group - 1 or None, sender=sender
+        )
+
+    def says(self) -> str:
+        return self.room.event(group=self.group)
+
+
+async def tell(synapse: Synapse, story: list[tuple[str, str]]) -> str:
+    """Play the story; returns its last event. ("says", "") is a message of mine."""
+
+    def play(main: Connection) -> str:
+        told = Story(main, main)
+        last = ""
+        for user, membership in story:
+            last = told.says() if user == "says" else told.becomes(user, membership, sender=ME)
+        return last
+
+    return await synapse.database.write(play)
+
+
+@pytest.mark.parametrize(
+    ("story", "expected"),
+    [
+        # Nobody is there before the room's first member.
+        ([("says", "")], {"us.example"}),
+        ([(BOB, "join"), ("says", "")], {"us.example", "b.example"}),
+        # The joining server is not in the room before its first join, but is at a second user's.
+        ([(BOB, "join")], {"us.example"}),
+        ([(BOB, "join"), (BEN, "join")], {"us.example", "b.example"}),
+        # A change of the profile is a join upon a join.
+        ([(BOB, "join"), (BOB, "join")], {"us.example", "b.example"}),
+        # Who is kicked or banned gets that; nothing later.
+        ([(BOB, "join"), (BOB, "leave")], {"us.example", "b.example"}),
+        ([(BOB, "join"), (BOB, "leave"), ("says", "")], {"us.example"}),
+        ([(BOB, "join"), (BOB, "ban")], {"us.example", "b.example"}),
+        ([(BOB, "join"), (BOB, "ban"), ("says", "")], {"us.example"}),
+        # A second user keeps the server in.
+        ([(BOB, "join"), (BEN, "join"), (BOB, "ban"), ("says", "")], {"us.example", "b.example"}),
+        # Invites, their rejection and bans of the invited do not concern the room's servers.
+        ([(BOB, "invite")], {"us.example"}),
+        ([(BOB, "invite"), ("says", "")], {"us.example"}),
+        ([(BOB, "invite"), (BOB, "leave")], {"us.example"}),
+        ([(BOB, "invite"), (BOB, "ban")], {"us.example"}),
+        ([(BOB, "invite"), (BOB, "join")], {"us.example"}),
+        ([(BOB, "knock"), (BOB, "leave")], {"us.example"}),
+        # Out and in again.
+        ([(BOB, "join"), (BOB, "leave"), (BOB, "join")], {"us.example"}),
+        ([(BOB, "join"), (BOB, "leave"), (BOB, "join"), ("says", "")], {"us.example", "b.example"}),
+        # Ports belong to the name; our own leave goes to all.
+        ([(CAT, "join"), (OTHER, "join"), (ME, "leave")], {"us.example", "c.example:8448"}),
+    ],
+)
+async def test_memberships_decide_who_was_there(
+    open_synapse: OpenSynapse, story: list[tuple[str, str]], expected: set[str]
+) -> None:
+    """The same whether the state groups before are remembered or not."""
+    async with open_synapse() as synapse:
+        last = await tell(synapse, story)
+        cold = await before(synapse, last)
+        synapse.store._groups = StateGroups()
+        for row in (await synapse.store.read_events(0, 100, 100))[:-1]:
+            await synapse.store.servers_before([row])
+
+        assert cold == expected
+        assert await before(synapse, last) == expected
+
+
+async def test_the_creator_joins_an_empty_room(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> tuple[str, str]:
+            room = Room(connection, connection)
+            create = room.event("m.room.create", state_key="", group=1)
+            room.group(1, None, {("m.room.create", ""): create})
+            return create, room.member(ME, "join", group=2, previous=1)
+
+        create, join = await synapse.database.write(write)
+
+        assert await before(synapse, create) == frozenset()
+        assert await before(synapse, join) == frozenset()
+
+
+async def test_state_is_found_through_a_long_chain_in_another_database(
+    open_synapse: OpenSynapse,
+) -> None:
+    """The nearest group's entry counts; groups and events may live in two databases."""
+    async with open_synapse(split=True) as synapse:
+
+        def write_state(state: Connection) -> None:
+            put_group(state, 1, None, {member(ME): "$1", member(BOB): "$2"})
+            for group in range(2, 90):
+                put_group(state, group, group - 1, {("m.room.topic", ""): f"$topic{group}"})
+            put_group(state, 90, 89, {member(BOB): "$3"})
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            for user, membership in ((ME, "join"), (BOB, "join"), (BOB, "leave")):
+                event_id = room.event("m.room.member", state_key=user)
+                room.put(
+                    tables.room_memberships,
+                    event_id=event_id,
+                    user_id=user,
+                    room_id=ROOM,
+                    membership=membership,
+                )
+            room.event(group=89)
+            room.event(group=90)
+
+        await synapse.state.write(write_state)
+        await synapse.database.write(write)
+
+        assert await before(synapse, "$4") == {"us.example", "b.example"}
+        assert await before(synapse, "$5") == {"us.example"}
+
+
+async def test_a_group_is_looked_up_once(open_synapse: OpenSynapse) -> None:
+    """And its successor only for what changed: a room of thousands is walked once."""
+    statements: list[str] = []
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            story = Story(connection, connection)
+            for number in range(50):
+                story.joins(f"@user:{number}.example")
+            story.says()
+            story.says()
+            story.joins("@late:late.example")
+            story.says()
+
+        await synapse.database.write(write)
+        events = await synapse.store.read_events(50, 100, 100)
+        engine = synapse.database._readers.engine
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def note(_c: object, _cursor: object, statement: str, *_: object) -> None:
+            if "room_memberships" in statement:
+                statements.append(statement)
+
+        assert await count(synapse, events[1:3]) == 51
+        full_walks = len(statements)
+        assert await count(synapse, events[2:3]) == 51
+        assert len(statements) == full_walks
+        assert await count(synapse, events[4:]) == 52
+
+
+async def test_partial_state_rooms_use_all_servers_that_are_known(
+    open_synapse: OpenSynapse,
+) -> None:
+    """W24: those named when we joined, and those that are known to have joined since."""
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> str:
+            story = Story(connection, connection)
+            story.joins(BOB)
+            story.room.put(tables.partial_state_rooms, room_id=ROOM)
+            for server in ("told.example", "b.example"):
+                story.room.put(tables.partial_state_rooms_servers, room_id=ROOM, server_name=server)
+            story.room.now({ME: "join", CAT: "join", BEN: "leave"})
+            unknown = story.room.event()
+            assert unknown == "$3"
+            return story.says()
+
+        last = await synapse.database.write(write)
+        everybody = {"us.example", "b.example", "c.example:8448", "told.example"}
+
+        assert await before(synapse, last) == everybody
+        assert await before(synapse, "$3") == everybody
+        assert await synapse.store.servers_now([ROOM]) == {ROOM: everybody}
+        assert await synapse.store.rooms_shared_with("told.example") == [ROOM]
+
+
+async def test_servers_now_are_those_with_a_joined_user(open_synapse: OpenSynapse) -> None:
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            Room(connection, connection).now({ME: "join", CAT: "join", BOB: "ban", BEN: "invite"})
+            Room(connection, connection, "!other:us.example").now({BOB: "join"})
+
+        await synapse.database.write(write)
+
+        assert await synapse.store.servers_now([ROOM, "!none:us.example"]) == {
+            ROOM: {"us.example", "c.example:8448"},
+            "!none:us.example": frozenset(),
+        }
+        assert await synapse.store.rooms_shared_with("b.example") == ["!other:us.example"]
+        assert await synapse.store.rooms_shared_with("example") == []
+
+
+@pytest.mark.parametrize("missing", ["group", "members", "replaced"])
+async def test_what_cannot_be_told_is_said_and_asked_again(
+    open_synapse: OpenSynapse, missing: str
+) -> None:
+    """W15: an event is not dropped because its state cannot be read at this moment."""
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> str:
+            story = Story(connection, connection)
+            joined = story.joins(BOB)
+            story.becomes(BOB, "leave")
+            if missing == "group":
+                connection.execute(delete(tables.event_to_state_groups))
+            if missing == "members":
+                connection.execute(delete(tables.state_groups_state))
+            if missing == "replaced":
+                memberships = tables.room_memberships
+                connection.execute(delete(memberships).where(memberships.c.event_id == joined))
+            return "$3"
+
+        last = await synapse.database.write(write)
+        unknown = await before(synapse, last)
+
+        assert isinstance(unknown, HostsUnknown)
+        assert unknown.reason
+
+
+async def test_what_could_not_be_told_is_not_remembered(open_synapse: OpenSynapse) -> None:
+    """The state database may be a moment behind the main one."""
+    async with open_synapse(split=True) as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            room.put(
+                tables.room_memberships,
+                event_id=room.event("m.room.member", state_key=ME),
+                user_id=ME,
+                room_id=ROOM,
+                membership="join",
+            )
+            room.event(group=7)
+
+        await synapse.database.write(write)
+        first = await before(synapse, "$2")
+        await synapse.state.write(lambda state: put_group(state, 7, None, {member(ME): "$1"}))
+
+        assert isinstance(first, HostsUnknown)
+        assert await before(synapse, "$2") == {"us.example"}

@@ -1,0 +1,236 @@
+"""The sender's own tables: what must outlive a restart."""
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+from tests.servers import Databases
+from tests.store.conftest import NewUrl
+
+from fedsender.outside import real_outside
+from fedsender.sender.failure import ServerState
+from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
+from fedsender.store.homeserver import HomeserverSettings
+from fedsender.store.sender import CatchUp, FrozenRecord, Redelivery
+
+ONE, TWO = "one.example", "two.example"
+
+
+def config(sender_url: str, directory: Path) -> StoreConfig:
+    return StoreConfig(
+        homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
+        homeserver_url=f"sqlite:///{directory}/homeserver.db",
+        sender_url=sender_url,
+        synchronous="OFF",
+    )
+
+
+@pytest.fixture
+async def store(new_url: NewUrl, tmp_path: Path) -> AsyncIterator[SenderStore]:
+    async with open_store(config(new_url(), tmp_path), real_outside()) as opened:
+        yield opened.sender
+
+
+def frozen(destination: str = ONE) -> FrozenRecord:
+    return FrozenRecord(destination, "txn1", b'{"pdus":[]}\xff', {"pdus": [["$1", 7]]}, 5, 1)
+
+
+async def test_a_frozen_transaction_comes_back_byte_by_byte(store: SenderStore) -> None:
+    await store.save_frozen(frozen(TWO))
+    await store.save_frozen(frozen())
+    again = replace(frozen(), attempts=2)
+    await store.save_frozen(again)
+
+    assert await store.load_frozen(ONE) == again
+    assert await store.frozen_destinations() == [ONE, TWO]
+    await store.drop_frozen(ONE)
+    assert await store.load_frozen(ONE) is None
+    assert await store.drop_all_frozen() == [frozen(TWO)]
+    assert await store.frozen_destinations() == []
+
+
+async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
+    state = ServerState(
+        ONE,
+        failing_since_ms=1,
+        failures=2,
+        last_attempt_ms=3,
+        next_attempt_ms=4,
+        last_success_ms=5,
+        outcome="busy",
+        reason="429",
+        stubborn=6,
+        stubborn_since_ms=7,
+        wake_tokens=0.5,
+        wake_tokens_ms=8,
+        shared_interval_ms=9,
+        isolating=10,
+        paused="by hand",
+        parked="for long",
+    )
+    await store.save_server_state(ServerState(ONE))
+    await store.save_server_state(state)
+    await store.save_server_state(ServerState(TWO, reason="x" * 10_000))
+    states = await store.all_server_states()
+
+    assert await store.server_state(ONE) == state
+    assert await store.server_state("three.example") is None
+    assert states[ONE] == state
+    assert len(states[TWO].reason or "") == 500
+
+
+async def test_a_catch_up_goes_on_where_it_stood(store: SenderStore) -> None:
+    assert await store.catch_up(ONE) is None
+    await store.begin_catch_up(ONE, 10, newest_only=False)
+    await store.catch_up_sent(ONE, {"!a:x": 15, "!b:x": 20})
+    await store.catch_up_sent(ONE, {"!a:x": 12, "!c:x": 11})
+    await store.begin_catch_up(ONE, 99, newest_only=True)
+
+    expected = CatchUp(10, False, {"!a:x": 15, "!b:x": 20, "!c:x": 11})
+    assert await store.catch_up(ONE) == expected
+    assert await store.catching_up() == [ONE]
+    await store.end_catch_up(ONE)
+    assert await store.catch_up(ONE) is None
+    await store.begin_catch_up(ONE, 30, newest_only=False)
+    assert await store.catch_up(ONE) == CatchUp(30, False, {})
+
+
+async def quarantine(store: SenderStore, destination: str | None, event_id: str) -> int:
+    return await store.quarantine_item(
+        destination=destination,
+        kind="pdu",
+        event_id=event_id,
+        room_id="!a:x",
+        stream_ordering=7,
+        reason="no",
+    )
+
+
+async def test_an_event_is_in_quarantine_once_per_destination(store: SenderStore) -> None:
+    first = await quarantine(store, ONE, "$1")
+
+    assert await quarantine(store, ONE, "$1") == first
+    assert await quarantine(store, TWO, "$1") != first
+    assert await quarantine(store, None, "$1") == await quarantine(store, None, "$1")
+    assert len(await store.quarantine_list(None, 10)) == 3
+
+
+async def test_rooms_wait_behind_events_that_no_server_got(store: SenderStore) -> None:
+    await quarantine(store, ONE, "$1")
+    assert await store.quarantined_rooms() == set()
+    item = await quarantine(store, None, "$2")
+    assert await store.quarantined_rooms() == {"!a:x"}
+    await store.drop([item])
+    assert await store.quarantined_rooms() == set()
+
+
+async def test_quarantine_is_listed_in_pages(store: SenderStore) -> None:
+    ids = [await quarantine(store, ONE, f"${number}") for number in range(3)]
+    edu = await store.quarantine_item(
+        destination=TWO, kind="m.direct_to_device", content=b"{}", reason="y" * 900
+    )
+
+    assert [item.id for item in await store.quarantine_list(None, 2, ids[0])] == ids[1:]
+    (found,) = await store.quarantine_list(TWO, 10)
+    assert (found.id, found.content, len(found.reason)) == (edu, b"{}", 500)
+    assert found.at_ms > 0
+
+
+async def test_released_events_are_redelivered(store: SenderStore) -> None:
+    """The way out of quarantine and into the lane is one transaction."""
+    item = await quarantine(store, ONE, "$1")
+    edu = await store.quarantine_item(destination=ONE, kind="x", content=b"{}", reason="no")
+    released = await store.release([item, edu])
+
+    assert [one.id for one in released] == [item, edu]
+    assert await store.redeliveries(ONE, 9) == [Redelivery(ONE, "$1", "!a:x", 7)]
+    assert await store.quarantine_list(None, 9) == []
+
+
+async def test_redeliveries_keep_the_order_inside_a_room(store: SenderStore) -> None:
+    pairs = [
+        Redelivery(ONE, "$3", "!b:x", 3),
+        Redelivery(ONE, "$9", "!a:x", 9),
+        Redelivery(ONE, "$2", "!a:x", 2),
+        Redelivery(TWO, "$2", "!a:x", 2),
+    ]
+    await store.add_redeliveries(pairs)
+    await store.add_redeliveries(pairs[:1])
+
+    assert [item.event_id for item in await store.redeliveries(ONE, 9)] == ["$2", "$9", "$3"]
+    assert [item.event_id for item in await store.redeliveries(ONE, 1)] == ["$2"]
+    assert await store.destinations_with_redeliveries() == [ONE, TWO]
+    await store.redelivered(ONE, ["$2", "$9", "$3", "$404"])
+    assert await store.destinations_with_redeliveries() == [TWO]
+
+
+async def test_a_forgotten_destination_leaves_nothing(store: SenderStore) -> None:
+    for name in (ONE, TWO):
+        await store.save_frozen(frozen(name))
+        await store.save_server_state(ServerState(name))
+        await store.begin_catch_up(name, 1, newest_only=False)
+        await store.catch_up_sent(name, {"!a:x": 2})
+        await quarantine(store, name, "$1")
+        await store.add_redeliveries([Redelivery(name, "$1", "!a:x", 1)])
+    await store.forget(ONE)
+
+    assert await store.frozen_destinations() == [TWO]
+    assert set(await store.all_server_states()) == {TWO}
+    assert await store.catch_up(ONE) is None
+    assert await store.quarantine_list(ONE, 9) == []
+    assert await store.destinations_with_redeliveries() == [TWO]
+
+
+async def test_everything_is_there_after_a_restart(new_url: NewUrl, tmp_path: Path) -> None:
+    settings = config(new_url(), tmp_path)
+    async with open_store(settings, real_outside()) as opened:
+        await opened.sender.save_frozen(frozen())
+    async with open_store(settings, real_outside()) as opened:
+        assert await opened.sender.load_frozen(ONE) == frozen()
+
+
+# --- one daemon per instance name -----------------------------------------------------------------
+
+
+async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) -> None:
+    """Across processes: here two stores on one database stand for them."""
+    settings = config(new_url(), tmp_path)
+    async with open_store(settings, real_outside()) as first:
+        await first.sender.take_lock("fed1", "boot1")
+        await first.sender.take_lock("fed1", "boot1")
+        async with open_store(settings, real_outside()) as second:
+            with pytest.raises(LockHeld, match="fed1"):
+                await second.sender.take_lock("fed1", "boot2")
+            await second.sender.take_lock("fed2", "boot2")
+            assert await first.sender.renew_lock()
+            await first.sender.release_lock()
+            assert not await first.sender.renew_lock()
+        async with open_store(settings, real_outside()) as third:
+            await third.sender.take_lock("fed1", "boot3")
+            assert (await third.sender.lock_holder("fed1") or ("",))[0] == "boot3"
+
+
+async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Path) -> None:
+    settings = config(new_url(), tmp_path)
+    for boot in ("boot1", "boot2"):
+        async with open_store(settings, real_outside()) as opened:
+            await opened.sender.take_lock("fed1", boot)
+
+
+async def test_a_lock_is_lost_with_its_connection_and_taken_again(
+    postgres: Databases, tmp_path: Path
+) -> None:
+    async with open_store(config(postgres.create_database(), tmp_path), real_outside()) as opened:
+        await opened.sender.take_lock("fed1", "boot1")
+        await trio.to_thread.run_sync(postgres.stop)
+        assert not await opened.sender.renew_lock()
+        with trio.move_on_after(0.5) as scope:
+            await opened.sender.take_lock("fed1", "boot1")
+        assert scope.cancelled_caught
+        await trio.to_thread.run_sync(postgres.start)
+        with trio.fail_after(20):
+            await opened.sender.take_lock("fed1", "boot1")
+
+        assert await opened.sender.renew_lock()
