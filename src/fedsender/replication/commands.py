@@ -1,0 +1,210 @@
+"""What the replication protocol can say, in either dialect: one frozen value per command.
+
+A command that names an `instance` is in today's dialect, one without is in the old; `protocol` has
+the lines that they make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# What JSON parses to; rows stay untyped until the feed that understands them.
+Json = Any
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The name of the homeserver; the first line of a TCP server."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Keeps a TCP connection alive, and arms the peer's time-out; usually a time in ms."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What a TCP client calls itself."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Auth:
+    """The shared secret of a TCP listener, before anything else."""
+
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Why the sender of it is about to close."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Subscribe. Bare (`stream` None): every stream, by POSITION.
+
+    Attributes:
+        stream: a stream's name, or `ALL`.
+        token: what the client has; None is `NOW`.
+    """
+
+    stream: str | None = None
+    token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A writer stands at `token`, and wrote nothing in (previous, token].
+
+    The old dialect knows neither writers (`instance` None) nor the previous token (equal then).
+    """
+
+    stream: str
+    instance: str | None
+    previous: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rdata:
+    """One row of a stream.
+
+    Attributes:
+        token: None is `batch`: the token comes with a later row of the same writer.
+        size: bytes of the line that it came in; 0 for one that was made here.
+    """
+
+    stream: str
+    instance: str | None
+    token: int | None
+    row: Json
+    size: int = field(default=0, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FederationAck:
+    """A sender has the `federation` stream up to `token`; the main process may forget it."""
+
+    instance: str | None
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteServerUp:
+    """Somebody has seen proof that this server is alive."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class UserSync:
+    """A user began or ended syncing; of no interest to a sender."""
+
+    user: str
+    syncing: bool
+    last_sync_ms: int
+    instance_id: str | None = None
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClearUserSync:
+    """All of an instance's users ended syncing."""
+
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UserIp:
+    """A user was seen. Holds an access token, so neither part is ever shown."""
+
+    user: str
+    details: Json = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class LockReleased:
+    """A lock between workers is free."""
+
+    instance: str
+    lock: str
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewActiveTask:
+    """A background task was scheduled."""
+
+    task: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelTask:
+    """A background task was cancelled."""
+
+    task: str
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidateCache:
+    """Old dialect: a worker changed what others cache."""
+
+    cache: str
+    keys: Json
+
+
+@dataclass(frozen=True, slots=True)
+class RemovePusher:
+    """Old dialect: a push target is gone."""
+
+    app_id: str
+    pushkey: str
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """Old dialect, in tests only."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A word that this side does not know; new ones appear over time."""
+
+    word: str
+    rest: str = field(default="", repr=False)
+
+
+Command = (
+    Server
+    | Ping
+    | Name
+    | Auth
+    | Error
+    | Replicate
+    | Position
+    | Rdata
+    | FederationAck
+    | RemoteServerUp
+    | UserSync
+    | ClearUserSync
+    | UserIp
+    | LockReleased
+    | NewActiveTask
+    | CancelTask
+    | InvalidateCache
+    | RemovePusher
+    | Sync
+    | Unknown
+)

@@ -1,0 +1,87 @@
+"""The feed of an embedded store: the homeserver, or a relay, sends the facts themselves.
+
+The rows of a token are stored in one transaction together with the token, and only then does the
+events position move. The link reads only when it is asked, so what has been received and is not
+stored is never more than what one read brought, and one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fedsender.outside import Outside
+from fedsender.replication.link import (
+    HistoryLost,
+    Received,
+    TcpLink,
+    TcpLinkSettings,
+    open_tcp_link,
+)
+from fedsender.replication.rows import BadRow, parse_row
+from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.store.engine import StoreError
+from fedsender.streams import FeedRow
+
+
+class EmbeddedStore(Protocol):
+    """What a feed of facts needs of the store."""
+
+    async def feed_position(self) -> int: ...
+
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[FeedRow]]]) -> None: ...
+
+
+class TcpFeed(Feed):
+    """Facts from the line protocol into an embedded store."""
+
+    def __init__(
+        self, settings: TcpLinkSettings, outside: Outside, store: EmbeddedStore, sink: Sink
+    ) -> None:
+        super().__init__()
+        self._settings = settings
+        self._outside = outside
+        self._store = store
+        self._sink = sink
+        self._link: TcpLink | None = None
+        self._position = 0
+
+    def status(self) -> FeedStatus:
+        link = self._link
+        return FeedStatus(
+            kind="tcp",
+            connected=link is not None and link.connected,
+            level=link is not None and link.level,
+            position=self._position,
+            head=max(self._position, link.head if link is not None else 0),
+            stopped=self.stopped,
+            last_error=link.last_error if link is not None else None,
+        )
+
+    async def run(self) -> None:
+        # -1 is "nothing yet", and so is 0: tokens begin at 1.
+        self._position = max(0, await self._store.feed_position())
+        self._sink.events.advance(self._position)
+        async with open_tcp_link(
+            self._settings, self._outside, lambda: self._position, connected=self.connected
+        ) as link:
+            self._link = link
+            try:
+                while True:
+                    await self._apply(await link.next_facts())
+            except (BadRow, HistoryLost, StoreError) as stop:
+                self.stop_events(str(stop))
+        self._link = None
+
+    async def _apply(self, facts: Sequence[Received]) -> None:
+        """Store whole tokens in one transaction, and then let the sender see them."""
+        batch = [(fact.token, self._parse(fact)) for fact in facts]
+        await self._store.apply_feed_batch(batch)
+        self._position = facts[-1].token
+        self._sink.events.advance(self._position)
+
+    def _parse(self, fact: Received) -> list[FeedRow]:
+        try:
+            return [parse_row(row) for row in fact.rows]
+        except BadRow as bad:
+            raise BadRow(f"stream {self._settings.stream}, token {fact.token}: {bad}") from bad

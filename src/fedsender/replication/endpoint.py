@@ -1,0 +1,111 @@
+"""Where a replication server or Redis is, how to get there, and how long to wait when it fails."""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+import ssl
+from dataclasses import dataclass
+
+import trio
+
+from fedsender.config.values import TcpAddress, UnixAddress
+from fedsender.outside import NameNotFound, Outside, ResolveFailed
+
+CONNECT_S = 30.0
+
+
+class Disconnected(Exception):
+    """The other side is not there, or not there any more; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address, and TLS if `tls` is given.
+
+    Attributes:
+        tls_name: the name that the certificate must have; by default the host.
+    """
+
+    address: TcpAddress | UnixAddress
+    tls: ssl.SSLContext | None = None
+    tls_name: str | None = None
+
+
+async def connect(endpoint: Endpoint, outside: Outside) -> trio.abc.Stream:
+    """A new connection to `endpoint`; raises Disconnected, within CONNECT_S."""
+    try:
+        with trio.fail_after(CONNECT_S):
+            return await _connect(endpoint, outside)
+    except trio.TooSlowError as slow:
+        raise Disconnected(f"{endpoint.address}: no connection in {CONNECT_S:.0f} s") from slow
+    except (OSError, trio.BrokenResourceError, NameNotFound, ResolveFailed) as error:
+        # Trio wraps what went wrong in a TLS handshake in an error without words.
+        reason = str(error) or str(error.__cause__ or type(error).__name__)
+        raise Disconnected(f"{endpoint.address}: {reason}") from error
+
+
+async def _connect(endpoint: Endpoint, outside: Outside) -> trio.abc.Stream:
+    if isinstance(endpoint.address, UnixAddress):
+        return await outside.network.open_unix(endpoint.address.path)
+    stream = await _open_tcp(endpoint.address, outside)
+    if endpoint.tls is None:
+        return stream
+    try:
+        name = endpoint.tls_name or endpoint.address.host
+        return await outside.network.start_tls(stream, endpoint.tls, name)
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+
+
+async def _open_tcp(address: TcpAddress, outside: Outside) -> trio.abc.Stream:
+    """Try the addresses of the host one after the other."""
+    failure: OSError = OSError("no address")
+    for numeric in await _addresses(address.host, outside):
+        try:
+            return await outside.network.open_tcp(numeric, address.port)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+async def _addresses(host: str, outside: Outside) -> list[str]:
+    try:
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        pass
+    found: list[str] = []
+    missing: NameNotFound | None = None
+    for rdtype in ("A", "AAAA"):
+        try:
+            found += (await outside.network.resolve(host, rdtype)).values
+        except NameNotFound as none:
+            missing = none
+    if not found and missing is not None:
+        raise missing
+    return found
+
+
+class Pauses:
+    """How long to wait before the next try: from `first` seconds, doubling, to `ceiling`.
+
+    Jitter takes up to half off, so that many clients of a restarted server do not come at once.
+    """
+
+    def __init__(self, rng: random.Random, *, first: float, ceiling: float) -> None:
+        self._random = rng
+        self._first = first
+        self._ceiling = ceiling
+        self.failures = 0
+
+    def reset(self) -> None:
+        """What was wanted has been reached: begin with the shortest pause again."""
+        self.failures = 0
+
+    def next(self) -> float:
+        """The pause after one more failure, in seconds."""
+        # 2**30 is past any ceiling; a larger exponent only costs.
+        longest = min(self._ceiling, self._first * 2.0 ** min(self.failures, 30))
+        self.failures += 1
+        return longest * self._random.uniform(0.5, 1.0)

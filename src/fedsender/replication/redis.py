@@ -1,0 +1,276 @@
+"""Replication over Redis pub/sub, as Synapse with workers speaks it.
+
+Every process of a homeserver publishes to, and is subscribed to, one channel: the homeserver's
+name. One message is one command. Redis keeps nothing: what is published while we are away is lost
+to us, so a new connection begins with `Subscribed`, after which nothing is known until each writer
+has said where it stands.
+
+A connection that has subscribed may not publish, so there are two. They live and die together:
+when one is lost both are made anew, and a subscriber is confirmed before anything is published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import structlog
+import tenacity
+import trio
+
+from fedsender.outside import Outside
+from fedsender.replication.commands import Command, Rdata
+from fedsender.replication.endpoint import Disconnected, Endpoint, Pauses, connect
+from fedsender.replication.protocol import BadLine, Dialect, format_command, parse_command
+from fedsender.replication.resp import (
+    NEED_DATA,
+    BadReply,
+    ErrorReply,
+    Reply,
+    ReplyReader,
+    request,
+)
+
+log = structlog.get_logger()
+
+PING_EVERY_S = 30.0
+# For an answer, and for the other side to take what is written.
+REPLY_S = 30.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+RECEIVE_PIECE = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class RedisSettings:
+    """Which Redis, and which channel: the homeserver's name as configured, port included."""
+
+    endpoint: Endpoint
+    channel: str
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribed:
+    """A new connection stands; whatever was said since the last one ended was missed."""
+
+
+class _Redis:
+    """One connection to Redis: requests out, replies in."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        self._replies = ReplyReader()
+        self._sending = trio.Lock()
+
+    async def send(self, *arguments: str) -> None:
+        """Send one request; raises Disconnected. Cancelled half-way, the connection is lost."""
+        async with self._sending:
+            try:
+                with trio.fail_after(REPLY_S):
+                    await self._stream.send_all(request(*arguments))
+            except BaseException as error:
+                await self.aclose()
+                if isinstance(error, trio.BrokenResourceError | trio.ClosedResourceError):
+                    raise Disconnected("the connection to Redis broke") from error
+                if isinstance(error, trio.TooSlowError):
+                    raise Disconnected("Redis takes nothing") from error
+                raise
+
+    async def receive(self) -> Reply:
+        """Wait for the next reply of whatever kind; raises Disconnected."""
+        try:
+            while (reply := self._replies.next_reply()) is NEED_DATA:
+                with trio.fail_after(PING_EVERY_S + REPLY_S):
+                    data = await self._stream.receive_some(RECEIVE_PIECE)
+                if not data:
+                    raise Disconnected("Redis closed the connection")
+                self._replies.receive_data(bytes(data))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise Disconnected("the connection to Redis broke") from error
+        except trio.TooSlowError as error:
+            raise Disconnected("Redis does not answer") from error
+        except BadReply as error:
+            raise Disconnected(f"what answers is not Redis: {error}") from error
+        return reply
+
+    async def ask(self, *arguments: str) -> Reply:
+        """One request and its reply; raises Disconnected, also when Redis refuses."""
+        await self.send(*arguments)
+        reply = await self.receive()
+        if isinstance(reply, ErrorReply):
+            raise Disconnected(f"Redis refuses {arguments[0]}: {reply.text[:200]}")
+        return reply
+
+    async def aclose(self) -> None:
+        await trio.aclose_forcefully(self._stream)
+
+
+@dataclass(frozen=True, slots=True)
+class _Session:
+    """Both connections, in use."""
+
+    publisher: _Redis
+    subscriber: _Redis
+
+    async def aclose(self) -> None:
+        async with aclosing(self.publisher), aclosing(self.subscriber):
+            pass
+
+
+class RedisLink:
+    """Hears and says commands on a channel, and always comes back; see `open_redis_link`.
+
+    Attributes:
+        last_error: why the last connection ended or could not be made.
+    """
+
+    def __init__(self, settings: RedisSettings, outside: Outside, nursery: trio.Nursery) -> None:
+        self.last_error: str | None = None
+        self._settings = settings
+        self._outside = outside
+        self._nursery = nursery
+        self._session: _Session | None = None
+        self._publishing = trio.Lock()
+        self._pauses = Pauses(outside.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
+        self._retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(Disconnected),
+            wait=lambda _state: self._pauses.next(),
+            sleep=trio.sleep,
+        )
+
+    @property
+    def connected(self) -> bool:
+        """Whether both connections stand."""
+        return self._session is not None
+
+    async def next(self) -> Command | Subscribed:
+        """Wait for the next command, or for a new connection, for as long as it takes."""
+        heard: Command | Subscribed = await self._retrying(self._hear)
+        return heard
+
+    async def publish(self, command: Command) -> int | None:
+        """Say a command; returns how many subscribers it reached, None if there is no Redis.
+
+        Nothing is queued: what is not said now is healed by the next POSITION. Raises
+        UnsendableCommand.
+        """
+        line = format_command(command)
+        async with self._publishing:
+            session = self._session
+            if session is None:
+                return None
+            try:
+                reached = await session.publisher.ask("PUBLISH", self._settings.channel, line)
+            except Disconnected as gone:
+                await self._drop(session, str(gone))
+                return None
+            except BaseException:
+                # A reply that nobody has read would be taken for the next one's.
+                await session.aclose()
+                raise
+        return reached if isinstance(reached, int) else None
+
+    async def _hear(self) -> Command | Subscribed:
+        if self._session is None:
+            await self._connect()
+            return Subscribed()
+        session = self._session
+        try:
+            while True:
+                command = self._command_in(await session.subscriber.receive())
+                if command is not None:
+                    self._pauses.reset()
+                    return command
+        except Disconnected as gone:
+            await self._drop(session, str(gone))
+            raise
+
+    def _command_in(self, reply: Reply) -> Command | None:
+        """The command in a message; None for what else is pushed, and for what cannot be read."""
+        match reply:
+            case [b"message", bytes(channel), bytes(line)]:
+                pass
+            case _:
+                return None
+        if channel != self._settings.channel.encode():
+            return None
+        try:
+            command = parse_command(line.decode(), Dialect.TODAY)
+        except (BadLine, UnicodeDecodeError) as bad:
+            reason = str(bad) if isinstance(bad, BadLine) else "not UTF-8"
+            log.warning("replication_bad_message", reason=reason)
+            return None
+        if isinstance(command, Rdata):
+            return Rdata(
+                command.stream, command.instance, command.token, command.row, size=len(line)
+            )
+        return command
+
+    async def _connect(self) -> None:
+        try:
+            publisher = await self._log_in()
+            try:
+                subscriber = await self._log_in()
+                try:
+                    await self._subscribe(subscriber)
+                except BaseException:
+                    await subscriber.aclose()
+                    raise
+            except BaseException:
+                await publisher.aclose()
+                raise
+        except Disconnected as failed:
+            self.last_error = str(failed)
+            log.info("redis_connect_failed", reason=str(failed))
+            raise
+        session = self._session = _Session(publisher, subscriber)
+        self._nursery.start_soon(self._keep_alive, session)
+        log.info("redis_connected", to=str(self._settings.endpoint.address))
+
+    async def _log_in(self) -> _Redis:
+        connection = _Redis(await connect(self._settings.endpoint, self._outside))
+        try:
+            if self._settings.password is not None:
+                user = [self._settings.username] if self._settings.username else []
+                await connection.ask("AUTH", *user, self._settings.password)
+            await connection.ask("PING")
+        except BaseException:
+            await connection.aclose()
+            raise
+        return connection
+
+    async def _subscribe(self, subscriber: _Redis) -> None:
+        answer = await subscriber.ask("SUBSCRIBE", self._settings.channel)
+        if not (isinstance(answer, list) and answer[:1] == [b"subscribe"]):
+            raise Disconnected("Redis did not confirm the subscription")
+
+    async def _keep_alive(self, session: _Session) -> None:
+        """Own the session: both connections are closed when this ends, for whatever reason."""
+        async with aclosing(session):
+            try:
+                while True:
+                    await trio.sleep(PING_EVERY_S)
+                    # The answer of the subscriber is read, and passed over, by whoever listens.
+                    await session.subscriber.send("PING")
+                    async with self._publishing:
+                        await session.publisher.ask("PING")
+            except Disconnected as gone:
+                await self._drop(session, str(gone))
+
+    async def _drop(self, session: _Session, reason: str) -> None:
+        if self._session is session:
+            log.info("redis_disconnected", reason=reason)
+            self.last_error = reason
+            self._session = None
+        await session.aclose()
+
+
+@asynccontextmanager
+async def open_redis_link(settings: RedisSettings, outside: Outside) -> AsyncIterator[RedisLink]:
+    """A link to the homeserver's channel; it connects when `next` is first awaited."""
+    async with trio.open_nursery() as nursery:
+        yield RedisLink(settings, outside, nursery)
+        nursery.cancel_scope.cancel()

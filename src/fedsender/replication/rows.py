@@ -1,0 +1,80 @@
+"""The rows of the `events` stream that a homeserver tells a sender without access to its database.
+
+["pdu", [room_id, event_id, event, {"room_version": "10", "plus": [...], "minus": [...],
+                                    "internal_metadata": {...}}]]
+["hosts", [room_id, [servers that joined], [servers that left]]]
+["redaction", [redaction_event_id, target_event_id]]
+"""
+
+from __future__ import annotations
+
+import json
+
+from fedsender.matrix import is_server_name
+from fedsender.replication.commands import Json
+from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
+
+# The specification's bound for ids, and one for texts that are not ids.
+MAX_ID_BYTES = 255
+MAX_VERSION_BYTES = 255
+
+
+class BadRow(ValueError):
+    """A row that cannot be read; says which part, never its content."""
+
+
+def parse_row(row: Json) -> FeedRow:
+    """The meaning of one row. Raises BadRow."""
+    match row:
+        case ["pdu", [room_id, event_id, dict(event), dict(about)]]:
+            return _pdu(room_id, event_id, event, about)
+        case ["hosts", [room_id, joined, left]]:
+            return HostsRow(_id(room_id, "room id"), _servers(joined), _servers(left))
+        case ["redaction", [event_id, target]]:
+            return RedactionRow(_id(event_id, "redaction"), _id(target, "target"))
+        case [str(kind), *_] if kind in ("pdu", "hosts", "redaction"):
+            raise BadRow(f"a {kind} row with other fields than it should have")
+    raise BadRow("neither a pdu nor a hosts nor a redaction row")
+
+
+def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str, Json]) -> PduRow:
+    metadata = about.get("internal_metadata", {})
+    if not isinstance(metadata, dict):
+        raise BadRow("internal_metadata is not an object")
+    return PduRow(
+        room_id=_id(room_id, "room id"),
+        event_id=_id(event_id, "event id"),
+        # Escaped, so that no database has to hold what is no text. Python's own parser and this
+        # keep every number as it was written, but for fractions that no digits can tell apart.
+        json=json.dumps(event, separators=(",", ":")),
+        event=event,
+        room_version=_text(about.get("room_version"), "room_version", MAX_VERSION_BYTES),
+        plus=_servers(about.get("plus", [])),
+        minus=_servers(about.get("minus", [])),
+        internal_metadata=metadata,
+    )
+
+
+def _id(value: Json, what: str) -> str:
+    return _text(value, what, MAX_ID_BYTES)
+
+
+def _text(value: Json, what: str, most: int) -> str:
+    """A text that a database can hold: Unicode without NUL, of 1 to `most` bytes."""
+    if not isinstance(value, str) or "\0" in value:
+        raise BadRow(f"{what} is not a text")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as bad:
+        raise BadRow(f"{what} is not Unicode") from bad
+    if not 1 <= size <= most:
+        raise BadRow(f"{what} has {size} bytes")
+    return value
+
+
+def _servers(value: Json) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise BadRow("servers are not a list")
+    if not all(isinstance(server, str) and is_server_name(server) for server in value):
+        raise BadRow("one of the servers is not a server name")
+    return tuple(value)

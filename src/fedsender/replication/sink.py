@@ -1,0 +1,99 @@
+"""What every feed is: something that runs, moves a sink's positions, and can say how it stands."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+import trio
+
+from fedsender.streams import Watermark
+
+log = structlog.get_logger()
+
+
+class Sink(Protocol):
+    """Who is fed. All calls return at once and cannot fail.
+
+    Attributes:
+        events: the events position: everything up to it may be read from the store.
+    """
+
+    @property
+    def events(self) -> Watermark: ...
+
+    def server_up(self, server: str) -> None:
+        """Somebody has proof that this server is alive."""
+        ...
+
+    def backoff_changed(self, server: str) -> None:
+        """Somebody else wrote this server's row in `destinations`."""
+        ...
+
+    def to_device_changed(self, server: str) -> None:
+        """There are new to-device messages for this server."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStatus:
+    """How the feed stands, for `/ready` and the operator.
+
+    Attributes:
+        level: we have everything that the homeserver has said there is.
+        position: the events position that the sender was given.
+        head: the newest events position that we have heard of.
+        held: what has kept `position` below `head` for 30 s, in words.
+        stopped: why no event will ever come until somebody acts, in words.
+        last_error: why the last connection ended or failed.
+    """
+
+    kind: str
+    connected: bool
+    level: bool
+    position: int
+    head: int
+    held: str | None = None
+    stopped: str | None = None
+    last_error: str | None = None
+
+
+class Feed(ABC):
+    """A running feed; see `open_feed`.
+
+    Attributes:
+        connected: set once the homeserver's side has been reached for the first time.
+        stopped: why events have stopped for good; None while they flow.
+    """
+
+    def __init__(self) -> None:
+        self.connected = trio.Event()
+        self.stopped: str | None = None
+
+    @abstractmethod
+    def status(self) -> FeedStatus:
+        """How the feed stands now."""
+
+    @abstractmethod
+    async def run(self) -> None:
+        """Feed the sink until cancelled."""
+
+    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
+        """Tell the homeserver's processes that we wrote this server's row in `destinations`.
+
+        `stream_id` is that of the row in the cache invalidation stream. Where no homeserver shares
+        the row there is nobody to tell, and this does nothing.
+        """
+        await trio.lowlevel.checkpoint()
+
+    async def publish_server_up(self, server: str) -> None:
+        """Tell the homeserver's processes that this server answers again, where there are any."""
+        await trio.lowlevel.checkpoint()
+
+    def stop_events(self, reason: str) -> None:
+        """Let events go no further, and say why."""
+        if self.stopped is None:
+            self.stopped = reason
+            log.error("feed_stopped", reason=reason)

@@ -1,0 +1,340 @@
+"""The feed of a live Synapse: what its processes say over Redis.
+
+Nothing that is said carries the facts. `POSITION` and `RDATA` of `events` tell how far each writer
+is, `caches` that somebody changed a server's backoff, `to_device` that there is something for a
+server; the rest is read from the shared database. What was said while we were away shows in the
+next POSITION as a gap, and is asked of the database too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+import trio
+
+from fedsender.matrix import is_server_name
+from fedsender.outside import Outside
+from fedsender.replication.commands import (
+    Command,
+    FederationAck,
+    Json,
+    LockReleased,
+    Position,
+    Rdata,
+    RemoteServerUp,
+    Replicate,
+)
+from fedsender.replication.protocol import BadLine, Batches, format_command
+from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
+from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.streams import Hold, StreamPositions, UnknownWriter
+
+log = structlog.get_logger()
+
+# A cheap check that no POSITION was lost: every process answers with where it stands.
+SELF_CHECK_S = 180.0
+# A writer that holds the events position for this long is named.
+NAMED_AFTER_S = 30.0
+# Own commands whose echo has not come back; beyond it the oldest are not expected any more.
+MAX_ECHOES = 10_000
+# Servers whose changed backoff is still to be announced.
+MAX_ANNOUNCEMENTS = 10_000
+
+# Processes whose hints are followed; one beyond it is heard, but its gaps are not seen.
+MAX_WRITERS = 1000
+
+BACKOFF_CACHE = "get_destination_retry_timings"
+
+
+class InstanceTaken(Exception):
+    """Somebody else speaks under our instance name: two senders would send everything twice."""
+
+
+class SynapseStore(Protocol):
+    """What the feed asks of Synapse's database."""
+
+    async def event_writer_positions(self) -> Mapping[str, int]:
+        """For each configured writer of events, a position at which it is known to be done."""
+        ...
+
+    async def changed_backoffs(self, writer: str, after: int, upto: int) -> Sequence[str]:
+        """The servers whose backoff `writer` changed, by `cache_invalidation_stream_by_instance`
+        rows of `get_destination_retry_timings` with after < stream_id <= upto."""
+        ...
+
+    async def changed_to_device(self, after: int, upto: int) -> Sequence[str]:
+        """The destinations of `device_federation_outbox` rows with after < stream_id <= upto."""
+        ...
+
+    async def last_cache_write(self) -> int | None:
+        """The newest id that our instance wrote to the cache invalidation stream, if any."""
+        ...
+
+
+class _Echoes:
+    """What we have said and not yet heard back; everybody on the channel hears everything."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, int] = OrderedDict()
+
+    def said(self, line: str) -> None:
+        self._lines[line] = self._lines.get(line, 0) + 1
+        if len(self._lines) > MAX_ECHOES:
+            self._lines.popitem(last=False)
+
+    def is_ours(self, line: str) -> bool:
+        """Whether this line is one that we said; each saying counts once."""
+        count = self._lines.pop(line, 0)
+        if count > 1:
+            self._lines[line] = count - 1
+        return count > 0
+
+
+class SynapseFeed(Feed):
+    """Positions and hints from Redis to the sink.
+
+    Args:
+        instance: our name, as in Synapse's `federation_sender_instances`.
+        writers: the configured writers of events.
+        shadow: say nothing but `REPLICATE`.
+    """
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        outside: Outside,
+        store: SynapseStore,
+        sink: Sink,
+        *,
+        instance: str,
+        writers: Iterable[str],
+        shadow: bool = False,
+    ) -> None:
+        super().__init__()
+        self._settings = settings
+        self._outside = outside
+        self._store = store
+        self._sink = sink
+        self._instance = instance
+        self._writers = tuple(writers)
+        self._shadow = shadow
+        self._link: RedisLink | None = None
+        self._events = StreamPositions(self._writers)
+        # Writers of events that have said POSITION on this connection.
+        self._heard_from: set[str | None] = set()
+        # Where each writer of hints stands. Outlives a connection, so that the gap shows.
+        self._tokens: dict[tuple[str, str | None], int] = {}
+        self._batches = Batches()
+        self._echoes = _Echoes()
+        self._announcements: dict[str, tuple[int, int]] = {}
+        self._announce = trio.Event()
+        self._last_cache_write: int | None = None
+
+    def status(self) -> FeedStatus:
+        link, events = self._link, self._events
+        heard = self._heard_from.issuperset(self._writers)
+        return FeedStatus(
+            kind="redis",
+            connected=link is not None and link.connected,
+            level=heard and events.linear >= events.head and self.stopped is None,
+            position=self._sink.events.value,
+            head=events.head,
+            held=self._held(events.hold()),
+            stopped=self.stopped,
+            last_error=link.last_error if link is not None else None,
+        )
+
+    async def run(self) -> None:
+        """Raises InstanceTaken."""
+        stored = await self._store.event_writer_positions()
+        self._events = StreamPositions(self._writers, stored)
+        self._last_cache_write = await self._store.last_cache_write()
+        self._sink.events.advance(self._events.linear)
+        async with (
+            open_redis_link(self._settings, self._outside) as link,
+            trio.open_nursery() as nursery,
+        ):
+            self._link = link
+            nursery.start_soon(self._check_ourselves)
+            nursery.start_soon(self._announce_backoffs)
+            while True:
+                await self._hear(await link.next())
+
+    # What we say
+
+    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
+        await trio.lowlevel.checkpoint()
+        if len(self._announcements) >= MAX_ANNOUNCEMENTS and server not in self._announcements:
+            log.warning("backoff_not_announced", server=server)
+            return
+        self._announcements[server] = (stream_id, now_ms)
+        self._announce.set()
+
+    async def publish_server_up(self, server: str) -> None:
+        await self._publish(RemoteServerUp(server))
+
+    async def _announce_backoffs(self) -> None:
+        """Announce changed backoffs in the order of their ids: a late one would count as old."""
+        while True:
+            await self._announce.wait()
+            self._announce = trio.Event()
+            # Those that were written in one database transaction arrive together, in any order.
+            await trio.lowlevel.checkpoint()
+            waiting, self._announcements = self._announcements, {}
+            for server, (stream_id, now_ms) in sorted(waiting.items(), key=lambda item: item[1]):
+                self._last_cache_write = max(self._last_cache_write or 0, stream_id)
+                row = [BACKOFF_CACHE, [server], now_ms]
+                await self._publish(Rdata("caches", self._instance, stream_id, row))
+
+    async def _check_ourselves(self) -> None:
+        while True:
+            await trio.sleep(SELF_CHECK_S)
+            await self._publish(Replicate())
+
+    async def _say_position(self) -> None:
+        """Where we stand in `caches`, the one stream that we write; if we ever did."""
+        last = self._last_cache_write
+        if last is not None:
+            await self._publish(Position("caches", self._instance, last, last))
+
+    async def _publish(self, command: Command) -> None:
+        """Say it if there is a connection; what nobody hears is healed by the next POSITION."""
+        if self._link is None or (self._shadow and command != Replicate()):
+            return
+        named = not isinstance(command, Replicate)
+        line = format_command(command)
+        if named:
+            self._echoes.said(line)
+        if await self._link.publish(command) is None and isinstance(command, RemoteServerUp):
+            # Should somebody else say the same, it is news.
+            self._echoes.is_ours(line)
+
+    # What we hear
+
+    async def _hear(self, heard: Command | Subscribed) -> None:
+        if isinstance(heard, Subscribed):
+            await self._begin()
+        elif self._is_echo(heard):
+            return
+        else:
+            await self._obey(heard)
+
+    async def _begin(self) -> None:
+        """A new connection: nothing is known until each writer has said where it stands."""
+        self._heard_from.clear()
+        self._batches.clear()
+        self.connected.set()
+        await self._publish(Replicate())
+        await self._say_position()
+
+    def _is_echo(self, command: Command) -> bool:
+        """Whether we said this. Raises InstanceTaken if it is in our name, and we did not."""
+        match command:
+            case RemoteServerUp():
+                return self._echoes.is_ours(format_command(command))
+            case Rdata() | Position() | FederationAck() | LockReleased():
+                if command.instance != self._instance:
+                    return False
+                if self._echoes.is_ours(format_command(command)):
+                    return True
+                raise InstanceTaken(
+                    f"somebody else says {type(command).__name__.upper()} as"
+                    f" {self._instance!r}, our instance name"
+                )
+        return False
+
+    async def _obey(self, command: Command) -> None:
+        match command:
+            case Replicate():
+                await self._say_position()
+            case RemoteServerUp(server):
+                if is_server_name(server):
+                    self._sink.server_up(server)
+            case Position():
+                self._batches.discard(command.stream, command.instance)
+                await self._take_position(command)
+            case Rdata("events"):
+                self._take_events(command)
+            case Rdata("caches" | "to_device" | "federation"):
+                await self._take_rows(command)
+
+    async def _take_position(self, command: Position) -> None:
+        key = (command.stream, command.instance)
+        match command.stream:
+            case "events":
+                self._heard_from.add(command.instance)
+                self._advance_events(command.instance, command.token)
+            case "caches" | "to_device":
+                known = self._tokens.get(key, command.token)
+                self._note(key, max(known, command.token))
+                if known < command.previous:
+                    await self._fetch(command.stream, command.instance, known, command.token)
+            case "federation":
+                await self._publish(FederationAck(self._instance, command.token))
+
+    def _take_events(self, command: Rdata) -> None:
+        """An event was written. Only the token matters, and only the last one of a batch has it."""
+        unknown = command.instance not in self._writers
+        if unknown or (command.token is not None and command.instance in self._heard_from):
+            self._advance_events(command.instance, command.token or 0)
+
+    def _advance_events(self, writer: str | None, token: int) -> None:
+        if self.stopped is not None:
+            return
+        try:
+            linear = self._events.advance(writer or "", token, trio.current_time())
+        except UnknownWriter as unknown:
+            self.stop_events(f"stream events: {unknown}: events could be left out unseen")
+        else:
+            self._sink.events.advance(linear)
+
+    async def _take_rows(self, command: Rdata) -> None:
+        try:
+            whole = self._batches.add(command)
+        except BadLine as endless:
+            log.warning("replication_batch_dropped", reason=str(endless))
+            self._batches.discard(command.stream, command.instance)
+            return
+        key = (command.stream, command.instance)
+        if whole is None:
+            return
+        token, rows = whole
+        if command.stream == "federation":
+            await self._publish(FederationAck(self._instance, token))
+        elif token > self._tokens.get(key, -1):
+            self._note(key, token)
+            self._apply_hints(command.stream, rows)
+
+    def _note(self, key: tuple[str, str | None], token: int) -> None:
+        if key in self._tokens or len(self._tokens) < MAX_WRITERS:
+            self._tokens[key] = token
+
+    def _apply_hints(self, stream: str, rows: Iterable[Json]) -> None:
+        for row in rows:
+            match row:
+                case [str(cache), [str(server)], *_] if stream == "caches":
+                    if cache == BACKOFF_CACHE:
+                        self._sink.backoff_changed(server)
+                case [str(entity), *_] if stream == "to_device" and not entity.startswith("@"):
+                    self._sink.to_device_changed(entity)
+
+    async def _fetch(self, stream: str, writer: str | None, after: int, upto: int) -> None:
+        """What was said in (after, upto] while we were not listening."""
+        if stream == "caches":
+            for server in await self._store.changed_backoffs(writer or "", after, upto):
+                self._sink.backoff_changed(server)
+        else:
+            for server in await self._store.changed_to_device(after, upto):
+                self._sink.to_device_changed(server)
+
+    def _held(self, hold: Hold | None) -> str | None:
+        if hold is None or trio.current_time() - hold.since < NAMED_AFTER_S:
+            return None
+        seconds = trio.current_time() - hold.since
+        return (
+            f"writer {', '.join(hold.writers)} has held events at id {hold.missing} for"
+            f" {seconds:.0f} s (others are at {hold.head})"
+        )

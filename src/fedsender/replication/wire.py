@@ -1,0 +1,147 @@
+"""One TCP connection of the line protocol: whole lines out, commands in, both under deadlines.
+
+What server and client have in common. Nothing is queued here: whoever sends waits until the system
+has taken the bytes, and a peer that does not take them in time is disconnected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from fedsender.replication.commands import Command, Ping
+from fedsender.replication.endpoint import Disconnected
+from fedsender.replication.protocol import OWN_MAX_LINE, SYNAPSE_MAX_LINE, Connection, Dialect
+
+# Something is sent this often; it is also what Synapse does.
+PING_EVERY_S = 5.0
+# For one piece of at most SEND_PIECE bytes.
+SEND_S = 30.0
+SEND_PIECE = 65_536
+RECEIVE_PIECE = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKind:
+    """What may be expected of a peer.
+
+    Attributes:
+        max_line: bytes in a line, both ways.
+        dead_after_s: silence after which it is taken for dead, once it has sent a PING.
+    """
+
+    max_line: int
+    dead_after_s: float
+
+
+# Towards our own kind the limits of the protocol's documentation hold, and lines have room for a
+# PDU. Synapse's code waited 25 s where its documentation said 15, so clients of that age may too.
+OWN_KIND = PeerKind(OWN_MAX_LINE, 15.0)
+OTHERS = PeerKind(SYNAPSE_MAX_LINE, 25.0)
+
+
+class Wire:
+    """A stream that carries commands.
+
+    Several tasks may `send`; one may wait in `next_command`. After Disconnected, or a cancelled
+    `send`, it is of no more use but to be closed.
+    """
+
+    def __init__(self, stream: trio.abc.Stream, kind: PeerKind, now_ms: Callable[[], int]) -> None:
+        self._stream = stream
+        self._connection = Connection(max_line=kind.max_line)
+        self._kind = kind
+        self._now_ms = now_ms
+        self._sending = trio.Lock()
+        self._last_sent = trio.current_time()
+        self._armed = False
+        # Half a line may be out, or the last one is: nothing that we add would be read.
+        self._torn = False
+
+    def speak(self, dialect: Dialect) -> None:
+        """Read the peer's next lines in this dialect."""
+        self._connection.dialect = dialect
+
+    def encode(self, command: Command) -> bytes:
+        """The line of a command; raises UnsendableCommand."""
+        return self._connection.encode(command)
+
+    async def send(self, *commands: Command) -> None:
+        """Send commands. Raises Disconnected; UnsendableCommand before anything is sent."""
+        await self.send_lines(b"".join(map(self.encode, commands)))
+
+    async def send_lines(self, lines: bytes | bytearray) -> None:
+        """Send whole lines, made by `encode`; raises Disconnected."""
+        async with self._sending:
+            await self._transmit(lines)
+            self._torn = False
+
+    async def send_last(self, command: Command) -> None:
+        """Send a command, and nothing after it; raises as `send` does."""
+        async with self._sending:
+            await self._transmit(self.encode(command))
+
+    async def next_command(self) -> Command:
+        """Wait for the peer's next command.
+
+        Raises BadLine, and Disconnected: also when a peer that has sent a PING is silent for too
+        long. Only silence while we listen counts.
+        """
+        listening_since = trio.current_time()
+        while (command := self.buffered_command()) is None:
+            await self._read(listening_since)
+        return command
+
+    def buffered_command(self) -> Command | None:
+        """The peer's next command if it is here already; raises BadLine."""
+        command = self._connection.next_command()
+        self._armed |= isinstance(command, Ping)
+        return command
+
+    async def keep_alive(self) -> None:
+        """Send a PING at once and whenever nothing else was sent for a while; never returns.
+
+        Raises Disconnected.
+        """
+        await self.send(Ping(str(self._now_ms())))
+        while True:
+            quiet = trio.current_time() - self._last_sent
+            if quiet < PING_EVERY_S:
+                await trio.sleep(PING_EVERY_S - quiet)
+            else:
+                await self.send(Ping(str(self._now_ms())))
+
+    async def aclose(self) -> None:
+        """Close without ado; whoever waits here gets Disconnected."""
+        self._torn = True
+        await trio.aclose_forcefully(self._stream)
+
+    async def _transmit(self, lines: bytes | bytearray) -> None:
+        if self._torn:
+            raise Disconnected("the connection is closed")
+        self._torn = True
+        try:
+            with trio.fail_after(SEND_S):
+                await self._stream.send_all(lines)
+        except trio.TooSlowError as slow:
+            await self.aclose()
+            raise Disconnected(f"nothing was taken for {SEND_S:.0f} s") from slow
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            await self.aclose()
+            raise Disconnected("the connection broke") from error
+        self._last_sent = trio.current_time()
+
+    async def _read(self, listening_since: float) -> None:
+        dead_at = listening_since + self._kind.dead_after_s if self._armed else float("inf")
+        try:
+            with trio.fail_at(dead_at):
+                data = await self._stream.receive_some(RECEIVE_PIECE)
+        except trio.TooSlowError as slow:
+            raise Disconnected("ping timeout") from slow
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise Disconnected("the connection broke") from error
+        if not data:
+            raise Disconnected("the peer closed the connection")
+        self._connection.receive_data(bytes(data))

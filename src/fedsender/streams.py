@@ -1,0 +1,315 @@
+"""Streams: logs of facts with ascending ids, their writers and their readers.
+
+A writer *reserves* an id, works, and then *completes* it (whether the work succeeded or not: a
+failed id simply has no rows). Work overlaps, so ids complete out of order. Nobody may read past an
+id that is still being worked on, or a fact that appears later below the reader's position is never
+seen. Hence two positions:
+
+- a writer's own: the largest id at or below which that writer has nothing left to complete;
+- the *linear* one: the largest id at or below which no writer has.
+
+`IdGenerator` is the writers' side and knows what is in flight. `StreamPositions` is a reader's
+side and knows only what the writers announced. `Watermark` is how a position is handed from one
+task to another, and the `*Row` values are what the `events` stream carries to a sender that cannot
+look into the homeserver's database.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import trio
+
+R = TypeVar("R")
+
+# Ids that a reader knows one by one above its linear token. They only pile up while a configured
+# writer is silent; past this many the later ones are not noted, and the token then moves by the
+# minimum alone, which is later but as true.
+MAX_KNOWN_IDS = 100_000
+
+
+class UnknownWriter(ValueError):
+    """A position of a writer that is not configured: the linear token cannot be told any more."""
+
+
+# --- handing a position on ------------------------------------------------------------------------
+
+
+class Watermark:
+    """A position that only rises, and those who wait for it to rise.
+
+    A thousand advances while a reader was busy are one position to it, so there is no queue that
+    could grow, and whoever advances can never be held up by a reader.
+    """
+
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+        self._moved = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Watermark {self.value}>"
+
+    def advance(self, value: int) -> None:
+        """Raise the position to `value`; a lower or equal one changes nothing."""
+        if value > self.value:
+            self.value = value
+            self._moved.set()
+            self._moved = trio.Event()
+
+    async def wait_past(self, seen: int) -> int:
+        """Wait until the position is above `seen` and return it; always a checkpoint."""
+        await trio.lowlevel.checkpoint()
+        while self.value <= seen:
+            await self._moved.wait()
+        return self.value
+
+
+# --- writers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fact(Generic[R]):
+    """The rows of one completed id, ready to be announced; never without rows."""
+
+    writer: str
+    stream_id: int
+    rows: tuple[R, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A writer's position rose from `previous` to `position` and no rows lie in between."""
+
+    writer: str
+    previous: int
+    position: int
+
+
+class IdGenerator(Generic[R]):
+    """Gives out the ids of one stream to its writers and says what may be announced.
+
+    All ids come from one sequence, which goes on from `position`: everything at or below it is
+    taken as complete and announced.
+    """
+
+    def __init__(self, position: int, writers: Iterable[str] = ("master",)) -> None:
+        self._last = position
+        self._linear = position
+        # Completed ids above the linear position, and ids not yet completed with their writer.
+        self._completed: set[int] = set()
+        self._in_flight: dict[int, str] = {}
+        # Completed but not announced, because an older id of the same writer is in flight.
+        self._held: dict[str, dict[int, tuple[R, ...]]] = {writer: {} for writer in writers}
+        self._announced = dict.fromkeys(self._held, position)
+
+    @property
+    def linear(self) -> int:
+        """The largest id at or below which every id of every writer is complete."""
+        return self._linear
+
+    def current(self, writer: str = "master") -> int:
+        """The largest completed id at or below which `writer` has nothing in flight.
+
+        A writer with nothing in flight stands at the largest id that anybody has completed. Only
+        a completed id is ever named, since a reader takes the id that it is told for final.
+        """
+        self._check(writer)
+        pending = (stream_id for stream_id, owner in self._in_flight.items() if owner == writer)
+        lowest = min(pending, default=self._last + 1)
+        return max((done for done in self._completed if done < lowest), default=self._linear)
+
+    def reserve(self, writer: str = "master") -> int:
+        """Take the next id for `writer`; nobody reads past it until it is completed."""
+        self._check(writer)
+        self._last += 1
+        self._in_flight[self._last] = writer
+        return self._last
+
+    def complete(self, stream_id: int, rows: Sequence[R] = ()) -> list[Fact[R] | Moved]:
+        """Mark `stream_id` as done with `rows` (none: it failed, or says nothing).
+
+        Returns what its writer may announce now, each fact once, in id order, and last a `Moved`
+        if the newest ids have no rows. Raises KeyError if the id is not in flight.
+        """
+        writer = self._in_flight.pop(stream_id)
+        self._completed.add(stream_id)
+        self._held[writer][stream_id] = tuple(rows)
+        self._advance_linear()
+        return self._announce(writer)
+
+    def announce(self) -> list[Fact[R] | Moved]:
+        """What any writer may announce by now: the idle ones follow the busy ones."""
+        return [said for writer in self._held for said in self._announce(writer)]
+
+    def _check(self, writer: str) -> None:
+        if writer not in self._held:
+            raise UnknownWriter(f"{writer!r} does not write this stream")
+
+    def _advance_linear(self) -> None:
+        lowest = min(self._in_flight, default=self._last + 1)
+        self._linear = lowest - 1
+        self._completed = {done for done in self._completed if done > self._linear}
+
+    def _announce(self, writer: str) -> list[Fact[R] | Moved]:
+        current = self.current(writer)
+        held = self._held[writer]
+        ready = sorted(stream_id for stream_id in held if stream_id <= current)
+        said: list[Fact[R] | Moved] = []
+        for stream_id in ready:
+            rows = held.pop(stream_id)
+            if rows:
+                said.append(Fact(writer, stream_id, rows))
+        previous = max([fact.stream_id for fact in said if isinstance(fact, Fact)], default=0)
+        previous = max(previous, self._announced[writer])
+        if current > previous:
+            said.append(Moved(writer, previous, current))
+        self._announced[writer] = max(current, previous)
+        return said
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What keeps the linear token back.
+
+    Attributes:
+        writers: the configured writers that stand lowest, in order of name.
+        missing: the id that the token cannot pass.
+        head: the largest position that any writer has announced.
+        since: when it began, on the clock that `advance` was given.
+    """
+
+    writers: tuple[str, ...]
+    missing: int
+    head: int
+    since: float
+
+
+class StreamPositions:
+    """What a reader knows of each configured writer of one stream, and the linear token.
+
+    Args:
+        writers: every writer by configuration. One too few loses facts for good, one too many
+            stops the token; both are why an unknown name is an error.
+        stored: positions by writer as the homeserver last stored them. They may lag, and may name
+            writers that are not configured any more. A configured writer that never stored one
+            starts where everything is known to be complete.
+    """
+
+    def __init__(self, writers: Iterable[str], stored: Mapping[str, int] | None = None) -> None:
+        names = sorted(set(writers))
+        if not names:
+            raise ValueError("a stream needs at least one writer")
+        stored = stored or {}
+        known = [stored[name] for name in names if name in stored]
+        floor = min(known) if known else max(stored.values(), default=0)
+        self._positions = {name: stored.get(name, floor) for name in names}
+        self._linear = floor
+        self._known: list[int] = sorted(known)
+        self._held_since: float | None = None
+        self._settle()
+
+    @property
+    def linear(self) -> int:
+        """The largest id at or below which nothing new will appear; it never falls."""
+        return self._linear
+
+    @property
+    def head(self) -> int:
+        """The largest position that any writer has announced."""
+        return max(self._positions.values())
+
+    def position(self, writer: str) -> int:
+        """The position of one writer; raises UnknownWriter."""
+        self._check(writer)
+        return self._positions[writer]
+
+    def advance(self, writer: str, position: int, now: float = 0.0) -> int:
+        """Note that `writer` announced `position` at `now` (seconds); returns the linear token.
+
+        The token is the minimum over the writers, and then runs on over ids that are known one by
+        one. An older position changes nothing. Raises UnknownWriter.
+        """
+        self._check(writer)
+        before = self._linear
+        if position > self._positions[writer]:
+            self._positions[writer] = position
+            if len(self._known) < MAX_KNOWN_IDS:
+                heapq.heappush(self._known, position)
+            self._settle()
+        self._note_hold(moved=self._linear > before, now=now)
+        return self._linear
+
+    def hold(self) -> Hold | None:
+        """What holds the linear token below the head; None if nothing does."""
+        if self._held_since is None:
+            return None
+        lowest = min(self._positions.values())
+        writers = tuple(name for name, at in self._positions.items() if at == lowest)
+        return Hold(writers, self._linear + 1, self.head, self._held_since)
+
+    def _check(self, writer: str) -> None:
+        if writer not in self._positions:
+            raise UnknownWriter(
+                f"{writer!r} is not one of the configured writers ({', '.join(self._positions)})"
+            )
+
+    def _settle(self) -> None:
+        self._linear = max(self._linear, min(self._positions.values()))
+        while self._known and self._known[0] <= self._linear + 1:
+            self._linear = max(self._linear, heapq.heappop(self._known))
+
+    def _note_hold(self, *, moved: bool, now: float) -> None:
+        if self._linear >= self.head:
+            self._held_since = None
+        elif moved or self._held_since is None:
+            self._held_since = now
+
+
+# --- rows of `events`, for a sender without the homeserver's database -----------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PduRow:
+    """A new event.
+
+    Attributes:
+        json: the event as JSON text; `event` is the same, parsed.
+        plus: servers that get it although they are not in the room.
+        minus: servers of the room that do not get it.
+        internal_metadata: Synapse's flags for it, as `event_json.internal_metadata` has them.
+    """
+
+    room_id: str
+    event_id: str
+    json: str
+    event: Mapping[str, object]
+    room_version: str
+    plus: tuple[str, ...] = ()
+    minus: tuple[str, ...] = ()
+    internal_metadata: Mapping[str, object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HostsRow:
+    """Servers that came into a room and went out of it, for events above this row's token."""
+
+    room_id: str
+    joined: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RedactionRow:
+    """`event_id` redacts `target`, and the homeserver has found that it may."""
+
+    event_id: str
+    target: str
+
+
+FeedRow = PduRow | HostsRow | RedactionRow

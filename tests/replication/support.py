@@ -1,0 +1,152 @@
+"""What the tests of replication share: a stream to serve, a client by hand, a network by hand."""
+
+from __future__ import annotations
+
+import random
+import ssl
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import trio
+import trio.testing
+
+from fedsender.config import TcpAddress
+from fedsender.outside import NameNotFound, Outside, Records, RecordType, real_outside
+from fedsender.replication.endpoint import Endpoint
+from fedsender.streams import Fact, Watermark
+
+SERVER = "hs.example"
+ANYWHERE = Endpoint(TcpAddress("192.0.2.1", 9092))
+
+
+class Log:
+    """A stream in memory, as a `StreamSource`."""
+
+    def __init__(self) -> None:
+        self.watermark = Watermark()
+        self.facts: list[Fact[Any]] = []
+        # Called with (after, upto) before each read.
+        self.before_read: Callable[[int, int], Awaitable[None]] | None = None
+
+    def say(self, token: int, *rows: Any) -> None:
+        """Append a fact; without rows only the position moves."""
+        if rows:
+            self.facts.append(Fact("master", token, rows))
+        self.watermark.advance(token)
+
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Any]]:
+        if self.before_read is not None:
+            await self.before_read(after, upto)
+        await trio.lowlevel.checkpoint()
+        return [fact for fact in self.facts if after < fact.stream_id <= upto][:limit]
+
+
+@dataclass(slots=True)
+class Netcat:
+    """A connection used by hand: lines in, lines out."""
+
+    stream: trio.abc.Stream
+    _buffer: bytearray
+
+    @classmethod
+    def on(cls, stream: trio.abc.Stream) -> Netcat:
+        return cls(stream, bytearray())
+
+    async def say(self, *lines: str) -> None:
+        await self.stream.send_all("".join(line + "\n" for line in lines).encode())
+
+    async def hear(self) -> str | None:
+        """The next line that is not a PING; None at the end."""
+        while True:
+            line = await self.hear_any()
+            if line is None or not line.startswith("PING "):
+                return line
+
+    async def hear_any(self) -> str | None:
+        while b"\n" not in self._buffer:
+            try:
+                data = await self.stream.receive_some(4096)
+            except trio.BrokenResourceError:
+                return None
+            if not data:
+                return None
+            self._buffer += data
+        line, _, rest = bytes(self._buffer).partition(b"\n")
+        self._buffer[:] = rest
+        return line.decode()
+
+    async def hear_lines(self, count: int) -> list[str | None]:
+        return [await self.hear() for _ in range(count)]
+
+    async def hear_rest(self) -> list[str]:
+        lines: list[str] = []
+        while (line := await self.hear()) is not None:
+            lines.append(line)
+        return lines
+
+
+class RecordingSink:
+    """A sender that only notes what it is told."""
+
+    def __init__(self) -> None:
+        self.events = Watermark()
+        self.up: list[str] = []
+        self.backoffs: list[str] = []
+        self.to_device: list[str] = []
+
+    def server_up(self, server: str) -> None:
+        self.up.append(server)
+
+    def backoff_changed(self, server: str) -> None:
+        self.backoffs.append(server)
+
+    def to_device_changed(self, server: str) -> None:
+        self.to_device.append(server)
+
+
+class HandNetwork:
+    """Connections are made by what the test has put in `answers`: a function that is given the
+    server's end, or an error."""
+
+    def __init__(self) -> None:
+        self.answers: deque[Callable[[trio.abc.Stream], None] | OSError] = deque()
+        self.tried_at: list[float] = []
+
+    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        self.tried_at.append(trio.current_time())
+        answer = self.answers.popleft() if self.answers else OSError("refused")
+        if isinstance(answer, OSError):
+            raise answer
+        ours, theirs = trio.testing.memory_stream_pair()
+        answer(theirs)
+        return ours
+
+    async def open_unix(self, path: Path) -> trio.abc.Stream:
+        return await self.open_tcp(str(path), 0)
+
+    async def start_tls(
+        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+    ) -> trio.abc.Stream:
+        raise NotImplementedError
+
+    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+        raise NameNotFound(name, ttl_s=0)
+
+    def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        return []
+
+
+def outside_with(network: HandNetwork) -> Outside:
+    """The real outside, but for the network and the dice."""
+    return replace(real_outside(), network=network, random=random.Random(7))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until `condition` holds, of things that other tasks and processes do."""
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110  (it is about another process, too)
+            await trio.sleep(0.005)

@@ -1,0 +1,205 @@
+"""The whole feed, from the configuration on: real sockets, a real store, a real Redis."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+from tests.replication.pubsub import Process, is_said
+from tests.replication.support import SERVER, Log, RecordingSink, until
+from tests.replication.test_synapse_feed import Tables
+from tests.servers import Valkey
+
+from fedsender.config import Config, from_values
+from fedsender.outside import listen_unix, real_outside
+from fedsender.replication.feed import Feed, open_feed
+from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.wire import OWN_KIND
+from fedsender.store import HomeserverSettings, StoreConfig, open_store
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.streams import FeedRow
+
+
+def configured(directory: Path, **feed: Any) -> Config:
+    values: dict[str, object] = {
+        "server_name": SERVER,
+        "signing_key": "key",
+        "instance_name": "fed1",
+        "feed": feed,
+    }
+    if feed["kind"] == "redis":
+        values["homeserver"] = {"kind": "synapse", "database": "postgresql://u@127.0.0.1/x"}
+    return from_values(values, directory=directory)
+
+
+def pdu(number: int, **about: Any) -> list[Any]:
+    event = {
+        "type": "m.room.message",
+        "room_id": "!r:hs.example",
+        "sender": "@a:hs.example",
+        "content": {"body": f"é {number}"},
+        "depth": number,
+        "origin_server_ts": number,
+    }
+    return ["pdu", ["!r:hs.example", f"$e{number}", event, {"room_version": "10", **about}]]
+
+
+@asynccontextmanager
+async def homeserver_store(directory: Path) -> AsyncIterator[HomeserverStore]:
+    config = StoreConfig(
+        homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
+        homeserver_url=f"sqlite:///{directory}/homeserver.db",
+        sender_url=f"sqlite:///{directory}/sender.db",
+        synchronous="OFF",
+    )
+    async with open_store(config, real_outside()) as store:
+        yield store.homeserver
+
+
+@asynccontextmanager
+async def feeding(
+    directory: Path, log: Log
+) -> AsyncIterator[tuple[Feed, RecordingSink, HomeserverStore]]:
+    """A homeserver's stream over a Unix socket, through the feed, into an embedded store."""
+    path = directory / "replication.sock"
+    config = configured(directory, kind="tcp", tcp={"address": f"unix:{path}"})
+    sink = RecordingSink()
+    async with (
+        homeserver_store(directory) as store,
+        open_replication_server(
+            SERVER, {"events": log}, [await listen_unix(path)], real_outside(), kind=OWN_KIND
+        ),
+        open_feed(config, real_outside(), store, sink) as feed,
+    ):
+        yield feed, sink, store
+
+
+async def test_facts_are_in_the_store_before_the_sender_is_told(tmp_path: Path) -> None:
+    log = Log()
+    log.say(1, pdu(1), ["hosts", ["!r:hs.example", ["b.example", "c.example"], []]])
+    log.say(2, pdu(2, plus=["d.example"], minus=["c.example"]))
+    log.say(3, pdu(3), ["redaction", ["$e3", "$e2"]])
+    log.say(4)
+    async with feeding(tmp_path, log) as (feed, sink, store):
+        with trio.fail_after(20):
+            await feed.connected.wait()
+            for token in range(1, 5):
+                told = await sink.events.wait_past(token - 1)
+                assert await store.feed_position() >= told
+        rows = await store.read_events(0, 4, 10)
+        assert [(row.stream_ordering, row.event_id) for row in rows] == [
+            (1, "$e1"),
+            (2, "$e2"),
+            (3, "$e3"),
+        ]
+        assert rows[1].redacted
+        assert await store.servers_before(rows) == {
+            "$e1": frozenset(),
+            "$e2": frozenset({"b.example", "d.example"}),
+            "$e3": frozenset({"b.example", "c.example"}),
+        }
+        await until(lambda: feed.status().level)
+        status = feed.status()
+        assert (status.position, status.head, status.stopped) == (4, 4, None)
+
+
+async def test_restart_goes_on_after_what_is_stored(tmp_path: Path) -> None:
+    log = Log()
+    log.say(1, pdu(1))
+    async with feeding(tmp_path, log) as (_feed, sink, _store):
+        await until(lambda: sink.events.value == 1)
+    asked: list[int] = []
+
+    async def note(after: int, upto: int) -> None:
+        asked.append(after)
+
+    log.before_read = note
+    log.say(2, pdu(2))
+    async with feeding(tmp_path, log) as (_feed, sink, store):
+        await until(lambda: sink.events.value == 2)
+        assert [row.event_id for row in await store.read_events(0, 9, 9)] == ["$e1", "$e2"]
+    assert asked == [1]
+
+
+async def test_row_that_cannot_be_read_stops_the_feed_at_its_token(tmp_path: Path) -> None:
+    """Nothing is skipped: what it said might have been an event that somebody is owed."""
+    log = Log()
+    log.say(1, pdu(1))
+    log.say(2, pdu(2), ["ev", ["$e", "!r"]])
+    log.say(3, pdu(3))
+    async with feeding(tmp_path, log) as (feed, sink, store):
+        await until(lambda: feed.stopped is not None)
+        assert feed.stopped == (
+            "stream events, token 2: neither a pdu nor a hosts nor a redaction row"
+        )
+        assert feed.status().stopped == feed.stopped
+        assert sink.events.value <= 1
+        assert await store.feed_position() <= 1
+
+
+async def test_row_that_cannot_be_stored_stops_the_feed(tmp_path: Path) -> None:
+    log = Log()
+    row = pdu(1)
+    row[1][2]["type"] = 7
+    log.say(1, row)
+    async with feeding(tmp_path, log) as (feed, sink, _store):
+        await until(lambda: feed.stopped is not None)
+        assert "token 1: type" in str(feed.stopped)
+        assert sink.events.value == 0
+
+
+async def test_server_with_another_history_stops_the_feed(tmp_path: Path) -> None:
+    log = Log()
+    log.say(5, pdu(5))
+    async with feeding(tmp_path, log) as (_feed, sink, _store):
+        await until(lambda: sink.events.value == 5)
+    restored = Log()
+    restored.say(3, pdu(3))
+    async with feeding(tmp_path, restored) as (feed, _sink, _store):
+        await until(lambda: feed.stopped is not None)
+        assert "another history" in str(feed.stopped)
+
+
+async def test_publishing_where_nobody_listens_does_nothing(tmp_path: Path) -> None:
+    async with feeding(tmp_path, Log()) as (feed, _sink, _store):
+        await feed.publish_server_up("b.example")
+        await feed.publish_backoff("b.example", 1, 1)
+
+
+class SynapseTables(Tables):
+    """As `Tables`; a Redis feed never stores facts."""
+
+    async def feed_position(self) -> int:
+        raise NotImplementedError
+
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[FeedRow]]]) -> None:
+        raise NotImplementedError
+
+
+async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
+    redis = {"host": valkey.host, "port": valkey.port}
+    config = configured(tmp_path, kind="redis", redis=redis)
+    sink = RecordingSink()
+    async with (
+        trio.open_nursery() as nursery,
+        open_feed(config, real_outside(), SynapseTables(), sink) as feed,
+    ):
+        main = await Process.join(valkey.host, valkey.port, SERVER, nursery)
+        await until(lambda: feed.status().connected)
+        await main.say("POSITION events master 8 9", 'RDATA events master 10 ["ev",[]]')
+        await until(lambda: sink.events.value == 10)
+        assert feed.status().level
+        await feed.publish_backoff("remote.example", 21, 17)
+        row = '["get_destination_retry_timings",["remote.example"],17]'
+        await until(is_said(main, f"RDATA caches fed1 21 {row}"))
+        await main.say("REPLICATE ")
+        await until(is_said(main, "POSITION caches fed1 21 21"))
+        await main.ask("CLIENT", "KILL", "TYPE", "pubsub", "SKIPME", "yes")
+        await until(lambda: not feed.status().level)
+        await until(lambda: feed.status().connected)
+        await main.say("POSITION events master 10 14")
+        await until(lambda: sink.events.value == 14)
+        nursery.cancel_scope.cancel()

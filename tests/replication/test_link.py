@@ -1,0 +1,353 @@
+"""The TCP client: whole tokens, through any number of connections."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from tests.replication.support import (
+    ANYWHERE,
+    SERVER,
+    HandNetwork,
+    Log,
+    Netcat,
+    outside_with,
+)
+
+from fedsender.config import TcpAddress
+from fedsender.outside import listen_tcp, real_outside
+from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.link import (
+    HistoryLost,
+    Received,
+    TcpLink,
+    TcpLinkSettings,
+    open_tcp_link,
+)
+from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.wire import OWN_KIND
+
+SETTINGS = TcpLinkSettings(ANYWHERE, SERVER, "sender-1", kind=OWN_KIND)
+GREETING = [f"SERVER {SERVER}", "PING 1"]
+
+
+@dataclass(slots=True)
+class World:
+    """A link, its network, and the token that its consumer holds."""
+
+    link: TcpLink
+    network: HandNetwork
+    held: int = 53
+    servers: deque[Netcat] = field(default_factory=deque)
+
+    def answer(self, connections: int = 1) -> None:
+        for _ in range(connections):
+            self.network.answers.append(lambda theirs: self.servers.append(Netcat.on(theirs)))
+
+
+@asynccontextmanager
+async def linked(settings: TcpLinkSettings = SETTINGS) -> AsyncIterator[World]:
+    network = HandNetwork()
+    held: Callable[[], int] = lambda: world.held  # noqa: E731
+    async with open_tcp_link(settings, outside_with(network), held) as link:
+        world = World(link, network)
+        yield world
+
+
+async def collect(world: World, facts: list[Received]) -> None:
+    """Take facts as a consumer does: hold them durably, then ask for more."""
+    while True:
+        for fact in await world.link.next_facts():
+            facts.append(fact)
+            world.held = fact.token
+
+
+@asynccontextmanager
+async def collecting(world: World) -> AsyncIterator[list[Received]]:
+    facts: list[Received] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(collect, world, facts)
+        yield facts
+        nursery.cancel_scope.cancel()
+
+
+async def settled() -> None:
+    await trio.testing.wait_all_tasks_blocked(0.001)
+
+
+async def test_link_checks_the_name_then_names_itself_and_asks_after_its_token(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked(replace(SETTINGS, secret="s3cret")) as world, collecting(world):
+        world.answer()
+        await trio.sleep(1)
+        server = world.servers.popleft()
+        await server.say(*GREETING)
+        assert await server.hear_lines(3) == [
+            "AUTH s3cret",
+            "NAME sender-1",
+            "REPLICATE events 53",
+        ]
+
+
+async def test_rows_of_a_token_come_together_and_positions_without_rows(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world, collecting(world) as facts:
+        world.answer()
+        await trio.sleep(1)
+        server = world.servers.popleft()
+        await server.say(*GREETING, 'RDATA events batch ["a"]', 'RDATA events 54 ["b"]')
+        await server.say("RDATA other 99 []", "POSITION other 99", "", "NEW_WORD x")
+        await server.say("RDATA events 54 []", "POSITION events 56")
+        await settled()
+        assert facts == [Received(54, (["a"], ["b"])), Received(56, ())]
+        assert world.link.level
+        assert world.link.head == 56
+
+
+async def test_batch_cut_off_by_a_disconnection_is_dropped_and_comes_again_whole(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world, collecting(world) as facts:
+        world.answer(2)
+        await trio.sleep(1)
+        first = world.servers.popleft()
+        await first.say(*GREETING, 'RDATA events 54 ["a"]', 'RDATA events batch ["half"]')
+        await settled()
+        await first.stream.send_all(b'RDATA events 56 ["hal')
+        await first.stream.aclose()
+        await trio.sleep(10)
+        second = world.servers.popleft()
+        await second.say(*GREETING)
+        assert await second.hear_lines(2) == ["NAME sender-1", "REPLICATE events 54"]
+        await second.say('RDATA events batch ["half"]', 'RDATA events 56 ["half"]')
+        await settled()
+        assert facts == [Received(54, (["a"],)), Received(56, (["half"], ["half"]))]
+
+
+async def test_token_not_held_durably_is_asked_for_again(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world:
+        world.answer(2)
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def serve() -> None:
+                await trio.sleep(1)
+                first = world.servers.popleft()
+                await first.say(*GREETING, 'RDATA events 54 ["a"]')
+                await first.stream.send_eof()  # type: ignore[attr-defined]
+
+            assert await world.link.next_facts() == [Received(54, (["a"],))]
+            # The consumer failed to store it, and asks on.
+            nursery.start_soon(world.link.next_facts)
+            await trio.sleep(5)
+            second = world.servers.popleft()
+            await second.say(*GREETING)
+            assert await second.hear_lines(2) == ["NAME sender-1", "REPLICATE events 53"]
+            nursery.cancel_scope.cancel()
+
+
+async def test_wrong_server_is_told_so_and_learns_nothing_else(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked(replace(SETTINGS, secret="s3cret")) as world, collecting(world):
+        world.answer()
+        await trio.sleep(1)
+        server = world.servers.popleft()
+        await server.say("SERVER other.example", "PING 1")
+        assert await server.hear_rest() == ["ERROR Wrong remote"]
+        assert "hs.example" in str(world.link.last_error)
+        assert not world.link.connected
+
+
+async def test_pauses_between_attempts_grow_to_seconds_and_never_end(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world, collecting(world):
+        await trio.sleep(600)
+        tried = world.network.tried_at
+        pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
+        assert 0.05 <= pauses[0] <= 0.1
+        assert max(pauses) <= 5
+        assert all(pause >= 2.5 for pause in pauses[8:])
+        assert len(pauses) > 120
+
+
+async def test_pause_is_short_again_once_the_server_was_level(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world, collecting(world):
+        await trio.sleep(60)
+        world.answer(2)
+        await trio.sleep(10)
+        server = world.servers.popleft()
+        await server.say(*GREETING, "POSITION events 53")
+        await settled()
+        lost_at = trio.current_time()
+        await server.stream.aclose()
+        await trio.sleep(5)
+        assert world.network.tried_at[-1] - lost_at <= 0.1
+
+
+async def test_silent_server_is_dead_after_15_s_and_pings_keep_it_alive(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world, collecting(world):
+        world.answer()
+        await trio.sleep(1)
+        server = world.servers.popleft()
+        await server.say(*GREETING)
+        for _ in range(5):
+            await trio.sleep(10)
+            await server.say("PING 2")
+        assert world.link.connected
+        silent_since = trio.current_time()
+        assert (await server.hear_rest())[-1] == "REPLICATE events 53"
+        assert trio.current_time() - silent_since == pytest.approx(15)
+        assert world.link.last_error == "ping timeout"
+
+
+async def test_link_pings_every_five_seconds(autojump_clock: trio.testing.MockClock) -> None:
+    async with linked() as world, collecting(world):
+        world.answer()
+        await trio.sleep(1)
+        server = world.servers.popleft()
+        await server.say(f"SERVER {SERVER}")
+        times = []
+        while len(times) < 3:
+            if str(await server.hear_any()).startswith("PING "):
+                times.append(trio.current_time())
+    assert [round(at - times[0]) for at in times] == [0, 5, 10]
+
+
+async def test_time_in_which_the_consumer_is_busy_is_not_the_servers_silence(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked() as world:
+        world.answer()
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def serve() -> None:
+                await trio.sleep(1)
+                server = world.servers.popleft()
+                await server.say(*GREETING, "POSITION events 54")
+                await settled()
+                await server.say("POSITION events 55")
+
+            assert await world.link.next_facts() == [Received(54, ())]
+            await trio.sleep(100)
+            with trio.fail_after(1):
+                assert await world.link.next_facts() == [Received(55, ())]
+            assert world.link.connected
+
+
+async def test_server_that_stands_below_what_we_hold_is_an_error(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Its next tokens would be taken for old ones, and events would be lost in silence."""
+    async with linked() as world:
+        world.answer()
+        async with trio.open_nursery() as nursery:
+
+            @nursery.start_soon
+            async def serve() -> None:
+                await trio.sleep(1)
+                await world.servers[0].say(*GREETING, "POSITION events 40")
+
+            with pytest.raises(HistoryLost, match=r"stands at 40.*up to 53"):
+                await world.link.next_facts()
+
+
+@pytest.mark.parametrize("bad", ["RDATA events x []", "x" * 300_000, "RDATA events 54 [1"])
+async def test_bad_line_ends_the_connection_and_it_comes_back(
+    autojump_clock: trio.testing.MockClock, bad: str
+) -> None:
+    async with linked() as world, collecting(world) as facts:
+        world.answer(2)
+        await trio.sleep(1)
+        await world.servers.popleft().say(*GREETING, bad)
+        await trio.sleep(10)
+        second = world.servers.popleft()
+        await second.say(*GREETING, "POSITION events 54")
+        await settled()
+        assert facts == [Received(54, ())]
+
+
+async def test_facts_before_a_bad_line_are_taken(autojump_clock: trio.testing.MockClock) -> None:
+    async with linked() as world, collecting(world) as facts:
+        world.answer(2)
+        await trio.sleep(1)
+        first = world.servers.popleft()
+        await first.say(*GREETING, "RDATA events 54 []", "RDATA events x []")
+        await trio.sleep(1)
+        assert facts == [Received(54, ([],))]
+        await world.servers[0].say(*GREETING)
+        assert await world.servers[0].hear_lines(2) == ["NAME sender-1", "REPLICATE events 54"]
+
+
+# --- against our own server, over real sockets ----------------------------------------------------
+
+
+async def test_connections_that_are_cut_lose_nothing_and_repeat_nothing() -> None:
+    log = Log()
+    (listener,) = await listen_tcp("127.0.0.1", 0)
+    port = listener.socket.getsockname()[1]
+    sent = {token: tuple([token, part] for part in range(token % 4)) for token in range(1, 400)}
+    got: list[Any] = []
+    async with (
+        open_replication_server(SERVER, {"events": log}, [listener], real_outside(), kind=OWN_KIND),
+        cutting_proxy(port) as proxied,
+        open_tcp_link(
+            replace(SETTINGS, endpoint=Endpoint(TcpAddress("127.0.0.1", proxied))),
+            real_outside(),
+            lambda: got[-1].token if got else 0,
+        ) as link,
+    ):
+        for token, rows in sent.items():
+            log.say(token, *rows)
+        with trio.fail_after(30):
+            while not got or got[-1].token < 399:
+                got += await link.next_facts()
+    tokens = [fact.token for fact in got]
+    assert tokens == sorted(set(tokens))
+    assert {fact.token: fact.rows for fact in got if fact.rows} == {
+        token: rows for token, rows in sent.items() if rows
+    }
+
+
+@asynccontextmanager
+async def cutting_proxy(port: int) -> AsyncIterator[int]:
+    """Passes connections on to `port`, each for some more bytes than the one before."""
+    patience = 0
+
+    async def carry(stream: trio.SocketStream) -> None:
+        nonlocal patience
+        patience += 2500
+        onward = await trio.open_tcp_stream("127.0.0.1", port)
+        async with stream, onward, trio.open_nursery() as nursery:
+            nursery.start_soon(pump, stream, onward, 10**9)
+            await pump(onward, stream, patience)
+            nursery.cancel_scope.cancel()
+
+    async def pump(source: trio.SocketStream, sink: trio.SocketStream, most: int) -> None:
+        with suppress(trio.BrokenResourceError):
+            while most > 0 and (data := await source.receive_some(min(most, 4096))):
+                await sink.send_all(data)
+                most -= len(data)
+
+    (listener,) = await listen_tcp("127.0.0.1", 0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, carry, [listener])
+        yield listener.socket.getsockname()[1]
+        nursery.cancel_scope.cancel()

@@ -1,0 +1,283 @@
+"""Ids, positions and the hand-over between tasks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsender.streams import (
+    Fact,
+    IdGenerator,
+    Moved,
+    StreamPositions,
+    UnknownWriter,
+    Watermark,
+)
+
+# --- writers --------------------------------------------------------------------------------------
+
+
+def test_position_of_one_writer_jumps_when_its_oldest_id_completes() -> None:
+    ids = IdGenerator[str](1)
+    assert [ids.reserve(), ids.reserve()] == [2, 3]
+    assert ids.current() == 1
+    ids.complete(3)
+    assert ids.current() == 1
+    ids.complete(2)
+    assert ids.current() == 3
+    assert [ids.reserve() for _ in range(3)] == [4, 5, 6]
+    assert ids.current() == 3
+    ids.complete(5)
+    assert ids.current() == 3
+    ids.complete(4)
+    assert ids.current() == 5
+    ids.complete(6)
+    assert (ids.current(), ids.linear) == (6, 6)
+
+
+def test_facts_are_announced_once_and_in_id_order() -> None:
+    ids = IdGenerator[str](1)
+    for _ in range(3):
+        ids.reserve()
+    assert ids.complete(4, ["d"]) == []
+    assert ids.complete(3, ["c1", "c2"]) == []
+    assert ids.complete(2, ["b"]) == [
+        Fact("master", 2, ("b",)),
+        Fact("master", 3, ("c1", "c2")),
+        Fact("master", 4, ("d",)),
+    ]
+    assert ids.announce() == []
+
+
+def test_id_without_rows_gives_a_position_only_where_no_fact_says_it() -> None:
+    ids = IdGenerator[str](1)
+    for _ in range(4):
+        ids.reserve()
+    ids.complete(3)
+    ids.complete(4, ["d"])
+    ids.complete(5)
+    assert ids.complete(2) == [Fact("master", 4, ("d",)), Moved("master", 4, 5)]
+
+
+def test_id_that_is_not_in_flight_cannot_be_completed() -> None:
+    ids = IdGenerator[str](1)
+    with pytest.raises(KeyError):
+        ids.complete(2)
+    ids.reserve()
+    ids.complete(2)
+    with pytest.raises(KeyError):
+        ids.complete(2)
+
+
+def test_idle_writer_follows_the_others() -> None:
+    ids = IdGenerator[str](1, ["ev1", "ev2"])
+    first = ids.reserve("ev1")
+    assert ids.complete(first, ["x"]) == [Fact("ev1", 2, ("x",))]
+    assert ids.announce() == [Moved("ev2", 1, 2)]
+
+
+def test_slow_writer_holds_the_linear_position_but_not_the_others() -> None:
+    ids = IdGenerator[str](1, ["ev1", "ev2"])
+    slow = ids.reserve("ev2")
+    quick = ids.reserve("ev1")
+    ids.complete(quick, ["x"])
+    assert (ids.current("ev1"), ids.current("ev2"), ids.linear) == (3, 1, 1)
+    ids.complete(slow)
+    assert (ids.current("ev1"), ids.current("ev2"), ids.linear) == (3, 3, 3)
+
+
+def test_writer_that_is_not_configured_gets_no_id() -> None:
+    with pytest.raises(UnknownWriter, match="ev9"):
+        IdGenerator[str](1).reserve("ev9")
+
+
+Said = Fact[int] | Moved
+
+
+class Schedule:
+    """Several writers at work, and a reader that hears each of them in order, but not all at once.
+
+    `stuck` never completes anything that it has begun.
+    """
+
+    def __init__(self, rng: random.Random, writers: list[str], stuck: str | None) -> None:
+        self.rng = rng
+        self.writers = writers
+        self.stuck = stuck
+        self.ids = IdGenerator[int](0, writers)
+        self.reader = StreamPositions(writers, dict.fromkeys(writers, 0))
+        self.in_flight: dict[int, str] = {}
+        self.with_rows: set[int] = set()
+        self.unheard: dict[str, list[Said]] = {writer: [] for writer in writers}
+        self.heard: dict[str, list[int]] = {writer: [] for writer in writers}
+
+    def step(self) -> None:
+        getattr(self, self.rng.choice(["reserve", "complete", "complete", "announce", "hear"]))()
+        self.check()
+
+    def reserve(self) -> None:
+        writer = self.rng.choice(self.writers)
+        self.in_flight[self.ids.reserve(writer)] = writer
+
+    def complete(self) -> None:
+        able = [each for each, writer in self.in_flight.items() if writer != self.stuck]
+        if able:
+            self.finish(self.rng.choice(able))
+
+    def finish(self, stream_id: int) -> None:
+        del self.in_flight[stream_id]
+        rows = [stream_id] * self.rng.choice([0, 1, 1, 3])
+        if rows:
+            self.with_rows.add(stream_id)
+        self.say(self.ids.complete(stream_id, rows))
+
+    def announce(self) -> None:
+        self.say(self.ids.announce())
+
+    def say(self, said: Iterable[Said]) -> None:
+        for each in said:
+            self.unheard[each.writer].append(each)
+
+    def hear(self) -> None:
+        waiting = [writer for writer in self.writers if self.unheard[writer]]
+        if waiting:
+            self.take(self.rng.choice(waiting))
+
+    def take(self, writer: str) -> None:
+        said = self.unheard[writer].pop(0)
+        if isinstance(said, Fact):
+            assert said.rows == (said.stream_id,) * len(said.rows)
+            self.heard[writer].append(said.stream_id)
+            self.reader.advance(writer, said.stream_id)
+        else:
+            self.reader.advance(writer, said.position)
+
+    def check(self) -> None:
+        lowest = min(self.in_flight, default=10**9)
+        assert self.reader.linear < lowest
+        assert self.ids.linear < lowest
+        assert self.reader.linear <= self.ids.linear
+
+    def end(self) -> None:
+        for stream_id, writer in list(self.in_flight.items()):
+            if writer != self.stuck:
+                self.finish(stream_id)
+        self.announce()
+        for writer in self.writers:
+            while self.unheard[writer]:
+                self.take(writer)
+                self.check()
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 4), st.booleans())
+def test_reader_never_passes_an_id_in_flight_and_misses_nothing(
+    rng: random.Random, writers: int, one_is_stuck: bool
+) -> None:
+    names = [f"ev{number}" for number in range(writers)]
+    schedule = Schedule(rng, names, names[0] if one_is_stuck else None)
+    before = 0
+    for _ in range(60):
+        schedule.step()
+        assert schedule.reader.linear >= before
+        before = schedule.reader.linear
+    schedule.end()
+    for writer in names:
+        assert schedule.heard[writer] == sorted(set(schedule.heard[writer]))
+    announced = {each for ids in schedule.heard.values() for each in ids}
+    assert {each for each in schedule.with_rows if each <= schedule.reader.linear} <= announced
+    # Only what never completes holds the token, and it stands right below it.
+    last = schedule.ids.linear
+    assert schedule.reader.linear == last == min(schedule.in_flight, default=last + 1) - 1
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+def test_linear_token_is_the_minimum_and_then_runs_over_ids_known_one_by_one() -> None:
+    events = StreamPositions(["first", "second"], {"first": 3, "second": 5})
+    assert events.linear == 3
+    assert events.advance("first", 6) == 6
+    assert events.advance("second", 7) == 7
+    assert events.advance("second", 9) == 7
+    assert events.advance("first", 8) == 9
+    assert events.advance("first", 11) == 9
+    assert events.advance("second", 15) == 11
+
+
+@pytest.mark.parametrize(
+    ("writers", "stored", "linear"),
+    [
+        (["second"], {"first": 3, "second": 5}, 5),
+        (["third"], {"first": 3, "second": 5}, 5),
+        (["first", "third"], {"third": 6}, 6),
+        (["first", "second"], {}, 0),
+    ],
+)
+def test_only_configured_writers_count_at_start(
+    writers: list[str], stored: dict[str, int], linear: int
+) -> None:
+    assert StreamPositions(writers, stored).linear == linear
+
+
+def test_silent_writer_stops_the_token_and_is_named_with_the_time() -> None:
+    events = StreamPositions(["ev1", "ev2"], {"ev1": 5, "ev2": 5})
+    assert events.hold() is None
+    events.advance("ev1", 6, now=100.0)
+    events.advance("ev1", 9, now=101.0)
+    assert events.linear == 6
+    hold = events.hold()
+    assert hold is not None
+    assert (hold.writers, hold.missing, hold.head, hold.since) == (("ev2",), 7, 9, 101.0)
+    events.advance("ev1", 12, now=150.0)
+    still = events.hold()
+    assert still is not None
+    assert still.since == 101.0
+    events.advance("ev2", 12, now=151.0)
+    assert (events.linear, events.hold()) == (12, None)
+
+
+def test_old_position_changes_nothing() -> None:
+    events = StreamPositions(["master"], {"master": 7})
+    assert events.advance("master", 1) == 7
+    assert events.position("master") == 7
+
+
+def test_unknown_writer_is_an_error_that_names_it() -> None:
+    with pytest.raises(UnknownWriter, match="'ev3' is not one of the configured writers"):
+        StreamPositions(["ev1", "ev2"]).advance("ev3", 4)
+
+
+# --- watermark ------------------------------------------------------------------------------------
+
+
+async def test_watermark_wakes_whoever_waits_and_never_falls() -> None:
+    watermark = Watermark(3)
+    seen: list[int] = []
+
+    async def follow() -> None:
+        at = 3
+        while at < 9:
+            at = await watermark.wait_past(at)
+            seen.append(at)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(follow)
+        await trio.testing.wait_all_tasks_blocked()
+        watermark.advance(2)
+        watermark.advance(5)
+        watermark.advance(6)
+        await trio.testing.wait_all_tasks_blocked()
+        watermark.advance(9)
+    assert seen == [6, 9]
+    assert watermark.value == 9
+
+
+async def test_waiting_for_a_position_already_passed_is_a_checkpoint() -> None:
+    with trio.testing.assert_checkpoints():
+        assert await Watermark(4).wait_past(3) == 4
