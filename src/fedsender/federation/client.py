@@ -1,0 +1,424 @@
+"""The federation client: one keep-alive TLS connection per destination, and what it carries.
+
+A task that sends to a destination holds a `Peer`. Before each request it asks it to `connect`,
+which lends it a `Link`: the live connection if there is one, or else a new one. When the exchange
+is over the connection goes back to the client, where it outlives the task. There the connections
+that carry nothing stand in the order of their last use: the oldest goes when room is needed, and
+each goes when it has been idle for long, or its peer has left.
+
+Nothing here looks through the other connections to serve a request.
+"""
+
+import importlib.metadata
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+from urllib.parse import quote
+
+import trio
+
+from fedsender.config import Federation, Policy
+from fedsender.federation.answer import Answer, answer_of, parse_answer
+from fedsender.federation.connections import Connections, Live
+from fedsender.federation.dialing import Dialer, IPRanges, TlsPolicy, Unreachable
+from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Resolved
+from fedsender.federation.remembered import Remembered, keep_saved, read_cache, write_cache
+from fedsender.federation.signing import SigningKey, authorization_header
+from fedsender.federation.transport import (
+    Bounds,
+    Connection,
+    ExchangeFailed,
+    FailureKind,
+    Header,
+    Response,
+    get,
+    words,
+)
+from fedsender.outside import Outside
+from fedsender.telemetry import Metrics
+
+__all__ = [
+    "Answer",
+    "FederationClient",
+    "Link",
+    "Peer",
+    "SendFailed",
+    "Statistics",
+    "Unreachable",
+    "open_client",
+    "parse_answer",
+]
+
+_CACHE_ENTRIES: Final = 20_000
+_CONCURRENT_LOOKUPS: Final = 50
+_LOOKUP_S: Final = 10.0
+# For the whole of it, redirects included; most of those that take longer never answer.
+_WELL_KNOWN_S: Final = 15.0
+_SMALL: Final = Bounds(body_bytes=65_536)
+
+
+class SendFailed(Exception):
+    """A request got no whole answer.
+
+    Attributes:
+        kind: how it went wrong.
+        sent: its first byte may have left, so that the peer may have acted on it.
+        text: why, in words, at most 300 characters.
+    """
+
+    def __init__(self, kind: FailureKind, text: str, *, sent: bool) -> None:
+        super().__init__(text)
+        self.kind: FailureKind = kind
+        self.sent = sent
+        self.text = words(text)
+
+
+class Admission(Protocol):
+    """What the client asks leave of before it opens a connection."""
+
+    def handshake(self) -> AbstractAsyncContextManager[None]:
+        """Entered when one more handshake may begin, left when it is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What the client has done, and holds.
+
+    Attributes:
+        open: connections, those being opened included.
+        idle: those of them that carry nothing.
+        opened: connections opened since the start.
+        repeated: requests repeated because a reused connection turned out to be closed.
+        lookups: questions to the DNS.
+        well_knowns: .well-known requests.
+        remembered: entries in the caches of server discovery.
+    """
+
+    open: int
+    idle: int
+    opened: int
+    repeated: int
+    lookups: int
+    well_knowns: int
+    remembered: int
+
+
+@asynccontextmanager
+async def open_client(
+    config: Federation,
+    outside: Outside,
+    server_name: str,
+    keys: Sequence[SigningKey],
+    admission: Admission,
+    metrics: Metrics | None = None,
+) -> AsyncIterator["FederationClient"]:
+    """A client that sends as `server_name`, signing with each of `keys`.
+
+    On the way out idle connections are closed and what discovery learnt is saved.
+    """
+    client = FederationClient(config, outside, server_name, keys, admission, metrics)
+    remembered = client.discovery.remembered
+    known = read_cache(config.discovery_cache)
+    if known is not None:
+        remembered.take_in(known, outside.now_ms())
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.connections.watch, name="idle connections")
+            nursery.start_soon(keep_saved, remembered, config.discovery_cache, outside)
+            yield client
+            nursery.cancel_scope.cancel()
+    finally:
+        if remembered.changed:
+            write_cache(config.discovery_cache, remembered.to_file(outside.now_ms()))
+        await client.connections.close()
+
+
+class FederationClient:
+    """Connections to other servers; `peer` is the way in."""
+
+    def __init__(
+        self,
+        config: Federation,
+        outside: Outside,
+        server_name: str,
+        keys: Sequence[SigningKey],
+        admission: Admission,
+        metrics: Metrics | None,
+    ) -> None:
+        self.server_name = server_name
+        self.keys = tuple(keys)
+        self.config = config
+        self.outside = outside
+        self.admission = admission
+        self.metrics = metrics
+        self.bounds = Bounds(body_bytes=config.max_answer_bytes)
+        self.user_agent = _user_agent(config.user_agent_suffix)
+        self.dialer = Dialer(outside.network, config.connect_timeout, config.handshake_timeout)
+        self.discovery = Discovery(
+            outside.network,
+            outside.random,
+            outside.now_ms,
+            Remembered(_CACHE_ENTRIES),
+            concurrent_lookups=_CONCURRENT_LOOKUPS,
+            lookup_s=_LOOKUP_S,
+        )
+        self.connections = Connections(
+            outside.network, config.max_connections, config.idle_connection
+        )
+        self.repeated = 0
+        if metrics is not None:
+            metrics.connections.set_function(lambda: self.connections.open)
+
+    @asynccontextmanager
+    async def peer(self, destination: str, policy: Policy) -> AsyncIterator["Peer"]:
+        """The way to `destination` for one task at a time; no I/O on entry.
+
+        On exit the connection, if it is fit for use, stays with the client.
+        """
+        peer = Peer(self, destination, policy)
+        try:
+            yield peer
+        finally:
+            peer.release()
+
+    def use_keys(self, keys: Sequence[SigningKey]) -> None:
+        """Sign with `keys` from the next request on."""
+        self.keys = tuple(keys)
+
+    def forget(self, destination: str) -> None:
+        """Drop what discovery knows of a server that somebody says is up again."""
+        try:
+            self.discovery.forget(destination)
+        except ValueError:
+            return
+
+    def statistics(self) -> Statistics:
+        """What the client has done, and holds."""
+        return Statistics(
+            open=self.connections.open,
+            idle=self.connections.idle,
+            opened=self.connections.opened,
+            repeated=self.repeated,
+            lookups=self.discovery.lookups,
+            well_knowns=self.discovery.well_knowns,
+            remembered=len(self.discovery.remembered),
+        )
+
+
+class Peer:
+    """The way to one destination, for one task; made by `FederationClient.peer`."""
+
+    def __init__(self, client: FederationClient, destination: str, policy: Policy) -> None:
+        self.destination = destination
+        self._client = client
+        self._address = None if policy.address is None else str(policy.address)
+        config = client.config
+        self._tls = TlsPolicy(
+            policy.ca_file or config.ca_file,
+            config.minimum_tls_version,
+            config.verify_certificates,
+        )
+        self._ranges = IPRanges(config.ip_deny, config.ip_allow)
+        self._opened_by = (self._address, self._tls)
+        self._held: Live | None = None
+
+    async def connect(self) -> "Link":
+        """Lend a connection for one exchange: the live one, or one that is opened now.
+
+        Raises:
+            Unreachable: there is none to be had.
+        """
+        if self._held is None:
+            self._held = await self._client.connections.take(self.destination, self._opened_by)
+        if self._held is None:
+            self._held = await self._open()
+        return Link(self, self._held)
+
+    async def version_answers(self) -> bool:
+        """Whether the server answers an unsigned `GET /_matrix/federation/v1/version`.
+
+        The deadline is the caller's.
+        """
+        try:
+            link = await self.connect()
+            response, _ = await link._exchange(
+                "GET", "/_matrix/federation/v1/version", None, _SMALL
+            )
+        except (Unreachable, SendFailed):
+            return False
+        return response.status == 200 and parse_answer(response.body) is not None
+
+    def release(self) -> None:
+        """Give the connection back to the client, if there is one."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._client.connections.give_back(self.destination, held)
+
+    async def _open(self) -> Live:
+        client = self._client
+        resolved = await self._resolve()
+        # What the operator wrote down is permitted; what somebody's DNS says is judged.
+        ranges = self._ranges if self._address is None else IPRanges()
+        try:
+            async with client.connections.place(), client.admission.handshake():
+                connection = await client.dialer.open(
+                    resolved.candidates, resolved.tls_name, self._tls, ranges
+                )
+        except Unreachable as failure:
+            client.discovery.doubt(self.destination)
+            note = f"; {resolved.note}" if resolved.note else ""
+            raise Unreachable(failure.kind, failure.text + note) from failure
+        if client.metrics is not None:
+            client.metrics.handshakes.inc()
+        headers = (
+            (b"host", resolved.host_header.encode("ascii")),
+            (b"user-agent", client.user_agent.encode("ascii")),
+        )
+        return Live(connection, headers, self._opened_by)
+
+    async def _resolve(self) -> Resolved:
+        result = "found"
+        try:
+            return await self._client.discovery.resolve(
+                self.destination, self._fetch_well_known, fixed_address=self._address
+            )
+        except Unreachable as failure:
+            result = failure.kind
+            raise
+        except ValueError as error:
+            result = "dns"
+            raise Unreachable("dns", str(error)) from error
+        finally:
+            if self._client.metrics is not None:
+                self._client.metrics.discoveries.labels(result).inc()
+
+    async def _fetch_well_known(self, host: str) -> Response:
+        """https://<host>/.well-known/matrix/server; raises ExchangeFailed."""
+        url = f"https://{host}/.well-known/matrix/server"
+        async with self._client.admission.handshake():
+            try:
+                with trio.fail_after(_WELL_KNOWN_S):
+                    return await get(
+                        url,
+                        self._lease,
+                        WELL_KNOWN_BOUNDS,
+                        user_agent=self._client.user_agent,
+                    )
+            except trio.TooSlowError:
+                raise ExchangeFailed("timeout", f"no answer in {_WELL_KNOWN_S:g} s") from None
+            except Unreachable as failure:
+                raise ExchangeFailed("closed", failure.text) from failure
+
+    @asynccontextmanager
+    async def _lease(self, host: str, port: int) -> AsyncIterator[Connection]:
+        """A connection to a web server for one request; raises Unreachable, ValueError."""
+        client = self._client
+        candidates = [(ip, port) for ip in await client.discovery.addresses(host)]
+        connection = await client.dialer.open(candidates, host, self._tls, self._ranges)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+
+class Link:
+    """A connection lent for one exchange.
+
+    Attributes:
+        sent: the first byte of the request may have left. For those who cancel an exchange; a
+            `SendFailed` says it itself.
+    """
+
+    def __init__(self, peer: Peer, live: Live) -> None:
+        self.sent = False
+        self._peer = peer
+        self._live = live
+
+    async def put_transaction(self, transaction_id: str, body: bytes) -> Answer:
+        """Send a transaction (server-server API, "Transactions"); the deadline is the caller's.
+
+        Args:
+            body: its canonical JSON.
+
+        Returns:
+            Whatever answer there was, of any status.
+
+        Raises:
+            SendFailed: there is no whole answer.
+        """
+        client = self._peer._client
+        target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"
+        started = trio.current_time()
+        response, reused = await self._exchange("PUT", target, body, client.bounds)
+        return answer_of(
+            response,
+            ms=round((trio.current_time() - started) * 1000),
+            reused=reused,
+            request_bytes=len(body),
+            now_ms=client.outside.now_ms(),
+        )
+
+    async def _exchange(
+        self, method: str, target: str, body: bytes | None, bounds: Bounds
+    ) -> tuple[Response, bool]:
+        """The answer, and whether the connection it came over had been used before."""
+        peer = self._peer
+        if peer._held is not self._live:
+            raise SendFailed("closed", "this link was used already", sent=False)
+        reused = self._live.reused
+        try:
+            try:
+                return await self._once(method, target, body, bounds), reused
+            except ExchangeFailed as failure:
+                if not (reused and failure.kind == "closed" and not self._live.connection.heard):
+                    raise SendFailed(failure.kind, failure.text, sent=self.sent) from failure
+            # The peer closed an idle connection just when we used it: not a failure of anybody's,
+            # so one new connection is part of the same attempt (I5).
+            await self._renew()
+            try:
+                return await self._once(method, target, body, bounds), False
+            except ExchangeFailed as failure:
+                raise SendFailed(failure.kind, failure.text, sent=True) from failure
+        finally:
+            peer.release()
+
+    async def _renew(self) -> None:
+        peer = self._peer
+        peer._client.repeated += 1
+        peer.release()
+        try:
+            self._live = peer._held = await peer._open()
+        except Unreachable as failure:
+            raise SendFailed("closed", f"and then: {failure.text}", sent=True) from failure
+
+    async def _once(self, method: str, target: str, body: bytes | None, bounds: Bounds) -> Response:
+        connection, metrics = self._live.connection, self._peer._client.metrics
+        if metrics is not None:
+            metrics.http_requests.labels(method).inc()
+        headers = self._live.headers if body is None else self._signed(method, target, body)
+        try:
+            response = await connection.exchange(method, target, headers, body, bounds=bounds)
+        finally:
+            self.sent |= connection.sent
+        if metrics is not None:
+            metrics.http_responses.labels(method, str(response.status)).inc()
+        return response
+
+    def _signed(self, method: str, target: str, body: bytes) -> list[Header]:
+        """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""
+        client, destination = self._peer._client, self._peer.destination
+        headers: list[Header] = [*self._live.headers, (b"content-type", b"application/json")]
+        for key in client.keys:
+            value = authorization_header(client.server_name, destination, method, target, body, key)
+            headers.append((b"authorization", value.encode("ascii")))
+        return headers
+
+
+def _user_agent(suffix: str | None) -> str:
+    try:
+        version = importlib.metadata.version("fedsender")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unreleased"
+    return f"fedsender/{version}" + ("" if suffix is None else f" {suffix}")

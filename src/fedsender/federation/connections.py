@@ -1,0 +1,173 @@
+"""Open connections, counted, and those among them that carry nothing, in the order of last use.
+
+A connection holds one of a fixed number of places from before it is opened until it is given up.
+When none is free, the connection that has been idle longest makes room. Every step for a request
+touches the connections of its own destination and the oldest idle one, never all of them; only the
+watch, every few seconds, looks at all, with one system call.
+"""
+
+from collections.abc import AsyncIterator, Hashable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+
+from fedsender.federation.transport import Connection, Header
+from fedsender.outside import Network
+
+# How often idle connections are looked at, and how old one is before it is looked at first.
+_LOOK_EVERY_S: Final = 5.0
+_FRESH_S: Final = 1.0
+_CLOSING_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class Live:
+    """An open connection with what it was opened for.
+
+    Attributes:
+        headers: `Host` and the like, the same for each request on it.
+        opened_by: the settings it was opened under; under others it is not used.
+        reused: it was idle before.
+    """
+
+    connection: Connection
+    headers: tuple[Header, ...]
+    opened_by: Hashable
+    reused: bool = False
+    idle_since: float = 0.0
+
+
+class Connections:
+    """All connections of a client.
+
+    Attributes:
+        opened: how many were opened so far.
+    """
+
+    def __init__(self, network: Network, maximum: int, idle_s: float) -> None:
+        self.opened = 0
+        self._network = network
+        self._maximum = maximum
+        self._idle_s = idle_s
+        self._places = trio.Semaphore(maximum)
+        # By destination, the one that has been idle longest first.
+        self._idle: dict[str, Live] = {}
+        # Given up but not closed: closing needs an await, and not everybody who gives up has one.
+        self._unwanted: list[Connection] = []
+        self._something_to_do = trio.Event()
+
+    @property
+    def open(self) -> int:
+        """Connections that hold a place, those being opened included."""
+        return self._maximum - self._places.value
+
+    @property
+    def idle(self) -> int:
+        """Connections that carry nothing."""
+        return len(self._idle)
+
+    async def take(self, destination: str, opened_by: Hashable) -> Live | None:
+        """The idle connection of `destination`, unless its peer has left or settings changed."""
+        live = self._idle.pop(destination, None)
+        if live is None:
+            return None
+        if live.opened_by != opened_by:
+            self.give_up(live)
+            return None
+        live.reused = True
+        stream = live.connection.stream
+        if trio.current_time() - live.idle_since < _FRESH_S:
+            return live
+        if self._network.readable([stream]) and await self._deserted(live):
+            return None
+        return live
+
+    def give_back(self, destination: str, live: Live) -> None:
+        """Keep a connection for later, unless it is spent or somebody waits for its place."""
+        if not live.connection.reusable or self._places.statistics().tasks_waiting:
+            self.give_up(live)
+            return
+        older = self._idle.pop(destination, None)
+        if older is not None:
+            self.give_up(older)
+        live.idle_since = trio.current_time()
+        self._idle[destination] = live
+        self._something_to_do.set()
+
+    def give_up(self, live: Live) -> None:
+        """Use a connection no more; it is closed soon."""
+        self._places.release()
+        if live.connection.reusable:
+            self._unwanted.append(live.connection)
+            self._something_to_do.set()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """Room for one more connection, kept on leaving for the `Live` it was needed for.
+
+        An error gives it back.
+        """
+        if self._places.value == 0 and self._idle:
+            self.give_up(self._idle.pop(next(iter(self._idle))))
+        await self._places.acquire()
+        try:
+            await self._close_unwanted()
+            yield
+        except BaseException:
+            self._places.release()
+            raise
+        self.opened += 1
+
+    async def watch(self) -> None:
+        """Close, for ever, what has been idle for too long and what was closed at the far end."""
+        while True:
+            await self._close_unwanted()
+            if not self._idle:
+                self._something_to_do = trio.Event()
+                await self._something_to_do.wait()
+                continue
+            await trio.sleep(_LOOK_EVERY_S)
+            self._give_up_old()
+            await self._give_up_deserted()
+
+    async def close(self) -> None:
+        """Close what is idle."""
+        while self._idle:
+            self.give_up(self._idle.popitem()[1])
+        with trio.move_on_after(_CLOSING_S, shield=True):
+            await self._close_unwanted()
+
+    def _give_up_old(self) -> None:
+        oldest = trio.current_time() - self._idle_s
+        while self._idle:
+            destination = next(iter(self._idle))
+            if self._idle[destination].idle_since > oldest:
+                return
+            self.give_up(self._idle.pop(destination))
+
+    async def _give_up_deserted(self) -> None:
+        names = {live.connection.stream: name for name, live in self._idle.items()}
+        for stream in self._network.readable(list(names)):
+            name = names[stream]
+            live = self._idle.get(name)
+            if live is not None and live.connection.stream is stream:
+                del self._idle[name]
+                if not await self._deserted(live):
+                    self.give_back(name, live)
+
+    async def _deserted(self, live: Live) -> bool:
+        """Whether the peer has left a connection; if so, or if in doubt, it is given up."""
+        try:
+            if not await live.connection.peer_has_left():
+                return False
+        except BaseException:
+            self.give_up(live)
+            raise
+        self.give_up(live)
+        return True
+
+    async def _close_unwanted(self) -> None:
+        while self._unwanted:
+            await self._unwanted.pop().close()

@@ -1,0 +1,230 @@
+"""From checked addresses to a TLS connection with a checked certificate.
+
+The address connected to is the very address that was checked against the IP ranges: nothing
+resolves a name between the check and the connect, so a DNS answer that changes cannot lead us into
+a private network. The certificate is checked for the name that the Matrix delegation ended in,
+whatever the address.
+"""
+
+import errno
+import ipaddress
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import trio
+from cachetools import LRUCache
+
+from fedsender.config.values import IpNetwork, is_in
+from fedsender.federation.transport import Connection, causes, reason, words
+from fedsender.outside import Network
+
+UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known"]
+Address = tuple[str, int]
+
+# How long one address gets before the next is tried beside it; the delay that RFC 8305 recommends.
+_STAGGER_S: Final = 0.25
+_CLOSING_S: Final = 1.0
+_REMEMBERED: Final = 16_384
+
+_UNSPECIFIED: Final = (ipaddress.ip_network("0.0.0.0/32"), ipaddress.ip_network("::/128"))
+
+
+class Unreachable(Exception):
+    """No connection to a server could be made; nothing of a request has left.
+
+    Attributes:
+        kind: what stood in the way.
+        text: why, in words, at most 300 characters.
+    """
+
+    def __init__(self, kind: UnreachableKind, text: str) -> None:
+        super().__init__(text)
+        self.kind: UnreachableKind = kind
+        self.text = words(text)
+
+
+@dataclass(frozen=True, slots=True)
+class IPRanges:
+    """Which addresses may be connected to: `allowed` makes holes in `denied`.
+
+    An IPv6 address that carries an IPv4 one counts as both. 0.0.0.0 and :: are never permitted.
+    """
+
+    denied: tuple[IpNetwork, ...] = ()
+    allowed: tuple[IpNetwork, ...] = ()
+
+    def permit(self, address: str) -> bool:
+        """Whether `address` may be connected to. What is no plain IP address may not."""
+        try:
+            if "%" in address or is_in(address, _UNSPECIFIED):
+                return False
+            return is_in(address, self.allowed) or not is_in(address, self.denied)
+        except ValueError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class TlsPolicy:
+    """How a peer's certificate is judged.
+
+    Attributes:
+        ca_file: the only authorities to trust, in PEM; None means those of the system.
+        minimum: the oldest TLS version to accept.
+        verify: False accepts any certificate. For test networks.
+    """
+
+    ca_file: Path | None = None
+    minimum: Literal["1.2", "1.3"] = "1.2"
+    verify: bool = True
+
+    def context(self) -> ssl.SSLContext:
+        """A fresh context; costs tens of milliseconds. Raises Unreachable for a bad `ca_file`."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise Unreachable("tls", f"CA file {self.ca_file}: {reason(error)}") from error
+        versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
+        context.minimum_version = versions[self.minimum]
+        if not self.verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
+
+
+@dataclass(slots=True)
+class Dialer:
+    """Opens connections; knows which addresses worked before.
+
+    Attributes:
+        connect_s: for how many seconds to try for a TCP connection, over all addresses.
+        handshake_s: for how many seconds the TLS handshake may go on.
+    """
+
+    network: Network
+    connect_s: float
+    handshake_s: float
+    _contexts: dict[TlsPolicy, ssl.SSLContext] = field(default_factory=dict)
+    _worked: LRUCache[str, str] = field(default_factory=lambda: LRUCache(maxsize=_REMEMBERED))
+    _prefer_ipv4: bool = False
+
+    async def open(
+        self, candidates: Sequence[Address], tls_name: str, tls: TlsPolicy, ranges: IPRanges
+    ) -> Connection:
+        """Connect to the first of `candidates` that answers and check that it is `tls_name`.
+
+        Raises:
+            Unreachable: refused, timeout, blocked or tls.
+        """
+        context = self._context(tls)
+        permitted = [address for address in candidates if ranges.permit(address[0])]
+        if not permitted:
+            addresses = ", ".join(sorted({ip for ip, _ in candidates}))
+            raise Unreachable("blocked", f"address outside the permitted IP ranges: {addresses}")
+        stream, address = await self._race(self._in_order(permitted, tls_name))
+        self._remember(tls_name, address, permitted)
+        where = f"TLS with {address[0]} port {address[1]} as {tls_name}"
+        try:
+            with trio.fail_after(self.handshake_s):
+                return Connection(await self.network.start_tls(stream, context, tls_name))
+        except trio.TooSlowError as error:
+            await trio.aclose_forcefully(stream)
+            text = f"{where}: no handshake within {self.handshake_s:g} s"
+            raise Unreachable("timeout", text) from error
+        except (trio.BrokenResourceError, ssl.SSLError, ValueError) as error:
+            await trio.aclose_forcefully(stream)
+            raise Unreachable("tls", f"{where}: {reason(error)}") from error
+        except BaseException:
+            await trio.aclose_forcefully(stream)
+            raise
+
+    def _context(self, tls: TlsPolicy) -> ssl.SSLContext:
+        context = self._contexts.get(tls)
+        if context is None:
+            context = self._contexts[tls] = tls.context()
+        return context
+
+    def _in_order(self, candidates: list[Address], tls_name: str) -> list[Address]:
+        """What worked last, then the other addresses with the families taking turns.
+
+        Addresses of one family keep their order, which for SRV targets is a rule.
+        """
+        families = [
+            [each for each in candidates if ":" in each[0]],
+            [each for each in candidates if ":" not in each[0]],
+        ]
+        last = self._worked.get(tls_name)
+        if self._prefer_ipv4 if last is None else ":" not in last:
+            families.reverse()
+        first, second = families
+        turns = [each for pair in zip(first, second, strict=False) for each in pair]
+        shorter = min(len(first), len(second))
+        turns += first[shorter:] + second[shorter:]
+        return sorted(turns, key=lambda each: each[0] != last)
+
+    def _remember(self, tls_name: str, address: Address, candidates: list[Address]) -> None:
+        self._worked[tls_name] = address[0]
+        if len({":" in ip for ip, _ in candidates}) == 2:
+            # Where both families were on offer, the one that worked says something about our side.
+            self._prefer_ipv4 = ":" not in address[0]
+
+    async def _race(self, candidates: list[Address]) -> tuple[trio.abc.Stream, Address]:
+        """The first connection to succeed, each address given a head start over the next."""
+        won: list[tuple[trio.abc.Stream, Address]] = []
+        failures: list[tuple[Address, OSError]] = []
+
+        async def attempt(address: Address, failed: trio.Event) -> None:
+            try:
+                stream = await self.network.open_tcp(*address)
+            except OSError as error:
+                failures.append((address, error))
+                failed.set()
+                return
+            won.append((stream, address))
+            nursery.cancel_scope.cancel()
+
+        try:
+            with trio.move_on_after(self.connect_s):
+                async with trio.open_nursery() as nursery:
+                    for address in candidates:
+                        failed = trio.Event()
+                        nursery.start_soon(attempt, address, failed)
+                        with trio.move_on_after(_STAGGER_S):
+                            await failed.wait()
+        except BaseException:
+            await _close_all(won)
+            raise
+        await _close_all(won[1:])
+        if not won:
+            raise self._refusal(candidates, failures)
+        return won[0]
+
+    def _refusal(
+        self, candidates: Sequence[Address], failures: Sequence[tuple[Address, OSError]]
+    ) -> Unreachable:
+        """Why none of `candidates` could be connected to; of some we may not know yet."""
+        texts = [f"{ip} port {port}: {reason(error)}" for (ip, port), error in failures]
+        failed = {address for address, _ in failures}
+        texts += [
+            f"{ip} port {port}: no answer within {self.connect_s:g} s"
+            for ip, port in candidates
+            if (ip, port) not in failed
+        ]
+        heard = any(not _timed_out(error) for _, error in failures)
+        return Unreachable("refused" if heard else "timeout", "; ".join(texts))
+
+
+async def _close_all(connected: Sequence[tuple[trio.abc.Stream, Address]]) -> None:
+    # Shielded, or a cancellation would close the first and forget the others.
+    with trio.move_on_after(_CLOSING_S, shield=True):
+        for stream, _ in connected:
+            await trio.aclose_forcefully(stream)
+
+
+def _timed_out(error: OSError) -> bool:
+    """Whether the system gave up waiting."""
+    return any(
+        isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT for cause in causes(error)
+    )

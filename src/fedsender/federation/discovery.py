@@ -1,0 +1,452 @@
+"""From a server name to the addresses it lives at, and the name it must prove in TLS.
+
+The rules are those of the server-server API, "Resolving server names". `Resolution` holds them
+and nothing else: it asks a question, is told the answer, and ends with a `Resolved` or a reason why
+not. `Discovery` carries the questions to the DNS and to .well-known, each of them once however many
+ask, and remembers what came back, failures too: a dead server must not cost a lookup per attempt.
+"""
+
+import email.utils
+import ipaddress
+import json
+import random
+import re
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import trio
+
+from fedsender.federation.dialing import Unreachable
+from fedsender.federation.remembered import (
+    ERROR_MAX_S,
+    SRV_SERVICES,
+    Delegation,
+    Lookup,
+    Remembered,
+    WellKnown,
+    delegation_after,
+)
+from fedsender.federation.transport import Bounds, ExchangeFailed, Response
+from fedsender.matrix import parse_server_name
+from fedsender.outside import NameNotFound, Network, RecordType, ResolveFailed
+
+DEFAULT_PORT: Final = 8448
+# More than any honest delegation needs; the rest would only be tried after all of these failed.
+MAX_SRV_TARGETS: Final = 5
+MAX_CANDIDATES: Final = 8
+MAX_RECORDS: Final = 100
+
+WELL_KNOWN_BOUNDS: Final = Bounds(head_bytes=16_384, headers=100, body_bytes=50 * 1024)
+"""50 KiB is where other homeservers stop reading too."""
+# Server-server API, "Resolving server names": cached for 24 h by default, and for at most 48 h.
+_WELL_KNOWN_DEFAULT_S: Final = 24 * 3600.0
+_WELL_KNOWN_MIN_S: Final = 300.0
+_WELL_KNOWN_MAX_S: Final = 48 * 3600.0
+# So that what was learnt together does not all lapse together.
+_WELL_KNOWN_JITTER: Final = 0.1
+# How long an error is believed at first; answers like "not found" right away for the full hour.
+_WELL_KNOWN_ERROR_S: Final = 120.0
+# An answer's own words about its life, within reason.
+_DNS_MIN_S: Final = 30.0
+_DNS_MAX_S: Final = 24 * 3600.0
+_DNS_NOT_FOUND_MAX_S: Final = 3600.0
+_DNS_FAILED_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Where a server is.
+
+    Attributes:
+        host_header: what the `Host` header says.
+        tls_name: the host name or IP literal its certificate must be for (no brackets, no port).
+        candidates: (IP, port) pairs to try, best first.
+        note: what went wrong on the way without ending it, for an operator; "" if nothing did.
+    """
+
+    host_header: str
+    tls_name: str
+    candidates: tuple[tuple[str, int], ...]
+    note: str = ""
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskWellKnown:
+    """What does https://<host>/.well-known/matrix/server say? Answer: a `Delegation`."""
+
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskDns:
+    """Which records of this type does this name have? Answer: a `Lookup`."""
+
+    name: str
+    rdtype: RecordType
+
+
+Question = AskWellKnown | AskDns
+Answer = Delegation | Lookup
+_Steps = Generator[Question, Answer, Resolved]
+
+
+class Resolution:
+    """One server name being resolved: ask `question`, `answer` it, until it is None.
+
+    Raises:
+        ValueError: not a server name (from the constructor).
+    """
+
+    question: Question | None
+    """What must be found out next; None when `result` stands."""
+
+    def __init__(
+        self, server_name: str, rng: random.Random, *, fixed_address: str | None = None
+    ) -> None:
+        self._steps = _Rules(rng).resolve(server_name, fixed_address)
+        self._result: Resolved | Unreachable | None = None
+        self._step(None)
+
+    def answer(self, answer: Answer) -> None:
+        """Take in the answer to `question`."""
+        self._step(answer)
+
+    def result(self) -> Resolved:
+        """Where the server is; raises Unreachable (dns or well_known)."""
+        assert self._result is not None, "there is a question left"
+        if isinstance(self._result, Unreachable):
+            raise self._result
+        return self._result
+
+    def _step(self, answer: Answer | None) -> None:
+        try:
+            self.question = next(self._steps) if answer is None else self._steps.send(answer)
+        except StopIteration as end:
+            self.question, self._result = None, end.value
+        except Unreachable as failure:
+            self.question, self._result = None, failure
+
+
+@dataclass(frozen=True, slots=True)
+class Srv:
+    """One SRV record (RFC 2782); the target is without its final dot, "" for "not here"."""
+
+    priority: int
+    weight: int
+    port: int
+    target: str
+
+
+class _Rules:
+    """The steps of the specification; a generator yields each question and is sent its answer."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._random = rng
+        self._notes: list[str] = []
+        self._well_known_broken = False
+
+    def resolve(self, server_name: str, fixed_address: str | None) -> _Steps:
+        host, port = parse_server_name(server_name)
+        if fixed_address is not None:
+            there, its_port = parse_server_name(fixed_address)
+            target = (there, DEFAULT_PORT if its_port is None else its_port)
+            return (yield from self._at(server_name, host, [target]))
+        # Steps 1 and 2: a literal, or a port, and nothing is delegated.
+        if port is not None or is_literal(host):
+            target = (host, DEFAULT_PORT if port is None else port)
+            return (yield from self._at(server_name, host, [target]))
+        # Step 3: .well-known may name another server ...
+        delegated = yield from self._well_known(host)
+        if delegated is None:
+            # ... and steps 4 to 6 are for when it does not.
+            return (yield from self._by_srv(server_name, host))
+        there, its_port = parse_server_name(delegated)
+        if its_port is not None or is_literal(there):
+            target = (there, DEFAULT_PORT if its_port is None else its_port)
+            return (yield from self._at(delegated, there, [target]))
+        return (yield from self._by_srv(delegated, there))
+
+    def _well_known(self, host: str) -> Generator[Question, Answer, str | None]:
+        delegation = yield AskWellKnown(host.lower())
+        assert isinstance(delegation, Delegation)
+        if delegation.server is None:
+            self._notes.append(f".well-known of {host}: {delegation.text}")
+            self._well_known_broken = delegation.broken
+        return delegation.server
+
+    def _by_srv(self, host_header: str, host: str) -> _Steps:
+        """Steps 3.3 to 3.5, or 4 to 6: an SRV record, its old form, or the default port."""
+        for service in SRV_SERVICES:
+            lookup = yield from self._lookup(f"{service}.{host}", "SRV")
+            if lookup.failed:
+                # Port 8448 of a server that means another one would be a wrong guess.
+                raise self._undiscoverable(lookup.text)
+            records = in_srv_order(parse_srv(lookup.values), self._random)
+            if records and all(record.target == "" for record in records):
+                text = f"{service}.{host}: the SRV record says that there is no such service"
+                raise self._undiscoverable(text)
+            if records:
+                targets = [(record.target, record.port) for record in records if record.target]
+                return (yield from self._at(host_header, host, targets[:MAX_SRV_TARGETS]))
+        return (yield from self._at(host_header, host, [(host, DEFAULT_PORT)]))
+
+    def _at(self, host_header: str, tls_name: str, targets: list[tuple[str, int]]) -> _Steps:
+        """The addresses of (name or literal, port) targets, which is how every way ends."""
+        found: list[tuple[str, int]] = []
+        failures: list[str] = []
+        for host, port in targets:
+            if is_literal(host):
+                found.append((host, port))
+                continue
+            for rdtype in ("AAAA", "A"):
+                lookup = yield from self._lookup(host, rdtype)
+                found += [(value, port) for value in lookup.values if is_literal(value)]
+                failures += [lookup.text] if not lookup.values else []
+            if len(found) >= MAX_CANDIDATES:
+                break
+        if not found:
+            text = "; ".join(failures) or f"no usable address for {tls_name}"
+            raise self._undiscoverable(text)
+        candidates = tuple(dict.fromkeys(found))[:MAX_CANDIDATES]
+        return Resolved(host_header, tls_name, candidates, "; ".join(self._notes))
+
+    def _lookup(
+        self, name: str, rdtype: Literal["A", "AAAA", "SRV"]
+    ) -> Generator[Question, Answer, Lookup]:
+        lookup = yield AskDns(name.lower(), rdtype)
+        assert isinstance(lookup, Lookup)
+        return lookup
+
+    def _undiscoverable(self, text: str) -> Unreachable:
+        kind: Literal["well_known", "dns"] = "well_known" if self._well_known_broken else "dns"
+        return Unreachable(kind, "; ".join([text, *self._notes]))
+
+
+def is_literal(host: str) -> bool:
+    """Whether `host` is an IP address (IPv6 without brackets)."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+_SRV: Final = re.compile(r"(\d{1,5}) (\d{1,5}) (\d{1,5}) ([0-9A-Za-z._-]{1,255})", re.ASCII)
+
+
+def parse_srv(values: tuple[str, ...]) -> list[Srv]:
+    """The SRV records among `values`; those with a port or a target out of range are left out."""
+    records = []
+    for match in map(_SRV.fullmatch, values[:MAX_RECORDS]):
+        if match is None:
+            continue
+        priority, weight, port = (int(match[n]) for n in (1, 2, 3))
+        target = match[4].removesuffix(".")
+        if (0 < port < 65_536 or target == "") and max(priority, weight) < 65_536:
+            records.append(Srv(priority, weight, port, target))
+    return records
+
+
+def in_srv_order(records: list[Srv], rng: random.Random) -> list[Srv]:
+    """`records` in the order to try them: by priority, then drawn by weight (RFC 2782)."""
+    ordered: list[Srv] = []
+    for priority in sorted({record.priority for record in records}):
+        # Those without a weight come first, which gives them their very small chance.
+        group = sorted(
+            (each for each in records if each.priority == priority), key=lambda each: each.weight
+        )
+        while group:
+            point = rng.randint(0, sum(each.weight for each in group))
+            for record in group:
+                point -= record.weight
+                if point <= 0:
+                    break
+            group.remove(record)
+            ordered.append(record)
+    return ordered
+
+
+def judge_well_known(response: Response, rng: random.Random, now_ms: int) -> WellKnown:
+    """What the answer to a .well-known request means, and for how long."""
+    if response.status != 200:
+        passing = response.status == 429 or response.status >= 500
+        life = _WELL_KNOWN_ERROR_S if passing else ERROR_MAX_S
+        broken = response.status != 404
+        return WellKnown(None, life, f"status {response.status}", broken=broken)
+    try:
+        document = json.loads(response.body, parse_constant=_refuse_constant)
+        server = document["m.server"]
+        parse_server_name(server)
+    except (ValueError, RecursionError, KeyError, TypeError):
+        text = "an answer without a JSON object whose m.server is a server name"
+        return WellKnown(None, ERROR_MAX_S, text, broken=True)
+    stated = _stated_life(response, now_ms)
+    if stated is None:
+        stated = _WELL_KNOWN_DEFAULT_S * rng.uniform(1 - _WELL_KNOWN_JITTER, 1 + _WELL_KNOWN_JITTER)
+    return WellKnown(server, min(max(stated, _WELL_KNOWN_MIN_S), _WELL_KNOWN_MAX_S))
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _stated_life(response: Response, now_ms: int) -> float | None:
+    """Seconds that `Cache-Control` or `Expires` give an answer; None if they say nothing."""
+    control = (response.header(b"cache-control") or b"").decode("latin-1").lower()
+    directives = [part.strip() for part in control.split(",")]
+    if any(part in ("no-store", "no-cache") for part in directives):
+        return 0.0
+    for part in directives:
+        name, _, value = part.partition("=")
+        value = value.strip(' "')
+        if name.strip() == "max-age" and value.isascii() and value.isdigit():
+            return float(min(int(value[:12]), 10**9))
+    expires = response.header(b"expires")
+    if expires is None:
+        return None
+    try:
+        moment = email.utils.parsedate_to_datetime(expires.decode("latin-1"))
+        return moment.timestamp() - now_ms / 1000
+    except (ValueError, OverflowError):
+        # RFC 9111, 5.3: what is no date, notably "0", means already expired.
+        return 0.0
+
+
+# --- asking and remembering -----------------------------------------------------------------------
+
+FetchWellKnown = Callable[[str], Awaitable[Response]]
+"""Fetches https://<host>/.well-known/matrix/server under a deadline; raises ExchangeFailed."""
+
+
+class Discovery:
+    """Resolves server names, remembering the answers.
+
+    Attributes:
+        remembered: the caches.
+        lookups: how many questions went out to the DNS.
+        well_knowns: how many .well-known requests were made.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        rng: random.Random,
+        now_ms: Callable[[], int],
+        remembered: Remembered,
+        *,
+        concurrent_lookups: int,
+        lookup_s: float,
+    ) -> None:
+        self.remembered = remembered
+        self.lookups = 0
+        self.well_knowns = 0
+        self._network = network
+        self._random = rng
+        self._now_ms = now_ms
+        self._lookup_s = lookup_s
+        self._limiter = trio.CapacityLimiter(concurrent_lookups)
+        self._asking: dict[Question, trio.Lock] = {}
+
+    async def resolve(
+        self, server_name: str, fetch: FetchWellKnown, *, fixed_address: str | None = None
+    ) -> Resolved:
+        """Where `server_name` is.
+
+        Args:
+            fetch: makes the .well-known request, if one is needed.
+            fixed_address: "host:port" to use in place of all that is asked for.
+
+        Raises:
+            Unreachable: dns or well_known.
+            ValueError: a name is malformed.
+        """
+        resolution = Resolution(server_name, self._random, fixed_address=fixed_address)
+        while (question := resolution.question) is not None:
+            resolution.answer(await self._find_out(question, fetch))
+        return resolution.result()
+
+    async def addresses(self, host: str) -> list[str]:
+        """The addresses of a host name or literal; raises Unreachable, or ValueError."""
+        # A name with a port is one whose resolution asks for addresses and nothing else.
+        resolution = Resolution(f"[{host}]:1" if ":" in host else f"{host}:1", self._random)
+        while isinstance(question := resolution.question, AskDns):
+            resolution.answer(await self._find_out(question, None))
+        return [ip for ip, _ in resolution.result().candidates]
+
+    def doubt(self, server_name: str) -> None:
+        """Ask again next time: nobody answered where `server_name` was said to be."""
+        self.remembered.doubt(parse_server_name(server_name)[0].lower())
+
+    def forget(self, server_name: str) -> None:
+        """Drop what is known of a server that somebody says is up, errors above all."""
+        self.remembered.forget(parse_server_name(server_name)[0].lower())
+
+    async def _find_out(self, question: Question, fetch: FetchWellKnown | None) -> Answer:
+        known = self._known(question)
+        if known is not None:
+            return known
+        lock = self._asking.setdefault(question, trio.Lock())
+        try:
+            async with lock:
+                # Somebody else may have asked while we waited. If they were cancelled, we ask.
+                known = self._known(question)
+                if known is None:
+                    known = await self._ask(question, fetch)
+                return known
+        finally:
+            if not lock.locked():
+                self._asking.pop(question, None)
+
+    def _known(self, question: Question) -> Answer | None:
+        if isinstance(question, AskDns):
+            return self.remembered.lookup(question.name, question.rdtype)
+        delegation = self.remembered.delegation(question.host)
+        if delegation is None or delegation.refresh_at <= trio.current_time():
+            return None
+        return delegation
+
+    async def _ask(self, question: Question, fetch: FetchWellKnown | None) -> Answer:
+        if isinstance(question, AskDns):
+            lookup = await self._look_up(question)
+            self.remembered.keep_lookup(question.name, question.rdtype, lookup)
+            return lookup
+        assert fetch is not None
+        found = await self._fetch(question.host, fetch)
+        previous = self.remembered.delegation(question.host)
+        delegation = delegation_after(previous, found, trio.current_time())
+        self.remembered.keep_delegation(question.host, delegation)
+        return delegation
+
+    async def _look_up(self, question: AskDns) -> Lookup:
+        name, rdtype = question.name, question.rdtype
+        async with self._limiter:
+            self.lookups += 1
+            try:
+                with trio.fail_after(self._lookup_s):
+                    records = await self._network.resolve(name, rdtype)
+            except NameNotFound as error:
+                life = min(max(error.ttl_s, _DNS_MIN_S), _DNS_NOT_FOUND_MAX_S)
+                return Lookup((), trio.current_time() + life, str(error))
+            except ResolveFailed as error:
+                return _failed_lookup(str(error))
+            except trio.TooSlowError:
+                return _failed_lookup(f"{name} {rdtype}: no answer within {self._lookup_s:g} s")
+        life = min(max(records.ttl_s, _DNS_MIN_S), _DNS_MAX_S)
+        return Lookup(records.values[:MAX_RECORDS], trio.current_time() + life)
+
+    async def _fetch(self, host: str, fetch: FetchWellKnown) -> WellKnown:
+        self.well_knowns += 1
+        try:
+            response = await fetch(host)
+        except ExchangeFailed as failure:
+            broken = failure.kind in ("protocol", "too_large")
+            return WellKnown(None, _WELL_KNOWN_ERROR_S, failure.text, broken=broken)
+        return judge_well_known(response, self._random, self._now_ms())
+
+
+def _failed_lookup(text: str) -> Lookup:
+    return Lookup((), trio.current_time() + _DNS_FAILED_S, text, failed=True)

@@ -1,0 +1,159 @@
+"""The homeserver's signing keys, and the `Authorization` header of a federation request.
+
+A request is signed as the JSON object {"content", "destination", "method", "origin", "uri"}
+(server-server API, "Request Authentication"). Its content is the transaction, whose bytes are
+canonical already: the rest of the object is written around them, and nothing is encoded twice.
+"""
+
+import binascii
+import re
+from base64 import b64decode, b64encode
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import orjson
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+MAX_KEY_FILE_BYTES: Final = 65_536
+_VERSION: Final = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
+_SEED_BYTES: Final = 32
+# Server names and key ids have none of these (appendix "Server name"), so nothing needs escaping.
+_UNQUOTABLE: Final = re.compile(r'["\\\x00-\x20\x7f-\U0010ffff]')
+
+
+class BadSigningKey(ValueError):
+    """A signing key file cannot be used. The text names file and line, never the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """One Ed25519 key of our homeserver.
+
+    Attributes:
+        version: what follows "ed25519:" in its key id.
+    """
+
+    version: str
+    _private: Ed25519PrivateKey = field(repr=False, compare=False)
+
+    @property
+    def key_id(self) -> str:
+        """The name peers find the public half under, "ed25519:<version>"."""
+        return f"ed25519:{self.version}"
+
+    def sign(self, message: bytes) -> str:
+        """The signature of `message` as unpadded base64."""
+        return _unpadded(self._private.sign(message))
+
+    def public_key(self) -> str:
+        """The public half as unpadded base64, as `/_matrix/key/v2/server` shows it."""
+        public = self._private.public_key()
+        return _unpadded(public.public_bytes(Encoding.Raw, PublicFormat.Raw))
+
+
+def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
+    """A key from its 32 secret bytes; raises BadSigningKey."""
+    if not _VERSION.fullmatch(version):
+        raise BadSigningKey("key version must be 1 to 64 letters, digits or underscores")
+    if len(seed) != _SEED_BYTES:
+        raise BadSigningKey(f"the key is {len(seed)} bytes long, not {_SEED_BYTES}")
+    return SigningKey(version, Ed25519PrivateKey.from_private_bytes(seed))
+
+
+def load_signing_keys(path: Path) -> tuple[SigningKey, ...]:
+    """Read a key file as Synapse writes it: lines of `ed25519 <version> <unpadded base64 seed>`.
+
+    Raises:
+        BadSigningKey: it cannot be read, or a line is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise BadSigningKey(f"{path}: {error.strerror or 'cannot be read'}") from None
+    if len(text) > MAX_KEY_FILE_BYTES:
+        raise BadSigningKey(f"{path}: larger than {MAX_KEY_FILE_BYTES} bytes, not a key file")
+    return parse_signing_keys(text, str(path))
+
+
+def parse_signing_keys(text: bytes, source: str) -> tuple[SigningKey, ...]:
+    """The keys in the text of a key file; `source` names it in errors. Raises BadSigningKey."""
+    keys: dict[str, SigningKey] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            key = _parse_line(line)
+            if key.version in keys:
+                raise BadSigningKey("second key of the same version")
+        except BadSigningKey as error:
+            raise BadSigningKey(f"{source}:{number}: {error}") from None
+        keys[key.version] = key
+    if not keys:
+        raise BadSigningKey(f"{source}: no signing key in it")
+    return tuple(keys.values())
+
+
+def _parse_line(line: bytes) -> SigningKey:
+    try:
+        parts = line.decode("ascii").split()
+    except UnicodeDecodeError:
+        raise BadSigningKey("not ASCII text") from None
+    if len(parts) != 3:
+        raise BadSigningKey(f"expected `ed25519 <version> <key>`, found {len(parts)} word(s)")
+    algorithm, version, encoded = parts
+    if algorithm != "ed25519":
+        raise BadSigningKey("only ed25519 keys are known")
+    try:
+        seed = b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
+    except binascii.Error:
+        raise BadSigningKey("the key is not base64") from None
+    return signing_key_from_seed(version, seed)
+
+
+def request_to_sign(
+    origin: str, destination: str, method: str, uri: str, body: bytes | None
+) -> bytes:
+    """The canonical JSON that a request's signature covers.
+
+    Args:
+        uri: path and query of the request target, as sent.
+        body: the request's JSON in canonical form, or None where it has no body.
+    """
+    content = b"" if body is None else b'"content":' + body + b","
+    return b'{%b"destination":%b,"method":%b,"origin":%b,"uri":%b}' % (
+        content,
+        orjson.dumps(destination),
+        orjson.dumps(method),
+        orjson.dumps(origin),
+        orjson.dumps(uri),
+    )
+
+
+def authorization_header(
+    origin: str, destination: str, method: str, uri: str, body: bytes | None, key: SigningKey
+) -> str:
+    """The value of the `Authorization` header that lets `destination` verify this request.
+
+    Args:
+        origin: our server name.
+        uri: path and query of the request target, as sent.
+        body: the request's JSON in canonical form, or None where it has no body.
+
+    Raises:
+        ValueError: a name holds a character that no server name has.
+    """
+    for name in (origin, destination):
+        if _UNQUOTABLE.search(name):
+            raise ValueError(f"not a server name: {name[:255]!r}")
+    signature = key.sign(request_to_sign(origin, destination, method, uri, body))
+    return (
+        f'X-Matrix origin="{origin}",destination="{destination}",'
+        f'key="{key.key_id}",sig="{signature}"'
+    )
+
+
+def _unpadded(data: bytes) -> str:
+    return b64encode(data).rstrip(b"=").decode("ascii")

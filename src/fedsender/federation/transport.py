@@ -1,0 +1,433 @@
+"""HTTP/1.1 over one keep-alive TLS connection, for federation and for nothing else.
+
+There is no pool here, on purpose: a shared pool of thousands of origins looks through all of them
+for each request, shares connections between servers that have one address, and is left with
+half-open slots after a cancellation. A `Connection` belongs to one server. It carries one exchange
+at a time and is closed after any error or cancellation, so what a request finds is either a
+connection in a known state or none.
+
+`HttpsTransport` puts such connections behind httpx, for requests where redirects and URLs matter
+more than speed. This is the only module that imports httpx.
+"""
+
+import re
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import httptools
+import httpx
+import trio
+
+Header = tuple[bytes, bytes]
+FailureKind = Literal["timeout", "closed", "protocol", "too_large"]
+
+# What a TLS record holds. Larger writes make OpenSSL's buffer, which never shrinks, grow with them.
+_WRITE_BYTES: Final = 16_384
+# Above this, a peer that answers 413 at once and closes may reset the connection while we still
+# write; we then listen while writing. Smaller bodies fit into the kernel's socket buffers.
+_LISTEN_WHILE_WRITING_BYTES: Final = 262_144
+# How long to look at an idle connection that has something to read.
+_GOODBYE_S: Final = 0.05
+_MAX_CAUSES: Final = 8
+_TARGET: Final = re.compile(r"/[!-~]*", re.ASCII)
+_HEADER_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
+MAX_TEXT: Final = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much of an answer is read before it counts as abuse.
+
+    Attributes:
+        head_bytes: status line and headers, those of 1xx answers included.
+        headers: how many headers one answer may have.
+        body_bytes: its body.
+    """
+
+    head_bytes: int = 65_536
+    headers: int = 200
+    body_bytes: int = 10 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One whole answer; header names are lower case."""
+
+    status: int
+    headers: tuple[Header, ...]
+    body: bytes
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first header of that (lower-case) name."""
+        return next((value for key, value in self.headers if key == name), None)
+
+
+class ExchangeFailed(Exception):
+    """A request got no whole answer; its connection is closed.
+
+    Attributes:
+        kind: how it went wrong.
+        text: why, in words, at most 300 characters.
+    """
+
+    def __init__(self, kind: FailureKind, text: str) -> None:
+        super().__init__(text)
+        self.kind: FailureKind = kind
+        self.text = words(text)
+
+
+class _Refused(Exception):
+    """Raised inside a parser callback, where httptools wraps it."""
+
+    def __init__(self, kind: FailureKind, text: str) -> None:
+        super().__init__(text)
+        self.kind: FailureKind = kind
+
+
+class ResponseReader:
+    """Reads one answer: bytes in, a `Response` out; no I/O.
+
+    Interim answers (1xx) are skipped. What follows the answer on the same connection was not asked
+    for: the answer stands, but the connection is not used again.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.complete = False
+        self.keep_alive = False
+        self._bounds = bounds
+        self._parser = httptools.HttpResponseParser(self)
+        self._status = 0
+        self._head_bytes = 0
+        self._headers: list[Header] = []
+        self._headers_done = False
+        self._until_eof = False
+        self._interim = False
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+
+    def feed(self, data: bytes) -> None:
+        """Take in what the peer sent; raises ExchangeFailed."""
+        if not self._headers_done:
+            # A header without an end stays inside the parser, so it is the input that is counted.
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as error:
+            raise ExchangeFailed("protocol", "the server switched protocols unasked") from error
+        except httptools.HttpParserError as error:
+            self._failed(error)
+        if not self._headers_done and self._head_bytes > self._bounds.head_bytes:
+            raise ExchangeFailed("protocol", f"headers beyond {self._bounds.head_bytes} bytes")
+
+    def end(self) -> None:
+        """The peer closed; raises ExchangeFailed unless that is how the answer ends."""
+        if self.complete:
+            return
+        if self._headers_done and self._until_eof:
+            self.complete = True
+            return
+        where = "in the middle of its answer" if self._head_bytes else "without an answer"
+        raise ExchangeFailed("closed", f"the server closed the connection {where}")
+
+    def response(self) -> Response:
+        """The answer, once `complete`."""
+        return Response(self._status, tuple(self._headers), b"".join(self._body))
+
+    def _failed(self, error: httptools.HttpParserError) -> None:
+        self.keep_alive = False
+        if self.complete:
+            return
+        cause = error.__context__ if error.__cause__ is None else error.__cause__
+        if isinstance(cause, _Refused):
+            raise ExchangeFailed(cause.kind, str(cause)) from error
+        raise ExchangeFailed("protocol", f"not an HTTP answer: {error}") from error
+
+    # --- what httptools calls ---------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            raise _Refused("protocol", "a second answer to one request")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self._headers) >= self._bounds.headers:
+            raise _Refused("protocol", f"more than {self._bounds.headers} headers")
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        self._status = self._parser.get_status_code()
+        self._interim = self._status < 200
+        if self._interim:
+            return
+        self._headers_done = True
+        self._until_eof = True
+        for name, value in self._headers:
+            if name == b"transfer-encoding":
+                self._until_eof = False
+            elif name == b"content-length":
+                self._until_eof = False
+                self._check_length(value)
+
+    def _check_length(self, value: bytes) -> None:
+        if value.isdigit() and int(value[:20]) > self._bounds.body_bytes:
+            self._too_large()
+
+    def on_body(self, data: bytes) -> None:
+        self._body_bytes += len(data)
+        if self._body_bytes > self._bounds.body_bytes:
+            self._too_large()
+        self._body.append(data)
+
+    def _too_large(self) -> None:
+        raise _Refused("too_large", f"answer larger than {self._bounds.body_bytes} bytes")
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._headers.clear()
+            return
+        self.complete = True
+        # Asked later, the parser says no: it has moved on to the next message.
+        self.keep_alive = self._parser.should_keep_alive()
+
+
+class Connection:
+    """A connection to one server, with at most one exchange on it at a time.
+
+    Attributes:
+        sent: the first byte of the latest request may have left.
+        heard: a byte of its answer has arrived.
+        exchanges: how many exchanges were completed on it.
+        reusable: another exchange may follow. False during one, and for ever after a failed one.
+    """
+
+    __slots__ = ("exchanges", "heard", "reusable", "sent", "stream")
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.stream = stream
+        self.sent = False
+        self.heard = False
+        self.exchanges = 0
+        self.reusable = True
+
+    async def exchange(
+        self,
+        method: str,
+        target: str,
+        headers: Sequence[Header],
+        body: bytes | None = None,
+        *,
+        bounds: Bounds,
+    ) -> Response:
+        """Send one request and read its answer; redirects are answers like any other.
+
+        The deadline is the caller's. After an error or a cancellation the connection is closed;
+        `sent` and `heard` then say how far it got.
+
+        Raises:
+            ExchangeFailed: there is no whole answer.
+        """
+        self.sent = self.heard = False
+        if not self.reusable:
+            raise ExchangeFailed("closed", "the connection is closed")
+        head = request_head(method, target, headers, body)
+        self.reusable = False
+        reader = ResponseReader(bounds)
+        try:
+            await self._converse(head, body or b"", reader)
+        except trio.BrokenResourceError as error:
+            raise ExchangeFailed("closed", f"the connection broke: {reason(error)}") from error
+        finally:
+            if not (reader.complete and reader.keep_alive):
+                await trio.aclose_forcefully(self.stream)
+        self.exchanges += 1
+        self.reusable = reader.keep_alive
+        return reader.response()
+
+    async def close(self) -> None:
+        """Close without a goodbye; never raises, and never waits for the peer."""
+        self.reusable = False
+        await trio.aclose_forcefully(self.stream)
+
+    async def peer_has_left(self) -> bool:
+        """Whether an idle connection that has something to read can still be used.
+
+        What is there to read may be no more than a TLS session ticket, which is kept inside TLS.
+        """
+        with trio.move_on_after(_GOODBYE_S):
+            # Neither an end nor unasked-for data leaves a connection that one could trust.
+            with suppress(trio.BrokenResourceError):
+                await self.stream.receive_some(1)
+            return True
+        return False
+
+    async def _converse(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
+        if len(body) <= _LISTEN_WHILE_WRITING_BYTES:
+            await self._write(head, body)
+            await self._read(reader)
+            return
+        written = False
+        failure: ExchangeFailed | trio.BrokenResourceError | None = None
+
+        async def write() -> None:
+            nonlocal written
+            # What broke while writing shows to the reader, who may still find the answer to why.
+            with suppress(trio.BrokenResourceError):
+                await self._write(head, body)
+                written = True
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(write)
+            try:
+                await self._read(reader)
+            except (ExchangeFailed, trio.BrokenResourceError) as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        # Half a request lies behind an answer that came before the body was out.
+        reader.keep_alive &= written
+
+    async def _write(self, head: bytes, body: bytes) -> None:
+        self.sent = True
+        if len(head) + len(body) <= _WRITE_BYTES:
+            await self.stream.send_all(head + body)
+            return
+        whole = memoryview(head + body)
+        for start in range(0, len(whole), _WRITE_BYTES):
+            await self.stream.send_all(whole[start : start + _WRITE_BYTES])
+
+    async def _read(self, reader: ResponseReader) -> None:
+        while not reader.complete:
+            data = await self.stream.receive_some()
+            if not data:
+                reader.end()
+                return
+            self.heard = True
+            reader.feed(bytes(data))
+
+
+def request_head(method: str, target: str, headers: Sequence[Header], body: bytes | None) -> bytes:
+    """The bytes of a request before its body.
+
+    Raises:
+        ValueError: `target` or a header would break out of its line.
+    """
+    if not _TARGET.fullmatch(target):
+        raise ValueError("request target with characters that need escaping")
+    parts = [f"{method} {target} HTTP/1.1\r\n".encode("ascii")]
+    for name, value in headers:
+        if not _HEADER_VALUE.fullmatch(value):
+            raise ValueError(f"header {name.decode('latin-1')} with a control character")
+        parts += (name, b": ", value, b"\r\n")
+    if body is not None:
+        parts.append(b"content-length: %d\r\n" % len(body))
+    parts.append(b"\r\n")
+    return b"".join(parts)
+
+
+def words(text: str) -> str:
+    """`text` fit for a log line: one line, no control characters, at most 300 characters."""
+    printable = "".join(char if char.isprintable() else " " for char in text[: 4 * MAX_TEXT])
+    line = " ".join(printable.split())
+    return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "\N{HORIZONTAL ELLIPSIS}"
+
+
+def reason(error: BaseException) -> str:
+    """Why, in words: the innermost cause that says anything.
+
+    Stream errors say little themselves; what OpenSSL or the system said hangs behind them.
+    """
+    text = ""
+    for cause in causes(error):
+        text = _own_words(cause) or text
+    return words(text or type(error).__name__)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """`error` and what it was raised from, the first of several, from outside in."""
+    seen: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if seen is None:
+            return
+        yield seen
+        seen = seen.exceptions[0] if isinstance(seen, BaseExceptionGroup) else seen.__cause__
+
+
+def _own_words(error: BaseException) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"certificate refused: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
+
+
+# --- httpx ----------------------------------------------------------------------------------------
+
+Lease = Callable[[str, int], AbstractAsyncContextManager[Connection]]
+"""Lends a connection that was opened to, and checked for, the host and port it is given."""
+
+
+class HttpsTransport(httpx.AsyncBaseTransport):
+    """httpx on our own connections; each request gets the one that `lease` lends for its host."""
+
+    def __init__(self, lease: Lease, bounds: Bounds) -> None:
+        self._lease = lease
+        self._bounds = bounds
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """One exchange; raises ExchangeFailed and what `lease` raises."""
+        url = request.url
+        if url.scheme != "https":
+            raise httpx.UnsupportedProtocol(f"{url.scheme} is not https", request=request)
+        body = await request.aread()
+        headers = [
+            (name, value) for name, value in request.headers.raw if name.lower() not in _FRAMING
+        ]
+        async with self._lease(url.host, url.port or 443) as connection:
+            response = await connection.exchange(
+                request.method,
+                url.raw_path.decode("ascii"),
+                headers,
+                body or None,
+                bounds=self._bounds,
+            )
+        if response.header(b"content-encoding") not in (None, b"identity"):
+            # Unpacked, it could be of any size; and we said that we take none.
+            raise ExchangeFailed("protocol", "compressed, though not asked for")
+        return httpx.Response(
+            response.status, headers=list(response.headers), content=response.body, request=request
+        )
+
+
+_FRAMING: Final = (b"content-length", b"transfer-encoding", b"connection")
+
+
+async def get(url: str, lease: Lease, bounds: Bounds, *, user_agent: str) -> Response:
+    """Fetch `url`, following a few redirects, https to https only. The deadline is the caller's.
+
+    Raises:
+        ExchangeFailed: no whole answer, or a redirect that leads nowhere.
+    """
+    headers = {"user-agent": user_agent, "accept-encoding": "identity"}
+    try:
+        async with httpx.AsyncClient(
+            transport=HttpsTransport(lease, bounds),
+            headers=headers,
+            follow_redirects=True,
+            max_redirects=_MAX_REDIRECTS,
+            # Proxies and credentials of the environment are not for us, and our caller keeps time.
+            trust_env=False,
+            timeout=None,
+        ) as client:
+            answer = await client.get(url)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise ExchangeFailed("protocol", reason(error)) from error
+    raw = tuple((name.lower(), value) for name, value in answer.headers.raw)
+    return Response(answer.status_code, raw, answer.content)
+
+
+_MAX_REDIRECTS: Final = 5

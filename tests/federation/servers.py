@@ -1,0 +1,220 @@
+"""Servers on loopback TLS that do what a test tells them to, and a network whose DNS is a table."""
+
+import random
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import trio
+import trustme
+
+from fedsender.config import Federation, Policy
+from fedsender.config.values import TcpAddress
+from fedsender.federation.client import Answer, FederationClient, Peer, open_client
+from fedsender.federation.signing import signing_key_from_seed
+from fedsender.outside import (
+    NameNotFound,
+    Outside,
+    RealNetwork,
+    Records,
+    RecordType,
+    real_outside,
+)
+
+OURS = "ours.example"
+NAME = "b.example"
+KEY = signing_key_from_seed("a_1", bytes(range(32)))
+
+Conversation = Callable[[trio.abc.Stream], Awaitable[None]]
+
+
+def response(status: int = 200, body: bytes = b"{}", *headers: str) -> bytes:
+    """The bytes of an answer with a length."""
+    lines = [f"HTTP/1.1 {status} X", *headers, f"Content-Length: {len(body)}", "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+OK = response(200, b'{"pdus":{}}')
+BODY = b'{"edus":[],"origin":"ours.example","pdus":[]}'
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request as a server saw it; header names are lower case."""
+
+    line: str
+    headers: dict[str, str]
+    body: bytes
+
+
+async def read_request(stream: trio.abc.Stream) -> Request | None:
+    """The next request on a connection, or None when the client has left."""
+    data = bytearray()
+    while b"\r\n\r\n" not in data:
+        chunk = await stream.receive_some()
+        if not chunk:
+            return None
+        data += chunk
+    head, _, body = bytes(data).partition(b"\r\n\r\n")
+    line, *rest = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (each.partition(": ") for each in rest)}
+    while len(body) < int(headers.get("content-length", "0")):
+        body += await stream.receive_some()
+    return Request(line, headers, body)
+
+
+def answering(*answers: bytes, then_close: bool = False) -> Conversation:
+    """A server that reads a request and sends the next of `answers`; the last one for ever."""
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        remaining = list(answers)
+        while await read_request(stream) is not None:
+            await stream.send_all(remaining[0])
+            if len(remaining) > 1:
+                remaining.pop(0)
+            elif then_close:
+                return
+
+    return converse
+
+
+@dataclass
+class Listening:
+    """A server that is up."""
+
+    port: int
+    connections: int = 0
+    left: int = 0
+    requests: list[Request] = field(default_factory=list)
+
+    @property
+    def policy(self) -> Policy:
+        """Goes straight to this server."""
+        return Policy(address=TcpAddress("127.0.0.1", self.port))
+
+
+@asynccontextmanager
+async def serving(
+    context: ssl.SSLContext | None, converse: Conversation
+) -> AsyncIterator[Listening]:
+    """A server on a port of its own; each connection is one `converse`, closed after it."""
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    server = Listening(listeners[0].socket.getsockname()[1])
+
+    async def accepted(raw: trio.SocketStream) -> None:
+        server.connections += 1
+        stream: trio.abc.Stream = raw
+        if context is not None:
+            stream = trio.SSLStream(raw, context, server_side=True, https_compatible=True)
+        try:
+            await converse(stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        finally:
+            server.left += 1
+            await trio.aclose_forcefully(stream)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, accepted, listeners)
+        yield server
+        nursery.cancel_scope.cancel()
+
+
+class Authority:
+    """A certificate authority for one test."""
+
+    def __init__(self, directory: Path) -> None:
+        self._ca = trustme.CA()
+        self.file = directory / "ca.pem"
+        self._ca.cert_pem.write_to_path(str(self.file))
+
+    def context(self, *names: str) -> ssl.SSLContext:
+        """A server's context with a certificate for `names`."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._ca.issue_cert(*names).configure_cert(context)
+        return context
+
+
+@dataclass
+class TableNetwork(RealNetwork):
+    """Real sockets; a DNS that is a table, and (IP, port) pairs that lead to ports of loopback."""
+
+    records: dict[tuple[str, RecordType], Sequence[str] | Exception] = field(default_factory=dict)
+    ports: dict[tuple[str, int], int] = field(default_factory=dict)
+    asked: list[tuple[str, RecordType]] = field(default_factory=list)
+    dialled: list[tuple[str, int]] = field(default_factory=list)
+    ttl_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        self.dialled.append((address, port))
+        if (address, port) in self.ports:
+            return await super().open_tcp("127.0.0.1", self.ports[address, port])
+        return await super().open_tcp(address, port)
+
+    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+        self.asked.append((name, rdtype))
+        await trio.lowlevel.checkpoint()
+        found = self.records.get((name, rdtype))
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=self.ttl_s)
+        return Records(tuple(found), ttl_s=self.ttl_s)
+
+
+class AnybodyMay:
+    """Admission that counts and refuses nobody."""
+
+    def __init__(self) -> None:
+        self.handshakes = 0
+
+    def handshake(self) -> AbstractAsyncContextManager[None]:
+        self.handshakes += 1
+        return nullcontext()
+
+
+def outside_with(network: RealNetwork) -> Outside:
+    """The real outside but for its network and its dice."""
+    return replace(real_outside(), network=network, random=random.Random(7))
+
+
+@asynccontextmanager
+async def client_of(
+    directory: Path, network: RealNetwork | None = None, **settings: object
+) -> AsyncIterator[FederationClient]:
+    """A client for loopback, trusting the authority in `directory`."""
+    values: dict[str, object] = {
+        "ip_deny": (),
+        "ca_file": directory / "ca.pem",
+        "discovery_cache": directory / "cache.json",
+        **settings,
+    }
+    outside = outside_with(network or RealNetwork())
+    config = Federation.model_validate(values)
+    async with open_client(config, outside, OURS, (KEY,), AnybodyMay()) as client:
+        yield client
+
+
+@asynccontextmanager
+async def one_server(
+    directory: Path, converse: Conversation, **settings: object
+) -> AsyncIterator[tuple[FederationClient, Listening]]:
+    """A server called b.example, and a client that trusts it."""
+    authority = Authority(directory)
+    async with (
+        serving(authority.context(NAME), converse) as server,
+        client_of(directory, None, **settings) as client,
+    ):
+        yield client, server
+
+
+async def send(peer: Peer, transaction_id: str = "t1", body: bytes = BODY) -> Answer:
+    """One attempt."""
+    with trio.fail_after(10):
+        link = await peer.connect()
+        return await link.put_transaction(transaction_id, body)

@@ -1,0 +1,460 @@
+"""Peers, links and the connections they leave behind, over real TLS where TLS matters."""
+
+import json
+import re
+import socket
+from base64 import b64decode
+from pathlib import Path
+
+import pytest
+import signedjson.key
+import signedjson.sign
+import trio
+import trio.testing
+from tests.federation.servers import (
+    BODY,
+    KEY,
+    NAME,
+    OK,
+    OURS,
+    AnybodyMay,
+    Authority,
+    Conversation,
+    Request,
+    TableNetwork,
+    answering,
+    client_of,
+    one_server,
+    outside_with,
+    read_request,
+    response,
+    send,
+    serving,
+)
+
+from fedsender.config import Federation, Policy
+from fedsender.config.values import TcpAddress
+from fedsender.federation.client import (
+    SendFailed,
+    Unreachable,
+    open_client,
+)
+from fedsender.federation.signing import signing_key_from_seed
+from fedsender.outside import RealNetwork
+from fedsender.telemetry import Metrics
+
+
+def noting(requests: list[Request], *answers: bytes) -> Conversation:
+    """Like `answering`, keeping what was asked."""
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        remaining = list(answers)
+        while (request := await read_request(stream)) is not None:
+            requests.append(request)
+            await stream.send_all(remaining[0])
+            if len(remaining) > 1:
+                remaining.pop(0)
+
+    return converse
+
+
+def verify(request: Request, key_id: str = "ed25519:a_1", seed: bytes = bytes(range(32))) -> None:
+    """Check the X-Matrix header as a receiver does."""
+    fields = dict(re.findall(r'(\w+)="([^"]*)"', request.headers["authorization"]))
+    assert fields["key"] == key_id
+    signed = {
+        "method": "PUT",
+        "uri": request.line.split()[1],
+        "origin": fields["origin"],
+        "destination": fields["destination"],
+        "content": json.loads(request.body),
+        "signatures": {fields["origin"]: {key_id: fields["sig"]}},
+    }
+    public = signing_key_from_seed("x", seed).public_key()
+    verify_key = signedjson.key.decode_verify_key_bytes(key_id, b64decode(public + "="))
+    signedjson.sign.verify_signed_json(signed, fields["origin"], verify_key)
+
+
+# --- what is sent ---------------------------------------------------------------------------------
+
+
+async def test_transaction_arrives_signed_and_its_answer_comes_back(tmp_path: Path) -> None:
+    requests: list[Request] = []
+    async with (
+        one_server(tmp_path, noting(requests, OK)) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        answer = await send(peer, "a/b c")
+    assert (answer.status, answer.content, answer.reused) == (200, {"pdus": {}}, False)
+    assert (answer.request_bytes, answer.answer_bytes) == (len(BODY), 11)
+    request = requests[0]
+    assert request.line == "PUT /_matrix/federation/v1/send/a%2Fb%20c HTTP/1.1"
+    assert request.body == BODY
+    assert request.headers["host"] == NAME
+    assert request.headers["content-type"] == "application/json"
+    assert request.headers["user-agent"].startswith("fedsender/")
+    verify(request)
+
+
+async def test_each_attempt_is_signed_with_the_keys_of_the_moment(tmp_path: Path) -> None:
+    requests: list[Request] = []
+    async with (
+        one_server(tmp_path, noting(requests, OK)) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        await send(peer)
+        client.use_keys([signing_key_from_seed("new", bytes(32))])
+        await send(peer)
+    verify(requests[0])
+    verify(requests[1], "ed25519:new", bytes(32))
+    assert server.connections == 1
+
+
+async def test_connection_outlives_the_peer_and_serves_the_next(tmp_path: Path) -> None:
+    async with one_server(tmp_path, answering(OK)) as (client, server):
+        for reused in (False, True, True):
+            async with client.peer(NAME, server.policy) as peer:
+                assert (await send(peer)).reused is reused
+        assert server.connections == 1
+        assert client.statistics().idle == client.statistics().open == 1
+    assert server.left == 1
+
+
+async def test_entering_and_leaving_a_peer_does_nothing(tmp_path: Path) -> None:
+    async with one_server(tmp_path, answering(OK)) as (client, server):
+        async with client.peer(NAME, server.policy):
+            pass
+        async with client.peer("not a server name", Policy()) as peer:
+            with pytest.raises(Unreachable, match="not a server name"):
+                await peer.connect()
+    assert server.connections == 0
+
+
+async def test_connections_are_not_shared_between_destinations(tmp_path: Path) -> None:
+    """One web host may serve many servers, and its certificate not name them all."""
+    authority = Authority(tmp_path)
+    async with (
+        serving(authority.context("b.example", "c.example"), answering(OK)) as server,
+        client_of(tmp_path) as client,
+    ):
+        for name in ("b.example", "c.example"):
+            async with client.peer(name, server.policy) as peer:
+                await send(peer)
+        async with client.peer("evil.example", server.policy) as peer:
+            with pytest.raises(Unreachable, match="certificate refused") as caught:
+                await peer.connect()
+            assert caught.value.kind == "tls"
+    assert server.connections == 3
+
+
+async def test_changed_policy_does_not_use_the_connection_of_the_old_one(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    context = authority.context(NAME)
+    async with (
+        serving(context, answering(OK)) as old,
+        serving(context, answering(OK)) as new,
+        client_of(tmp_path) as client,
+    ):
+        for server in (old, new, new):
+            async with client.peer(NAME, server.policy) as peer:
+                await send(peer)
+        assert (old.connections, new.connections) == (1, 1)
+        assert client.statistics().open == 1
+
+
+async def test_answers_of_any_status_are_answers(tmp_path: Path) -> None:
+    answers = [
+        response(429, b'{"errcode":"M_LIMIT_EXCEEDED","error":"slow"}', "Retry-After: 9"),
+        response(302, b"", "Location: https://elsewhere.example/"),
+        response(200, b"<html>"),
+        response(500, b""),
+        OK,
+    ]
+    async with (
+        one_server(tmp_path, answering(*answers)) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        limited = await send(peer)
+        assert (limited.status, limited.retry_after_s) == (429, 9.0)
+        assert limited.text == "M_LIMIT_EXCEEDED: slow"
+        assert [(await send(peer)).status for _ in range(4)] == [302, 200, 500, 200]
+    assert server.connections == 1
+
+
+# --- reused connections that are closed -----------------------------------------------------------
+
+
+def closing_after(answers: int, requests: list[Request]) -> Conversation:
+    """Answers so often, then reads one more request and closes without a word."""
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        for _ in range(answers):
+            request = await read_request(stream)
+            if request is None:
+                return
+            requests.append(request)
+            await stream.send_all(OK)
+        request = await read_request(stream)
+        if request is not None:
+            requests.append(request)
+
+    return converse
+
+
+async def test_reused_connection_that_closes_unheard_is_replaced_once(tmp_path: Path) -> None:
+    requests: list[Request] = []
+    async with (
+        one_server(tmp_path, closing_after(1, requests)) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        assert not (await send(peer, "t1")).reused
+        answer = await send(peer, "t2")
+    assert (answer.status, answer.reused) == (200, False)
+    assert [request.line.split("/")[-2].split()[0] for request in requests] == ["t1", "t2", "t2"]
+    assert requests[1].body == requests[2].body
+    assert server.connections == 2
+    assert client.statistics().repeated == 1
+
+
+async def test_new_connection_that_closes_unheard_is_a_failure(tmp_path: Path) -> None:
+    requests: list[Request] = []
+    async with (
+        one_server(tmp_path, closing_after(0, requests)) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        with pytest.raises(SendFailed, match="without an answer") as caught:
+            await send(peer)
+        assert (caught.value.kind, caught.value.sent) == ("closed", True)
+        # The next attempt gets a connection of its own.
+        with pytest.raises(SendFailed):
+            await send(peer)
+    assert len(requests) == server.connections == 2
+    assert client.statistics().open == 0
+
+
+async def test_answer_that_breaks_off_is_not_repeated(tmp_path: Path) -> None:
+    half = b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n{"
+    converse = answering(OK, half, then_close=True)
+    async with (
+        one_server(tmp_path, converse) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        await send(peer)
+        with pytest.raises(SendFailed, match="in the middle") as caught:
+            await send(peer)
+        assert caught.value.sent
+    assert server.connections == 1
+
+
+async def test_repetition_that_cannot_connect_says_that_something_was_sent(tmp_path: Path) -> None:
+    network = TableNetwork()
+    authority = Authority(tmp_path)
+    async with (
+        serving(authority.context(NAME), closing_after(1, [])) as server,
+        client_of(tmp_path, network) as client,
+    ):
+        network.ports["10.0.0.1", 8448] = server.port
+        policy = Policy(address=TcpAddress("10.0.0.1", 8448))
+        async with client.peer(NAME, policy) as peer:
+            await send(peer)
+            network.ports["10.0.0.1", 8448] = unused_port()
+            with pytest.raises(SendFailed, match="refused") as caught:
+                await send(peer)
+            assert (caught.value.kind, caught.value.sent) == ("closed", True)
+
+
+def unused_port() -> int:
+    """A port of loopback nobody listens on."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+async def test_cancelled_exchange_says_what_left_and_spoils_no_later_one(tmp_path: Path) -> None:
+    async def converse(stream: trio.abc.Stream) -> None:
+        await read_request(stream)
+        if server.connections == 1:
+            await trio.sleep_forever()
+        await stream.send_all(OK)
+
+    async with (
+        one_server(tmp_path, converse) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        link = await peer.connect()
+        assert not link.sent
+        with trio.move_on_after(0.2):
+            await link.put_transaction("t1", BODY)
+        assert link.sent
+        with pytest.raises(SendFailed, match="used already") as caught:
+            await link.put_transaction("t1", BODY)
+        assert not caught.value.sent
+        assert (await send(peer)).status == 200
+
+
+async def test_peer_left_while_holding_a_link_gives_it_back(tmp_path: Path) -> None:
+    async with one_server(tmp_path, answering(OK)) as (client, server):
+        async with client.peer(NAME, server.policy) as peer:
+            assert await peer.connect() is not None
+            await peer.connect()
+            assert client.statistics().idle == 0
+        assert client.statistics().idle == 1
+    assert server.connections == 1
+
+
+# --- is anybody there -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "answers"),
+    [
+        (response(200, b'{"server":{"name":"x"}}'), True),
+        (response(404, b"{}"), False),
+        (response(200, b"<html>"), False),
+        (b"garbage\r\n\r\n", False),
+        (response(200, b"[" + b" " * 100_000 + b"]"), False),
+    ],
+)
+async def test_version_tells_a_homeserver_from_other_things(
+    tmp_path: Path, answer: bytes, answers: bool
+) -> None:
+    requests: list[Request] = []
+    async with (
+        one_server(tmp_path, noting(requests, answer)) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        with trio.fail_after(10):
+            assert await peer.version_answers() is answers
+    assert requests[0].line == "GET /_matrix/federation/v1/version HTTP/1.1"
+    assert "authorization" not in requests[0].headers
+
+
+async def test_version_of_a_server_that_is_down_does_not_answer(tmp_path: Path) -> None:
+    Authority(tmp_path)
+    async with client_of(tmp_path) as client:
+        policy = Policy(address=TcpAddress("127.0.0.1", unused_port()))
+        async with client.peer(NAME, policy) as peer:
+            with trio.fail_after(10):
+                assert not await peer.version_answers()
+            with pytest.raises(Unreachable, match="Connection refused") as caught:
+                await peer.connect()
+            assert caught.value.kind == "refused"
+        assert client.statistics().open == 0
+
+
+# --- from a name to an answer ---------------------------------------------------------------------
+
+
+async def test_delegated_server_is_found_by_well_known_and_proves_the_delegated_name(
+    tmp_path: Path,
+) -> None:
+    authority = Authority(tmp_path)
+    network = TableNetwork()
+    requests: list[Request] = []
+    web_requests: list[Request] = []
+    page = response(200, b'{"m.server":"d.example:443"}')
+    async with (
+        serving(authority.context(NAME), noting(web_requests, page)) as web,
+        serving(authority.context("d.example"), noting(requests, OK)) as server,
+        client_of(tmp_path, network) as client,
+    ):
+        network.records = {(NAME, "A"): ["10.0.0.1"], ("d.example", "A"): ["10.0.0.2"]}
+        network.ports = {("10.0.0.1", 443): web.port, ("10.0.0.2", 443): server.port}
+        async with client.peer(NAME, Policy()) as peer:
+            await send(peer)
+            await send(peer)
+    assert web_requests[0].line == "GET /.well-known/matrix/server HTTP/1.1"
+    assert web_requests[0].headers["host"] == NAME
+    assert requests[0].headers["host"] == "d.example:443"
+    assert 'destination="b.example"' in requests[0].headers["authorization"]
+    assert (web.connections, web.left, server.connections) == (1, 1, 1)
+    assert client.statistics().well_knowns == 1
+
+    # A restarted client knows it all.
+    network.asked.clear()
+    async with (
+        serving(authority.context("d.example"), answering(OK)) as server,
+        client_of(tmp_path, network) as client,
+    ):
+        network.ports["10.0.0.2", 443] = server.port
+        async with client.peer(NAME, Policy()) as peer:
+            await send(peer)
+    assert network.asked == []
+
+
+async def test_well_known_cannot_lead_into_a_private_network(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    network = TableNetwork()
+    page = response(302, b"", "Location: https://internal.example/secret")
+    async with (
+        serving(authority.context(NAME), answering(page)) as web,
+        client_of(tmp_path, network, ip_deny=("10.0.0.0/8",)) as client,
+    ):
+        network.records = {(NAME, "A"): ["192.0.2.1"], ("internal.example", "A"): ["10.0.0.7"]}
+        network.ports = {("192.0.2.1", 443): web.port, ("192.0.2.1", 8448): unused_port()}
+        async with client.peer(NAME, Policy()) as peer:
+            with pytest.raises(Unreachable, match="refused") as caught:
+                await peer.connect()
+    assert "address outside the permitted IP ranges: 10.0.0.7" in caught.value.text
+    assert network.dialled == [("192.0.2.1", 443), ("192.0.2.1", 8448)]
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "::ffff:10.0.0.7", "0.0.0.0"])
+async def test_dns_that_points_into_a_private_network_is_blocked(
+    tmp_path: Path, address: str
+) -> None:
+    Authority(tmp_path)
+    network = TableNetwork()
+    network.records = {(NAME, "AAAA" if ":" in address else "A"): [address]}
+    async with (
+        client_of(tmp_path, network, ip_deny=("10.0.0.0/8",)) as client,
+        client.peer(f"{NAME}:8448", Policy()) as peer,
+    ):
+        with pytest.raises(Unreachable, match="permitted IP ranges") as caught:
+            await peer.connect()
+    assert caught.value.kind == "blocked"
+    assert network.dialled == []
+
+
+async def test_server_that_moved_is_found_at_the_second_attempt(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    network = TableNetwork(ttl_s=86_400)
+    async with (
+        serving(authority.context(NAME), answering(OK, then_close=True)) as server,
+        client_of(tmp_path, network) as client,
+    ):
+        network.records = {(NAME, "A"): ["10.0.0.1"]}
+        network.ports = {("10.0.0.1", 8448): server.port, ("10.0.0.2", 8448): server.port}
+        async with client.peer(f"{NAME}:8448", Policy()) as peer:
+            await send(peer)
+            network.records = {(NAME, "A"): ["10.0.0.2"]}
+            network.ports["10.0.0.1", 8448] = unused_port()
+            with pytest.raises((Unreachable, SendFailed)):
+                await send(peer)
+            assert (await send(peer)).status == 200
+
+
+async def test_metrics_count_requests_answers_and_connections(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    metrics = Metrics(OURS)
+    config = Federation.model_validate(
+        {"ip_deny": (), "ca_file": authority.file, "discovery_cache": tmp_path / "c.json"}
+    )
+    async with (
+        serving(authority.context(NAME), answering(OK, response(500))) as server,
+        open_client(
+            config, outside_with(RealNetwork()), OURS, (KEY,), AnybodyMay(), metrics
+        ) as client,
+        client.peer(NAME, server.policy) as peer,
+    ):
+        await send(peer)
+        await send(peer)
+        text = metrics.exposition().decode()
+    for line in (
+        r'synapse_http_matrixfederationclient_requests_total\{method="PUT".*\} 2\.0',
+        r'synapse_http_matrixfederationclient_responses_total\{code="500",method="PUT".*\} 1\.0',
+        r"fedsender_handshakes_total\{.*\} 1\.0",
+        r"fedsender_connections\{.*\} 1\.0",
+        r'fedsender_discoveries_total\{result="found".*\} 1\.0',
+    ):
+        assert re.search(line, text), line

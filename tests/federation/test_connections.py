@@ -1,0 +1,265 @@
+"""How many connections there are, and for how long; on the virtual clock where time matters."""
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import trio
+import trio.testing
+from tests.federation.servers import (
+    BODY,
+    KEY,
+    NAME,
+    OK,
+    OURS,
+    AnybodyMay,
+    Authority,
+    answering,
+    one_server,
+    outside_with,
+    read_request,
+    send,
+)
+
+from fedsender.config import Federation, Policy
+from fedsender.config.values import TcpAddress
+from fedsender.federation.client import (
+    Answer,
+    FederationClient,
+    Peer,
+    open_client,
+)
+from fedsender.outside import RealNetwork
+
+T = TypeVar("T")
+
+
+# --- how many, and for how long: on the virtual clock ---------------------------------------------
+
+
+class MemoryNetwork(RealNetwork):
+    """Servers in memory; TLS is taken as done. Every server answers every request."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        super().__init__()
+        self._nursery = nursery
+        self.connections: list[trio.abc.Stream] = []
+
+    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        ours, theirs = trio.testing.memory_stream_pair()
+        self.connections.append(theirs)
+        self._nursery.start_soon(self._serve, theirs)
+        return ours
+
+    async def start_tls(self, stream: trio.abc.Stream, *_: object) -> trio.abc.Stream:
+        return stream
+
+    async def _serve(self, stream: trio.abc.Stream) -> None:
+        try:
+            while await read_request(stream) is not None:
+                await stream.send_all(OK)
+        except trio.BrokenResourceError:
+            pass
+        finally:
+            self.connections.remove(stream)
+            await trio.aclose_forcefully(stream)
+
+
+@asynccontextmanager
+async def in_memory(
+    directory: Path, admission: AnybodyMay | None = None, **settings: object
+) -> AsyncIterator[tuple[FederationClient, MemoryNetwork]]:
+    Authority(directory)
+    async with trio.open_nursery() as nursery:
+        network = MemoryNetwork(nursery)
+        values = {
+            "ip_deny": (),
+            "ca_file": directory / "ca.pem",
+            "discovery_cache": directory / "cache.json",
+            **settings,
+        }
+        # The clock is virtual, so nothing may be written from a thread.
+        outside = replace(outside_with(network), run_sync=inline)
+        config = Federation.model_validate(values)
+        async with open_client(config, outside, OURS, (KEY,), admission or AnybodyMay()) as client:
+            yield client, network
+        nursery.cancel_scope.cancel()
+
+
+async def inline(function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+    return function()
+
+
+def there(number: int) -> Policy:
+    return Policy(address=TcpAddress("10.0.0.1", number + 1))
+
+
+async def test_idle_connections_are_closed_after_their_time(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with in_memory(tmp_path, idle_connection=120) as (client, network):
+        for number in range(3):
+            async with client.peer(f"b{number}.example", there(number)) as peer:
+                await send(peer)
+            await trio.sleep(30)
+        assert len(network.connections) == 3
+        await trio.sleep(40)
+        assert len(network.connections) == 2
+        await trio.sleep(60)
+        assert network.connections == []
+        assert client.statistics().open == 0
+
+
+async def test_used_connection_is_not_idle(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with (
+        in_memory(tmp_path, idle_connection=120) as (client, network),
+        client.peer("b.example", there(1)) as peer,
+    ):
+        for _ in range(10):
+            await send(peer)
+            await trio.sleep(100)
+        await peer.connect()
+        await trio.sleep(1000)
+        assert len(network.connections) == 1
+    assert client.statistics().opened == 1
+
+
+async def test_longest_idle_connection_makes_room(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with in_memory(tmp_path, max_connections=3) as (client, network):
+        for number in (0, 1, 2, 0, 3):
+            async with client.peer(f"b{number}.example", there(number)) as peer:
+                await send(peer)
+            await trio.sleep(1)
+            assert len(network.connections) <= 3
+        assert client.statistics().opened == 4
+        async with client.peer("b0.example", there(0)) as peer:
+            assert (await send(peer)).reused
+        async with client.peer("b1.example", there(1)) as peer:
+            assert not (await send(peer)).reused
+
+
+async def test_when_all_are_busy_the_next_waits_for_a_place(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    order: list[str] = []
+    async with in_memory(tmp_path, max_connections=2) as (client, network):
+
+        async def hold(number: int, for_s: float) -> None:
+            async with client.peer(f"b{number}.example", there(number)) as peer:
+                link = await peer.connect()
+                order.append(f"b{number} at {trio.current_time():.0f}")
+                assert len(network.connections) <= 2
+                await trio.sleep(for_s)
+                await link.put_transaction("t", BODY)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(hold, number, 10)
+                await trio.sleep(0.01)
+            with trio.move_on_after(5):
+                # One that gives up waiting takes nobody's place.
+                await hold(9, 0)
+        assert client.statistics().open <= 2
+    assert sorted(order) == ["b0 at 0", "b1 at 0", "b2 at 10", "b3 at 10"]
+
+
+async def test_failed_and_cancelled_openings_leave_no_place_taken(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    class Slow(AnybodyMay):
+        @asynccontextmanager
+        async def handshake(self) -> AsyncIterator[None]:
+            await trio.sleep(10)
+            yield
+
+    async with in_memory(tmp_path, Slow(), max_connections=1) as (client, _):
+        for _ in range(3):
+            with trio.move_on_after(5):
+                async with client.peer("b.example", there(1)) as peer:
+                    await peer.connect()
+            assert client.statistics().open == 0
+        async with client.peer("b.example", there(1)) as peer:
+            assert (await send_slowly(peer)).status == 200
+
+
+async def send_slowly(peer: Peer) -> Answer:
+    link = await peer.connect()
+    return await link.put_transaction("t", BODY)
+
+
+async def test_work_for_a_request_does_not_grow_with_idle_connections(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """Function calls are counted, not time: in shared pools they grow with every idle host."""
+
+    async def calls_of_one_request(client: FederationClient) -> int:
+        calls = 0
+
+        def count(_frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        async with client.peer("busy.example", there(999)) as peer:
+            for _ in range(3):
+                await send(peer)
+            await trio.testing.wait_all_tasks_blocked()
+            sys.setprofile(count)
+            try:
+                await send(peer)
+            finally:
+                sys.setprofile(None)
+        return calls
+
+    async with in_memory(tmp_path, max_connections=1000) as (client, network):
+        alone = await calls_of_one_request(client)
+        for number in range(300):
+            async with client.peer(f"b{number}.example", there(number)) as peer:
+                await send(peer)
+        assert len(network.connections) == 301
+        among_many = await calls_of_one_request(client)
+    # One look at each of them would show as 300 calls; the scheduler's dice move it by a few.
+    assert among_many < alone + 150
+
+
+async def test_peer_that_closes_an_idle_connection_is_noticed(
+    tmp_path: Path,
+) -> None:
+    """Over real sockets, since that is where it shows; both ways of noticing."""
+    async with one_server(tmp_path, answering(OK, then_close=True)) as (client, server):
+        async with client.peer(NAME, server.policy) as peer:
+            await send(peer)
+        live = next(iter(client.connections._idle.values()))
+        stream = live.connection.stream
+        assert isinstance(stream, trio.SSLStream)
+        await trio.lowlevel.wait_readable(stream.transport_stream.socket)
+
+        live.idle_since -= 10
+        assert await client.connections.take(NAME, live.opened_by) is None
+        assert client.statistics().open == 0
+
+        async with client.peer(NAME, server.policy) as peer:
+            assert not (await send(peer)).reused
+        live = next(iter(client.connections._idle.values()))
+        stream = live.connection.stream
+        assert isinstance(stream, trio.SSLStream)
+        await trio.lowlevel.wait_readable(stream.transport_stream.socket)
+        await client.connections._give_up_deserted()
+        assert client.statistics().idle == 0
+    assert client.statistics().repeated == 0
+
+
+async def test_every_new_connection_asks_leave(tmp_path: Path) -> None:
+    admission = AnybodyMay()
+    async with in_memory(tmp_path, admission) as (client, _):
+        for number in (0, 1, 0):
+            async with client.peer(f"b{number}.example", there(number)) as peer:
+                await send(peer)
+    assert admission.handshakes == 2

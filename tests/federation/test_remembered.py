@@ -1,0 +1,376 @@
+"""What server discovery asks, how often, and for how long it believes the answers."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import structlog.testing
+import trio
+import trio.testing
+
+from fedsender.federation.dialing import Unreachable
+from fedsender.federation.discovery import (
+    Discovery,
+    judge_well_known,
+)
+from fedsender.federation.remembered import (
+    CacheFile,
+    Delegation,
+    Lookup,
+    Remembered,
+    WellKnown,
+    delegation_after,
+    read_cache,
+    write_cache,
+)
+from fedsender.federation.transport import ExchangeFailed, Response
+from fedsender.outside import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
+
+NOW_MS = 1_700_000_000_000
+
+
+# --- .well-known ----------------------------------------------------------------------------------
+
+
+def well_known(body: object = None, status: int = 200, **headers: str) -> Response:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Response(status, tuple(pairs), raw)
+
+
+GOOD = {"m.server": "d.example:443"}
+
+
+@pytest.mark.parametrize(
+    ("response", "server", "least", "most"),
+    [
+        (well_known(GOOD), "d.example:443", 0.9 * 86_400, 1.1 * 86_400),
+        (well_known(GOOD, cache_control="max-age=7200"), "d.example:443", 7200, 7200),
+        (well_known(GOOD, cache_control='public, Max-Age="7200"'), "d.example:443", 7200, 7200),
+        (well_known(GOOD, cache_control="max-age=1"), "d.example:443", 300, 300),
+        (well_known(GOOD, cache_control="max-age=99999999999999"), "d.example:443", *[172_800] * 2),
+        (well_known(GOOD, cache_control="max-age=7200, no-store"), "d.example:443", 300, 300),
+        (well_known(GOOD, cache_control="max-age=x"), "d.example:443", 77_760, 95_040),
+        (
+            well_known(GOOD, expires="Tue, 14 Nov 2023 23:13:20 GMT"),
+            "d.example:443",
+            3600,
+            3600,
+        ),
+        (
+            well_known(GOOD, expires="Tue, 14 Nov 2023 23:13:20 GMT", cache_control="max-age=400"),
+            "d.example:443",
+            400,
+            400,
+        ),
+        (well_known(GOOD, expires="0"), "d.example:443", 300, 300),
+        (well_known(GOOD, status=404), None, 3600, 3600),
+        (well_known(GOOD, status=302), None, 3600, 3600),
+        (well_known(GOOD, status=503), None, 120, 120),
+        (well_known(b"<html>"), None, 3600, 3600),
+        (well_known(b'{"m.server": NaN}'), None, 3600, 3600),
+        (well_known(b"[" * 100_000), None, 3600, 3600),
+        (well_known([]), None, 3600, 3600),
+        (well_known({}), None, 3600, 3600),
+        (well_known({"m.server": 5}), None, 3600, 3600),
+        (well_known({"m.server": "https://d.example"}), None, 3600, 3600),
+        (well_known({"m.server": ""}), None, 3600, 3600),
+    ],
+)
+def test_well_known_is_judged_and_its_life_is_clamped(
+    response: Response, server: str | None, least: float, most: float
+) -> None:
+    found = judge_well_known(response, random.Random(3), NOW_MS)
+    assert found.server == server
+    assert least <= found.life_s <= most
+    assert (found.text == "") is (server is not None)
+
+
+def test_delegation_is_refreshed_late_in_its_life_and_survives_a_failed_refresh() -> None:
+    first = delegation_after(None, WellKnown("d.example", 1000), 0)
+    assert (first.server, first.refresh_at, first.expires_at) == ("d.example", 800, 1000)
+    failed = delegation_after(first, WellKnown(None, 3600, "status 500"), 850)
+    assert (failed.server, failed.refresh_at, failed.expires_at) == ("d.example", 970, 1000)
+
+
+def test_repeated_errors_are_believed_for_longer_up_to_an_hour() -> None:
+    delegation: Delegation | None = None
+    now, lives = 0.0, []
+    for _ in range(7):
+        delegation = delegation_after(delegation, WellKnown(None, 120, "refused"), now)
+        lives.append(delegation.refresh_at - now)
+        now = delegation.refresh_at
+    assert lives == [120, 240, 480, 960, 1920, 3600, 3600]
+
+
+# --- asking and remembering, on the virtual clock -------------------------------------------------
+
+
+class Dnslike(RealNetwork):
+    """A DNS that answers from a table after `delay_s`, and counts."""
+
+    def __init__(self, table: dict[tuple[str, str], Sequence[str] | Exception]) -> None:
+        super().__init__()
+        self.table = table
+        self.asked: list[tuple[str, str]] = []
+        self.delay_s = 0.0
+        self.ttl_s = 300.0
+
+    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+        self.asked.append((name, rdtype))
+        await trio.sleep(self.delay_s)
+        found = self.table.get((name, rdtype))
+        if isinstance(found, Exception):
+            raise found
+        if found is None:
+            raise NameNotFound(f"{name}: none", ttl_s=self.ttl_s)
+        return Records(tuple(found), self.ttl_s)
+
+
+class WellKnownServer:
+    """Answers .well-known requests, and counts."""
+
+    def __init__(self, answer: Response | ExchangeFailed) -> None:
+        self.answer = answer
+        self.asked: list[str] = []
+
+    async def fetch(self, host: str) -> Response:
+        self.asked.append(host)
+        await trio.sleep(1)
+        if isinstance(self.answer, ExchangeFailed):
+            raise self.answer
+        return self.answer
+
+
+def discovery_with(dns: Dnslike, entries: int = 100) -> Discovery:
+    return Discovery(
+        dns,
+        random.Random(1),
+        lambda: NOW_MS,
+        Remembered(entries),
+        concurrent_lookups=4,
+        lookup_s=10,
+    )
+
+
+async def test_many_who_ask_at_once_cost_one_question_each(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = Dnslike({("d.example", "A"): ["192.0.2.7"]})
+    dns.delay_s = 2
+    web = WellKnownServer(well_known({"m.server": "d.example"}))
+    discovery = discovery_with(dns)
+    results = []
+
+    async def ask() -> None:
+        results.append(await discovery.resolve("b.example", web.fetch))
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(50):
+            nursery.start_soon(ask)
+
+    assert len(results) == 50
+    assert web.asked == ["b.example"]
+    assert len(dns.asked) == len(set(dns.asked)) == discovery.lookups
+
+
+async def test_when_the_one_who_asks_is_cancelled_another_asks(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = Dnslike({("b.example", "A"): ["192.0.2.1"]})
+    dns.delay_s = 2
+    discovery = discovery_with(dns)
+    got = []
+
+    async def give_up() -> None:
+        with trio.move_on_after(1):
+            await discovery.addresses("b.example")
+
+    async def wait() -> None:
+        await trio.sleep(0.5)
+        got.append(await discovery.addresses("b.example"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(give_up)
+        nursery.start_soon(wait)
+    assert got == [["192.0.2.1"]]
+
+
+async def test_answers_and_their_absence_live_as_long_as_the_dns_says_within_bounds(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = Dnslike({("b.example", "A"): ["192.0.2.1"]})
+    discovery = discovery_with(dns)
+
+    async def questions_after(wait_s: float) -> int:
+        await trio.sleep(wait_s)
+        before = len(dns.asked)
+        assert await discovery.addresses("b.example") == ["192.0.2.1"]
+        return len(dns.asked) - before
+
+    assert await questions_after(0) == 2
+    assert await questions_after(299) == 0
+    assert await questions_after(2) == 2
+    dns.ttl_s = 0
+    assert await questions_after(301) == 2
+    assert await questions_after(29) == 0
+    dns.ttl_s = 10**9
+    assert await questions_after(2) == 2
+    # No AAAA record: not believed for longer than an hour.
+    assert await questions_after(3601) == 1
+    assert await questions_after(86_401) == 2
+
+
+async def test_failed_lookup_is_not_repeated_for_half_a_minute(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = Dnslike({("b.example", kind): ResolveFailed("SERVFAIL") for kind in ("A", "AAAA")})
+    discovery = discovery_with(dns)
+    for wait_s, questions in [(0, 2), (29, 2), (2, 4)]:
+        await trio.sleep(wait_s)
+        with pytest.raises(Unreachable, match="SERVFAIL"):
+            await discovery.addresses("b.example")
+        assert len(dns.asked) == questions
+
+
+async def test_dns_that_never_answers_is_given_up(autojump_clock: trio.testing.MockClock) -> None:
+    dns = Dnslike({})
+    dns.delay_s = float("inf")
+    started = trio.current_time()
+    with pytest.raises(Unreachable, match="no answer within 10 s"):
+        await discovery_with(dns).addresses("b.example")
+    assert trio.current_time() - started == pytest.approx(20)
+
+
+async def test_dead_well_known_is_asked_ever_more_rarely(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = Dnslike({("b.example", "A"): ["192.0.2.1"]})
+    web = WellKnownServer(ExchangeFailed("closed", "refused"))
+    discovery = discovery_with(dns)
+    for _ in range(24 * 60):
+        resolved = await discovery.resolve("b.example", web.fetch)
+        assert resolved.note == ".well-known of b.example: refused"
+        await trio.sleep(60)
+    assert len(web.asked) <= 30
+
+
+async def test_doubt_asks_again_but_keeps_a_delegation_that_nobody_contradicts(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    dns = Dnslike({("d.example", "A"): ["192.0.2.7"]})
+    web = WellKnownServer(well_known({"m.server": "d.example:1"}))
+    discovery = discovery_with(dns)
+    await discovery.resolve("b.example", web.fetch)
+
+    dns.table["d.example", "A"] = ["192.0.2.8"]
+    web.answer = ExchangeFailed("closed", "refused")
+    discovery.doubt("b.example")
+
+    resolved = await discovery.resolve("b.example", web.fetch)
+    assert resolved.candidates == (("192.0.2.8", 1),)
+    assert len(web.asked) == 2
+    # An error that is remembered is no reason to ask at once; being told that the server is up is.
+    discovery.forget("b.example")
+    with pytest.raises(Unreachable):
+        await discovery.resolve("b.example", web.fetch)
+    assert len(web.asked) == 3
+
+
+async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
+    dns = Dnslike({})
+    discovery = discovery_with(dns, entries=10)
+    for number in range(50):
+        with pytest.raises(Unreachable):
+            await discovery.addresses(f"b{number}.example")
+    assert len(discovery.remembered) == 10
+    assert discovery._asking == {}
+
+
+# --- the file -------------------------------------------------------------------------------------
+
+
+async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    path = tmp_path / "cache.json"
+    before = Remembered(10)
+    before.keep_delegation("b.example", Delegation("d.example", 800, 1000, 2))
+    before.keep_delegation("e.example", Delegation(None, 100, 200, 3, "status 500", broken=True))
+    before.keep_lookup("d.example", "A", Lookup(("192.0.2.7",), 500))
+    before.keep_lookup("d.example", "AAAA", Lookup((), 500, "SERVFAIL", failed=True))
+    before.keep_lookup("short.example", "A", Lookup(("192.0.2.9",), 50))
+    assert before.changed
+    write_cache(path, before.to_file(NOW_MS))
+    assert not before.changed
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    file = read_cache(path)
+    assert file is not None
+    await trio.sleep(7)
+    after = Remembered(10)
+    after.take_in(file, NOW_MS + 60_000)
+
+    def left(moment: float) -> int:
+        return round(moment - trio.current_time())
+
+    delegation = after.delegation("b.example")
+    assert delegation is not None
+    assert (delegation.server, delegation.failures) == ("d.example", 2)
+    assert (left(delegation.refresh_at), left(delegation.expires_at)) == (740, 940)
+    error = after.delegation("e.example")
+    assert error is not None
+    assert (error.server, error.text, error.broken) == (None, "status 500", True)
+    lookup = after.lookup("d.example", "A")
+    assert lookup is not None
+    assert (lookup.values, left(lookup.expires_at)) == (("192.0.2.7",), 440)
+    assert after.lookup("d.example", "AAAA") is None
+    assert after.lookup("short.example", "A") is None
+
+
+async def test_file_of_another_clock_is_not_believed_for_ever(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    before, after = Remembered(10), Remembered(10)
+    before.keep_lookup("d.example", "A", Lookup(("192.0.2.7",), 500))
+    after.take_in(before.to_file(NOW_MS), NOW_MS - 10**12)
+    await trio.sleep(2 * 86_400 + 1)
+    assert after.lookup("d.example", "A") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 2, "delegations": [], "lookups": []}',
+        '{"version": 1, "delegations": [], "lookups": [], "more": 1}',
+        '{"version": 1, "delegations": [], "lookups": [{"name": "x"}]}',
+        '{"version": 1, "lookups": [], "delegations": [{"host": "a", "server": "b c",'
+        ' "refresh_ms": 1, "expires_ms": 1, "failures": 0, "text": "", "broken": false}]}',
+        "\x00\xff",
+    ],
+)
+def test_bad_file_is_ignored_with_one_line_in_the_log(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "cache.json"
+    path.write_text(text)
+    with structlog.testing.capture_logs() as logs:
+        assert read_cache(path) is None
+    assert [line["event"] for line in logs] == ["discovery cache ignored"]
+    assert logs[0]["file"] == str(path)
+
+
+def test_missing_file_is_nothing_to_talk_about_and_one_that_cannot_be_written_is(
+    tmp_path: Path,
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+        assert read_cache(tmp_path / "none.json") is None
+    assert logs == []
+    with structlog.testing.capture_logs() as logs:
+        write_cache(
+            tmp_path / "missing" / "x.json", CacheFile(version=1, delegations=[], lookups=[])
+        )
+    assert [line["event"] for line in logs] == ["discovery cache not saved"]

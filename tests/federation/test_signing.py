@@ -1,0 +1,137 @@
+"""Signing keys and X-Matrix headers, with signedjson and canonicaljson as the oracle."""
+
+import re
+from base64 import b64encode
+from pathlib import Path
+from typing import Any
+
+import canonicaljson
+import pytest
+import signedjson.key
+import signedjson.sign
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsender.federation.signing import (
+    BadSigningKey,
+    authorization_header,
+    load_signing_keys,
+    parse_signing_keys,
+    signing_key_from_seed,
+)
+
+SEED = bytes(range(32))
+ENCODED = b64encode(SEED).rstrip(b"=").decode()
+
+text = st.text(st.characters(exclude_categories=["Cs"]))
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53) + 1, 2**53 - 1) | text,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def header_fields(header: str) -> dict[str, str]:
+    scheme, _, parameters = header.partition(" ")
+    assert scheme == "X-Matrix"
+    return dict(re.findall(r'(\w+)="([^"]*)"', parameters))
+
+
+@given(
+    body=st.dictionaries(text, json_values, max_size=6),
+    uri=text,
+    seed=st.binary(min_size=32, max_size=32),
+)
+def test_header_carries_the_signature_that_signedjson_makes(
+    body: dict[str, Any], uri: str, seed: bytes
+) -> None:
+    key = signing_key_from_seed("a_1", seed)
+    oracle = signedjson.key.decode_signing_key_base64("ed25519", "a_1", b64encode(seed).decode())
+    request = {
+        "content": body,
+        "destination": "b.example:8448",
+        "method": "PUT",
+        "origin": "a.example",
+        "uri": uri,
+    }
+    signed = signedjson.sign.sign_json(request, "a.example", oracle)
+
+    encoded = canonicaljson.encode_canonical_json(body)
+    header = authorization_header("a.example", "b.example:8448", "PUT", uri, encoded, key)
+
+    assert header_fields(header) == {
+        "origin": "a.example",
+        "destination": "b.example:8448",
+        "key": "ed25519:a_1",
+        "sig": signed["signatures"]["a.example"]["ed25519:a_1"],
+    }
+
+
+def test_request_without_a_body_is_signed_without_content() -> None:
+    key = signing_key_from_seed("1", SEED)
+    oracle = signedjson.key.decode_signing_key_base64("ed25519", "1", ENCODED)
+    request = {"destination": "b", "method": "GET", "origin": "a", "uri": "/x?y=%20"}
+    signed = signedjson.sign.sign_json(request, "a", oracle)
+
+    header = authorization_header("a", "b", "GET", "/x?y=%20", None, key)
+
+    assert header_fields(header)["sig"] == signed["signatures"]["a"]["ed25519:1"]
+
+
+@pytest.mark.parametrize("name", ['b"', "b\\", "b\r\nX: y", "b c", "b\u00fc"])
+def test_name_that_would_break_the_header_is_refused(name: str) -> None:
+    key = signing_key_from_seed("1", SEED)
+    with pytest.raises(ValueError, match="not a server name"):
+        authorization_header("a", name, "GET", "/", None, key)
+
+
+def test_file_of_synapse_loads_with_every_key_in_order(tmp_path: Path) -> None:
+    file = tmp_path / "signing.key"
+    file.write_text(f"ed25519 a_new {ENCODED}\n\ned25519 old {ENCODED}\n")
+
+    keys = load_signing_keys(file)
+
+    assert [key.key_id for key in keys] == ["ed25519:a_new", "ed25519:old"]
+    oracle = signedjson.key.decode_signing_key_base64("ed25519", "a_new", ENCODED)
+    assert keys[0].public_key() == b64encode(bytes(oracle.verify_key)).rstrip(b"=").decode()
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (f"ed25519 {ENCODED}", r"found 2 word"),
+        (f"rsa 1 {ENCODED}", "only ed25519"),
+        (f"ed25519 a:b {ENCODED}", "key version"),
+        (f"ed25519 1 {ENCODED[:-8]}", "bytes long"),
+        (f"ed25519 1 {ENCODED[:-2]}!!", "not base64"),
+        (f"ed25519 ü {ENCODED}", "not ASCII"),
+        (f"ed25519 good {ENCODED}", "same version"),
+    ],
+)
+def test_bad_line_is_named_by_file_and_number_without_the_key(line: str, complaint: str) -> None:
+    contents = f"ed25519 good {ENCODED}\n{line}\n"
+
+    with pytest.raises(BadSigningKey, match=rf"^keys/signing\.key:2: .*{complaint}") as caught:
+        parse_signing_keys(contents.encode(), "keys/signing.key")
+
+    assert ENCODED[:16] not in str(caught.value)
+
+
+def test_empty_and_missing_and_huge_files_are_one_clear_error_each(tmp_path: Path) -> None:
+    empty, huge = tmp_path / "empty", tmp_path / "huge"
+    empty.write_text("\n")
+    huge.write_bytes(b"x" * 70_000)
+
+    for path, complaint in [
+        (empty, "no signing key"),
+        (huge, "larger than"),
+        (tmp_path / "missing", "No such file"),
+        (tmp_path, "directory"),
+    ]:
+        with pytest.raises(BadSigningKey, match=complaint):
+            load_signing_keys(path)
+
+
+def test_key_never_shows_in_its_repr() -> None:
+    key = signing_key_from_seed("1", SEED)
+    assert repr(key) == "SigningKey(version='1')"

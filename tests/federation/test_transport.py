@@ -1,0 +1,417 @@
+"""One HTTP exchange after another with servers that misbehave in every way we know of."""
+
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.federation.servers import (
+    Authority,
+    Conversation,
+    Listening,
+    answering,
+    read_request,
+    response,
+    serving,
+)
+
+from fedsender.federation.dialing import Dialer, IPRanges, TlsPolicy
+from fedsender.federation.transport import (
+    Bounds,
+    Connection,
+    ExchangeFailed,
+    Response,
+    ResponseReader,
+    get,
+    request_head,
+    words,
+)
+from fedsender.outside import RealNetwork
+
+NAME = "b.example"
+BOUNDS = Bounds(head_bytes=4_000, headers=50, body_bytes=10_000)
+
+
+async def dial(authority: Authority, server: Listening) -> Connection:
+    dialer = Dialer(RealNetwork(), connect_s=5, handshake_s=5)
+    return await dialer.open(
+        [("127.0.0.1", server.port)], NAME, TlsPolicy(ca_file=authority.file), IPRanges()
+    )
+
+
+async def put(connection: Connection, body: bytes = b"{}") -> Response:
+    with trio.fail_after(10):
+        return await connection.exchange("PUT", "/send/1", [(b"host", b"b")], body, bounds=BOUNDS)
+
+
+def raw(data: bytes) -> Conversation:
+    return answering(data, then_close=True)
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def test_connection_carries_one_exchange_after_another(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    seen = []
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        while (request := await read_request(stream)) is not None:
+            seen.append(request)
+            await stream.send_all(response(200, b'{"pdus":{}}', "X-Header: One"))
+
+    async with serving(authority.context(NAME), converse) as server:
+        connection = await dial(authority, server)
+        for body in (b'{"a":1}', b'{"b":2}'):
+            answer = await put(connection, body)
+            assert answer.status == 200
+            assert answer.header(b"x-header") == b"One"
+            assert answer.body == b'{"pdus":{}}'
+            assert connection.reusable
+        await connection.close()
+
+    assert [request.body for request in seen] == [b'{"a":1}', b'{"b":2}']
+    assert seen[0].line == "PUT /send/1 HTTP/1.1"
+    assert seen[0].headers == {"host": "b", "content-length": "7"}
+    assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "body", "reusable"),
+    [
+        (CHUNKED + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n", 200, b"abcde", True),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + response(200, b"x"), 200, b"x", True),
+        (
+            b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n"
+            + response(201, b"xy"),
+            201,
+            b"xy",
+            True,
+        ),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", 204, b"", True),
+        (response(200, b"x", "Connection: close"), 200, b"x", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 1\r\n\r\nx", 200, b"x", False),
+        (b"HTTP/1.1 200 OK\r\n\r\nuntil the end", 200, b"until the end", False),
+        # Longer than it says: the answer stands, but who knows what comes next.
+        (response(200, b"x") + b"and more", 200, b"x", False),
+        (response(200, b"x") + response(200, b"y"), 200, b"x", False),
+        (response(200, b"x", "Connection: close") + b"and more", 200, b"x", False),
+        (response(302, b"", "Location: https://elsewhere.example/"), 302, b"", True),
+        (response(413, b"too much"), 413, b"too much", True),
+    ],
+)
+async def test_answer_is_read_to_its_end_and_no_further(
+    tmp_path: Path, data: bytes, status: int, body: bytes, reusable: bool
+) -> None:
+    authority = Authority(tmp_path)
+    async with serving(authority.context(NAME), raw(data)) as server:
+        connection = await dial(authority, server)
+        answer = await put(connection)
+        assert (answer.status, answer.body) == (status, body)
+        assert connection.reusable is reusable
+        await connection.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "heard", "text"),
+    [
+        (b"", "closed", False, "without an answer"),
+        (b"HTTP/1.1 200 OK\r\nContent-Len", "closed", True, "in the middle"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort", "closed", True, "in the middle"),
+        (CHUNKED + b"3\r\nabc\r\n", "closed", True, "in the middle"),
+        (b"220 mail.example ESMTP\r\n", "protocol", True, "not an HTTP answer"),
+        (b"\x00\xff" * 50, "protocol", True, "not an HTTP answer"),
+        (CHUNKED + b"zz\r\nabc", "protocol", True, "not an HTTP answer"),
+        (b"HTTP/1.1 101 S\r\nUpgrade: x\r\n\r\n", "protocol", True, "not an HTTP answer"),
+        (
+            b"HTTP/1.1 101 S\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n",
+            "protocol",
+            True,
+            "switched",
+        ),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5_000, "protocol", True, "beyond 4000 bytes"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 60, "protocol", True, "more than 50 headers"),
+        (b"HTTP/1.1 100 C\r\n\r\n" * 400, "protocol", True, "beyond 4000 bytes"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10001\r\n\r\n", "too_large", True, "10000 bytes"),
+        (CHUNKED + b"4000\r\n" + b"x" * 0x4000, "too_large", True, "10000 bytes"),
+        (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 20_000, "too_large", True, "10000 bytes"),
+        (
+            b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+            "protocol",
+            True,
+            "not an HTTP answer",
+        ),
+    ],
+)
+async def test_nonsense_is_told_apart_and_ends_the_connection(
+    tmp_path: Path, data: bytes, kind: str, heard: bool, text: str
+) -> None:
+    authority = Authority(tmp_path)
+    async with serving(authority.context(NAME), raw(data)) as server:
+        connection = await dial(authority, server)
+        with pytest.raises(ExchangeFailed, match=text) as caught:
+            await put(connection)
+        assert caught.value.kind == kind
+        assert (connection.sent, connection.heard) == (True, heard)
+        assert not connection.reusable
+        with pytest.raises(ExchangeFailed, match="is closed"):
+            await put(connection)
+        assert not connection.sent
+
+
+@pytest.mark.parametrize("dripping", [False, True])
+async def test_deadline_of_the_caller_ends_stalls_and_drips_and_the_connection(
+    tmp_path: Path, dripping: bool
+) -> None:
+    authority = Authority(tmp_path)
+    client_left = trio.Event()
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        await read_request(stream)
+        with suppress(trio.BrokenResourceError):
+            for byte in b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 40 if dripping else b"":
+                await stream.send_all(bytes([byte]))
+                await trio.sleep(0.02)
+            assert await stream.receive_some() == b""
+        client_left.set()
+
+    async with serving(authority.context(NAME), converse) as server:
+        connection = await dial(authority, server)
+        with pytest.raises(trio.TooSlowError), trio.fail_after(0.3):
+            await connection.exchange("PUT", "/", [], b"{}", bounds=BOUNDS)
+        assert connection.sent
+        assert connection.heard is dripping
+        assert not connection.reusable
+        with trio.fail_after(10):
+            await client_left.wait()
+
+
+async def test_server_that_refuses_a_long_body_early_is_heard(tmp_path: Path) -> None:
+    """A 413 says what to do; "connection reset while writing" would not."""
+    authority = Authority(tmp_path)
+    release = trio.Event()
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        await stream.receive_some()
+        await stream.send_all(response(413, b"no"))
+        await release.wait()
+
+    async with serving(authority.context(NAME), converse) as server:
+        connection = await dial(authority, server)
+        answer = await put(connection, b"x" * 20_000_000)
+        assert (answer.status, answer.body) == (413, b"no")
+        # Half of the body was never read: nothing else may go over this connection.
+        assert not connection.reusable
+        release.set()
+
+
+async def test_long_body_arrives_whole_and_the_connection_stays(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    lengths = []
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        while (request := await read_request(stream)) is not None:
+            lengths.append(len(request.body))
+            await stream.send_all(response())
+
+    async with serving(authority.context(NAME), converse) as server:
+        connection = await dial(authority, server)
+        for size in (1_000_000, 100_000):
+            assert (await put(connection, b"x" * size)).status == 200
+        assert connection.reusable
+        assert lengths == [1_000_000, 100_000]
+        await connection.close()
+
+
+class Pieces(trio.abc.Stream):
+    """Notes the size of every write, and answers the first read."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        self.sizes.append(len(data))
+
+    async def wait_send_all_might_not_block(self) -> None: ...
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        return response()
+
+    async def aclose(self) -> None: ...
+
+
+async def test_writes_are_pieces_of_at_most_16_kib() -> None:
+    stream = Pieces()
+    await Connection(stream).exchange("PUT", "/", [], b"x" * 100_000, bounds=BOUNDS)
+    assert max(stream.sizes) == 16_384
+    assert sum(stream.sizes) > 100_000
+
+
+async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with serving(authority.context(NAME), answering(response())) as server:
+        connection = await dial(authority, server)
+        await put(connection)
+        assert not await connection.peer_has_left()
+        # Looking did no harm.
+        assert (await put(connection)).status == 200
+        await connection.close()
+    async with serving(authority.context(NAME), answering(response(), then_close=True)) as server:
+        connection = await dial(authority, server)
+        await put(connection)
+        with trio.fail_after(10):
+            assert isinstance(connection.stream, trio.SSLStream)
+            await trio.lowlevel.wait_readable(connection.stream.transport_stream.socket)
+            assert RealNetwork().readable([connection.stream]) == [connection.stream]
+            assert await connection.peer_has_left()
+        await connection.close()
+
+
+# --- the reader, without a network ----------------------------------------------------------------
+
+
+def read(chunks: list[bytes]) -> Response:
+    reader = ResponseReader(BOUNDS)
+    for chunk in chunks:
+        reader.feed(chunk)
+    reader.end()
+    return reader.response()
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = [0, *sorted({place % (len(data) + 1) for place in places}), len(data)]
+    return [data[a:b] for a, b in pairwise(edges) if a < b]
+
+
+@given(
+    status=st.integers(200, 599).filter(lambda status: status not in (204, 304)),
+    headers=st.lists(
+        st.tuples(
+            st.text("abcXYZ-_09", min_size=1, max_size=20).map(lambda name: "x" + name),
+            st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=30),
+        ),
+        max_size=10,
+    ),
+    body=st.binary(max_size=300),
+    chunked=st.booleans(),
+    places=st.lists(st.integers(0, 2_000), max_size=8),
+)
+def test_answer_is_the_same_however_it_is_cut(
+    status: int, headers: list[tuple[str, str]], body: bytes, chunked: bool, places: list[int]
+) -> None:
+    lines = [f"HTTP/1.1 {status} Reason", *(f"{name}: {value}" for name, value in headers)]
+    if chunked:
+        lines.append("Transfer-Encoding: chunked")
+        framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
+    else:
+        lines.append(f"Content-Length: {len(body)}")
+        framed = body
+    data = "\r\n".join([*lines, "", ""]).encode() + framed
+
+    answer = read(cut(data, places))
+
+    assert answer == read([data])
+    assert answer == read([bytes([byte]) for byte in data])
+    assert (answer.status, answer.body) == (status, body)
+    assert [(name.decode(), value.decode()) for name, value in answer.headers[:-1]] == [
+        (name.lower(), value) for name, value in headers
+    ]
+
+
+@given(st.lists(st.binary(max_size=200), max_size=10), st.booleans())
+def test_no_bytes_make_the_reader_fail_otherwise_than_it_says(
+    chunks: list[bytes], as_http: bool
+) -> None:
+    if as_http:
+        chunks = [b"HTTP/1.1 200 OK\r\n", *chunks]
+    with suppress(ExchangeFailed):
+        read(chunks)
+
+
+@given(st.text(max_size=2_000))
+def test_words_are_one_short_printable_line(text: str) -> None:
+    line = words(text)
+    assert len(line) <= 300
+    assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("target", "value"),
+    [("/a b", b"x"), ("/a\r\nX: y", b"x"), ("a", b"x"), ("/", b"x\r\nY: z"), ("/", b"\x00")],
+)
+def test_request_that_would_break_out_of_its_line_is_refused(target: str, value: bytes) -> None:
+    with pytest.raises(ValueError, match=r"request target|control character"):
+        request_head("GET", target, [(b"x", value)], None)
+
+
+# --- behind httpx ---------------------------------------------------------------------------------
+
+
+class Web:
+    """Web servers by host name; lends connections to them and notes which were asked for."""
+
+    def __init__(self, pages: dict[str, bytes]) -> None:
+        self.pages = pages
+        self.asked: list[tuple[str, int]] = []
+        self.closed = 0
+
+    def lease(self, host: str, port: int) -> "Lent":
+        self.asked.append((host, port))
+        return Lent(self, self.pages[host])
+
+
+class Lent:
+    def __init__(self, web: Web, page: bytes) -> None:
+        self._web = web
+        self._page = page
+
+    async def __aenter__(self) -> Connection:
+        client, server = trio.testing.memory_stream_pair()
+        await server.send_all(self._page)
+        return Connection(client)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._web.closed += 1
+
+
+def redirect(location: str) -> bytes:
+    return response(302, b"", f"Location: {location}")
+
+
+async def test_get_follows_redirects_with_a_connection_for_each_host() -> None:
+    web = Web(
+        {
+            "a.example": redirect("https://b.example:8000/x"),
+            "b.example": redirect("//c.example/y"),
+            "c.example": response(200, b"found", "Cache-Control: max-age=5"),
+        }
+    )
+    answer = await get("https://a.example/z", web.lease, BOUNDS, user_agent="test")
+    assert (answer.status, answer.body) == (200, b"found")
+    assert answer.header(b"cache-control") == b"max-age=5"
+    assert web.asked == [("a.example", 443), ("b.example", 8000), ("c.example", 443)]
+    assert web.closed == 3
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (redirect("http://b.example/"), "http is not https"),
+        (redirect("https://a.example/"), "redirects"),
+        (redirect("https://[::1"), "."),
+        (redirect("ftp://x/"), "not https"),
+        (response(200, b"x" * 10_001), "larger than"),
+        (response(200, b"\x1f\x8b", "Content-Encoding: gzip"), "compressed"),
+        (b"nonsense\r\n\r\n", "not an HTTP answer"),
+    ],
+)
+async def test_get_goes_nowhere_it_should_not(page: bytes, text: str) -> None:
+    web = Web({"a.example": page})
+    with pytest.raises(ExchangeFailed, match=text) as caught:
+        await get("https://a.example/", web.lease, BOUNDS, user_agent="test")
+    assert caught.value.kind in ("protocol", "too_large")
+    assert web.closed == len(web.asked) <= 10
