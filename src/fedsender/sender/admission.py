@@ -1,0 +1,164 @@
+"""How much may happen at once: transactions in flight, and new connections per second.
+
+Two lanes: servers whose last attempt was answered, and the rest. The slow lane is a quarter of the
+whole. The rest hold a place in it for a whole attempt, from finding the server to its time-out, so
+that dead servers never hold back live ones; the others hold a place in the fast lane while a
+transaction is in flight. One that has waited there for seconds moves to the slow lane, if anybody
+else wants its place.
+"""
+
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import trio
+
+
+class Pace:
+    """At most so many starts per second, evenly spread; waiting callers go in turn."""
+
+    def __init__(self, per_second: float) -> None:
+        self._gap = 1 / per_second
+        self._next = -math.inf
+        self._turn = trio.Lock()
+
+    async def wait(self) -> None:
+        """Return when the next start is due."""
+        async with self._turn:
+            now = trio.current_time()
+            if self._next > now:
+                await trio.sleep_until(self._next)
+            self._next = max(now, self._next) + self._gap
+
+
+class Gate:
+    """Open or shut; while it is shut, nobody passes."""
+
+    def __init__(self) -> None:
+        self._opened = trio.Event()
+        self._opened.set()
+
+    @property
+    def open(self) -> bool:
+        """Whether it can be passed now."""
+        return self._opened.is_set()
+
+    def shut(self) -> None:
+        """Let nobody pass from now on."""
+        if self._opened.is_set():
+            self._opened = trio.Event()
+
+    def reopen(self) -> None:
+        """Let everybody pass again."""
+        self._opened.set()
+
+    async def passed(self) -> None:
+        """Return when the gate is open."""
+        while not self._opened.is_set():
+            await self._opened.wait()
+
+
+SLOW_AFTER_S = 3.0
+"""A transaction in flight for so long is one of the slow ones."""
+
+
+class Admission:
+    """The caps that all destinations share.
+
+    Attributes:
+        gate: shut while this daemon may not send at all (it lost its instance lock).
+        waiting: destinations that wait for a place.
+    """
+
+    def __init__(
+        self, *, max_in_flight: int, slow_share: float, handshakes_per_second: float
+    ) -> None:
+        slow = max(1, int(max_in_flight * slow_share))
+        self._fast = trio.CapacityLimiter(max(1, max_in_flight - slow))
+        self._slow = trio.CapacityLimiter(slow)
+        self._handshakes = Pace(handshakes_per_second)
+        self.gate = Gate()
+        self.waiting = 0
+        self._fewer = trio.Event()
+        self._crowd = max_in_flight
+        # When each fast place was taken, oldest first; and how many moved to the slow lane.
+        self._since: dict[object, float] = {}
+        self._moved: set[object] = set()
+
+    @property
+    def in_flight(self) -> int:
+        """Places taken."""
+        return self._fast.borrowed_tokens + self._slow.borrowed_tokens
+
+    @property
+    def busy(self) -> bool:
+        """Whether half of the fast lane or more is taken."""
+        return self._fast.borrowed_tokens * 2 >= self._fast.total_tokens
+
+    @asynccontextmanager
+    async def fast_place(self) -> AsyncIterator[None]:
+        """A place for one transaction to a server that is well."""
+        holder = object()
+        with self._in_line():
+            await self.gate.passed()
+            await self._take_fast(holder)
+        self._since[holder] = trio.current_time()
+        try:
+            yield
+        finally:
+            del self._since[holder]
+            self._fast.release_on_behalf_of(holder)
+            if holder in self._moved:
+                self._moved.discard(holder)
+                self._fast.total_tokens -= 1
+                self._slow.total_tokens += 1
+
+    @asynccontextmanager
+    async def slow_place(self) -> AsyncIterator[None]:
+        """A place for one attempt at a server that is not."""
+        with self._in_line():
+            await self.gate.passed()
+            await self._slow.acquire()
+        try:
+            yield
+        finally:
+            self._slow.release()
+
+    @contextmanager
+    def _in_line(self) -> Iterator[None]:
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+            self._fewer.set()
+
+    async def _take_fast(self, holder: object) -> None:
+        while True:
+            with trio.move_on_after(SLOW_AFTER_S / 2):
+                await self._fast.acquire_on_behalf_of(holder)
+                return
+            self._move_slow_ones()
+
+    def _move_slow_ones(self) -> None:
+        """Give the places of those that have waited for long to others, as the slow lane allows."""
+        long_ago = trio.current_time() - SLOW_AFTER_S
+        for holder, since in self._since.items():
+            if since > long_ago or self._slow.total_tokens <= 1:
+                return
+            if holder not in self._moved:
+                self._moved.add(holder)
+                self._slow.total_tokens -= 1
+                self._fast.total_tokens += 1
+
+    async def uncrowded(self) -> None:
+        """Return when no more wait for a place than have one: more would only take memory."""
+        while self.waiting > self._crowd:
+            self._fewer = trio.Event()
+            await self._fewer.wait()
+
+    @asynccontextmanager
+    async def handshake(self) -> AsyncIterator[None]:
+        """The right to open one connection."""
+        await self._handshakes.wait()
+        yield

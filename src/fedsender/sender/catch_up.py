@@ -1,0 +1,169 @@
+"""Catch-up: what a destination owes, read back from the database.
+
+It takes over when memory no longer holds what is owed: at start-up, after a long outage, after a
+queue was given up. `destination_rooms` names every room whose newest event for this destination
+lies above its low-water mark (LSSO). Those rooms are taken oldest first, many per transaction:
+
+- A room's *gap* is what lies above the floor F (LSSO when the catch-up began) or above what was
+  answered in that room since, up to the row's value. F and the answered positions are in a table of
+  ours, because LSSO itself moves past events that are still owed through a newer one.
+- A small gap is sent whole and in order. Of a large one the newest event stands in for the rest
+  (the receiver fetches what lies between), or, if other servers have written since, the room's
+  forward extremities that this server may see (I6); the ledger says what they supersede.
+- LSSO follows as min(values of the rooms not done) - 1.
+
+It ends when a query that ran at or after the newest event offered finds nothing. What cannot be
+loaded is quarantined or passed, never waited for (W23).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import structlog
+
+from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
+from fedsender.sender.transaction import Draft, Outgoing
+
+PAGE = 50
+"""Rooms looked at for one transaction."""
+SCAN = 400
+"""Events of one room read at a time."""
+
+log = structlog.get_logger()
+
+
+class Homeserver(Protocol):
+    """What catch-up asks of the homeserver's database."""
+
+    async def owed_rooms(
+        self, destination: str, after: int, limit: int
+    ) -> Sequence[tuple[str, int]]: ...
+    async def room_events(
+        self, room_id: str, after: int, upto: int, limit: int
+    ) -> Sequence[Any]: ...
+    async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
+    async def servers_before(self, events: Sequence[Any]) -> Mapping[str, object]: ...
+    async def servers_now(self, room_ids: Sequence[str]) -> Mapping[str, frozenset[str]]: ...
+    async def forward_extremities(self, room_id: str) -> Sequence[str]: ...
+
+
+@dataclass(slots=True)
+class CatchUp:
+    """One destination's catch-up.
+
+    Attributes:
+        floor: F.
+        newest_only: LSSO was unknown when we took over, so that nothing says where gaps begin.
+        whole: gaps are sent whole whatever their size: memory gave up, but the server is well.
+        answered: room -> stream ordering up to which this catch-up was answered there.
+        gap_events: how many events make a small gap.
+        stuck: events that could not be loaded; the caller quarantines them and clears the list.
+    """
+
+    destination: str
+    homeserver: Homeserver
+    router: Router
+    floor: int
+    newest_only: bool
+    gap_events: int
+    whole: bool = False
+    answered: dict[str, int] = field(default_factory=dict)
+    stuck: list[Bad] = field(default_factory=list)
+
+    async def fill(self, draft: Draft, lsso: int) -> bool:
+        """Put what is owed above `lsso` into the draft; False if nothing is owed any more.
+
+        The draft may come back without PDUs and yet with rooms done: then that progress is to be
+        written down, and the next call goes on behind it.
+        """
+        owed = await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1)
+        if not owed:
+            return False
+        here = await self.homeserver.servers_now([room_id for room_id, _ in owed[:PAGE]])
+        for room_id, value in owed[:PAGE]:
+            joined = self.destination in here.get(room_id, frozenset())
+            if not await self._fill_room(draft, room_id, value, joined):
+                draft.lsso = value - 1
+                break
+        else:
+            draft.lsso = owed[PAGE][1] - 1 if len(owed) > PAGE else owed[-1][1]
+        return True
+
+    async def _fill_room(self, draft: Draft, room_id: str, value: int, joined: bool) -> bool:
+        """Put one room's gap into the draft; whether the room is done once that is answered."""
+        after = max(self.floor, self.answered.get(room_id, self.floor))
+        while after < value:
+            outgoing, upto = await self._next_of_room(room_id, after, value, joined)
+            # Several extremities stand in together or not at all, unless they never fit together.
+            if not draft.empty and not draft.takes(len(outgoing)) and outgoing[0].supersedes:
+                return False
+            for one in outgoing:
+                if not draft.add_pdu(one):
+                    return False
+                if one.supersedes is None:
+                    draft.rooms_done[room_id] = one.pdu.stream_ordering
+            draft.rooms_done[room_id] = after = upto
+        return True
+
+    async def _next_of_room(
+        self, room_id: str, after: int, value: int, joined: bool
+    ) -> tuple[list[Outgoing], int]:
+        """What to send of the gap (after, value], and up to where that covers it."""
+        if not self.newest_only:
+            rows = await self.homeserver.room_events(room_id, after, value, SCAN)
+            upto = rows[-1].stream_ordering if len(rows) == SCAN else value
+            if self.whole or upto == value:
+                owed = await self._ours(rows)
+                if self.whole or len(owed) <= self.gap_events:
+                    return [Outgoing(item.pdu, "catch_up") for item in owed], upto
+        return await self._stand_in(room_id, after, value, joined), value
+
+    async def _ours(self, rows: Sequence[EventRow]) -> list[Routed]:
+        """Those of the rows that this destination should get."""
+        routed = await self.router.route(rows)
+        # An event that cannot be sent is in quarantine since the fan-out passed it.
+        return [
+            item for item in routed if isinstance(item, Routed) and self.destination in item.servers
+        ]
+
+    async def _stand_in(self, room_id: str, after: int, value: int, joined: bool) -> list[Outgoing]:
+        """The event that the row names, or the newer ones that this server may see instead."""
+        supersedes = (after + 1, value)
+        rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
+        if not rows:
+            log.warning(
+                "an owed event is gone",
+                destination=self.destination,
+                room=room_id,
+                stream_ordering=value,
+            )
+            return []
+        own = rows[0]
+        extremities = await self.homeserver.forward_extremities(room_id) if joined else []
+        if extremities and own.event_id not in extremities:
+            newer = await self._visible(extremities, after)
+            if newer:
+                return [Outgoing(parse_row(row), "catch_up", supersedes) for row in newer]
+        for item in await self.router.route([own]):
+            if isinstance(item, Bad):
+                self.stuck.append(item)
+            else:
+                return [Outgoing(item.pdu, "catch_up", supersedes)]
+        return []
+
+    async def _visible(self, event_ids: Sequence[str], after: int) -> list[EventRow]:
+        """The named events above `after` in whose room this server was, and still is (I6)."""
+        found = await self.homeserver.events_by_id(event_ids)
+        rows = [
+            row
+            for row in found.values()
+            if row.stream_ordering > after and not row.rejected and row.json
+        ]
+        before = await self.homeserver.servers_before(rows)
+        visible = []
+        for row in sorted(rows, key=lambda row: int(row.stream_ordering)):
+            servers = before.get(row.event_id)
+            if isinstance(servers, frozenset) and self.destination in servers:
+                visible.append(row)
+        return visible

@@ -1,0 +1,718 @@
+"""One remote server's life: idle, sending, waiting, catching up, put away.
+
+The task of a destination is the only one that changes what is in flight; other tasks reach it
+through the synchronous verbs under "What others may do". Three sequences must stay free of `await`:
+
+- between the last look at what may be sent and the freezing of the transaction (I6);
+- between the query that found nothing owed, the check that nothing was offered since, and the
+  switch to level (else a PDU falls between the database and the queue);
+- between the decision to leave and the sender's striking it from the book (in `sender.py`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+import structlog
+import trio
+
+from fedsender.config import Policy, Sending
+from fedsender.federation.client import (
+    Answer,
+    FederationClient,
+    Link,
+    Peer,
+    SendFailed,
+    Unreachable,
+)
+from fedsender.ledger import Ledger, Line
+from fedsender.matrix import Pdu, canonical_json
+from fedsender.outside import Outside
+from fedsender.sender import failure
+from fedsender.sender.admission import Admission
+from fedsender.sender.catch_up import CatchUp
+from fedsender.sender.failure import Outcome, ServerState, Verdict
+from fedsender.sender.queue import EphemeralQueue, PduQueue
+from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.transaction import (
+    Draft,
+    Edu,
+    Outgoing,
+    Transaction,
+    TransactionIds,
+    freeze,
+    thaw,
+)
+from fedsender.store.homeserver import HomeserverStore, Settlement
+from fedsender.store.sender import FrozenRecord, SenderStore
+from fedsender.telemetry import Metrics
+
+log = structlog.get_logger()
+
+LEAVE_AFTER_S = 300.0
+"""A longer wait than this is not waited for in memory; the sender's timer ends it."""
+QUICK_ISOLATIONS = 10
+"""So many refusals in a row are followed up at once while a poisonous item is looked for."""
+EPHEMERAL_KEYS = 1000
+PATIENCE_S = 5.0
+"""A wake gives an attempt so long to end by itself."""
+Place = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class Announcer(Protocol):
+    """Tells the homeserver's other workers what we found out about a server."""
+
+    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None: ...
+    async def publish_server_up(self, server: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all destinations of one sender share.
+
+    Attributes:
+        connect_deadline: seconds for finding and reaching a server, all its addresses included.
+        request_timeout: seconds for one transaction, unless the destination's policy says other.
+    """
+
+    origin: str
+    sending: Sending
+    connect_deadline: float
+    request_timeout: float
+    outside: Outside
+    homeserver: HomeserverStore
+    store: SenderStore
+    router: Router
+    client: FederationClient
+    admission: Admission
+    ledger: Ledger
+    metrics: Metrics
+    ids: TransactionIds
+    announcer: Announcer
+    pruned: dict[str, Pdu]
+
+
+class Phase(Enum):
+    """What a destination is doing, in the operator's words."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    SENDING = "sending"
+    WAITING = "waiting"
+    QUEUED = "waiting for a free place"
+    CATCHING_UP = "catching up"
+    LEAVING = "leaving"
+
+
+class Destination:
+    """What is known of, queued for and in flight to one server."""
+
+    def __init__(
+        self, name: str, policy: Policy, context: Context, state: ServerState, *, level: bool
+    ) -> None:
+        """`level`: the database owes it nothing that will not be offered."""
+        self.name = name
+        self.policy = policy
+        self.state = state
+        self.level = level
+        self.queue = PduQueue(context.sending.queue_pdus)
+        self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS)
+        self.frozen: Transaction | None = None
+        self.phase = Phase.IDLE
+        self.since = trio.current_time()
+        self._context = context
+        self._owes_keys = False
+        self._owes_redeliveries = False
+        self._spilled = False
+        self._offered = 0
+        self._lsso: int | None = None
+        self._catch_up: CatchUp | None = None
+        self._woken = trio.Event()
+        self._waiting: trio.CancelScope | None = None
+        self._wake_after = False
+        self._draining = False
+        self.gone = trio.Event()
+        # On trio's clock; what is on disk is on the wall clock, and may jump.
+        self._failed_at = -math.inf
+        if not state.healthy and state.last_attempt_ms is not None:
+            self._failed_at = min(trio.current_time(), self._from_wall(state.last_attempt_ms))
+        self._not_before = max(trio.current_time(), self._from_wall(state.next_attempt_ms))
+
+    def _from_wall(self, at_ms: int | None) -> float:
+        """A moment of the wall clock on trio's; None: now."""
+        now = trio.current_time()
+        return now if at_ms is None else now + (at_ms - self._context.outside.now_ms()) / 1000
+
+    # --- What others may do: synchronous, and safe at any moment ----------------------------------
+
+    def offer(self, pdu: Pdu) -> None:
+        """The fan-out has made it durable that this server is owed the PDU."""
+        self._offered = max(self._offered, pdu.stream_ordering)
+        if self._lsso is not None and pdu.stream_ordering <= self._lsso:
+            return  # Catch-up saw it in the database first.
+        if self.level and not self.queue.add(pdu):
+            self.spill()
+        self._woken.set()
+
+    def spill(self) -> None:
+        """Give the queued PDUs up: they are owed in the database, and catch-up reads them there."""
+        if self.level:
+            self.level = False
+            self._spilled = self.state.healthy
+            self._context.metrics.spills.inc()
+        self.queue.clear()
+        self._woken.set()
+
+    def owe_keys(self) -> None:
+        """There are to-device messages for it in the database."""
+        self._owes_keys = self.policy.edus.to_device
+        self._woken.set()
+
+    def owe_redeliveries(self) -> None:
+        """There are events to send it again."""
+        self._owes_redeliveries = True
+        self._woken.set()
+
+    def put_edu(
+        self, key: str, edu_type: str, content: dict[str, object], *, lifetime_s: float
+    ) -> None:
+        """Send it this EDU, unless a newer one of the same key replaces it or it grows too old."""
+        wire = canonical_json({"content": content, "edu_type": edu_type})
+        expires_at = trio.current_time() + lifetime_s
+        self.ephemeral.put(key, edu_type, wire, expires_at=expires_at)
+        self._woken.set()
+
+    def wake(self, *, by_admin: bool = False) -> bool:
+        """Try now instead of later; False if this server was woken too often lately (I5)."""
+        granted = True
+        if not self.state.healthy and not by_admin:
+            self.state, granted = failure.take_wake(self.state, self._context.outside.now_ms())
+        if granted:
+            self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
+            self._woken.set()
+            self._end_wait()
+        return granted
+
+    def _end_wait(self) -> None:
+        """An attempt at a failing server that has waited for long is given up for a fresh one."""
+        in_attempt = self.phase in (Phase.CONNECTING, Phase.SENDING, Phase.CATCHING_UP)
+        waited = trio.current_time() - self.since
+        if in_attempt and waited > PATIENCE_S and not self.state.healthy and self._waiting:
+            self._wake_after = True
+            self._waiting.cancel()
+
+    def hold(self, *, paused: str | None, parked: str | None) -> None:
+        """Set or clear an operator's reasons not to send."""
+        self.state = replace(self.state, paused=paused, parked=parked)
+        self._woken.set()
+
+    def begin_drain(self) -> None:
+        """Take nothing more on; leave after the attempt in hand."""
+        self._draining = True
+        self._woken.set()
+
+    def crashed(self) -> None:
+        """A bug ended the task: back off, or it becomes a hot loop; the database knows the rest."""
+        verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
+        context = self._context
+        self.state = failure.after_failure(
+            self.policy.backoff,
+            self.state,
+            verdict,
+            context.outside.now_ms(),
+            context.outside.random,
+        )
+        self._not_before = self._from_wall(self.state.next_attempt_ms)
+        self.spill()
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything durable is left to send."""
+        return (
+            not self.level
+            or self.frozen is not None
+            or len(self.queue) > 0
+            or self._owes_keys
+            or self._owes_redeliveries
+        )
+
+    @property
+    def retry_in_s(self) -> float:
+        """Seconds until it may be tried again; 0 if it may be now."""
+        return max(0.0, self._not_before - trio.current_time())
+
+    # --- The task ---------------------------------------------------------------------------------
+
+    async def run(self, peer: Peer, *, frozen: bool) -> None:
+        """Send until there is nothing to send, or nothing may be sent for a long while.
+
+        `frozen`: there is a frozen transaction of it in the database.
+        """
+        if frozen:
+            await self._recall()
+        while await self._wait_turn():
+            self._in_phase(Phase.QUEUED)
+            if self.state.healthy:
+                # Only a transaction takes a place: a live connection need not wait for new ones.
+                await self._attempt(peer, self._context.admission.fast_place)
+            else:
+                async with self._context.admission.slow_place():
+                    await self._attempt(peer, nullcontext)
+        self._in_phase(Phase.LEAVING)
+
+    def _in_phase(self, phase: Phase) -> None:
+        self.phase = phase
+        self.since = trio.current_time()
+
+    async def _recall(self) -> None:
+        record = await self._context.store.load_frozen(self.name)
+        if record is not None:
+            self.frozen = thaw(
+                record.transaction_id,
+                record.body,
+                record.manifest,
+                record.frozen_ms,
+                record.attempts,
+            )
+
+    async def _wait_turn(self) -> bool:
+        """Wait until there is something to send and it may be sent. False: leave.
+
+        The one place that waits, so that it is the one that knows all reasons to wait.
+        """
+        while True:
+            if self._draining or self.state.paused or self.state.parked:
+                return False
+            now = trio.current_time()
+            self.ephemeral.expire(now)
+            something = self.owes or len(self.ephemeral) > 0
+            if something and self._not_before <= now:
+                return True
+            if something and self._not_before > now + LEAVE_AFTER_S:
+                return False
+            idle_until = now + self._context.sending.idle_destination
+            self._in_phase(Phase.WAITING if something else Phase.IDLE)
+            with trio.move_on_at(self._not_before if something else idle_until) as slept:
+                await self._woken.wait()
+            if slept.cancelled_caught and not something and not self._woken.is_set():
+                return False
+            self._woken = trio.Event()
+
+    async def _attempt(self, peer: Peer, place: Place) -> None:
+        """Connect, form or repeat a transaction, send it, and act on what comes of it."""
+        self._in_phase(Phase.CONNECTING)
+        try:
+            link = await self._connect(peer)
+        except Unreachable as reason:
+            verdict = Verdict(Outcome.UNREACHABLE, f"{reason.kind}: {reason.text}")
+            self._record(None, verdict, took_s=0.0)
+            await self._failed(peer, None, verdict)
+            return
+        async with place():
+            transaction = self.frozen
+            if transaction is None:
+                await self._coalesce()
+                draft = await self._fill()
+                probing = self.state.isolating == 0
+                if draft.empty and not probing:
+                    await self._note_progress(draft)
+                    return
+                # No await between the filling and this line: what may be sent was judged there.
+                transaction = self.frozen = self._freeze(draft)
+            await self._send(peer, link, transaction)
+
+    async def _connect(self, peer: Peer) -> Link:
+        with trio.move_on_after(self._context.connect_deadline) as self._waiting:
+            return await peer.connect()
+        raise Unreachable("timeout", self._why_given_up("no connection"))
+
+    def _why_given_up(self, what: str) -> str:
+        assert self._waiting is not None
+        if self._waiting.deadline > trio.current_time():
+            return f"{what} until it was woken"
+        return f"{what} in time"
+
+    async def _coalesce(self) -> None:
+        """While others wait for a place, let a small transaction grow for a moment."""
+        small = len(self.queue) < self.policy.max_pdus // 2
+        if self.level and small and self._context.admission.busy and self._owes_keys is False:
+            await trio.sleep(self.policy.coalesce_ms / 1000)
+
+    async def _send(self, peer: Peer, link: Link, transaction: Transaction) -> None:
+        self._in_phase(Phase.SENDING if self.level else Phase.CATCHING_UP)
+        transaction.attempts += 1
+        started = trio.current_time()
+        answer: Answer | None = None
+        deadline = self.policy.request_timeout or self._context.request_timeout
+        try:
+            with trio.fail_after(deadline) as self._waiting:
+                answer = await link.put_transaction(transaction.id, transaction.body)
+        except trio.TooSlowError:
+            reason = self._why_given_up("no answer")
+            outcome = Outcome.FAILING if link.sent else Outcome.UNREACHABLE
+            verdict = Verdict(outcome, reason, sent=link.sent)
+        except SendFailed as error:
+            outcome = Outcome.FAILING if error.sent else Outcome.UNREACHABLE
+            verdict = Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
+        else:
+            verdict = failure.judge_status(
+                answer.status,
+                is_answer=answer.content is not None,
+                retry_after_s=answer.retry_after_s,
+                text=answer.text,
+            )
+        self._record(transaction, verdict, took_s=trio.current_time() - started, answer=answer)
+        if verdict.outcome is Outcome.DELIVERED:
+            await self._answered(transaction, answer)
+        else:
+            await self._failed(peer, transaction, verdict)
+
+    # --- Forming a transaction --------------------------------------------------------------------
+
+    async def _fill(self) -> Draft:
+        """What goes next, keys first. Ephemeral EDUs take what room is left."""
+        draft = Draft(
+            max_pdus=self.policy.max_pdus,
+            max_edus=self.policy.max_edus,
+            max_bytes=self.policy.max_transaction_bytes,
+            max_items=self.state.isolating,
+        )
+        if self._owes_keys:
+            await self._fill_keys(draft)
+        if self._owes_redeliveries:
+            await self._fill_redeliveries(draft)
+        if not self.level:
+            await self._fill_owed(draft)
+        if self.level:
+            self.queue.fill(draft, self._context.pruned)
+        self.ephemeral.expire(trio.current_time())
+        self.ephemeral.fill(draft)
+        return draft
+
+    def _freeze(self, draft: Draft) -> Transaction:
+        return freeze(
+            draft,
+            transaction_id=self._context.ids.next(),
+            origin=self._context.origin,
+            now_ms=self._context.outside.now_ms(),
+            lsso_before=self._lsso,
+        )
+
+    async def _fill_keys(self, draft: Draft) -> None:
+        # Cleared before the read, so that a message that arrives during it asks for another look.
+        self._owes_keys = False
+        rows = await self._context.homeserver.to_device(self.name, 0, None, draft.max_edus)
+        for row_id, content in rows:
+            wire = b'{"content":' + content.encode() + b',"edu_type":"m.direct_to_device"}'
+            if not draft.add_edu(Edu("m.direct_to_device", wire, outbox_ids=(row_id,))):
+                break
+        else:
+            self._owes_keys |= len(rows) == draft.max_edus
+            return
+        self._owes_keys = True
+
+    async def _fill_redeliveries(self, draft: Draft) -> None:
+        self._owes_redeliveries = False
+        waiting = await self._context.store.redeliveries(self.name, draft.max_pdus)
+        event_ids = [item.event_id for item in waiting]
+        routed = await self._context.router.load(event_ids)
+        dropped = []
+        for event_id in event_ids:
+            item = routed.get(event_id)
+            if not isinstance(item, Routed) or self.name not in item.servers:
+                dropped.append(event_id)
+            elif not draft.add_pdu(Outgoing(item.pdu, "redelivery")):
+                break
+        self._owes_redeliveries |= len(event_ids) > 0
+        if dropped:
+            log.info("not redelivered: not for it", destination=self.name, events=dropped[:5])
+            await self._context.store.redelivered(self.name, dropped)
+
+    async def _fill_owed(self, draft: Draft) -> None:
+        """What the database owes; if that is nothing, become level."""
+        catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
+        offered = self._offered
+        assert self._lsso is not None
+        if await catch_up.fill(draft, self._lsso):
+            await self._quarantine_stuck(catch_up)
+            return
+        await self._context.store.end_catch_up(self.name)
+        self._catch_up = None
+        # No await from here on: what was not offered by now will be offered to a level queue.
+        if self._offered == offered:
+            self.level = True
+            self._spilled = False
+
+    async def _begin_catch_up(self) -> CatchUp:
+        context = self._context
+        lsso = await context.homeserver.lsso(self.name)
+        record = await context.store.catch_up(self.name)
+        if record is None:
+            newest_only = lsso is None
+            if lsso is None:
+                owed = await context.homeserver.owed_rooms(self.name, 0, 1)
+                lsso = owed[0][1] - 1 if owed else 0
+            await context.store.begin_catch_up(self.name, lsso, newest_only)
+            floor, answered = lsso, {}
+        else:
+            floor, newest_only, answered = record.floor, record.newest_only, dict(record.rooms)
+        self._lsso = floor if lsso is None else lsso
+        return CatchUp(
+            self.name,
+            context.homeserver,
+            context.router,
+            floor,
+            newest_only,
+            self.policy.catch_up_gap_events,
+            whole=self._spilled,
+            answered=answered,
+        )
+
+    async def _quarantine_stuck(self, catch_up: CatchUp) -> None:
+        stuck, catch_up.stuck = catch_up.stuck, []
+        for bad in stuck:
+            await self._quarantine_pdu(bad)
+
+    async def _note_progress(self, draft: Draft) -> None:
+        """Catch-up passed rooms that owe this server nothing."""
+        if draft.lsso is not None:
+            await self._move(draft.rooms_done, draft.lsso, ())
+
+    # --- After an answer --------------------------------------------------------------------------
+
+    async def _answered(self, transaction: Transaction, answer: Answer | None) -> None:
+        """Move what the answer moves: the ledger has it already, so the databases may follow."""
+        self._count(transaction, refused=len(answer.refused) if answer is not None else 0)
+        await self._settle(transaction)
+        now_ms = self._context.outside.now_ms()
+        was_failing = not self.state.healthy
+        told_others = self.state.shared_interval_ms > 0
+        self.state = failure.after_success(self.state, now_ms)
+        if self.state.isolating is not None:
+            most = self.policy.max_pdus + self.policy.max_edus
+            more = failure.more_items(self.state.isolating, most)
+            self.state = replace(self.state, isolating=more)
+            was_failing = True
+        self._not_before = trio.current_time()
+        if was_failing:
+            log.info("server answers again", destination=self.name)
+            await self._context.store.save_server_state(self.state)
+        if told_others:
+            await self._tell_backoff(None)
+            await self._context.announcer.publish_server_up(self.name)
+
+    async def _settle(self, transaction: Transaction) -> None:
+        """What was in the transaction is dealt with: answered, or in quarantine."""
+        await self._move(transaction.rooms_done, transaction.lsso, transaction.outbox_ids)
+        redelivered = [pdu.event_id for pdu in transaction.pdus if pdu.lane == "redelivery"]
+        if redelivered:
+            await self._context.store.redelivered(self.name, redelivered)
+        if transaction.saved:
+            # Only now may another transaction follow a repeated one.
+            await self._context.store.drop_frozen(self.name)
+        self.ephemeral.answered(transaction.ephemeral)
+        self.frozen = None
+
+    async def _move(
+        self, rooms_done: dict[str, int], lsso: int | None, outbox_ids: Sequence[int]
+    ) -> None:
+        """Write progress down: rooms first, because LSSO passes what they still owe."""
+        if rooms_done and self._catch_up is None:
+            self._catch_up = await self._begin_catch_up()
+        if rooms_done and self._catch_up is not None:
+            await self._context.store.catch_up_sent(self.name, rooms_done)
+            self._catch_up.answered.update(rooms_done)
+        if lsso is not None or outbox_ids:
+            settlement = Settlement(self.name, lsso, tuple(outbox_ids))
+            await self._context.homeserver.settle([settlement])
+        if lsso is not None:
+            self._lsso = max(lsso, self._lsso or 0)
+            self.queue.settled(lsso)
+
+    # --- After a failure --------------------------------------------------------------------------
+
+    async def _failed(self, peer: Peer, transaction: Transaction | None, verdict: Verdict) -> None:
+        context = self._context
+        now_ms = context.outside.now_ms()
+        self._failed_at = trio.current_time()
+        rng = context.outside.random
+        before = self.state
+        self.state = failure.after_failure(self.policy.backoff, before, verdict, now_ms, rng)
+        self._not_before = self._from_wall(self.state.next_attempt_ms)
+        if transaction is not None and not verdict.sent:
+            self._unfreeze(transaction)
+        elif transaction is not None and self._wants_probe(transaction, verdict):
+            await self._reform(transaction, 0)
+        elif transaction is not None and await self._content_at_fault(peer, transaction, verdict):
+            await self._isolate(transaction, verdict)
+        elif transaction is not None:
+            await self._save_frozen(transaction)
+        log.log(
+            30 if self.state.failures == 3 else 20 if self.state.failures in (1, 10) else 10,
+            "attempt failed",
+            destination=self.name,
+            outcome=verdict.outcome.value,
+            reason=verdict.reason,
+            failures=self.state.failures,
+            next_attempt_in_s=round(self.retry_in_s, 1),
+        )
+        if self._wake_after:
+            self._wake_after = False
+            self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
+        interval = failure.shared_interval_ms(self.state, verdict)
+        if interval is not None:
+            self.state = replace(self.state, shared_interval_ms=interval)
+            await self._tell_backoff(interval)
+        await context.store.save_server_state(self.state)
+
+    def _unfreeze(self, transaction: Transaction) -> None:
+        """No byte of it left. One that is on record stays: an earlier attempt may have arrived."""
+        if transaction.saved or transaction.attempts > 1:
+            return
+        self.frozen = None
+        self._owes_keys |= bool(transaction.outbox_ids)
+
+    async def _save_frozen(self, transaction: Transaction) -> None:
+        await self._context.store.save_frozen(await self.frozen_record(transaction))
+        transaction.saved = True
+
+    async def frozen_record(self, transaction: Transaction) -> FrozenRecord:
+        """The transaction as it is stored."""
+        if transaction.lsso_before is None:
+            # A level destination's mark is not read until somebody needs it; it cannot have moved.
+            transaction.lsso_before = await self._context.homeserver.lsso(self.name)
+        return FrozenRecord(
+            destination=self.name,
+            transaction_id=transaction.id,
+            body=transaction.body,
+            manifest=transaction.manifest(),
+            frozen_ms=transaction.frozen_ms,
+            attempts=transaction.attempts,
+        )
+
+    async def _content_at_fault(
+        self, peer: Peer, transaction: Transaction, verdict: Verdict
+    ) -> bool:
+        if not transaction.items:
+            # A probe has no content; whoever rejects it rejects everything.
+            return False
+        suspect = failure.content_is_suspect(
+            self.state,
+            verdict,
+            pdus=len(transaction.pdus),
+            now_ms=self._context.outside.now_ms(),
+        )
+        if suspect and verdict.outcome is Outcome.FAILING:
+            with trio.move_on_after(self._context.connect_deadline):
+                return await peer.version_answers()
+            return False
+        return suspect
+
+    def _wants_probe(self, transaction: Transaction, verdict: Verdict) -> bool:
+        now_ms = self._context.outside.now_ms()
+        pdus = len(transaction.pdus)
+        return failure.wants_probe(self.state, verdict, pdus=pdus, now_ms=now_ms)
+
+    async def _reform(self, transaction: Transaction, items: int) -> None:
+        """Give this transaction up for one with at most `items` items, 0 being a probe."""
+        self.state = replace(self.state, isolating=items, stubborn=0, stubborn_since_ms=None)
+        # On record before another id may follow this one (I3).
+        await self._context.store.save_server_state(self.state)
+        if transaction.saved:
+            await self._context.store.drop_frozen(self.name)
+        self.frozen = None
+        self._owes_keys |= bool(transaction.outbox_ids)
+
+    async def _isolate(self, transaction: Transaction, verdict: Verdict) -> None:
+        """Look for one poisonous item: fewer items next time, and a single one to quarantine."""
+        if transaction.items > 1:
+            fewer = failure.fewer_items(transaction.items, transaction.first_suspect)
+            await self._reform(transaction, fewer)
+        else:
+            await self._quarantine(transaction, verdict)
+        self._context.metrics.isolations.inc()
+        if self.state.failures <= QUICK_ISOLATIONS:
+            self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
+
+    async def _quarantine(self, transaction: Transaction, verdict: Verdict) -> None:
+        for pdu in transaction.pdus:
+            bad = Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, verdict.reason)
+            await self._quarantine_pdu(bad)
+        if not transaction.pdus:
+            await self._context.store.quarantine_item(
+                destination=self.name,
+                kind=next(iter(transaction.edu_types)),
+                content=transaction.body,
+                reason=verdict.reason,
+            )
+        await self._settle(transaction)
+
+    async def _quarantine_pdu(self, bad: Bad) -> None:
+        log.error(
+            "PDU quarantined", destination=self.name, event_id=bad.event_id, reason=bad.reason
+        )
+        self._context.metrics.quarantined.inc()
+        await self._context.store.quarantine_item(
+            destination=self.name,
+            kind="pdu",
+            event_id=bad.event_id,
+            room_id=bad.room_id,
+            stream_ordering=bad.stream_ordering,
+            reason=bad.reason,
+        )
+
+    async def _tell_backoff(self, interval_ms: int | None) -> None:
+        """Write the homeserver's backoff columns (Synapse's meaning) and tell its other workers."""
+        now_ms = self._context.outside.now_ms()
+        failing_since = None if interval_ms is None else self.state.failing_since_ms
+        stream_id = await self._context.homeserver.store_backoff(
+            self.name, failing_since, 0 if interval_ms is None else now_ms, interval_ms or 0
+        )
+        if stream_id is not None:
+            await self._context.announcer.publish_backoff(self.name, stream_id, now_ms)
+
+    # --- Telling ----------------------------------------------------------------------------------
+
+    def _record(
+        self,
+        transaction: Transaction | None,
+        verdict: Verdict,
+        *,
+        took_s: float,
+        answer: Answer | None = None,
+    ) -> None:
+        """The ledger's line for this attempt, before anything else is written (I9)."""
+        delivered = verdict.outcome is Outcome.DELIVERED
+        line = Line(
+            ms=self._context.outside.now_ms(),
+            destination=self.name,
+            outcome=verdict.outcome.value,
+            transaction_id=transaction.id if transaction else None,
+            attempt=transaction.attempts if transaction else 0,
+            pdus=transaction.pdus if transaction else (),
+            edus=transaction.edu_types if transaction else None,
+            outbox=transaction.outbox_ids if transaction else (),
+            bytes=len(transaction.body) if transaction else 0,
+            status=verdict.status,
+            reason=verdict.reason or None,
+            refused=answer.refused if answer is not None and delivered else None,
+            lsso=transaction.lsso if transaction and delivered else None,
+            took_ms=round(took_s * 1000),
+            reused=answer.reused if answer is not None else False,
+        )
+        self._context.ledger.record(line)
+        self._context.metrics.attempts.labels(verdict.outcome.value).inc()
+
+    def _count(self, transaction: Transaction, *, refused: int) -> None:
+        metrics = self._context.metrics
+        metrics.sent_transactions.inc()
+        metrics.sent_pdus.inc(len(transaction.pdus))
+        metrics.refused_pdus.inc(refused)
+        last_pdu_ms = transaction.frozen_ms if transaction.pdus else None
+        metrics.delivered_to(self.name, len(transaction.pdus), last_pdu_ms)
+        for edu_type, count in transaction.edu_types.items():
+            metrics.sent_edus.inc(count)
+            metrics.sent_edus_by_type.labels(edu_type).inc(count)

@@ -1,0 +1,328 @@
+"""What an attempt's outcome means and what happens next: one table, and the arithmetic of waiting.
+
+The receiver of a transaction answers with 200 and a JSON object; everything else is a failure of
+one of seven kinds. `RULES` says for each kind what the sender does with the server (how long it
+waits, whether the homeserver's other workers are told), and what it does with the transaction
+(whether its content may be at fault, and is then isolated).
+"""
+
+import random
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Protocol
+
+DAY_MS = 86_400_000
+MIN_GAP_SECONDS = 1.0
+"""No attempt starts sooner than this after a failed one (I5)."""
+WAKE_TOKENS = 12.0
+"""A failing server may be woken this often in a row ..."""
+WAKE_TOKENS_PER_DAY = 216.0
+"""... and this often a day in the long run: with our own at most 60 attempts, below 300 (I5)."""
+SUSPECT_AFTER = 5
+SUSPECT_AFTER_MS = 30 * 60_000
+"""So many answers 5xx or time-outs after sending, over so long, make the content a suspect."""
+
+
+class Outcome(Enum):
+    """How an attempt ended. The values stand in the ledger, in metrics and in what people read."""
+
+    DELIVERED = "delivered"
+    UNREACHABLE = "unreachable"
+    BUSY = "busy"
+    FAILING = "failing"
+    REFUSING = "refusing"
+    NOT_THERE = "not_there"
+    REJECTING = "rejecting"
+    LYING = "lying"
+
+
+class Isolate(Enum):
+    """When a failure makes the sender look for one poisonous item in the transaction."""
+
+    NEVER = "never"
+    AT_ONCE = "at once"
+    IF_HEALTHY = "if the server answered within a day, or answers a transaction without PDUs"
+    IF_STUBBORN = "after five failures over half an hour, if the server's version answers"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What follows from one kind of failure.
+
+    Attributes:
+        shared: written to the homeserver's own backoff columns, for its other workers.
+        first_factor: the first wait is this many times the configured one.
+    """
+
+    shared: bool
+    isolate: Isolate
+    first_factor: float
+    meaning: str
+
+
+RULES: dict[Outcome, Rule] = {
+    Outcome.UNREACHABLE: Rule(
+        True, Isolate.NEVER, 1, "no connection: DNS, refused, TLS, or no answer in time"
+    ),
+    Outcome.BUSY: Rule(True, Isolate.NEVER, 1, "it asked to be left alone for a while"),
+    Outcome.FAILING: Rule(
+        True, Isolate.IF_STUBBORN, 1, "it answered 5xx, or took it and fell silent"
+    ),
+    Outcome.REFUSING: Rule(
+        False, Isolate.IF_HEALTHY, 12, "it does not accept our signature or our server"
+    ),
+    Outcome.NOT_THERE: Rule(False, Isolate.NEVER, 12, "there is no homeserver at its address"),
+    Outcome.REJECTING: Rule(False, Isolate.AT_ONCE, 1, "it rejects this transaction's content"),
+    Outcome.LYING: Rule(
+        False, Isolate.NEVER, 6, "it answered, but not as a Matrix server does (redirect, no JSON)"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One attempt's outcome, in a class and in words.
+
+    Attributes:
+        retry_after_s: what the server asked for, in seconds.
+        sent: whether the request's last byte left, so that the server may have it.
+    """
+
+    outcome: Outcome
+    reason: str
+    status: int | None = None
+    retry_after_s: float | None = None
+    sent: bool = False
+
+
+def judge_status(
+    status: int, *, is_answer: bool, retry_after_s: float | None, text: str = ""
+) -> Verdict:
+    """The verdict on an HTTP answer.
+
+    Args:
+        is_answer: whether the body is a transaction's answer.
+        text: what the server says is wrong.
+    """
+    outcome = _outcome_of(status, is_answer, retry_after_s)
+    reason = "" if outcome is Outcome.DELIVERED else f"answered {status}"
+    if reason and text:
+        reason += f": {text}"
+    if outcome is Outcome.LYING and status == 200:
+        reason = "answered 200 with a body that is no answer to a transaction"
+    return Verdict(outcome, reason, status, retry_after_s, sent=True)
+
+
+def _outcome_of(status: int, is_answer: bool, retry_after_s: float | None) -> Outcome:
+    if status == 200:
+        return Outcome.DELIVERED if is_answer else Outcome.LYING
+    if status < 400:
+        return Outcome.LYING
+    if status in (400, 413):
+        return Outcome.REJECTING
+    if status in (404, 410):
+        return Outcome.NOT_THERE
+    if status == 429 or (status == 503 and retry_after_s is not None):
+        return Outcome.BUSY
+    if status >= 500 or status == 408:
+        return Outcome.FAILING
+    return Outcome.REFUSING
+
+
+class BackoffPolicy(Protocol):
+    """The part of a destination's policy that says how long to wait; all times in seconds."""
+
+    @property
+    def first(self) -> float: ...
+    @property
+    def multiplier(self) -> float: ...
+    @property
+    def jitter(self) -> float: ...
+    @property
+    def ceiling_healthy(self) -> float: ...
+    @property
+    def ceiling(self) -> float: ...
+    @property
+    def ceiling_dead(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What is remembered of a server between attempts; times in milliseconds since the epoch.
+
+    Attributes:
+        failing_since_ms: the first failure of this streak; None: the last attempt was answered.
+        failures: in this streak.
+        next_attempt_ms: when our own timer tries again.
+        outcome, reason: the last failure, as a class and in words.
+        stubborn, stubborn_since_ms: failures of this streak that may be the content's fault.
+        wake_tokens, wake_tokens_ms: wakes left in this server's bucket, and when that was so.
+        shared_interval_ms: the interval last written to the homeserver's backoff columns.
+        isolating: items per transaction while a poisonous one is looked for; None: no limit.
+        paused: an operator's reason; None: not paused.
+        parked: why nothing is tried until somebody says so; None: not parked.
+    """
+
+    destination: str
+    failing_since_ms: int | None = None
+    failures: int = 0
+    last_attempt_ms: int | None = None
+    next_attempt_ms: int | None = None
+    last_success_ms: int | None = None
+    outcome: str | None = None
+    reason: str | None = None
+    stubborn: int = 0
+    stubborn_since_ms: int | None = None
+    wake_tokens: float = WAKE_TOKENS
+    wake_tokens_ms: int = 0
+    shared_interval_ms: int = 0
+    isolating: int | None = None
+    paused: str | None = None
+    parked: str | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last attempt was answered (or none was made yet)."""
+        return self.failing_since_ms is None
+
+
+def ceiling_s(policy: BackoffPolicy, last_success_ms: int | None, now_ms: int) -> float:
+    """The longest wait, in seconds, by how lately the server was healthy."""
+    if last_success_ms is None:
+        return policy.ceiling
+    ago = now_ms - last_success_ms
+    if ago <= DAY_MS:
+        return policy.ceiling_healthy
+    return policy.ceiling if ago <= 7 * DAY_MS else policy.ceiling_dead
+
+
+def wait_s(
+    policy: BackoffPolicy, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
+) -> float:
+    """Seconds until the next attempt by our own timer, after `state.failures` earlier failures."""
+    ceiling = ceiling_s(policy, state.last_success_ms, now_ms)
+    first = policy.first * RULES[verdict.outcome].first_factor
+    # 2**40 seconds is past every ceiling; without the bound the power overflows in a long outage.
+    grown = first * policy.multiplier ** min(state.failures, 40)
+    jittered = min(grown, ceiling) * rng.uniform(1 - policy.jitter, 1 + policy.jitter)
+    if verdict.retry_after_s is not None:
+        jittered = max(jittered, min(verdict.retry_after_s, policy.ceiling_healthy))
+    return max(MIN_GAP_SECONDS, jittered)
+
+
+def after_failure(
+    policy: BackoffPolicy, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
+) -> ServerState:
+    """The server's health once this attempt has failed."""
+    delay_ms = int(wait_s(policy, state, verdict, now_ms, rng) * 1000)
+    # Only what the server did with a transaction it has received speaks against the content.
+    stubborn = verdict.outcome is Outcome.FAILING and verdict.sent
+    return replace(
+        state,
+        failing_since_ms=now_ms if state.failing_since_ms is None else state.failing_since_ms,
+        failures=state.failures + 1,
+        last_attempt_ms=now_ms,
+        next_attempt_ms=now_ms + delay_ms,
+        outcome=verdict.outcome.value,
+        reason=verdict.reason[:500],
+        stubborn=state.stubborn + 1 if stubborn else state.stubborn,
+        stubborn_since_ms=(state.stubborn_since_ms or now_ms)
+        if stubborn
+        else state.stubborn_since_ms,
+    )
+
+
+def after_success(state: ServerState, now_ms: int) -> ServerState:
+    """The server's health once an attempt was answered: every trace of the streak is gone."""
+    return replace(
+        state,
+        failing_since_ms=None,
+        failures=0,
+        last_attempt_ms=now_ms,
+        next_attempt_ms=None,
+        last_success_ms=now_ms,
+        outcome=None,
+        reason=None,
+        stubborn=0,
+        stubborn_since_ms=None,
+        shared_interval_ms=0,
+    )
+
+
+def shared_interval_ms(state: ServerState, verdict: Verdict) -> int | None:
+    """The interval to write to the homeserver's backoff columns; None: leave them as they are.
+
+    Only failures that other workers would meet too are shared, and only when the interval has at
+    least doubled, so that a long outage costs a handful of writes.
+    """
+    if not RULES[verdict.outcome].shared:
+        return None
+    assert state.next_attempt_ms is not None
+    assert state.last_attempt_ms is not None
+    interval = state.next_attempt_ms - state.last_attempt_ms
+    return interval if interval >= 2 * state.shared_interval_ms else None
+
+
+def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
+    """Spend one wake of a failing server's bucket; False: it is empty, its own timer will do."""
+    refill = max(0, now_ms - state.wake_tokens_ms) * WAKE_TOKENS_PER_DAY / DAY_MS
+    tokens = min(WAKE_TOKENS, state.wake_tokens + refill)
+    granted = tokens >= 1
+    return (
+        replace(state, wake_tokens=tokens - 1 if granted else tokens, wake_tokens_ms=now_ms),
+        granted,
+    )
+
+
+def content_is_suspect(state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int) -> bool:
+    """Whether this failure may be the content's fault by what is known without asking the server.
+
+    `Isolate.IF_STUBBORN` wants one question more: whether the server's version endpoint answers.
+    """
+    match RULES[verdict.outcome].isolate:
+        case Isolate.AT_ONCE:
+            return True
+        case Isolate.IF_HEALTHY:
+            recently = state.last_success_ms is not None and (
+                now_ms - state.last_success_ms <= DAY_MS
+            )
+            return pdus > 0 and recently
+        case Isolate.IF_STUBBORN:
+            since = state.stubborn_since_ms
+            return (
+                state.stubborn >= SUSPECT_AFTER
+                and since is not None
+                and now_ms - since >= SUSPECT_AFTER_MS
+            )
+        case Isolate.NEVER:
+            return False
+
+
+def wants_probe(state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int) -> bool:
+    """Whether to find out with an empty transaction if the server refuses us or our PDUs."""
+    return (
+        RULES[verdict.outcome].isolate is Isolate.IF_HEALTHY
+        and pdus > 0
+        and not content_is_suspect(state, verdict, pdus=pdus, now_ms=now_ms)
+    )
+
+
+def more_items(isolating: int, most: int) -> int | None:
+    """How many items the next transaction may carry after one of `isolating` was answered.
+
+    Twice as many, until the limit is no limit any more (None). An answer to an empty transaction
+    says that the server takes us: the next one is whole.
+    """
+    doubled = isolating * 2
+    return doubled if 0 < doubled < most else None
+
+
+def fewer_items(items: int, first_suspect: int | None) -> int:
+    """How many items the next transaction may carry, after one of `items` was refused as a whole.
+
+    Half as many; or, if one is suspected before the others (a number that is no integer, in room
+    versions 1-5, which strict servers refuse), just those before it, so that it comes out alone.
+    """
+    if first_suspect is not None:
+        return max(1, first_suspect)
+    return max(1, items // 2)

@@ -1,0 +1,116 @@
+"""What waits in memory for one server: live PDUs in stream order, and conflated EDUs.
+
+Both are bounded. A PDU queue that is full gives its PDUs up: they stay owed in the database, and
+catch-up reads them from there. Ephemeral EDUs are kept by key, the newest value replacing the one
+before; they leave when answered, or by age, and what left unsent is counted. No I/O here.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from fedsender.matrix import Pdu
+from fedsender.sender.transaction import Draft, Edu, Outgoing
+
+
+class PduQueue:
+    """Live PDUs for one server, in stream order, at most `limit` of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pdus: deque[Pdu] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pdus)
+
+    def add(self, pdu: Pdu) -> bool:
+        """Queue the PDU; False if the queue is full, and then it does not hold it.
+
+        Raises:
+            ValueError: it is not newer than the newest queued one (I2).
+        """
+        if self._pdus and pdu.stream_ordering <= self._pdus[-1].stream_ordering:
+            raise ValueError(
+                f"{pdu.stream_ordering} offered after {self._pdus[-1].stream_ordering}"
+            )
+        if len(self._pdus) >= self._limit:
+            return False
+        self._pdus.append(pdu)
+        return True
+
+    @property
+    def oldest(self) -> Pdu | None:
+        """The PDU at the head."""
+        return self._pdus[0] if self._pdus else None
+
+    def fill(self, draft: Draft, pruned: Mapping[str, Pdu]) -> None:
+        """Put as many PDUs from the head into the draft as it takes; they stay queued.
+
+        A PDU redacted since it was queued goes out as it stands in `pruned`.
+        """
+        for pdu in self._pdus:
+            if not draft.add_pdu(Outgoing(pruned.get(pdu.event_id, pdu), "live")):
+                return
+            draft.lsso = pdu.stream_ordering
+
+    def settled(self, upto: int) -> None:
+        """Everything up to this stream ordering was answered (or quarantined) and leaves."""
+        while self._pdus and self._pdus[0].stream_ordering <= upto:
+            self._pdus.popleft()
+
+    def clear(self) -> int:
+        """Forget all; how many there were."""
+        count = len(self._pdus)
+        self._pdus.clear()
+        return count
+
+
+@dataclass(slots=True)
+class _Waiting:
+    edu: Edu
+    version: int
+    expires_at: float
+
+
+class EphemeralQueue:
+    """Typing, receipts and presence for one server: newest value per key, at most `limit` keys."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: dict[str, _Waiting] = {}
+        self._version = 0
+        self.dropped = 0
+        """How many left without having been sent: expired, or pushed out by newer ones."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, key: str, edu_type: str, wire: bytes, *, expires_at: float) -> None:
+        """Wait with this EDU, in place of any other of the same key."""
+        self._version += 1
+        if key not in self._waiting and len(self._waiting) >= self._limit:
+            del self._waiting[next(iter(self._waiting))]
+            self.dropped += 1
+        edu = Edu(edu_type, wire, key=(key, self._version))
+        # A value replaced in place keeps its turn: the oldest key goes out first.
+        self._waiting[key] = _Waiting(edu, self._version, expires_at)
+
+    def expire(self, now: float) -> None:
+        """Let go of what has outlived its use."""
+        stale = [key for key, item in self._waiting.items() if item.expires_at <= now]
+        for key in stale:
+            del self._waiting[key]
+        self.dropped += len(stale)
+
+    def fill(self, draft: Draft) -> None:
+        """Put as many EDUs as fit into the draft; they stay until they are answered."""
+        for item in self._waiting.values():
+            if not draft.add_edu(item.edu):
+                return
+
+    def answered(self, taken: Iterable[tuple[str, int]]) -> None:
+        """These versions arrived; a newer value of the same key stays."""
+        for key, version in taken:
+            item = self._waiting.get(key)
+            if item is not None and item.version == version:
+                del self._waiting[key]

@@ -1,0 +1,249 @@
+"""Which events this server must send, and to which servers.
+
+One function answers for the fan-out, for catch-up, for redelivery and for released quarantine, so
+that all of them agree on who may see an event. The rules, in the order in which they are asked:
+
+1. Ours to send is an event of a local user, or one that we accepted for another server and send on
+   its behalf (`send_on_behalf_of`); not a membership that was agreed elsewhere
+   (`out_of_band_membership`), not one that is to be kept back (`proactively_send` false), not a
+   rejected one, not an outlier, and not the event that creates a room (nobody is in it yet).
+2. It goes to every server with a joined user in the state *before* it: so the servers of those whom
+   it kicks or bans get it, and those of whom it lets in do not.
+3. A leave or ban set by somebody else also goes to the target's server if the target was only
+   invited, or was knocking: that server is not in the room and would wait for ever. (Synapse tells
+   it of rescinded invites, but of neither bans nor refused knocks: W26.)
+4. Never to ourselves, to the server on whose behalf we send, or to servers of other shards or
+   outside what the operator allows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tenacity
+import trio
+from cachetools import LRUCache
+
+from fedsender.matrix import BadEvent, Pdu, make_pdu, prune, server_of
+
+
+class EventRow(Protocol):
+    """An event as the store reads it."""
+
+    @property
+    def stream_ordering(self) -> int: ...
+    @property
+    def event_id(self) -> str: ...
+    @property
+    def room_id(self) -> str: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def sender(self) -> str: ...
+    @property
+    def state_key(self) -> str | None: ...
+    @property
+    def received_ts(self) -> int | None: ...
+    @property
+    def outlier(self) -> bool: ...
+    @property
+    def rejected(self) -> bool: ...
+    @property
+    def json(self) -> str: ...
+    @property
+    def internal_metadata(self) -> Mapping[str, object]: ...
+    @property
+    def room_version(self) -> str | None: ...
+    @property
+    def redacted(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """An event that is ours to send, and every server of this shard that should get it."""
+
+    pdu: Pdu
+    servers: frozenset[str]
+    received_ts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """An event that is ours to send but cannot be sent, with the reason in words."""
+
+    event_id: str
+    room_id: str
+    stream_ordering: int
+    reason: str
+
+
+class _NotYet(Exception):
+    """The servers before an event could not be told; asked again, they may be."""
+
+
+class Homeserver(Protocol):
+    """What routing asks of the store."""
+
+    async def servers_before(self, events: Sequence[Any]) -> Mapping[str, object]: ...
+    async def auth_memberships(self, events: Sequence[Any]) -> Mapping[str, str]: ...
+    async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
+
+
+def is_ours(row: EventRow, server_name: str) -> bool:
+    """Rule 1, as far as it can be told without parsing the event."""
+    if row.rejected or row.outlier:
+        return False
+    metadata = row.internal_metadata
+    if metadata.get("out_of_band_membership") or metadata.get("proactively_send") is False:
+        return False
+    if metadata.get("send_on_behalf_of"):
+        return True
+    try:
+        return server_of(row.sender) == server_name
+    except ValueError:
+        return False
+
+
+def _target_outside(row: EventRow, membership_before: str | None, content: object) -> str | None:
+    """Rule 3: the server of an invited or knocking user whom this event turns away."""
+    if row.type != "m.room.member" or row.state_key is None or row.state_key == row.sender:
+        return None
+    if membership_before not in ("invite", "knock") or not isinstance(content, Mapping):
+        return None
+    if content.get("membership") not in ("leave", "ban"):
+        return None
+    try:
+        return server_of(row.state_key)
+    except ValueError:
+        return None
+
+
+class Router:
+    """Routes events of this homeserver, and remembers those that it routed lately."""
+
+    def __init__(
+        self,
+        homeserver: Homeserver,
+        server_name: str,
+        is_mine: Callable[[str], bool],
+        *,
+        cache_bytes: int,
+    ) -> None:
+        """`is_mine` says of a server whether this shard may send to it (rule 4)."""
+        self._homeserver = homeserver
+        self._server_name = server_name
+        self._is_mine = is_mine
+        self._routed: LRUCache[str, Routed] = LRUCache(
+            cache_bytes, getsizeof=lambda routed: len(routed.pdu.wire) + 500
+        )
+
+    def forget(self, event_id: str) -> None:
+        """The event has changed (it was redacted); the next question reads it anew."""
+        self._routed.pop(event_id, None)
+
+    async def route(self, rows: Sequence[EventRow]) -> list[Routed | Bad]:
+        """Every row that is ours to send, in order; the others are left out."""
+        known: dict[str, Routed | Bad] = {}
+        fresh: list[EventRow] = []
+        parsed: dict[str, tuple[Pdu, Mapping[str, Any]]] = {}
+        for row in rows:
+            if not is_ours(row, self._server_name):
+                continue
+            cached = self._routed.get(row.event_id)
+            if cached is not None:
+                known[row.event_id] = cached
+                continue
+            try:
+                parsed[row.event_id] = _parse(row)
+            except BadEvent as error:
+                known[row.event_id] = _bad(row, str(error))
+            else:
+                if parsed[row.event_id][1].get("prev_events"):
+                    fresh.append(row)
+            if len(parsed) % 50 == 49:
+                # Parsing is the only long stretch without waiting: let the others have their turn.
+                await trio.lowlevel.checkpoint()
+        before = await self._servers_before(fresh)
+        memberships = await self._memberships_before(fresh)
+        for row in fresh:
+            pdu, event = parsed[row.event_id]
+            servers = before[row.event_id]
+            if not isinstance(servers, frozenset):
+                known[row.event_id] = _bad(row, f"servers before it are unknown: {servers}")
+                continue
+            target = _target_outside(row, memberships.get(row.event_id), event.get("content"))
+            routed = Routed(pdu, self._narrow(row, servers, target), row.received_ts)
+            known[row.event_id] = self._routed[row.event_id] = routed
+        return [known[row.event_id] for row in rows if row.event_id in known]
+
+    def _narrow(self, row: EventRow, servers: frozenset[str], target: str | None) -> frozenset[str]:
+        behalf = row.internal_metadata.get("send_on_behalf_of")
+        if target is not None:
+            servers |= {target}
+        return frozenset(
+            server
+            for server in servers
+            if server not in (self._server_name, behalf) and self._is_mine(server)
+        )
+
+    async def _memberships_before(self, rows: Sequence[EventRow]) -> Mapping[str, str]:
+        asked = [row for row in rows if row.type == "m.room.member" and row.state_key != row.sender]
+        return await self._homeserver.auth_memberships(asked) if asked else {}
+
+    async def _servers_before(self, rows: Sequence[EventRow]) -> dict[str, object]:
+        """The servers of each event; what is unknown is asked again a few times, then stays so."""
+        found: dict[str, object] = {}
+        open_rows = list(rows)
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(4),
+            wait=tenacity.wait_exponential(0.1, max=1),
+            retry=tenacity.retry_if_exception_type(_NotYet),
+            sleep=trio.sleep,
+            retry_error_callback=lambda _state: None,
+        )
+        async for attempt in retrying:
+            with attempt:
+                if not open_rows:
+                    return found
+                found.update(await self._homeserver.servers_before(open_rows))
+                open_rows = [
+                    row for row in open_rows if not isinstance(found[row.event_id], frozenset)
+                ]
+                if open_rows:
+                    raise _NotYet
+        return found
+
+    async def load(self, event_ids: Sequence[str]) -> dict[str, Routed | Bad]:
+        """Route the named events; those that are gone or not ours are left out."""
+        rows = await self._homeserver.events_by_id(event_ids)
+        ordered = sorted(rows.values(), key=lambda row: int(row.stream_ordering))
+        routed = await self.route(ordered)
+        return {
+            item.event_id if isinstance(item, Bad) else item.pdu.event_id: item for item in routed
+        }
+
+
+def parse_row(row: EventRow) -> Pdu:
+    """The PDU of a row as it goes out: pruned if it was redacted.
+
+    Raises:
+        BadEvent: it cannot be sent.
+    """
+    return _parse(row)[0]
+
+
+def _parse(row: EventRow) -> tuple[Pdu, Mapping[str, Any]]:
+    if not row.json:
+        raise BadEvent("the homeserver has no JSON for it")
+    if row.room_version is None:
+        raise BadEvent("the room's version is unknown")
+    pdu, event = make_pdu(
+        row.event_id, row.room_id, row.stream_ordering, row.json, row.room_version
+    )
+    if row.redacted:
+        pdu = prune(row.json, row.event_id, row.room_id, row.stream_ordering, row.room_version)
+    return pdu, event
+
+
+def _bad(row: EventRow, reason: str) -> Bad:
+    return Bad(row.event_id, row.room_id, row.stream_ordering, reason)

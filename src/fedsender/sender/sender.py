@@ -1,0 +1,602 @@
+"""The sender: the book of destinations, the timer that takes them out again, and the way in.
+
+A server is in one of three places. `active`: it has an object and a task. `behind`: it owes
+something, but nothing is to be tried before some time (or before an operator says so); only its
+name and that time are in memory. In neither: everything it owes will be offered, so it is level,
+and the next PDU makes an object for it.
+
+At start-up all that owe something are behind, and due at once: they are brought back at the
+configured pace, the most useful first (I8).
+"""
+
+import heapq
+import math
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import structlog
+import trio
+
+from fedsender.config import Federation, Policy, Sending
+from fedsender.federation.client import FederationClient
+from fedsender.ledger import Ledger, Line
+from fedsender.matrix import Pdu
+from fedsender.outside import Outside
+from fedsender.sender.admission import Admission, Pace
+from fedsender.sender.destination import Announcer, Context, Destination
+from fedsender.sender.failure import ServerState, take_wake
+from fedsender.sender.fan_out import FanOut
+from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.transaction import TransactionIds
+from fedsender.store import Store
+from fedsender.store.records import Settlement
+from fedsender.store.sender import Quarantined, Redelivery
+from fedsender.streams import Watermark
+from fedsender.telemetry import Metrics
+
+log = structlog.get_logger()
+
+NEVER = math.inf
+"""The time at which a paused or parked server is due."""
+
+
+class Policies(Protocol):
+    """What the sender asks of the configuration about one server."""
+
+    def policy_for(self, server: str) -> Policy: ...
+    def may_send_to(self, server: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One destination as it is in memory now; `why` adds what the databases know.
+
+    Attributes:
+        phase: what it is doing, in words.
+        for_s: seconds since it began doing that.
+        queued: live PDUs in memory.
+        retry_in_s: seconds until our own timer tries again; None: not by a timer.
+        in_flight: the frozen transaction's id, if there is one in memory.
+    """
+
+    destination: str
+    phase: str
+    for_s: float
+    level: bool
+    queued: int
+    retry_in_s: float | None
+    in_flight: str | None
+    state: ServerState
+
+
+class Sender:
+    """See the module; made by `open_sender`."""
+
+    def __init__(
+        self,
+        context: Context,
+        policies: Policies,
+        nursery: trio.Nursery,
+        states: dict[str, ServerState],
+        frozen: set[str],
+        blocked_rooms: set[str],
+    ) -> None:
+        self.events = Watermark()
+        self.active: dict[str, Destination] = {}
+        self.context = context
+        self.fan_out = FanOut(
+            context.homeserver,
+            context.router,
+            self,
+            quarantine=self._quarantine,
+            blocked_rooms=blocked_rooms,
+            chunk=context.sending.fan_out_chunk,
+            window_bytes=context.sending.window_bytes,
+        )
+        # The window is the fan-out's, and every destination looks up in it what was redacted.
+        self.context = replace(context, pruned=self.fan_out.window.pruned)
+        self._policies = policies
+        self._nursery = nursery
+        self._states = states
+        self._frozen = frozen
+        self._behind: dict[str, float] = {}
+        self._timer: list[tuple[float, int, str]] = []
+        self._rescheduled = trio.Event()
+        self._rank = 0
+        self._draining = False
+        self.unsaved: list[Destination] = []
+
+    # --- The fan-out's side -----------------------------------------------------------------------
+
+    def offer(self, server: str, pdu: Pdu) -> None:
+        """This server is owed the PDU, durably. Never waits."""
+        destination = self.active.get(server)
+        if destination is None:
+            if server in self._behind or self._draining:
+                return  # The database remembers.
+            destination = self._activate(server, level=True)
+        destination.offer(pdu)
+
+    def spill_before(self, stream_ordering: int) -> None:
+        """No queue may hold a PDU up to this stream ordering any longer."""
+        for destination in self.active.values():
+            oldest = destination.queue.oldest
+            if oldest is not None and oldest.stream_ordering <= stream_ordering:
+                destination.spill()
+
+    def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None:
+        """A chunk is done; for the metrics."""
+        now_ms = self.context.outside.now_ms()
+        self.context.metrics.fanned_out(
+            position, events, [(len(item.servers), item.received_ts) for item in routed], now_ms
+        )
+
+    async def _quarantine(self, items: Sequence[Bad]) -> None:
+        for item in items:
+            self.context.metrics.quarantined.inc()
+            await self.context.store.quarantine_item(
+                destination=None,
+                kind="pdu",
+                event_id=item.event_id,
+                room_id=item.room_id,
+                stream_ordering=item.stream_ordering,
+                reason=item.reason,
+            )
+
+    # --- The feed's side: synchronous calls that cannot fail -------------------------------------
+
+    def server_up(self, server: str) -> None:
+        """Somebody saw a sign of life of this server."""
+        self.wake([server])
+
+    def backoff_changed(self, server: str) -> None:
+        """Somebody else wrote this server's backoff columns; a reset means that it is back."""
+        if not self._states.get(server, ServerState(server)).healthy or server in self.active:
+            self._nursery.start_soon(self._look_at_backoff, server, name=f"backoff of {server}")
+
+    async def _look_at_backoff(self, server: str) -> None:
+        row = await self.context.homeserver.backoff(server)
+        if row is not None and not row.retry_last_ts:
+            self.wake([server])
+
+    def to_device_changed(self, server: str) -> None:
+        """There are new to-device messages for this server in the database."""
+        if not self._policies.may_send_to(server):
+            return
+        destination = self.active.get(server)
+        if destination is None and server not in self._behind and not self._draining:
+            destination = self._activate(server, level=True)
+        if destination is not None:
+            destination.owe_keys()
+
+    # --- The operator's side ----------------------------------------------------------------------
+
+    def wake(self, servers: Iterable[str], *, by_admin: bool = False) -> list[str]:
+        """Try these servers now (`notify_remote_server_up`); those that will be.
+
+        A server that owes nothing has nothing to be woken for and is left out. One that was woken
+        too often lately is left to its own timer, unless an admin wakes it (I5).
+        """
+        return [server for server in servers if self._wake_one(server, by_admin)]
+
+    def _wake_one(self, server: str, by_admin: bool) -> bool:
+        self.context.client.forget(server)  # It may be back at another address.
+        destination = self.active.get(server)
+        if destination is not None:
+            return destination.wake(by_admin=by_admin)
+        state = self._state_of(server)
+        if server not in self._behind or self._draining or state.paused or state.parked:
+            return False
+        if not self._policies.may_send_to(server):
+            return False
+        if not state.healthy and not by_admin:
+            state, granted = take_wake(state, self.context.outside.now_ms())
+            self._states[server] = state
+            if not granted:
+                return False
+        self._activate(server, level=False).wake(by_admin=True)
+        return True
+
+    def known(self, pattern: str = "*") -> list[str]:
+        """Servers that are active or owe something, by glob."""
+        names = {*self.active, *self._behind, *self._states}
+        return sorted(name for name in names if fnmatchcase(name, pattern))
+
+    async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
+        """Set or clear an operator's reasons not to send to this server; durable on return."""
+        destination = self.active.get(server)
+        if destination is not None:
+            destination.hold(paused=paused, parked=parked)
+            state = destination.state
+        else:
+            state = replace(self._state_of(server), paused=paused, parked=parked)
+            self._states[server] = state
+            if paused or parked:
+                self._behind[server] = NEVER
+            elif server in self._behind:
+                self._schedule(server, trio.current_time())
+        await self.context.store.save_server_state(state)
+
+    async def redeliver(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
+        """Send these (server, event id) pairs again; those refused, each with the reason."""
+        routed = await self.context.router.load([event_id for _, event_id in pairs])
+        accepted: list[Redelivery] = []
+        refused: list[tuple[str, str, str]] = []
+        for server, event_id in pairs:
+            item = routed.get(event_id)
+            if item is None:
+                refused.append((server, event_id, "not an event that this server sends"))
+            elif isinstance(item, Bad):
+                refused.append((server, event_id, item.reason))
+            elif server not in item.servers:
+                refused.append((server, event_id, "not for this server (or not of this shard)"))
+            else:
+                pdu = item.pdu
+                accepted.append(Redelivery(server, event_id, pdu.room_id, pdu.stream_ordering))
+        await self.context.store.add_redeliveries(accepted)
+        for server in sorted({item.destination for item in accepted}):
+            self._owe_redeliveries(server)
+        return refused
+
+    def _owe_redeliveries(self, server: str) -> None:
+        destination = self.active.get(server)
+        if destination is None and server not in self._behind and not self._draining:
+            destination = self._activate(server, level=True)
+        if destination is not None:
+            destination.owe_redeliveries()
+
+    async def release(self, ids: Sequence[int]) -> list[tuple[str, str, str]]:
+        """Try quarantined PDUs again, through the redelivery lane.
+
+        Returns those that stay where they are: server ("*" if no server got it), event id (or the
+        EDU's type), and why.
+        """
+        kept: list[tuple[str, str, str]] = []
+        gone: list[Quarantined] = []
+        for item in await self.context.store.quarantined(ids):
+            refused = await self._release_one(item)
+            kept += refused
+            if not refused:
+                gone.append(item)
+        await self.context.store.drop([item.id for item in gone])
+        await self._unblock({item.room_id for item in gone if item.room_id is not None})
+        return kept
+
+    async def _release_one(self, item: Quarantined) -> list[tuple[str, str, str]]:
+        if item.event_id is None:
+            return [(item.destination or "*", item.kind, "an EDU cannot be sent again")]
+        if item.destination is not None:
+            return await self.redeliver([(item.destination, item.event_id)])
+        routed = (await self.context.router.load([item.event_id])).get(item.event_id)
+        if not isinstance(routed, Routed):
+            return [("*", item.event_id, "it still cannot be sent")]
+        return await self.redeliver([(server, item.event_id) for server in sorted(routed.servers)])
+
+    async def drop_quarantined(self, ids: Sequence[int]) -> None:
+        """Give quarantined items up for good."""
+        items = await self.context.store.quarantined(ids)
+        await self.context.store.drop(ids)
+        await self._unblock({item.room_id for item in items if item.room_id is not None})
+
+    async def _unblock(self, room_ids: set[str]) -> None:
+        still = await self.context.store.quarantined_rooms()
+        for room_id in room_ids - still:
+            self.fan_out.unblock(room_id)
+
+    async def purge(self, server: str, *, force: bool = False) -> list[str]:
+        """Forget this server and all it owes. The rooms shared with it, if they forbid that."""
+        shared = await self.context.homeserver.rooms_shared_with(server)
+        if shared and not force:
+            return shared
+        await self.hold(server, paused=None, parked="being purged")
+        while server in self.active:
+            await self.active[server].gone.wait()
+        await self.context.store.forget(server)
+        await self.context.homeserver.purge(server)
+        for book in (self._behind, self._states):
+            book.pop(server, None)
+        self._frozen.discard(server)
+        return []
+
+    def use_policies(self) -> None:
+        """The policies have changed: those that are active follow them from their next turn on."""
+        for destination in self.active.values():
+            destination.policy = self._policies.policy_for(destination.name)
+            if not self._policies.may_send_to(destination.name):
+                destination.begin_drain()
+        for server in self._behind:
+            # Those denied until now are due like the others.
+            self._schedule(server, self._behind[server])
+
+    def status(self, server: str) -> Status | None:
+        """What is going on with this server; None: nothing, and nothing is owed that we know of."""
+        destination = self.active.get(server)
+        now = trio.current_time()
+        if destination is not None:
+            return Status(
+                destination=server,
+                phase=destination.phase.value,
+                for_s=now - destination.since,
+                level=destination.level,
+                queued=len(destination.queue),
+                retry_in_s=destination.retry_in_s,
+                in_flight=destination.frozen.id if destination.frozen else None,
+                state=destination.state,
+            )
+        state = self._states.get(server)
+        due = self._behind.get(server)
+        if due is None and state is None:
+            return None
+        state = state or ServerState(server)
+        phase = "level" if due is None else "waiting"
+        if state.paused or state.parked:
+            phase = "paused" if state.paused else "parked"
+        wait = None if due is None or due == NEVER else max(0.0, due - now)
+        return Status(server, phase, 0.0, due is None, 0, wait, None, state)
+
+    # --- The book ---------------------------------------------------------------------------------
+
+    def _state_of(self, server: str) -> ServerState:
+        return self._states.get(server) or ServerState(server)
+
+    def _activate(self, server: str, *, level: bool) -> Destination:
+        self._behind.pop(server, None)
+        destination = Destination(
+            server,
+            self._policies.policy_for(server),
+            self.context,
+            self._state_of(server),
+            level=level,
+        )
+        self.active[server] = destination
+        self._nursery.start_soon(self._supervise, destination, name=f"destination {server}")
+        return destination
+
+    async def _supervise(self, destination: Destination) -> None:
+        """Run a destination; its failure is its own."""
+        name = destination.name
+        async with self.context.client.peer(name, destination.policy) as peer:
+            try:
+                await destination.run(peer, frozen=name in self._frozen)
+            except Exception:
+                log.exception("destination crashed", destination=name)
+                self.context.metrics.crashes.inc()
+                destination.crashed()
+            finally:
+                # Before the peer closes, and without an await since the destination left: what is
+                # offered from here on finds no object, and makes one or is remembered.
+                self._strike(destination)
+
+    def _strike(self, destination: Destination) -> None:
+        name, state = destination.name, destination.state
+        del self.active[name]
+        destination.gone.set()
+        if state == ServerState(name):
+            self._states.pop(name, None)
+        else:
+            self._states[name] = state
+        if destination.frozen is None:
+            self._frozen.discard(name)
+        else:
+            self._frozen.add(name)
+            if not destination.frozen.saved:
+                self.unsaved.append(destination)
+        if state.paused or state.parked:
+            self._behind[name] = NEVER
+        elif destination.owes:
+            self._schedule(name, trio.current_time() + destination.retry_in_s)
+
+    def _schedule(self, server: str, at: float) -> None:
+        """Bring this server back at `at` (on trio's clock); those of one moment in this order."""
+        self._behind[server] = at
+        self._rank += 1
+        heapq.heappush(self._timer, (at, self._rank, server))
+        self._rescheduled.set()
+
+    async def bring_back(self, pace: Pace) -> None:
+        """For ever: activate who is due, at the given pace."""
+        while True:
+            now = trio.current_time()
+            if not self._timer or self._timer[0][0] > now:
+                with trio.move_on_at(self._timer[0][0] if self._timer else NEVER):
+                    await self._rescheduled.wait()
+                self._rescheduled = trio.Event()
+                continue
+            at, _, server = heapq.heappop(self._timer)
+            if self._behind.get(server) != at:
+                continue  # Woken, paused or rescheduled since.
+            await pace.wait()
+            await self.context.admission.uncrowded()
+            if self._behind.get(server) == at and self._policies.may_send_to(server):
+                self._activate(server, level=False)
+
+    def begin_drain(self) -> None:
+        """Take nothing more on."""
+        self._draining = True
+        for destination in self.active.values():
+            destination.begin_drain()
+
+    async def load_book(self) -> None:
+        """Put everything that owes something behind, the most useful first."""
+        lagging = {lag.destination: lag for lag in await self.context.homeserver.lagging()}
+        owing = set(lagging) | self._frozen
+        owing |= set(await self.context.store.destinations_with_redeliveries())
+        now_ms = self.context.outside.now_ms()
+
+        def usefulness(server: str) -> tuple[int, bool, int, bool, int, str]:
+            """The operator's word; lately healthy; waiting for keys; small backlogs."""
+            state, lag = self._state_of(server), lagging.get(server)
+            return (
+                -self._policies.policy_for(server).priority,
+                not state.healthy,
+                -(state.last_success_ms or 0) // 3_600_000,
+                not (lag is not None and lag.owes_keys),
+                lag.rooms if lag is not None else 0,
+                server,
+            )
+
+        for server in sorted(owing, key=usefulness):
+            state = self._state_of(server)
+            if not self._policies.may_send_to(server):
+                continue
+            if state.paused or state.parked:
+                self._behind[server] = NEVER
+                continue
+            wait_ms = max(0, (state.next_attempt_ms or now_ms) - now_ms)
+            self._schedule(server, trio.current_time() + wait_ms / 1000)
+        for server, state in self._states.items():
+            if state.paused or state.parked:
+                self._behind[server] = NEVER
+
+
+async def _valid_frozen(store: Store, ledger: Ledger, outside: Outside, instance: str) -> set[str]:
+    """Servers with a frozen transaction that may be repeated; others are discarded, on record.
+
+    All are void if the homeserver's database has moved without us (Synapse's own worker ran, a
+    backup was restored); one is if its server's LSSO is not what it was.
+    """
+    moved = await _moved_without_us(store, instance)
+    if moved is None:
+        for answer in ledger.last_words.values():
+            await _settle_from_ledger(store, answer)
+    valid = set()
+    for name in await store.sender.frozen_destinations():
+        record = await store.sender.load_frozen(name)
+        if record is None:
+            continue
+        lsso, before = await store.homeserver.lsso(name), record.manifest.get("lsso_before")
+        if moved is None and lsso == before:
+            valid.add(name)
+            continue
+        line = Line(
+            ms=outside.now_ms(),
+            destination=name,
+            outcome="discarded",
+            transaction_id=record.transaction_id,
+            attempt=record.attempts,
+            reason=moved or f"LSSO is {lsso}, and was {before} when it was frozen",
+        )
+        ledger.record(line)
+        await store.sender.drop_frozen(name)
+    return valid
+
+
+async def _settle_from_ledger(store: Store, line: Mapping[str, Any]) -> None:
+    """Move what this recorded answer moves, in the order of `Destination._settle`, or again."""
+    name = line["destination"]
+    rooms: dict[str, int] = {}
+    for pdu in line["pdus"]:
+        if pdu["lane"] == "catch_up":
+            upto = pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
+            rooms[pdu["room_id"]] = max(upto, rooms.get(pdu["room_id"], 0))
+    if rooms and await store.sender.catch_up(name) is not None:
+        await store.sender.catch_up_sent(name, rooms)
+    await store.homeserver.settle([Settlement(name, line["lsso"], tuple(line["outbox"]))])
+    again = [pdu["event_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
+    if again:
+        await store.sender.redelivered(name, again)
+    record = await store.sender.load_frozen(name)
+    if record is not None and record.transaction_id == line["transaction_id"]:
+        await store.sender.drop_frozen(name)
+
+
+async def _moved_without_us(store: Store, instance: str) -> str | None:
+    """Why the homeserver's database is not as we left it; None: it is, or we never had it."""
+    there = await store.homeserver.generation()
+    here = await store.sender.load_generation(instance)
+    if here is None:
+        return None
+    if there.ours is not None and there.ours != there.position:
+        return f"the events position is {there.position}, and was {there.ours} when we left it"
+    if there.position < here.events_position:
+        return f"the events position went back to {there.position} from {here.events_position}"
+    if there.mark is not None and there.mark != here.mark:
+        return "the homeserver's database is not the one that we left"
+    return None
+
+
+async def _adopt(store: Store, instance: str, mark: str) -> None:
+    """Take the homeserver's database as it is, and mark both with one generation."""
+    await store.homeserver.adopt_generation(mark)
+    position = await store.homeserver.events_position()
+    await store.sender.save_generation(instance, position, mark)
+
+
+@asynccontextmanager
+async def open_sender(
+    *,
+    server_name: str,
+    instance: str,
+    sending: Sending,
+    federation: Federation,
+    policies: Policies,
+    outside: Outside,
+    store: Store,
+    client: FederationClient,
+    ledger: Ledger,
+    metrics: Metrics,
+    admission: Admission,
+    announcer: Announcer,
+) -> AsyncIterator[Sender]:
+    """A sender that follows `sender.events`; leaving the body drains it.
+
+    Draining takes at most `sending.drain_seconds`. A transaction that is then still unanswered is
+    written down, to be repeated unchanged by the next daemon (I3).
+    """
+    router = Router(
+        store.homeserver,
+        server_name,
+        policies.may_send_to,
+        cache_bytes=sending.window_bytes // 4,
+    )
+    context = Context(
+        origin=server_name,
+        sending=sending,
+        connect_deadline=2 * (federation.connect_timeout + federation.handshake_timeout),
+        request_timeout=federation.request_timeout,
+        outside=outside,
+        homeserver=store.homeserver,
+        store=store.sender,
+        router=router,
+        client=client,
+        admission=admission,
+        ledger=ledger,
+        metrics=metrics,
+        ids=TransactionIds(outside.entropy(8)),
+        announcer=announcer,
+        pruned={},
+    )
+    states: Mapping[str, ServerState] = await store.sender.all_server_states()
+    frozen = await _valid_frozen(store, ledger, outside, instance)
+    mark = outside.entropy(8).hex()
+    await _adopt(store, instance, mark)
+    blocked = await store.sender.quarantined_rooms()
+    position = await store.homeserver.events_position()
+    async with trio.open_nursery() as nursery:
+        sender = Sender(context, policies, nursery, dict(states), frozen, blocked)
+        # Before the fan-out moves: whoever is not behind at this position is level.
+        await sender.load_book()
+        loops = await nursery.start(_run_loops, sender, position)
+        yield sender
+        loops.cancel()
+        sender.begin_drain()
+        nursery.cancel_scope.deadline = trio.current_time() + sending.drain_seconds
+    for destination in sender.unsaved:
+        if destination.frozen is not None:
+            await store.sender.save_frozen(await destination.frozen_record(destination.frozen))
+    await _adopt(store, instance, mark)
+
+
+async def _run_loops(
+    sender: Sender, position: int, task_status: trio.TaskStatus[trio.CancelScope]
+) -> None:
+    """The fan-out and the timer, in a scope of their own, so that a drain can end them first."""
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sender.fan_out.run, sender.events, position, name="fan-out")
+            pace = Pace(sender.context.sending.ramp_per_second)
+            nursery.start_soon(sender.bring_back, pace, name="ramp")
+            task_status.started(scope)

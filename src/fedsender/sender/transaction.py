@@ -1,0 +1,226 @@
+"""A transaction: what is in it, the bytes that leave, and what its answer moves.
+
+A transaction is frozen the moment it is made. Its manifest says everything that an answer has to
+move, so that one read back from the database after a restart settles like one still in memory.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedsender.ledger import SentPdu
+from fedsender.matrix import Pdu, canonical_json
+
+
+@dataclass(frozen=True, slots=True)
+class Edu:
+    """One EDU ready to leave.
+
+    Attributes:
+        wire: `{"content": ..., "edu_type": ...}` in canonical JSON.
+        outbox_ids: rows of `device_federation_outbox` that it stands for.
+        key: with a conflated EDU, its key in the ephemeral lane, and the version taken.
+    """
+
+    edu_type: str
+    wire: bytes
+    outbox_ids: tuple[int, ...] = ()
+    key: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One PDU on its way to one server, by the lane "live", "catch_up" or "redelivery"."""
+
+    pdu: Pdu
+    lane: str
+    supersedes: tuple[int, int] | None = None
+
+    def as_sent(self) -> SentPdu:
+        """What is remembered of it."""
+        pdu = self.pdu
+        return SentPdu(pdu.event_id, pdu.room_id, pdu.stream_ordering, self.lane, self.supersedes)
+
+
+@dataclass(slots=True)
+class Draft:
+    """A transaction being filled, within the limits that the destination's policy sets."""
+
+    max_pdus: int
+    max_edus: int
+    max_bytes: int
+    max_items: int | None = None
+    pdus: list[Outgoing] = field(default_factory=list)
+    edus: list[Edu] = field(default_factory=list)
+    bytes: int = 0
+    lsso: int | None = None
+    rooms_done: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to send."""
+        return not self.pdus and not self.edus
+
+    def takes(self, pdus: int) -> bool:
+        """Whether so many PDUs more are within the counts (their bytes are another matter)."""
+        room = self.max_pdus - len(self.pdus)
+        if self.max_items is not None:
+            room = min(room, self.max_items - len(self.pdus) - len(self.edus))
+        return pdus <= room
+
+    def add_pdu(self, outgoing: Outgoing) -> bool:
+        """Add the PDU, or answer False if it must wait. One alone is never too large."""
+        size = len(outgoing.pdu.wire) + 1
+        if not self.takes(1) or not self._fits(size):
+            return False
+        self.pdus.append(outgoing)
+        self.bytes += size
+        return True
+
+    def add_edu(self, edu: Edu) -> bool:
+        """Add the EDU, or answer False if it must wait. One alone is never too large."""
+        size = len(edu.wire) + 1
+        if len(self.edus) >= self.max_edus or not self._fits(size):
+            return False
+        self.edus.append(edu)
+        self.bytes += size
+        return True
+
+    def _fits(self, size: int) -> bool:
+        if self.max_items is not None and len(self.pdus) + len(self.edus) >= self.max_items:
+            return False
+        return self.empty or self.bytes + size <= self.max_bytes
+
+
+@dataclass(slots=True)
+class Transaction:
+    """A frozen transaction.
+
+    Attributes:
+        body: the exact bytes of the request's body.
+        lsso: where an answer moves the destination's low-water mark; None: nowhere.
+        lsso_before: the mark when it was frozen. Another value in the database means that somebody
+            else has sent for us since, and the transaction must not be repeated.
+        rooms_done: with catch-up, room -> the stream ordering answered there.
+        saved: whether its record is durable.
+        drafted: the live objects it was made of; gone after a restart, when only bytes are needed.
+    """
+
+    id: str
+    body: bytes
+    pdus: Sequence[SentPdu]
+    edu_types: Mapping[str, int]
+    outbox_ids: Sequence[int]
+    ephemeral: Sequence[tuple[str, int]]
+    lsso: int | None
+    lsso_before: int | None
+    rooms_done: dict[str, int]
+    frozen_ms: int
+    attempts: int = 0
+    saved: bool = False
+    drafted: Draft | None = None
+
+    @property
+    def items(self) -> int:
+        """How many PDUs and EDUs it carries."""
+        return len(self.pdus) + sum(self.edu_types.values())
+
+    @property
+    def first_suspect(self) -> int | None:
+        """How many items stand before the first PDU whose numbers strict servers refuse."""
+        if self.drafted is None:
+            return None
+        for before, outgoing in enumerate(self.drafted.pdus, start=len(self.drafted.edus)):
+            if outgoing.pdu.fractional:
+                return before
+        return None
+
+    def manifest(self) -> dict[str, Any]:
+        """What is stored beside the body."""
+        return {
+            "pdus": [pdu.as_json() for pdu in self.pdus],
+            "edu_types": dict(self.edu_types),
+            "outbox_ids": list(self.outbox_ids),
+            "lsso": self.lsso,
+            "lsso_before": self.lsso_before,
+            "rooms_done": dict(self.rooms_done),
+        }
+
+
+def freeze(
+    draft: Draft, *, transaction_id: str, origin: str, now_ms: int, lsso_before: int | None
+) -> Transaction:
+    """Make the transaction out of the draft. The PDUs' canonical bytes are spliced, not re-encoded.
+
+    The keys of the body are in canonical order: edus, origin, origin_server_ts, pdus (Matrix
+    server-server API, "Transactions"; `edus` may be left out).
+    """
+    edus = b",".join(edu.wire for edu in draft.edus)
+    pdus = b",".join(outgoing.pdu.wire for outgoing in draft.pdus)
+    body = b"".join(
+        (
+            b"{",
+            b'"edus":[' + edus + b"]," if draft.edus else b"",
+            b'"origin":' + canonical_json(origin),
+            b',"origin_server_ts":%d' % now_ms,
+            b',"pdus":[',
+            pdus,
+            b"]}",
+        )
+    )
+    return Transaction(
+        id=transaction_id,
+        body=body,
+        pdus=[outgoing.as_sent() for outgoing in draft.pdus],
+        edu_types=Counter(edu.edu_type for edu in draft.edus),
+        outbox_ids=[row for edu in draft.edus for row in edu.outbox_ids],
+        ephemeral=[edu.key for edu in draft.edus if edu.key is not None],
+        lsso=draft.lsso,
+        lsso_before=lsso_before,
+        rooms_done=draft.rooms_done,
+        frozen_ms=now_ms,
+        drafted=draft,
+    )
+
+
+def thaw(
+    transaction_id: str, body: bytes, manifest: Mapping[str, Any], frozen_ms: int, attempts: int
+) -> Transaction:
+    """The transaction that a record describes. Ephemeral EDUs in it are no longer in any lane."""
+    return Transaction(
+        id=transaction_id,
+        body=body,
+        pdus=[
+            SentPdu(
+                pdu["event_id"],
+                pdu["room_id"],
+                pdu["stream_ordering"],
+                pdu["lane"],
+                tuple(pdu["supersedes"]) if "supersedes" in pdu else None,
+            )
+            for pdu in manifest["pdus"]
+        ],
+        edu_types=manifest["edu_types"],
+        outbox_ids=manifest["outbox_ids"],
+        ephemeral=(),
+        lsso=manifest["lsso"],
+        lsso_before=manifest["lsso_before"],
+        rooms_done=manifest["rooms_done"],
+        frozen_ms=frozen_ms,
+        attempts=attempts,
+        saved=True,
+    )
+
+
+class TransactionIds:
+    """Ids that never repeat: 64 random bits for this boot, and a counter."""
+
+    def __init__(self, boot: bytes) -> None:
+        self._boot = boot.hex()
+        self._count = 0
+
+    def next(self) -> str:
+        """An id no transaction has had."""
+        self._count += 1
+        return f"{self._boot}.{self._count}"

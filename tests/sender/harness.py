@@ -1,0 +1,347 @@
+"""A sender on an embedded store and the virtual clock; remote servers that do as they are told.
+
+Everything is real but the network: the store is SQLite, inline; the ledger writes files; the
+servers answer at the place where a connection would be lent.
+"""
+
+import hashlib
+import json
+import random
+from base64 import urlsafe_b64encode
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import canonicaljson
+import orjson
+import trio
+
+from fedsender.config import Config, Policy, from_values
+from fedsender.federation.client import Answer, SendFailed, Unreachable
+from fedsender.ledger import open_ledger, read_lines, segments
+from fedsender.outside import Outside
+from fedsender.sender.admission import Admission
+from fedsender.sender.sender import Sender, open_sender
+from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
+from fedsender.telemetry import Metrics
+
+HS = "hs.example"
+EPOCH_MS = 1_800_000_000_000
+
+
+async def run_inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+    await trio.lowlevel.checkpoint()
+    return function()
+
+
+@dataclass
+class Request:
+    """A transaction as a server saw it, and when (virtual seconds)."""
+
+    at: float
+    id: str
+    body: bytes
+
+    @property
+    def content(self) -> dict[str, Any]:
+        content: dict[str, Any] = orjson.loads(self.body)
+        return content
+
+    @property
+    def bodies(self) -> list[str]:
+        """What its message PDUs say."""
+        return [pdu["content"].get("body", pdu["type"]) for pdu in self.content["pdus"]]
+
+    @property
+    def edus(self) -> list[dict[str, Any]]:
+        return list(self.content.get("edus", []))
+
+
+Reply = Callable[[Request], Answer]
+
+
+def answer(status: int, content: Any = None, *, retry_after_s: float | None = None) -> Answer:
+    is_answer = status == 200 and isinstance(content, dict)
+    return Answer(
+        status=status,
+        content=content if is_answer else None,
+        text="",
+        retry_after_s=retry_after_s,
+        ms=1,
+        reused=True,
+        request_bytes=0,
+        answer_bytes=0,
+    )
+
+
+def ok(request: Request) -> Answer:
+    return answer(200, {"pdus": {}})
+
+
+@dataclass
+class RemoteServer:
+    """One remote server: `down` refuses connections, `reply` answers, `latency` in seconds."""
+
+    name: str
+    down: bool = False
+    latency: float = 0.01
+    reply: Reply = ok
+    version: bool = True
+    attempts: list[float] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    answered: list[Request] = field(default_factory=list)
+    in_flight: int = 0
+
+    @property
+    def got(self) -> list[str]:
+        """What all PDUs say that it answered for, in order."""
+        return [body for request in self.answered for body in request.bodies]
+
+
+class FakePeer:
+    def __init__(self, server: RemoteServer) -> None:
+        self.server = server
+
+    async def connect(self) -> "FakeLink":
+        await trio.sleep(0.01)
+        self.server.attempts.append(trio.current_time())
+        if self.server.down:
+            raise Unreachable("refused", "connection refused")
+        return FakeLink(self.server)
+
+    async def version_answers(self) -> bool:
+        await trio.sleep(self.server.latency)
+        return self.server.version and not self.server.down
+
+
+class FakeLink:
+    def __init__(self, server: RemoteServer) -> None:
+        self.server = server
+        self.sent = False
+
+    async def put_transaction(self, transaction_id: str, body: bytes) -> Answer:
+        server = self.server
+        assert server.in_flight == 0, "two transactions in flight"
+        server.in_flight += 1
+        try:
+            self.sent = True
+            request = Request(trio.current_time(), transaction_id, body)
+            server.requests.append(request)
+            await trio.sleep(server.latency)
+            if server.down:
+                raise SendFailed("closed", "connection lost", sent=True)
+            reply = server.reply(request)
+            if reply.content is not None:
+                server.answered.append(request)
+            return reply
+        finally:
+            server.in_flight -= 1
+
+
+class FakeClient:
+    def __init__(self, servers: dict[str, RemoteServer]) -> None:
+        self.servers = servers
+
+    def forget(self, name: str) -> None: ...
+
+    @asynccontextmanager
+    async def peer(self, name: str, policy: Policy) -> AsyncIterator[FakePeer]:
+        yield FakePeer(self.servers[name])
+
+
+class Silence:
+    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None: ...
+    async def publish_server_up(self, server: str) -> None: ...
+
+
+class World:
+    """A homeserver's history, remote servers, and a sender that can be started and killed."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        self.directory = directory
+        self.servers: dict[str, RemoteServer] = {}
+        self.settings = settings
+        self.token = 0
+        self.sender: Sender
+        self.store: Store
+        self.metrics: Metrics
+        self.faults: Callable[[str], None] | None = None
+        rng = random.Random(1)
+        self.outside = Outside(
+            now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000),
+            random=rng,
+            entropy=rng.randbytes,
+            run_sync=run_inline,
+            network=None,  # type: ignore[arg-type]  # there is none
+        )
+
+    def server(self, name: str, **values: Any) -> RemoteServer:
+        return self.servers.setdefault(name, RemoteServer(name, **values))
+
+    def config(self) -> Config:
+        values = {"server_name": HS, "signing_key": "none", **self.settings}
+        return from_values(values, directory=self.directory)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Store]:
+        settings = StoreConfig(
+            HomeserverSettings("embedded", "fedsender", ("fedsender",)),
+            f"sqlite:///{self.directory}/homeserver.sqlite3",
+            f"sqlite:///{self.directory}/sender.sqlite3",
+            synchronous="OFF",
+        )
+        async with open_store(settings, self.outside, faults=self.faults) as self.store:
+            yield self.store
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator[Sender]:
+        """The sender, until the body is left; leave it by `kill` to leave as kill -9 would."""
+        config = self.config()
+        self.metrics = Metrics(HS)
+        async with (
+            self.open() as store,
+            open_ledger(
+                self.directory / "ledger",
+                "fedsender",
+                self.outside.entropy(4).hex(),
+                self.outside,
+                keep_days=14,
+                keep_bytes=2**30,
+                segment_seconds=3600,
+                segment_bytes=2**26,
+                lost_lines=self.metrics.ledger_failures,
+            ) as ledger,
+            open_sender(
+                server_name=HS,
+                instance="fedsender",
+                sending=config.sending,
+                federation=config.federation,
+                policies=_Policies(config),
+                outside=self.outside,
+                store=store,
+                client=FakeClient(self.servers),  # type: ignore[arg-type]  # no sockets
+                ledger=ledger,
+                metrics=self.metrics,
+                admission=Admission(max_in_flight=100, slow_share=0.25, handshakes_per_second=100),
+                announcer=Silence(),
+            ) as self.sender,
+        ):
+            self.token = max(self.token, await store.homeserver.feed_position())
+            self.sender.events.advance(self.token)
+            yield self.sender
+
+    # --- the homeserver ---
+
+    async def apply(self, *rows: FeedRow) -> int:
+        """One token's rows; the sender, if it runs, is told."""
+        self.token += 1
+        await self.store.homeserver.apply_feed(rows, self.token)
+        if hasattr(self, "sender"):
+            self.sender.events.advance(self.token)
+        return self.token
+
+    async def join(self, room: str, *servers: str) -> int:
+        for name in servers:
+            self.server(name)
+        return await self.apply(
+            self.pdu(room, f"join {servers}", sender=f"@x:{servers[0]}"),
+            HostsRow(room, tuple(servers), ()),
+        )
+
+    async def leave(self, room: str, server: str, *, by: str | None = None) -> int:
+        """The last user of a server leaves, or is kicked by our user `by`."""
+        sender = f"@x:{server}" if by is None else by
+        pdu = self.pdu(
+            room,
+            f"{server} leaves",
+            sender=sender,
+            type="m.room.member",
+            state_key=f"@x:{server}",
+            content={"membership": "leave", "body": f"{server} leaves"},
+        )
+        return await self.apply(pdu, HostsRow(room, (), (server,)))
+
+    async def say(self, room: str, text: str, **values: Any) -> int:
+        return await self.apply(self.pdu(room, text, **values))
+
+    async def redact(self, room: str, event_id: str) -> int:
+        pdu = self.pdu(
+            room, "redaction", type="m.room.redaction", extra={"redacts": event_id}, content={}
+        )
+        return await self.apply(pdu, RedactionRow(pdu.event_id, event_id))
+
+    def pdu(
+        self,
+        room: str,
+        text: str,
+        *,
+        sender: str = f"@a:{HS}",
+        type: str = "m.room.message",
+        state_key: str | None = None,
+        content: dict[str, Any] | None = None,
+        plus: Iterable[str] = (),
+        minus: Iterable[str] = (),
+        metadata: dict[str, Any] | None = None,
+        extra: dict[str, Any] | None = None,
+        event_id: str | None = None,
+    ) -> PduRow:
+        """An event of room version 10, with the id that its content gives it."""
+        event: dict[str, Any] = {
+            "type": type,
+            "room_id": room,
+            "sender": sender,
+            "content": {"body": text} if content is None else content,
+            "depth": self.token + 1,
+            "origin_server_ts": EPOCH_MS,
+            "prev_events": ["$before"],
+            "auth_events": [],
+            "hashes": {"sha256": hashlib.sha256(text.encode()).hexdigest()},
+            **(extra or {}),
+        }
+        if state_key is not None:
+            event["state_key"] = state_key
+        return PduRow(
+            room_id=room,
+            event_id=event_id or id_of(event),
+            json=json.dumps(event),
+            event=event,
+            room_version="10",
+            plus=tuple(plus),
+            minus=tuple(minus),
+            internal_metadata=metadata or {},
+        )
+
+    def ledger(self, destination: str | None = None) -> list[dict[str, Any]]:
+        lines = [line for path in segments(self.directory / "ledger") for line in read_lines(path)]
+        return [line for line in lines if destination in (None, line["destination"])]
+
+
+class _Policies:
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def policy_for(self, server: str) -> Policy:
+        return self._config.policy_for(server)
+
+    def may_send_to(self, server: str) -> bool:
+        return self._config.allows(server)
+
+
+# What redaction leaves of these event types' content in room version 10.
+_KEPT = {"m.room.member": {"membership"}}
+_TOP = {
+    *("auth_events", "content", "depth", "event_id", "hashes", "membership", "origin"),
+    *("origin_server_ts", "prev_events", "prev_state", "room_id", "sender", "state_key", "type"),
+}
+
+
+def id_of(event: dict[str, Any]) -> str:
+    """The reference hash of an event of room version 10, by other code than the package's."""
+    pruned = {key: value for key, value in event.items() if key in _TOP}
+    kept = _KEPT.get(event["type"], set())
+    pruned["content"] = {k: v for k, v in event["content"].items() if k in kept}
+    digest = hashlib.sha256(canonicaljson.encode_canonical_json(pruned)).digest()
+    return "$" + urlsafe_b64encode(digest).decode().rstrip("=")

@@ -1,0 +1,207 @@
+"""The failure machine: one table, walked through, and the arithmetic of waiting."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsender.config import Backoff
+from fedsender.sender.failure import (
+    DAY_MS,
+    RULES,
+    Isolate,
+    Outcome,
+    ServerState,
+    Verdict,
+    after_failure,
+    after_success,
+    content_is_suspect,
+    fewer_items,
+    judge_status,
+    shared_interval_ms,
+    take_wake,
+    wait_s,
+)
+
+NOW = 1_800_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("status", "is_answer", "retry_after", "outcome"),
+    [
+        (200, True, None, Outcome.DELIVERED),
+        (200, False, None, Outcome.LYING),
+        (201, True, None, Outcome.LYING),
+        (302, False, None, Outcome.LYING),
+        (400, False, None, Outcome.REJECTING),
+        (401, False, None, Outcome.REFUSING),
+        (403, False, None, Outcome.REFUSING),
+        (404, False, None, Outcome.NOT_THERE),
+        (408, False, None, Outcome.FAILING),
+        (410, False, None, Outcome.NOT_THERE),
+        (413, False, None, Outcome.REJECTING),
+        (418, False, None, Outcome.REFUSING),
+        (429, False, None, Outcome.BUSY),
+        (500, False, None, Outcome.FAILING),
+        (503, False, None, Outcome.FAILING),
+        (503, False, 30.0, Outcome.BUSY),
+        (599, False, None, Outcome.FAILING),
+    ],
+)
+def test_every_answer_has_its_class(
+    status: int, is_answer: bool, retry_after: float | None, outcome: Outcome
+) -> None:
+    verdict = judge_status(status, is_answer=is_answer, retry_after_s=retry_after)
+
+    assert outcome is verdict.outcome
+    assert (outcome is Outcome.DELIVERED) == (verdict.reason == "")
+
+
+def test_the_table_says_for_every_failure_what_happens_next() -> None:
+    """Who is told, whose content is suspected: a change of either must be meant."""
+    walked = {outcome.value: (rule.shared, rule.isolate.name) for outcome, rule in RULES.items()}
+
+    assert walked == {
+        "unreachable": (True, "NEVER"),
+        "busy": (True, "NEVER"),
+        "failing": (True, "IF_STUBBORN"),
+        "refusing": (False, "IF_HEALTHY"),
+        "not_there": (False, "NEVER"),
+        "rejecting": (False, "AT_ONCE"),
+        "lying": (False, "NEVER"),
+    }
+    assert set(RULES) == set(Outcome) - {Outcome.DELIVERED}
+
+
+def state(**values: object) -> ServerState:
+    return ServerState("a.example", **values)  # type: ignore[arg-type]
+
+
+def fail(before: ServerState, verdict: Verdict, now_ms: int = NOW) -> ServerState:
+    return after_failure(Backoff(), before, verdict, now_ms, random.Random(0))
+
+
+REFUSED = Verdict(Outcome.UNREACHABLE, "refused")
+
+
+def test_the_first_wait_is_seconds_and_each_further_one_twice_as_long() -> None:
+    """W10: a first failure must not cost minutes."""
+    policy = Backoff(jitter=0.0)
+    waits = [wait_s(policy, state(failures=n), REFUSED, NOW, random.Random(0)) for n in range(5)]
+
+    assert waits == [5.0, 10.0, 20.0, 40.0, 80.0]
+
+
+@pytest.mark.parametrize(
+    ("healthy_ago_ms", "ceiling"),
+    [(DAY_MS, 3600.0), (7 * DAY_MS, 6 * 3600.0), (8 * DAY_MS, 86_400.0), (None, 6 * 3600.0)],
+)
+def test_the_ceiling_follows_how_lately_the_server_was_healthy(
+    healthy_ago_ms: int | None, ceiling: float
+) -> None:
+    last = None if healthy_ago_ms is None else NOW - healthy_ago_ms
+    long_dead = state(failures=1000, last_success_ms=last)
+
+    assert wait_s(Backoff(jitter=0.0), long_dead, REFUSED, NOW, random.Random(0)) == ceiling
+
+
+def test_retry_after_is_honoured_and_clamped() -> None:
+    busy = Verdict(Outcome.BUSY, "429", 429, retry_after_s=120.0)
+    absurd = Verdict(Outcome.BUSY, "429", 429, retry_after_s=1e9)
+
+    assert wait_s(Backoff(), state(), busy, NOW, random.Random(0)) == 120.0
+    assert wait_s(Backoff(), state(), absurd, NOW, random.Random(0)) == 3600.0
+
+
+@given(st.integers(0, 10_000), st.sampled_from(sorted(RULES, key=lambda o: o.value)), st.randoms())
+def test_no_wait_is_shorter_than_a_second_or_longer_than_the_longest_ceiling(
+    failures: int, outcome: Outcome, rng: random.Random
+) -> None:
+    """I5, and no overflow in an outage of years."""
+    wait = wait_s(Backoff(), state(failures=failures), Verdict(outcome, "x"), NOW, rng)
+
+    assert 1.0 <= wait <= 86_400 * 1.2
+
+
+@given(st.randoms(), st.sampled_from(sorted(RULES, key=lambda o: o.value)))
+def test_a_day_of_silence_sees_at_most_sixty_attempts(rng: random.Random, outcome: Outcome) -> None:
+    """I5, with the default policy and the worst luck of jitter."""
+    now, attempts, current = NOW, 0, state(last_success_ms=NOW)
+    while now < NOW + DAY_MS:
+        attempts += 1
+        current = after_failure(Backoff(), current, Verdict(outcome, "x"), now, rng)
+        assert current.next_attempt_ms is not None
+        now = current.next_attempt_ms
+
+    assert attempts <= 60
+
+
+def test_wakes_are_few_in_a_row_and_bounded_in_a_day() -> None:
+    """I5: with our own attempts a server that never answers sees at most 300 a day."""
+    current, granted = state(wake_tokens_ms=NOW), 0
+    for second in range(86_400):
+        current, woken = take_wake(current, NOW + second * 1000)
+        granted += woken
+        if second == 30:
+            assert granted == 12
+
+    assert granted <= 240
+
+
+def test_a_success_forgets_the_streak_and_keeps_the_operators_word() -> None:
+    failed = fail(fail(state(paused="maintenance"), REFUSED), REFUSED, NOW + 5000)
+    well = after_success(failed, NOW + 9000)
+
+    assert failed.failures == 2
+    assert failed.failing_since_ms == NOW
+    assert well.healthy
+    assert (well.failures, well.next_attempt_ms, well.reason) == (0, None, None)
+    assert (well.last_success_ms, well.paused) == (NOW + 9000, "maintenance")
+
+
+def test_the_shared_columns_are_written_when_the_interval_has_doubled() -> None:
+    first = fail(state(), REFUSED)
+    interval = shared_interval_ms(first, REFUSED)
+    told = ServerState(
+        "a.example",
+        next_attempt_ms=first.next_attempt_ms,
+        last_attempt_ms=first.last_attempt_ms,
+        shared_interval_ms=interval or 0,
+    )
+
+    assert interval is not None
+    assert shared_interval_ms(told, REFUSED) is None
+    assert shared_interval_ms(first, Verdict(Outcome.REFUSING, "403", 403)) is None
+
+
+def test_refused_content_is_suspected_at_once_and_a_healthy_servers_403_with_pdus_too() -> None:
+    """W13: one poisonous item must not stop a server."""
+    rejecting = Verdict(Outcome.REJECTING, "400", 400, sent=True)
+    refusing = Verdict(Outcome.REFUSING, "403", 403, sent=True)
+    healthy = state(last_success_ms=NOW - DAY_MS)
+
+    assert content_is_suspect(state(), rejecting, pdus=0, now_ms=NOW)
+    assert content_is_suspect(healthy, refusing, pdus=1, now_ms=NOW)
+    assert not content_is_suspect(healthy, refusing, pdus=0, now_ms=NOW)
+    assert not content_is_suspect(state(), refusing, pdus=1, now_ms=NOW)
+    assert RULES[Outcome.UNREACHABLE].isolate is Isolate.NEVER
+
+
+def test_five_answers_5xx_over_half_an_hour_make_the_content_a_suspect() -> None:
+    failing = Verdict(Outcome.FAILING, "500", 500, sent=True)
+    current = state()
+    for minute in (0, 1, 2, 3):
+        current = fail(current, failing, NOW + minute * 60_000)
+    soon = fail(current, failing, NOW + 29 * 60_000)
+    late = fail(current, failing, NOW + 30 * 60_000)
+
+    assert not content_is_suspect(soon, failing, pdus=1, now_ms=NOW + 29 * 60_000)
+    assert content_is_suspect(late, failing, pdus=1, now_ms=NOW + 30 * 60_000)
+
+
+@given(st.integers(2, 150), st.one_of(st.none(), st.integers(0, 149)))
+def test_isolation_always_ends_with_one_item(items: int, suspect: int | None) -> None:
+    fewer = fewer_items(items, suspect if suspect is not None and suspect < items else None)
+
+    assert 1 <= fewer < items

@@ -1,0 +1,96 @@
+"""What waits in memory for one server."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedsender.matrix import Pdu
+from fedsender.sender.queue import EphemeralQueue, PduQueue
+from fedsender.sender.transaction import Draft
+
+
+def pdu(stream_ordering: int, wire: bytes = b"{}") -> Pdu:
+    return Pdu(
+        event_id=f"${stream_ordering}",
+        room_id="!r:hs.example",
+        stream_ordering=stream_ordering,
+        room_version="10",
+        wire=wire,
+        sender="@a:hs.example",
+        type="m.test",
+        state_key=None,
+        fractional=False,
+    )
+
+
+def draft(max_pdus: int = 50) -> Draft:
+    return Draft(max_pdus=max_pdus, max_edus=100, max_bytes=2**20)
+
+
+@given(st.lists(st.integers(1, 1000), unique=True, max_size=60), st.integers(1, 50))
+def test_every_pdu_leaves_in_stream_order_and_only_once_answered(
+    orderings: list[int], max_pdus: int
+) -> None:
+    """I2, I4: a failed transaction's PDUs are still there, in their place."""
+    queue = PduQueue(1000)
+    for ordering in sorted(orderings):
+        assert queue.add(pdu(ordering))
+    sent: list[int] = []
+    while len(queue):
+        failed, answered = draft(max_pdus), draft(max_pdus)
+        queue.fill(failed, {})
+        queue.fill(answered, {})
+        assert failed.pdus == answered.pdus
+        assert answered.lsso is not None
+        sent += [outgoing.pdu.stream_ordering for outgoing in answered.pdus]
+        queue.settled(answered.lsso)
+
+    assert sent == sorted(orderings)
+
+
+def test_a_full_queue_refuses_and_an_older_pdu_is_an_error() -> None:
+    queue = PduQueue(2)
+    queue.add(pdu(5))
+
+    with pytest.raises(ValueError, match="4 offered after 5"):
+        queue.add(pdu(4))
+    assert queue.add(pdu(6))
+    assert not queue.add(pdu(7))
+    assert len(queue) == 2
+
+
+def test_a_pdu_redacted_while_it_waits_goes_out_pruned() -> None:
+    queue = PduQueue(10)
+    queue.add(pdu(1, b'{"content":{"body":"secret"}}'))
+    filled = draft()
+    queue.fill(filled, {"$1": pdu(1, b'{"content":{}}')})
+
+    assert [outgoing.pdu.wire for outgoing in filled.pdus] == [b'{"content":{}}']
+
+
+def test_an_ephemeral_edu_stays_until_answered_and_the_newest_value_wins() -> None:
+    """W4: what was in a failed transaction must not be lost; I4."""
+    queue = EphemeralQueue(10)
+    queue.put("typing @a", "m.typing", b"1", expires_at=10)
+    first = draft()
+    queue.fill(first)
+    queue.put("typing @a", "m.typing", b"2", expires_at=10)
+    queue.answered(edu.key for edu in first.edus if edu.key)
+    second = draft()
+    queue.fill(second)
+
+    assert [edu.wire for edu in first.edus] == [b"1"]
+    assert [edu.wire for edu in second.edus] == [b"2"]
+
+
+def test_ephemeral_edus_are_bounded_and_grow_old_with_a_count() -> None:
+    queue = EphemeralQueue(2)
+    for key in "abc":
+        queue.put(key, "m.typing", key.encode(), expires_at=10)
+    queue.expire(9.9)
+    filled = draft()
+    queue.fill(filled)
+    queue.expire(10)
+
+    assert [edu.wire for edu in filled.edus] == [b"b", b"c"]
+    assert (len(queue), queue.dropped) == (0, 3)

@@ -1,0 +1,818 @@
+"""The whole sender against servers that do as they are told."""
+
+from typing import Any
+
+import pytest
+import trio
+from tests.sender.harness import HS, Request, World, answer, ok
+from trio.testing import MockClock
+
+from fedsender.federation.client import Answer
+
+R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
+A, B, C = "a.example", "b.example", "c.example"
+
+
+async def settle(seconds: float = 5.0) -> None:
+    await trio.sleep(seconds)
+
+
+# --- who gets what --------------------------------------------------------------------------------
+
+
+async def test_an_event_reaches_every_server_in_the_room_and_no_other(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run():
+        await world.join(R1, A, B)
+        await world.join(R2, C)
+        await world.say(R1, "hello")
+        await settle()
+
+    assert world.servers[A].got == ["hello"]
+    assert world.servers[B].got == ["hello"]
+    assert world.servers[C].got == []
+
+
+async def test_a_kick_reaches_the_kicked_server_and_nothing_after_it_does(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run():
+        await world.join(R1, A, B)
+        await world.leave(R1, A, by=f"@a:{HS}")
+        await world.say(R1, "without you")
+        await settle()
+
+    assert world.servers[A].got == ["a.example leaves"]
+    assert world.servers[B].got == ["a.example leaves", "without you"]
+
+
+@pytest.mark.parametrize(
+    ("membership", "before", "told"),
+    [
+        ("leave", "invite", True),
+        ("ban", "invite", True),
+        ("leave", "knock", True),
+        ("ban", "knock", True),
+        ("leave", "ban", False),
+        ("leave", "leave", False),
+        ("invite", "leave", False),
+    ],
+)
+async def test_a_turned_away_user_s_server_is_told(
+    world: World, autojump_clock: MockClock, membership: str, before: str, told: bool
+) -> None:
+    """W26: whoever was only invited or knocking must hear that this is over."""
+    guest = "@guest:c.example"
+    async with world.run():
+        await world.join(R1, A)
+        world.server(C)
+        content = {"membership": before, "body": before}
+        first = world.pdu(
+            R1,
+            before,
+            sender=guest,
+            type="m.room.member",
+            state_key=guest,
+            content=content,
+        )
+        await world.apply(first)
+        pdu = world.pdu(
+            R1,
+            membership,
+            type="m.room.member",
+            state_key=guest,
+            content={"membership": membership, "body": membership},
+            extra={"auth_events": [first.event_id]},
+        )
+        await world.apply(pdu)
+        await settle()
+
+    assert (world.servers[C].got == [membership]) is told
+    assert world.servers[A].got == [membership]
+
+
+async def test_events_that_are_not_ours_to_send_stay_here(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run():
+        await world.join(R1, A, B)
+        await world.say(R1, "theirs", sender="@x:b.example")
+        await world.say(R1, "elsewhere", metadata={"out_of_band_membership": True})
+        await world.say(R1, "kept back", metadata={"proactively_send": False})
+        await world.say(R1, "creation", extra={"prev_events": []})
+        await world.say(
+            R1, "for b", sender="@x:b.example", metadata={"send_on_behalf_of": "b.example"}
+        )
+        await world.say(R1, "ours")
+        await settle()
+
+    assert world.servers[A].got == ["for b", "ours"]
+    assert world.servers[B].got == ["ours"]
+
+
+async def test_denied_servers_get_nothing(world: World, autojump_clock: MockClock) -> None:
+    world.settings["deny"] = ["b.*"]
+    async with world.run():
+        await world.join(R1, A, B)
+        await world.say(R1, "hello")
+        await settle()
+
+    assert world.servers[A].got == ["hello"]
+    assert world.servers[B].attempts == []
+
+
+async def test_a_redacted_event_goes_out_pruned_whether_queued_or_owed(
+    world: World, autojump_clock: MockClock
+) -> None:
+    world.server(A, down=True)
+    slow = world.server(B, latency=3.0)
+    async with world.run() as sender:
+        await world.join(R1, A, B)
+        await world.say(R1, "first")
+        await trio.sleep(1)
+        secret = world.pdu(R1, "secret")
+        await world.apply(secret)
+        await world.redact(R1, secret.event_id)
+        await settle(10)
+        world.servers[A].down = False
+        sender.wake([A], by_admin=True)
+        await settle(10)
+
+    for name in (A, B):
+        sent = b"".join(request.body for request in world.servers[name].answered)
+        assert b"secret" not in sent
+        assert world.servers[name].got[1:2] == ["m.room.message"]
+    assert slow.got[0] == "first"
+
+
+async def test_neither_age_nor_our_clock_leaves(world: World, autojump_clock: MockClock) -> None:
+    """W27."""
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(
+            R1, "hi", extra={"unsigned": {"age": 4, "age_ts": 17, "replaces_state": "$old"}}
+        )
+        await settle()
+
+    assert world.servers[A].answered[0].content["pdus"][0]["unsigned"] == {"replaces_state": "$old"}
+
+
+# --- order and transactions -----------------------------------------------------------------------
+
+
+async def test_pdus_arrive_in_stream_order_across_rooms(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W5, I2."""
+    async with world.run():
+        await world.join(R1, A)
+        await world.join(R2, A)
+        for number in range(120):
+            await world.say(R1 if number % 3 else R2, str(number))
+        await settle()
+
+    assert world.servers[A].got == [str(number) for number in range(120)]
+    assert all(len(request.bodies) <= 50 for request in world.servers[A].requests)
+
+
+async def test_a_failed_transaction_is_repeated_unchanged_until_answered(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I3."""
+    server = world.server(A, reply=lambda _: answer(500))
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(2)
+        await world.say(R1, "two")
+        await settle(8)
+        server.reply = ok
+        await settle(60)
+
+    *repeated, last = server.requests
+    assert len(repeated) >= 3
+    assert len({(request.id, request.body) for request in repeated}) == 1
+    assert last.id != repeated[0].id
+    assert server.got == ["one", "two"]
+
+
+async def test_a_restart_repeats_the_frozen_transaction(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I3: the record is durable once an attempt has failed."""
+    server = world.server(A, reply=lambda _: answer(500))
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(2)
+    async with world.run():
+        await world.say(R1, "two")
+        server.reply = ok
+        await settle(400)
+
+    assert len({request.id for request in server.requests if "one" in request.bodies}) == 1
+    assert server.got == ["one", "two"]
+    assert server.requests[-1].bodies == ["two"]
+
+
+async def test_a_drain_writes_down_what_is_in_flight(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W39, I3."""
+    server = world.server(A, latency=600)
+    world.settings["federation"] = {"request_timeout": "1h"}
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle()
+        started = trio.current_time()
+    assert trio.current_time() - started == pytest.approx(20, abs=1)
+    server.latency = 0.01
+    async with world.run():
+        await settle(60)
+
+    first, second = server.requests
+    assert (first.id, first.body) == (second.id, second.body)
+
+
+async def test_what_was_sent_elsewhere_meanwhile_is_not_repeated(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A frozen transaction is void once somebody else has moved LSSO."""
+    from fedsender.store.records import Settlement
+
+    server = world.server(A, reply=lambda _: answer(500))
+    async with world.run():
+        await world.join(R1, A)
+        token = await world.say(R1, "one")
+        await settle(2)
+    async with world.open() as store:
+        await store.homeserver.settle([Settlement(A, token)])
+    server.reply = ok
+    async with world.run():
+        await settle(60)
+
+    assert server.got == []
+    assert [line["outcome"] for line in world.ledger(A)][-1] == "discarded"
+
+
+async def test_after_a_failure_at_least_a_second_passes(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I5, W11."""
+    server = world.server(A, reply=lambda _: answer(302))
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        for _ in range(100):
+            await trio.sleep(0.1)
+            sender.wake([A], by_admin=True)
+
+    gaps = [b - a for a, b in zip(server.attempts, server.attempts[1:], strict=False)]
+    assert min(gaps) >= 1.0
+    assert server.got == []
+
+
+async def test_a_server_that_never_answers_sees_few_attempts_a_day(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I5, W18: sixty by our own timers, three hundred with wakes."""
+    world.server(A, down=True)
+    world.server(B, down=True)
+    async with world.run() as sender:
+        await world.join(R1, A, B)
+        for _ in range(24 * 60):
+            await world.say(R1, "tick")
+            sender.wake([B])
+            await trio.sleep(60)
+
+    assert 10 < len(world.servers[A].attempts) <= 60
+    assert 60 < len(world.servers[B].attempts) <= 300
+
+
+async def test_retry_after_is_kept(world: World, autojump_clock: MockClock) -> None:
+    """W10."""
+    server = world.server(A, reply=lambda _: answer(429, retry_after_s=100))
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(150)
+
+    assert server.attempts[1] - server.attempts[0] >= 100
+
+
+# --- outages --------------------------------------------------------------------------------------
+
+
+async def test_a_backlog_goes_out_at_start_without_a_new_event(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W1, I8."""
+    async with world.open():
+        await world.join(R1, A)
+        await world.say(R1, "while you were out")
+    async with world.run():
+        await settle()
+
+    assert world.servers[A].got == ["while you were out"]
+
+
+async def test_a_server_never_reached_gets_all_it_is_owed(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W2 (C2): Synapse forgets the first message for good."""
+    server = world.server(A, down=True)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "first")
+        await settle(7200)
+    async with world.run() as sender:
+        server.down = False
+        await world.say(R1, "second")
+        sender.wake([A], by_admin=True)
+        await settle()
+
+    assert server.got == ["first", "second"]
+
+
+async def test_a_new_server_s_first_chunk_is_owed_from_its_first_event_on(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W2: several events of one room, fanned out at once to a server that is not reached."""
+    server = world.server(A, down=True)
+    async with world.open():
+        await world.join(R1, A)
+        for number in range(5):
+            await world.say(R1, str(number))
+    async with world.run() as sender:
+        await settle(1200)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        await settle()
+
+    assert server.got == ["0", "1", "2", "3", "4"]
+
+
+async def test_destination_rooms_points_at_the_newest_event(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """C1."""
+    async with world.run():
+        await world.join(R1, A)
+        for text in ("one", "two"):
+            token = await world.say(R1, text)
+            await settle(1)
+            assert await world.store.homeserver.owed_rooms(A, token - 1, 5) == [(R1, token)]
+            assert await world.store.homeserver.lsso(A) == token
+
+
+async def test_a_missed_event_and_a_new_one_in_another_room_both_arrive(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """C3."""
+    server = world.server(A)
+    async with world.run():
+        await world.join(R1, A)
+        await world.join(R2, A)
+        await world.say(R1, "topic")
+        await settle()
+        server.down = True
+        await world.say(R1, "missed")
+        await settle()
+    server.down = False
+    async with world.run() as sender:
+        await world.say(R2, "new")
+        sender.wake([A], by_admin=True)
+        await settle()
+
+    assert server.got == ["topic", "missed", "new"]
+
+
+async def test_small_gaps_are_sent_whole(world: World, autojump_clock: MockClock) -> None:
+    """C4, W22: of r3's two events Synapse would send only the last."""
+    server = world.server(A)
+    async with world.run() as sender:
+        for room in (R1, R2, R3):
+            await world.join(room, A)
+        await world.say(R1, "e1")
+        await world.say(R2, "e2")
+        await settle()
+        server.down = True
+        await world.say(R3, "e3")
+        await world.say(R2, "e4")
+        last = await world.say(R3, "e5")
+        await settle(4000)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        await settle()
+        assert await world.store.homeserver.lsso(A) == last
+
+    assert sorted(server.got) == ["e1", "e2", "e3", "e4", "e5"]
+    assert [text for text in server.got if text in ("e3", "e5")] == ["e3", "e5"]
+
+
+async def test_of_a_large_gap_the_newest_event_stands_in_for_the_rest(
+    world: World, autojump_clock: MockClock
+) -> None:
+    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 3}}
+    server = world.server(A)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        before = await world.say(R1, "before")
+        await settle()
+        server.down = True
+        for number in range(10):
+            newest = await world.say(R1, str(number))
+        await settle(8000)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        await settle()
+
+    assert server.got == ["before", "9"]
+    (line,) = [x for x in world.ledger(A) if x["outcome"] == "delivered" and x["attempt"] == 1][-1:]
+    assert line["pdus"][0]["supersedes"] == [before + 1, newest]
+
+
+async def test_a_server_kicked_while_it_was_down_gets_the_kick_and_no_more(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W3, I6."""
+    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 0}}
+    server = world.server(A)
+    async with world.run() as sender:
+        await world.join(R1, A, B)
+        await world.say(R1, "before")
+        await settle()
+        server.down = True
+        await world.say(R1, "missed")
+        await world.leave(R1, A, by=f"@a:{HS}")
+        await world.say(R1, "secret")
+        await settle(8000)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        await settle()
+
+    assert server.got == ["before", "a.example leaves"]
+
+
+async def test_lagging_servers_come_back_at_the_ramp_and_not_one_each_five_seconds(
+    world: World,
+    autojump_clock: MockClock,
+) -> None:
+    """C5, W20: Synapse takes five seconds for each, by name, in pages of 25."""
+    names = [f"s{number:02}.example" for number in range(42)]
+    patient = world.server("zzzerver")
+    async with world.run():
+        await world.join(R1, *names, "zzzerver")
+        for name in (*names, "zzzerver"):
+            world.servers[name].down = True
+        await world.say(R1, "missed")
+        await settle(2)
+    for name in names:
+        world.servers[name].down = False
+    async with world.run():
+        await settle(30)
+        assert all(world.servers[name].got == ["missed"] for name in names)
+        tries = len(patient.attempts)
+        patient.down = False
+        await settle(600)
+
+    assert tries < 8
+    assert patient.got == ["missed"]
+
+
+async def test_our_own_event_is_caught_up_although_another_server_spoke_since(
+    world: World,
+    autojump_clock: MockClock,
+) -> None:
+    """C6, W22: Synapse pushes only the other server's newer event, and not ours."""
+    server = world.server(A, down=True)
+    async with world.run() as sender:
+        await world.join(R1, A, B)
+        await world.say(R1, "ours")
+        await world.say(R1, "theirs", sender="@x:b.example")
+        await settle(60)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        await settle()
+
+    assert server.got == ["ours"]
+
+
+async def test_traffic_goes_on_while_one_server_is_dead(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W17, W18, W43."""
+    world.server(A, down=True)
+    world.server(B)
+    async with world.run():
+        await world.join(R1, A, B)
+        for number in range(20):
+            await world.say(R1, str(number))
+            await trio.sleep(1)
+
+    assert world.servers[B].got == [str(number) for number in range(20)]
+    delays = [request.at - number for number, request in enumerate(world.servers[B].answered)]
+    assert max(delays) - min(delays) < 1
+
+
+async def test_a_queue_past_its_bound_spills_and_still_delivers_everything(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I7, W19."""
+    world.settings["sending"] = {"queue_pdus": 50}
+    server = world.server(A, latency=30)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        for number in range(300):
+            await world.say(R1, str(number))
+            await trio.sleep(0.05)
+            destination = sender.active.get(A)
+            assert destination is None or len(destination.queue) <= 50
+        server.latency = 0.01
+        await settle(120)
+
+    assert server.got == [str(number) for number in range(300)]
+
+
+async def test_an_answer_that_is_none_is_a_failure_like_others(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W12: Synapse clears the backoff and repeats without end."""
+    server = world.server(A, reply=lambda _: answer(200, None))
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(600)
+
+    assert 1 < len(server.attempts) < 8
+    assert {line["outcome"] for line in world.ledger(A)} == {"lying"}
+
+
+async def test_errors_for_single_pdus_are_kept_and_not_retried(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W14."""
+    pdu_ids: list[str] = []
+
+    def refuse(request: Request) -> Answer:
+        return answer(200, {"pdus": {pdu_ids[0]: {"error": "not allowed"}}})
+
+    world.server(A, reply=refuse)
+    async with world.run():
+        await world.join(R1, A)
+        pdu = world.pdu(R1, "one")
+        pdu_ids.append(pdu.event_id)
+        await world.apply(pdu)
+        await settle(60)
+
+    (line,) = world.ledger(A)
+    assert line["refused"] == {pdu_ids[0]: "not allowed"}
+    assert len(world.servers[A].requests) == 1
+
+
+# --- poison ---------------------------------------------------------------------------------------
+
+
+async def test_one_poisonous_pdu_is_quarantined_and_the_rest_goes_on(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W13."""
+
+    def picky(request: Request) -> Answer:
+        return answer(400) if "poison" in request.bodies else ok(request)
+
+    server = world.server(A, reply=picky)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        server.down = True
+        await world.say(R1, "x")
+        await settle(1)
+        for number in range(40):
+            await world.say(R1, "poison" if number == 27 else str(number))
+        server.down = False
+        await settle(600)
+        items = await world.store.sender.quarantine_list(A, 10)
+        expected = ["x", *(str(number) for number in range(40) if number != 27)]
+        assert server.got == expected
+        assert [item.reason for item in items] == ["answered 400"]
+
+        server.reply = ok
+        assert await sender.release([item.id for item in items]) == []
+        await settle(60)
+        assert server.got == [*expected, "poison"]
+        assert await world.store.sender.quarantine_list(A, 10) == []
+
+
+async def test_a_bad_event_stops_its_room_and_no_other(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W16: an event whose id is not its hash, or that cannot be read, is quarantined."""
+    async with world.run():
+        await world.join(R1, A)
+        await world.join(R2, A)
+        await world.apply(world.pdu(R1, "bad", event_id="$not-its-hash"))
+        await world.say(R1, "behind it")
+        await world.say(R2, "elsewhere")
+        await settle()
+        items = await world.store.sender.quarantine_list(None, 10)
+
+    assert world.servers[A].got == ["elsewhere"]
+    assert items[0].event_id == "$not-its-hash"
+    assert "earlier event" in items[1].reason
+
+
+async def test_an_impossible_depth_is_quarantined_and_not_passed_over(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W28."""
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "deep", extra={"depth": 2**60})
+        await settle()
+        (item,) = await world.store.sender.quarantine_list(None, 10)
+
+    assert "number" in item.reason
+
+
+async def test_a_server_that_refuses_pdus_but_not_us_gets_all_but_the_poison(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A 403 with PDUs, from a server not heard of lately: an empty transaction finds out."""
+
+    def picky(request: Request) -> Answer:
+        return answer(403) if "poison" in request.bodies else ok(request)
+
+    server = world.server(A, reply=picky)
+    async with world.run():
+        await world.join(R1, A)
+        for text in ("poison", "x", "y"):
+            await world.say(R1, text)
+        await settle(1200)
+
+    assert server.got == ["x", "y"]
+    assert any(request.bodies == [] for request in server.answered)
+
+
+async def test_a_wake_ends_the_wait_for_an_answer_that_does_not_come(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W18: a server that is back need not wait for a time-out of ours."""
+    server = world.server(A, latency=1e9)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(80)
+        server.latency = 0.01
+        await settle(10)
+        before = trio.current_time()
+        sender.wake([A])
+        await settle(10)
+
+    assert server.got == ["one"]
+    assert server.answered[0].at - before < 2
+    assert len({request.id for request in server.requests}) == 1
+
+
+async def test_servers_that_stall_do_not_hold_back_the_others(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """The harness has 75 fast places; more than that many servers stall at once."""
+    stalling = [f"stall{number}.example" for number in range(90)]
+    for name in stalling:
+        world.server(name, latency=50)
+    async with world.run():
+        await world.join(R1, *stalling)
+        await world.join(R2, A)
+        await world.say(R1, "stall")
+        await settle(6)
+        for number in range(10):
+            await world.say(R2, str(number))
+            await settle(2)
+
+    assert world.servers[A].got == [str(number) for number in range(10)]
+
+
+# --- to-device, redelivery, operators -------------------------------------------------------------
+
+
+async def to_device(world: World, row: int, text: str) -> None:
+    await world.store.homeserver.queue_to_device(A, row, f'{{"messages":{{"n":"{text}"}}}}')
+    world.sender.to_device_changed(A)
+
+
+async def test_keys_go_first_in_order_and_leave_only_when_answered(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I4, W21: to-device messages wait for nothing but the transaction in flight."""
+    server = world.server(A, down=True)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        for number in range(120):
+            await world.say(R1, str(number))
+        for row in range(1, 131):
+            await to_device(world, row, str(row))
+        await settle(1)
+        server.down = False
+        server.reply = lambda _: answer(500)
+        sender.wake([A], by_admin=True)
+        await settle(3)
+        assert len(await world.store.homeserver.to_device(A, 0, None, 500)) == 130
+        server.reply = ok
+        sender.wake([A], by_admin=True)
+        await settle(30)
+        assert await world.store.homeserver.to_device(A, 0, None, 500) == []
+
+    sent = [edu["content"]["messages"]["n"] for r in server.answered for edu in r.edus]
+    assert sent == [str(row) for row in range(1, 131)]
+    assert len(server.answered[0].edus) == 100
+    assert server.got == [str(number) for number in range(120)]
+
+
+async def test_redelivery_sends_again_only_to_who_may_see_it(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        await world.join(R1, A)
+        pdu = world.pdu(R1, "again")
+        await world.apply(pdu)
+        await settle()
+        world.server(B)
+        refused = await sender.redeliver([(A, pdu.event_id), (B, pdu.event_id), (A, "$none")])
+        await settle()
+        lsso = await world.store.homeserver.lsso(A)
+
+    assert world.servers[A].got == ["again", "again"]
+    assert [(server, event_id) for server, event_id, _ in refused] == [
+        (B, pdu.event_id),
+        (A, "$none"),
+    ]
+    assert world.ledger(A)[-1]["pdus"][0]["lane"] == "redelivery"
+    assert lsso == world.token
+
+
+async def test_pause_holds_across_a_restart_and_resume_sends_what_came_meanwhile(
+    world: World,
+    autojump_clock: MockClock,
+) -> None:
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await sender.hold(A, paused="maintenance", parked=None)
+        await world.say(R1, "one")
+        await settle()
+    async with world.run() as sender:
+        await world.say(R1, "two")
+        sender.wake([A], by_admin=True)
+        await settle(60)
+        assert world.servers[A].attempts == []
+        status = sender.status(A)
+        assert status is not None
+        assert status.phase == "paused"
+        await sender.hold(A, paused=None, parked=None)
+        await settle()
+
+    assert world.servers[A].got == ["one", "two"]
+
+
+async def test_purge_is_refused_while_rooms_are_shared_unless_forced(
+    world: World, autojump_clock: MockClock
+) -> None:
+    world.server(A, down=True)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle()
+
+        assert await sender.purge(A) == [R1]
+        assert await sender.purge(A, force=True) == []
+        assert sender.status(A) is None
+        assert await world.store.homeserver.lagging() == []
+
+
+async def test_every_attempt_leaves_one_line_with_its_reason(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I9."""
+    replies: list[Any] = [answer(500), answer(404), answer(200, {})]
+    server = world.server(A, down=True, reply=lambda _: replies.pop(0))
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(1)
+        server.down = False
+        for _ in range(3):
+            sender.wake([A], by_admin=True)
+            await settle(2)
+
+    lines = world.ledger(A)
+    assert [line["outcome"] for line in lines] == [
+        "unreachable",
+        "failing",
+        "not_there",
+        "delivered",
+    ]
+    assert [line["attempt"] for line in lines] == [0, 1, 2, 3]
+    assert len(lines) == len(server.attempts)
+    assert lines[0]["reason"] == "refused: connection refused"
+    assert lines[-1]["lsso"] == world.token

@@ -1,0 +1,249 @@
+"""The ledger: lines that outlive crashes, full disks and time."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import trio
+from trio.testing import MockClock
+
+from fedsender.ledger import (
+    LINE_VERSION,
+    Ledger,
+    Line,
+    SentPdu,
+    close_torn_segments,
+    expired,
+    last_answers,
+    open_ledger,
+    read_lines,
+    segments,
+)
+from fedsender.outside import Outside
+
+
+class Count:
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        self.value += amount
+
+
+async def inline(function: Any, /, *, limiter: trio.CapacityLimiter) -> Any:
+    await trio.lowlevel.checkpoint()
+    return function()
+
+
+def outside() -> Outside:
+    return Outside(
+        now_ms=lambda: 1_800_000_000_000,
+        random=random.Random(0),
+        entropy=os.urandom,
+        run_sync=inline,
+        network=None,  # type: ignore[arg-type]  # there is none
+    )
+
+
+def ledger(directory: Path, *, seconds: float = 3600, size: int = 2**20) -> Ledger:
+    return Ledger(
+        directory,
+        "fed1",
+        "b00t",
+        outside(),
+        segment_seconds=seconds,
+        segment_bytes=size,
+        lost_lines=Count(),
+    )
+
+
+def line(destination: str = "a.example", **values: Any) -> Line:
+    return Line(ms=5, destination=destination, outcome="delivered", **values)
+
+
+async def test_a_line_has_these_fields_and_no_others(tmp_path: Path) -> None:
+    """What others script against; raise LINE_VERSION when one changes its meaning."""
+    written = ledger(tmp_path)
+    written.record(
+        Line(
+            ms=5,
+            destination="a.example",
+            outcome="delivered",
+            transaction_id="t.1",
+            attempt=2,
+            pdus=[SentPdu("$e", "!r", 7, "catch_up", (3, 7)), SentPdu("$f", "!r", 8, "live")],
+            edus={"m.typing": 1},
+            outbox=[40],
+            bytes=100,
+            status=200,
+            refused={"$f": "no"},
+            lsso=8,
+            took_ms=12,
+            reused=True,
+        )
+    )
+    written.close()
+    (path,) = segments(tmp_path)
+
+    assert list(read_lines(path)) == [
+        {
+            "v": LINE_VERSION,
+            "ms": 5,
+            "instance": "fed1",
+            "destination": "a.example",
+            "transaction_id": "t.1",
+            "attempt": 2,
+            "outcome": "delivered",
+            "status": 200,
+            "reason": None,
+            "pdus": [
+                {
+                    "event_id": "$e",
+                    "room_id": "!r",
+                    "stream_ordering": 7,
+                    "lane": "catch_up",
+                    "supersedes": [3, 7],
+                },
+                {"event_id": "$f", "room_id": "!r", "stream_ordering": 8, "lane": "live"},
+            ],
+            "edus": {"m.typing": 1},
+            "outbox": [40],
+            "refused": {"$f": "no"},
+            "lsso": 8,
+            "bytes": 100,
+            "took_ms": 12,
+            "reused": True,
+        }
+    ]
+    assert path.name == "fed1.b00t.000001.jsonl"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_line_is_in_the_file_before_record_returns(tmp_path: Path) -> None:
+    """I9: what the databases say afterwards can be read here."""
+    written = ledger(tmp_path)
+    written.record(line())
+
+    (path,) = segments(tmp_path)
+    assert path.suffix == ".open"
+    assert len(list(read_lines(path))) == 1
+    written.close()
+
+
+async def test_a_new_segment_begins_by_time_and_by_size(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    written = ledger(tmp_path, seconds=60, size=700)
+    for _ in range(3):
+        written.record(line())
+    assert len(segments(tmp_path)) == 1
+    written.record(line())
+    assert len(segments(tmp_path)) == 2
+    await trio.sleep(61)
+    written.record(line())
+    written.close()
+
+    assert [len(list(read_lines(path))) for path in segments(tmp_path)] == [3, 1, 1]
+
+
+async def test_a_segment_left_by_a_crash_is_cut_to_whole_lines_and_closed(tmp_path: Path) -> None:
+    torn = tmp_path / "fed1.dead.000003.open"
+    torn.write_bytes(b'{"a":1}\n{"b":2}\n{"c":')
+    other = tmp_path / "fed2.dead.000001.open"
+    other.write_bytes(b'{"a":1}\n')
+
+    assert close_torn_segments(tmp_path, "fed1") == [tmp_path / "fed1.dead.000003.jsonl"]
+    assert list(read_lines(tmp_path / "fed1.dead.000003.jsonl")) == [{"a": 1}, {"b": 2}]
+    assert other.exists()
+
+
+async def test_rubbish_in_a_segment_costs_only_its_own_line(tmp_path: Path) -> None:
+    path = tmp_path / "fed1.b00t.000001.jsonl"
+    path.write_bytes(b'{"a":1}\nnot json\n[1]\n\xff\xfe\n{"b":2}\n{"torn":')
+
+    assert list(read_lines(path)) == [{"a": 1}, {"b": 2}]
+
+
+def test_the_last_answer_of_each_destination_survives_a_crash(tmp_path: Path) -> None:
+    """Also where the line was the last of the segment before the open one."""
+
+    def text(destination: str, outcome: str, lsso: int) -> bytes:
+        return orjson.dumps({"destination": destination, "outcome": outcome, "lsso": lsso}) + b"\n"
+
+    (tmp_path / "fed1.b.000001.jsonl").write_bytes(text("old", "delivered", 1))
+    (tmp_path / "fed1.b.000002.jsonl").write_bytes(
+        text("a", "delivered", 1) + text("b", "delivered", 2)
+    )
+    torn = tmp_path / "fed1.b.000003.jsonl"
+    torn.write_bytes(text("a", "delivered", 5) + text("a", "failing", 6))
+
+    answers = last_answers([torn])
+    assert {name: answer["lsso"] for name, answer in answers.items()} == {"a": 5, "b": 2}
+
+
+def test_old_segments_go_by_age_and_by_size(tmp_path: Path) -> None:
+    now_ms = 1_800_000_000_000
+    for day in range(5):
+        path = tmp_path / f"fed1.b.{day:06d}.jsonl"
+        path.write_bytes(b"x" * 1000)
+        at = now_ms / 1000 - day * 86_400
+        os.utime(path, (at, at))
+    by_age = expired(tmp_path, now_ms=now_ms, keep_days=2.5, keep_bytes=10**9)
+    by_size = expired(tmp_path, now_ms=now_ms, keep_days=99, keep_bytes=2500)
+
+    assert [path.name for path in by_age] == ["fed1.b.000004.jsonl", "fed1.b.000003.jsonl"]
+    assert len(by_size) == 3
+
+
+async def test_a_full_disk_is_counted_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, real_write = Count(), os.write
+    written = ledger(tmp_path)
+    written._lost_lines = lost
+
+    def full(file: int, text: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    def half(file: int, text: bytes) -> int:
+        return real_write(file, text[: len(text) // 2])
+
+    written.record(line("a"))
+    monkeypatch.setattr(os, "write", full)
+    written.record(line("b"))
+    assert written.failing is not None
+    monkeypatch.setattr(os, "write", half)
+    written.record(line("c"))
+    monkeypatch.setattr(os, "write", real_write)
+    written.record(line("d"))
+    written.close()
+
+    (path,) = segments(tmp_path)
+    assert [read["destination"] for read in read_lines(path)] == ["a", "d"]
+    assert (lost.value, written.failing) == (2, None)
+
+
+async def test_a_daemon_opens_and_closes_its_ledger(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    (tmp_path / "fed1.dead.000001.open").write_bytes(
+        orjson.dumps({"destination": "a", "outcome": "delivered"}) + b"\n"
+    )
+    async with open_ledger(
+        tmp_path,
+        "fed1",
+        "b00t",
+        outside(),
+        keep_days=14,
+        keep_bytes=10**9,
+        segment_seconds=3600,
+        segment_bytes=10**6,
+        lost_lines=Count(),
+    ) as opened:
+        assert list(opened.last_words) == ["a"]
+        opened.record(line())
+
+    assert {path.suffix for path in segments(tmp_path)} == {".jsonl"}
