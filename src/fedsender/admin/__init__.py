@@ -1,0 +1,31 @@
+"""The operator's side: an HTTP endpoint on loopback or a Unix socket, and the client for it.
+
+`server` listens; `access` is the only way in (token, sizes, deadlines); `app` puts the endpoints
+together: `endpoints` (ours), `homeserver` (those that Synapse has, too), `probes` (health,
+readiness, metrics). `client` is what the command line uses.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedsender.admin.server import Admin, Daemon
+    from fedsender.outside import Outside
+
+__all__ = ["open_admin"]
+
+
+@asynccontextmanager
+async def open_admin(daemon: "Daemon", outside: "Outside") -> AsyncIterator["Admin"]:
+    """The endpoint of this daemon, answering until the body is left.
+
+    Raises:
+        ConfigError: the token's file cannot be read.
+        OSError: the address cannot be listened on.
+    """
+    # Here, because the command line, which only needs the client, would wait for FastAPI.
+    from fedsender.admin.server import parts_of, serve_parts
+
+    async with serve_parts(parts_of(daemon, outside)) as admin:
+        yield admin

@@ -1,0 +1,159 @@
+"""The only way in: who may ask, how much may be sent, how long it may take.
+
+Without a token in the configuration only health, readiness and metrics answer. With one, every
+other path needs it, OpenAPI's description included.
+"""
+
+import hmac
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import structlog
+import trio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fedsender.admin.refusal import Refusal, error_body
+
+log = structlog.get_logger()
+
+OPEN_PATHS: Final = ("/health", "/ready", "/metrics")
+MAX_BODY_BYTES: Final = 2**20
+MAX_REQUESTS: Final = 32
+"""Requests with a token that are under way at once; their bodies are in memory."""
+BODY_SECONDS: Final = 20.0
+REQUEST_SECONDS: Final = 60.0
+# Of a body that is too large so much is read and thrown away, or the sender of it would
+# meet a reset connection instead of the answer.
+_DISCARDED_BYTES: Final = 32 * 2**20
+
+
+class _Gone(Exception):
+    """Who asked has left."""
+
+
+class Doorkeeper:
+    """The ASGI application around the endpoints.
+
+    Args:
+        token: the access token as it is now; None: there is none.
+    """
+
+    def __init__(self, app: ASGIApp, token: Callable[[], str | None]) -> None:
+        self._app = app
+        self._token = token
+        self._under_way = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._serve_within_bounds(scope, receive, watched)
+        except _Gone:
+            return
+        except Refusal as refusal:
+            if not started:
+                await _refuse(send, refusal)
+        except Exception:
+            # The unit of isolation is one request. Its text may hold anything, so it is not shown.
+            log.exception("admin request failed", path=str(scope["path"])[:200])
+            if not started:
+                await _refuse(send, Refusal(500, "M_UNKNOWN", "internal error; the log has more"))
+
+    async def _serve_within_bounds(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope)
+        is_open = scope["path"] in OPEN_PATHS
+        body = await _read_body(receive, keep=refusal is None and not is_open)
+        if refusal is not None:
+            raise refusal
+        if body is None:
+            raise Refusal(413, "M_TOO_LARGE", f"the body has more than {MAX_BODY_BYTES} bytes")
+        self._under_way += not is_open
+        try:
+            with trio.fail_after(REQUEST_SECONDS):
+                await self._app(_as_json(scope), _replay(body, receive), send)
+        except trio.TooSlowError:
+            raise Refusal(
+                503,
+                "M_UNKNOWN",
+                f"not done within {REQUEST_SECONDS:.0f} s; /ready says whether a database is away",
+            ) from None
+        finally:
+            self._under_way -= not is_open
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        """Why this request may not pass; None: it may."""
+        if scope["path"] in OPEN_PATHS:
+            return None
+        expected = self._token()
+        if expected is None:
+            text = "no access token is configured: set admin.token_file to use this endpoint"
+            return Refusal(403, "M_FORBIDDEN", text)
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer" or not token:
+            text = "an access token is missing: send it as Authorization: Bearer"
+            return Refusal(401, "M_MISSING_TOKEN", text)
+        if not hmac.compare_digest(token.strip(), expected.encode()):
+            return Refusal(401, "M_UNKNOWN_TOKEN", "the access token is not the configured one")
+        if self._under_way >= MAX_REQUESTS:
+            return Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
+        return None
+
+
+def _as_json(scope: Scope) -> Scope:
+    """The request with the content type that it must have: `curl -d` claims to send a form."""
+    if scope["method"] != "POST":
+        return scope
+    headers: Iterable[Any] = (each for each in scope["headers"] if each[0] != b"content-type")
+    return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
+
+
+async def _read_body(receive: Receive, *, keep: bool) -> bytes | None:
+    """The whole body (b"" unless `keep`); None if it is too large."""
+    parts: list[bytes] = []
+    size, more = 0, True
+    with trio.move_on_after(BODY_SECONDS) as scope:
+        while more and size <= _DISCARDED_BYTES:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise _Gone
+            part: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
+            size += len(part)
+            if keep and size <= MAX_BODY_BYTES:
+                parts.append(part)
+    if scope.cancelled_caught:
+        raise Refusal(408, "M_UNKNOWN", f"the body did not come within {BODY_SECONDS:.0f} s")
+    return b"".join(parts) if size <= MAX_BODY_BYTES else None
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body that was read, and then goes on."""
+    pending = [body]
+
+    async def again() -> Message:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()
+
+    return again
+
+
+async def _refuse(send: Send, refusal: Refusal) -> None:
+    body = error_body(refusal.errcode, refusal.error, refusal.more)
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

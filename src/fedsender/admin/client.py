@@ -1,0 +1,119 @@
+"""The command line's side of the admin endpoint: one blocking request at a time."""
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from fedsender.config import Address, Config, TcpAddress, read_secret
+
+PREFIX = "/_fedsender/admin/v1"
+# Longer than the endpoint takes before it gives up.
+_TIMEOUT_S = 90.0
+_MAX_ANSWER_BYTES = 64 * 2**20
+
+
+class AdminError(Exception):
+    """The endpoint refused, or could not be asked; the text is for the operator.
+
+    Attributes:
+        status: of the answer; 0: there was none.
+        answer: its JSON object; empty if there was none.
+    """
+
+    def __init__(self, text: str, status: int = 0, answer: Mapping[str, Any] | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.answer = answer or {}
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+class AdminClient:
+    """Asks the daemon of one configuration. Every request has a connection of its own.
+
+    Args:
+        timeout: seconds that the daemon may take for one answer.
+    """
+
+    def __init__(self, address: Address, token: str | None, timeout: float = _TIMEOUT_S) -> None:
+        self._address = address
+        self._token = token
+        self._timeout = timeout
+
+    @classmethod
+    def of(cls, config: Config) -> "AdminClient":
+        """The client for this configuration's daemon; raises ConfigError for the token's file."""
+        token_file = config.admin.token_file
+        return cls(config.admin.listen, None if token_file is None else read_secret(token_file))
+
+    def get(self, *path: str, **query: object) -> dict[str, Any]:
+        """Ask for a path below our prefix, its parts as they are; raises AdminError."""
+        asked = {name.rstrip("_"): value for name, value in query.items() if value is not None}
+        suffix = f"?{urlencode(asked)}" if asked else ""
+        return self._ask("GET", self._path(path) + suffix, None)
+
+    def post(self, *path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        """Tell a path below our prefix; raises AdminError."""
+        return self._ask("POST", self._path(path), json.dumps(body).encode())
+
+    def pages(self, path: str, entries: str, **query: object) -> Iterator[dict[str, Any]]:
+        """The entries of all pages; raises AdminError."""
+        start: object = None
+        while True:
+            page = self.get(path, from_=start, **query)
+            yield from page[entries]
+            start = page["next_from"]
+            if start is None:
+                return
+
+    def _path(self, parts: tuple[str, ...]) -> str:
+        return "/".join((PREFIX, *(quote(part, safe="") for part in parts)))
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if isinstance(self._address, TcpAddress):
+            return http.client.HTTPConnection(
+                self._address.host, self._address.port, timeout=self._timeout
+            )
+        return _UnixConnection(str(self._address.path), self._timeout)
+
+    def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._token is not None:
+            headers["Authorization"] = f"Bearer {self._token}"
+        connection = self._connection()
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            text = response.read(_MAX_ANSWER_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise AdminError(f"no answer from the daemon at {self._address}: {error}") from error
+        finally:
+            connection.close()
+        return self._checked(response.status, text)
+
+    def _checked(self, status: int, text: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise AdminError(
+                f"{self._address} answered {status}, but not as fedsender does", status
+            )
+        if status != 200:
+            raise AdminError(f"{answer.get('error', 'refused')} ({status})", status, answer)
+        return answer

@@ -1,0 +1,284 @@
+"""The operator's commands: what they ask and tell a running daemon, and how that is printed.
+
+All of them go through the admin endpoint, whose address and token stand in the configuration.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+if TYPE_CHECKING:
+    from fedsender.admin.client import AdminClient
+
+__all__ = ["DONE", "USAGE", "WRONG", "AsJson", "ConfigFile", "Mistake", "app"]
+
+DONE: Final = 0
+WRONG: Final = 1
+USAGE: Final = 2
+"""Exit codes: done; it ran and found something wrong; usage or configuration."""
+
+app = typer.Typer()
+quarantine_app = typer.Typer(help="What was taken out of the way.")
+app.add_typer(quarantine_app, name="quarantine")
+
+ConfigFile = Annotated[
+    Path,
+    typer.Option(
+        "-c", "--config", envvar="FEDSENDER_CONFIG", metavar="FILE", help="The daemon's YAML file."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
+ServersGiven = Annotated[list[str] | None, typer.Argument(metavar="[SERVER]...")]
+Pattern = Annotated[str | None, typer.Option(metavar="GLOB", help="Every server it covers.")]
+Reason = Annotated[str | None, typer.Option(help="Shown wherever the servers' state is.")]
+Ids = Annotated[list[int], typer.Argument(metavar="ID...", min=1)]
+
+
+class Mistake(Exception):
+    """What the user must change; the text is one line."""
+
+
+def _client(config: Path) -> "AdminClient":
+    from fedsender.admin.client import AdminClient
+    from fedsender.config import load
+
+    return AdminClient.of(load(config))
+
+
+def _print_json(value: object) -> None:
+    from fedsender.admin.display import json_line
+
+    print(json_line(value))
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+@app.command()
+def destinations(
+    config: ConfigFile,
+    behind: Annotated[bool, typer.Option("--behind", help="Only those owed something.")] = False,
+    pattern: Annotated[str, typer.Option(metavar="GLOB", help="Only those it covers.")] = "*",
+    as_json: AsJson = False,
+) -> int:
+    """List the destinations."""
+    from fedsender.admin import display
+
+    asked = {"behind": "true" if behind else "false", "pattern": pattern, "limit": 1000}
+    entries = _client(config).pages("destinations", "destinations", **asked)
+    if not as_json:
+        display.show(display.destinations(entries))
+        return DONE
+    for entry in entries:
+        print(display.json_line(entry))
+    return DONE
+
+
+@app.command()
+def why(server: str, config: ConfigFile, as_json: AsJson = False) -> int:
+    """Say why a destination is where it is."""
+    from fedsender.admin import display
+
+    answer = _client(config).get("why", server)
+    if as_json:
+        _print_json(answer)
+    else:
+        display.show(display.why(answer))
+    return DONE
+
+
+@app.command()
+def trace(event_id: str, config: ConfigFile, as_json: AsJson = False) -> int:
+    """Say what became of an event at every server."""
+    from fedsender.admin import display
+
+    answer = _client(config).get("trace", event_id)
+    if as_json:
+        _print_json(answer)
+        return DONE
+    for line in display.trace_facts(answer):
+        print(line)
+    if answer["destinations"]:
+        display.show(display.fates(answer["destinations"]))
+    return DONE
+
+
+# --- quarantine -----------------------------------------------------------------------------------
+
+
+@quarantine_app.command("list")
+def quarantine_list(
+    config: ConfigFile,
+    server: Annotated[str | None, typer.Option(metavar="NAME", help="Of this one only.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """List what is in quarantine."""
+    from fedsender.admin import display
+
+    entries = _client(config).pages("quarantine", "items", destination=server, limit=1000)
+    if not as_json:
+        display.show(display.quarantine(entries))
+        return DONE
+    for entry in entries:
+        print(display.json_line(entry))
+    return DONE
+
+
+@quarantine_app.command("release")
+def quarantine_release(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> int:
+    """Send quarantined PDUs after all."""
+    answer = _client(config).post("quarantine", "release", body={"ids": ids})
+    if as_json:
+        _print_json(answer)
+    else:
+        print(f"released: {_listed(answer['released'])}")
+        _print_refused(answer)
+        if answer["kept"]:
+            print(f"still in quarantine: {_listed(answer['kept'])}")
+    return WRONG if answer["kept"] else DONE
+
+
+@quarantine_app.command("drop")
+def quarantine_drop(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> int:
+    """Give quarantined items up for good."""
+    answer = _client(config).post("quarantine", "drop", body={"ids": ids})
+    if as_json:
+        _print_json(answer)
+    else:
+        print(f"dropped: {_listed(answer['dropped'])}")
+    return DONE
+
+
+# --- telling --------------------------------------------------------------------------------------
+
+
+def _chosen(servers: list[str] | None, pattern: str | None) -> dict[str, object]:
+    if bool(servers) == (pattern is not None):
+        raise Mistake("name servers, or give --pattern, and not both")
+    return {"servers": servers} if servers else {"pattern": pattern}
+
+
+@app.command()
+def wake(
+    config: ConfigFile,
+    servers: ServersGiven = None,
+    pattern: Pattern = None,
+    everyone: Annotated[bool, typer.Option("--all", help="Every server.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Try servers now instead of later."""
+    if everyone and (servers or pattern is not None):
+        raise Mistake("--all stands alone")
+    body = _chosen(servers, "*" if everyone else pattern)
+    answer = _client(config).post("notify_remote_server_up", body=body)
+    if as_json:
+        _print_json(answer)
+    else:
+        print(f"woken: {_listed(answer['woken'])}")
+        for server, reason in answer["left_alone"].items():
+            print(f"left alone: {server}: {_printable(reason)}")
+    return WRONG if servers and answer["left_alone"] else DONE
+
+
+@app.command()
+def pause(
+    config: ConfigFile,
+    servers: ServersGiven = None,
+    pattern: Pattern = None,
+    reason: Reason = None,
+    as_json: AsJson = False,
+) -> int:
+    """Send nothing to servers for now; what they are owed is kept."""
+    return _hold(config, "pause", servers, pattern, reason, as_json)
+
+
+@app.command()
+def park(
+    config: ConfigFile,
+    servers: ServersGiven = None,
+    pattern: Pattern = None,
+    reason: Reason = None,
+    as_json: AsJson = False,
+) -> int:
+    """Give servers up until somebody says otherwise."""
+    return _hold(config, "park", servers, pattern, reason, as_json)
+
+
+@app.command()
+def resume(
+    config: ConfigFile,
+    servers: ServersGiven = None,
+    pattern: Pattern = None,
+    as_json: AsJson = False,
+) -> int:
+    """Undo pause and park."""
+    return _hold(config, "resume", servers, pattern, None, as_json)
+
+
+def _hold(
+    config: Path,
+    verb: str,
+    servers: list[str] | None,
+    pattern: str | None,
+    reason: str | None,
+    as_json: bool,
+) -> int:
+    body = _chosen(servers, pattern) | ({} if reason is None else {"reason": reason})
+    answer = _client(config).post(verb, body=body)
+    if as_json:
+        _print_json(answer)
+    else:
+        print(f"{verb}: {_listed(answer['servers'])}")
+    return DONE
+
+
+@app.command()
+def purge(
+    server: str,
+    config: ConfigFile,
+    force: Annotated[bool, typer.Option("--force", help="Also while rooms are shared.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Forget a server and all it is owed."""
+    answer = _client(config).post("purge", body={"server": server, "force": force})
+    if as_json:
+        _print_json(answer)
+    else:
+        print(f"purged: {answer['purged']}")
+    return DONE
+
+
+@app.command()
+def redeliver(
+    server: str,
+    events: Annotated[list[str], typer.Argument(metavar="EVENT_ID...")],
+    config: ConfigFile,
+    as_json: AsJson = False,
+) -> int:
+    """Send events to a server again."""
+    pairs = [[server, event_id] for event_id in events]
+    answer = _client(config).post("redeliver", body={"pairs": pairs})
+    if as_json:
+        _print_json(answer)
+    else:
+        print(f"accepted: {answer['accepted']}")
+        _print_refused(answer)
+    return WRONG if answer["refused"] else DONE
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(str(name) for name in names) or "none"
+
+
+def _printable(text: object) -> str:
+    from fedsender.admin.display import plain
+
+    return str(plain(text))
+
+
+def _print_refused(answer: Mapping[str, Any]) -> None:
+    for each in answer["refused"]:
+        where = f"{each['destination']} {each['event_id']}"
+        print(f"refused: {where}: {_printable(each['reason'])}")

@@ -1,0 +1,184 @@
+"""The destinations as an operator lists and names them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedsender.admin.bodies import MAX_SERVERS, Servers
+from fedsender.admin.parts import Parts
+from fedsender.admin.refusal import bad_param, not_found
+from fedsender.matrix import matches
+from fedsender.sender.failure import ServerState
+from fedsender.sender.sender import Status
+from fedsender.store.records import Lagging
+
+ROWS = 1_000
+"""Rows of the destinations table that are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One destination in a list; times in milliseconds since the epoch.
+
+    Attributes:
+        state: what it is doing, in words.
+        behind: whether it is owed anything.
+        rooms_owed: rooms with an event that it has not answered for.
+        owes_keys: to-device messages or device lists wait.
+        oldest_owed_s: seconds since the homeserver received the oldest event that stands for such
+            a room.
+    """
+
+    destination: str
+    state: str
+    behind: bool
+    rooms_owed: int
+    owes_keys: bool
+    oldest_owed_s: float | None
+    queued_pdus: int
+    failures: int
+    failing_since_ts: int | None
+    failing_for_s: float | None
+    last_success_ts: int | None
+    next_attempt_ts: int | None
+    next_attempt_in_s: float | None
+    last_error: str | None
+    reason: str | None
+    paused: str | None
+    parked: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Destinations by name.
+
+    Attributes:
+        total: on all pages.
+        next_from: what to ask for next; null: this was the last page.
+    """
+
+    destinations: tuple[Summary, ...]
+    total: int
+    next_from: str | None
+
+
+async def is_known(parts: Parts, server: str) -> bool:
+    """Whether anything was ever to be sent to this server, as far as anybody remembers."""
+    if parts.sender.status(server) is not None:
+        return True
+    return await parts.homeserver.backoff(server) is not None
+
+
+async def known_names(parts: Parts, pattern: str) -> list[str]:
+    """Every server that we know of and `pattern` covers, by name."""
+    names = set(parts.sender.known())
+    start, more = 0, True
+    while more:
+        page = await parts.homeserver.destinations_page(start, ROWS)
+        names.update(row.destination for row in page.rows)
+        start += ROWS
+        more = start < page.total
+    return sorted(name for name in names if matches(pattern, name))
+
+
+async def chosen(parts: Parts, request: Servers) -> list[str]:
+    """The servers that a request names; all of them known, and each once.
+
+    Raises:
+        Refusal: one of them is not known, or the pattern covers too many.
+    """
+    if request.servers is None:
+        names = await known_names(parts, request.pattern or "")
+        if not names:
+            raise not_found("the pattern covers no server that we know of")
+        if len(names) > MAX_SERVERS:
+            raise bad_param(f"the pattern covers {len(names)} servers, more than {MAX_SERVERS}")
+        return names
+    for server in request.servers:
+        if not await is_known(parts, server):
+            raise not_found(f"{server}: not a server that we know of")
+    return list(dict.fromkeys(request.servers))
+
+
+async def list_page(parts: Parts, *, behind: bool, after: str, limit: int, pattern: str) -> Page:
+    """Up to `limit` destinations whose names come behind `after`."""
+    lagging = {lag.destination: lag for lag in await parts.homeserver.lagging()}
+    owed = set(lagging) | set(await parts.store.destinations_with_redeliveries())
+    if behind:
+        names = sorted(name for name in owed if matches(pattern, name))
+    else:
+        names = await known_names(parts, pattern)
+        names = sorted({*names, *(name for name in owed if matches(pattern, name))})
+    shown = [name for name in names if name > after][: limit + 1]
+    rows = [await _summary(parts, name, lagging.get(name), name in owed) for name in shown[:limit]]
+    return Page(tuple(rows), len(names), shown[limit - 1] if len(shown) > limit else None)
+
+
+async def _summary(parts: Parts, name: str, lag: Lagging | None, owed: bool) -> Summary:
+    oldest = None
+    if lag is not None:
+        oldest = (await parts.homeserver.pending_counts(name)).oldest_received_ts
+    status = parts.sender.status(name)
+    state = ServerState(name) if status is None else status.state
+    next_ms = next_attempt_ms(parts, status)
+    now_ms = parts.outside.now_ms()
+    return Summary(
+        destination=name,
+        state=state_in_words(parts, name, status, owed=owed),
+        behind=owed,
+        rooms_owed=lag.rooms if lag is not None else 0,
+        owes_keys=lag is not None and lag.owes_keys,
+        oldest_owed_s=None if oldest is None else max(0.0, (now_ms - oldest) / 1000),
+        queued_pdus=status.queued if status is not None else 0,
+        failures=state.failures,
+        failing_since_ts=state.failing_since_ms,
+        failing_for_s=None
+        if state.failing_since_ms is None
+        else (now_ms - state.failing_since_ms) / 1000,
+        last_success_ts=state.last_success_ms,
+        next_attempt_ts=next_ms,
+        next_attempt_in_s=None if next_ms is None else (next_ms - now_ms) / 1000,
+        last_error=state.outcome,
+        reason=state.reason,
+        paused=state.paused,
+        parked=state.parked,
+    )
+
+
+def state_in_words(parts: Parts, name: str, status: Status | None, *, owed: bool) -> str:
+    """What is happening to a destination, in one or a few words."""
+    if not parts.config.allows(name):
+        return "not allowed"
+    if not parts.config.handles(name):
+        return "another sender's"
+    if status is None:
+        return "level" if not owed else "waiting"
+    if status.phase == "waiting" and status.state.failing_since_ms is not None:
+        return "waiting after a failure"
+    return status.phase
+
+
+def next_attempt_ms(parts: Parts, status: Status | None) -> int | None:
+    """When our own timer tries again; None: nothing is waiting for it."""
+    if status is None or status.retry_in_s is None or (status.level and status.state.healthy):
+        return None
+    return parts.outside.now_ms() + int(status.retry_in_s * 1000)
+
+
+def left_alone_because(parts: Parts, server: str) -> str:
+    """Why a wake of this server did nothing."""
+    if not parts.config.allows(server):
+        return "the configuration forbids sending to it"
+    if not parts.config.handles(server):
+        return "another federation sender handles it"
+    status = parts.sender.status(server)
+    if status is not None and status.state.paused is not None:
+        return f"paused: {status.state.paused}"
+    if status is not None and status.state.parked is not None:
+        return f"parked: {status.state.parked}"
+    return "nothing is owed to it"
+
+
+def split_woken(parts: Parts, asked: Sequence[str], woken: Sequence[str]) -> dict[str, str]:
+    """Those that were asked for and not woken, each with the reason."""
+    done = set(woken)
+    return {server: left_alone_because(parts, server) for server in asked if server not in done}

@@ -1,0 +1,177 @@
+"""What the command line prints of the endpoint's answers: tables for people, lines for scripts."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedsender.admin.words import duration
+
+Answer = Mapping[str, Any]
+
+
+class Line(Protocol):
+    """One setting of a server's policy."""
+
+    @property
+    def field(self) -> str: ...
+    @property
+    def value(self) -> object: ...
+    @property
+    def source(self) -> str: ...
+
+
+def json_line(value: object) -> str:
+    """`value` as one line that means the same in every version."""
+    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+
+
+def plain(value: object) -> Text:
+    """`value` as text that cannot move the cursor: peers have a say in what is shown."""
+    if value is None:
+        return Text("-", style="dim")
+    text = str(value)
+    return Text("".join(each if each.isprintable() else repr(each)[1:-1] for each in text))
+
+
+def lasting(seconds: float | None) -> str | None:
+    """A duration in words."""
+    return None if seconds is None else duration(seconds)
+
+
+def moment(at_ms: int | None) -> str | None:
+    """A time as people write it, in UTC."""
+    if at_ms is None:
+        return None
+    return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # Into a file or a pipe nothing is cut to the width of a screen that is not there.
+        console = Console(highlight=False, width=200)
+    return console
+
+
+def show(table: Table) -> None:
+    """Print it."""
+    _console().print(table)
+
+
+def destinations(entries: Iterable[Answer]) -> Table:
+    """A list of destinations."""
+    table = _table("SERVER", "STATE", "ROOMS", "OLDEST", "FAILING FOR", "NEXT TRY IN", "ERROR")
+    for entry in entries:
+        table.add_row(
+            plain(entry["destination"]),
+            plain(entry["state"]),
+            plain(entry["rooms_owed"] or None),
+            plain(lasting(entry["oldest_owed_s"])),
+            plain(lasting(entry["failing_for_s"])),
+            plain(lasting(entry["next_attempt_in_s"])),
+            plain(entry["reason"] or entry["paused"] or entry["parked"]),
+        )
+    return table
+
+
+def why(answer: Answer) -> Table:
+    """Everything about one destination, one fact a line."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _facts(answer):
+        if value is not None:
+            table.add_row(name, plain(value))
+    return table
+
+
+def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
+    yield "server", answer["destination"]
+    yield "in short", answer["summary"]
+    yield "state", answer["state"]
+    yield "since", moment(answer["since_ts"])
+    for name, number in answer["depth"].items():
+        yield name.replace("_", " "), number or None
+    if oldest := answer["oldest"]:
+        age = f", {duration(oldest['age_s'])} old" if oldest["age_s"] is not None else ""
+        yield "oldest", f"{oldest['event_id']} at {oldest['stream_ordering']}{age}"
+    if error := answer["last_error"]:
+        yield "last error", f"{error['outcome']}: {error['meaning']}"
+        yield "", error["reason"]
+        yield "failures", f"{error['failures']} since {moment(error['failing_since_ts'])}"
+    yield "last answer", moment(answer["last_success_ts"])
+    yield "next attempt", moment(answer["next_attempt_ts"])
+    if flight := answer["in_flight"]:
+        attempts = f"{flight['attempts']} attempts in {duration(flight['age_s'])}"
+        yield "frozen transaction", f"{flight['transaction_id']}, {attempts}"
+    yield "isolating", answer["isolating"] and f"at most {answer['isolating']} items at once"
+    yield "paused", answer["paused"]
+    yield "parked", answer["parked"]
+    for setting in answer["settings"]:
+        yield setting["field"], f"{setting['value']} ({setting['source']})"
+
+
+def trace_facts(answer: Answer) -> list[str]:
+    """What is to be said of an event before its servers are listed."""
+    said = [
+        f"{answer['type']} by {answer['sender']} in {answer['room_id']},"
+        f" stream ordering {answer['stream_ordering']}, {lasting(answer['age_s']) or '?'} ago"
+    ]
+    if answer["reason"] is not None:
+        said.append(f"sent to nobody: {answer['reason']}")
+    if not answer["fanned_out"]:
+        said.append("the fan-out has not come to it yet")
+    if not answer["ledger_complete"]:
+        said.append("the ledger was too long to be read to the end")
+    return [str(plain(line)) for line in said]
+
+
+def fates(entries: Sequence[Answer]) -> Table:
+    """What became of an event, server by server."""
+    table = _table("SERVER", "OUTCOME", "WHEN", "TRANSACTION", "FAILED", "MORE")
+    for entry in entries:
+        table.add_row(
+            plain(entry["destination"]),
+            plain(entry["outcome"]),
+            plain(moment(entry["at_ts"])),
+            plain(entry["transaction_id"]),
+            plain(entry["attempts"] or None),
+            plain(entry["reason"]),
+        )
+    return table
+
+
+def quarantine(entries: Iterable[Answer]) -> Table:
+    """What was taken out of the way."""
+    table = _table("ID", "SERVER", "WHAT", "EVENT", "ROOM", "SINCE", "REASON")
+    for entry in entries:
+        table.add_row(
+            plain(entry["id"]),
+            plain(entry["destination"] or "every server"),
+            plain(entry["kind"]),
+            plain(entry["event_id"]),
+            plain(entry["room_id"]),
+            plain(moment(entry["at_ts"])),
+            plain(entry["reason"]),
+        )
+    return table
+
+
+def policy(lines: Iterable[Line]) -> Table:
+    """What holds for one server, and which line of the configuration set it."""
+    table = _table("SETTING", "VALUE", "SET BY")
+    for line in lines:
+        table.add_row(plain(line.field), plain(line.value), plain(line.source))
+    return table

@@ -1,0 +1,297 @@
+"""Our own endpoints: wake, look, hold, forget, send again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import structlog
+from fastapi import APIRouter, Query
+
+from fedsender.admin.bodies import (
+    MAX_INTEGER,
+    EventId,
+    Ids,
+    Pairs,
+    Purge,
+    Servers,
+    ServersWithReason,
+)
+from fedsender.admin.destinations import Page, chosen, is_known, list_page, split_woken
+from fedsender.admin.parts import Parts, Reach
+from fedsender.admin.refusal import Error, Refusal, not_found
+from fedsender.admin.trace import Trace, trace
+from fedsender.admin.why import Why, explain
+from fedsender.config.values import ServerName, ServerPattern
+from fedsender.matrix import matches
+from fedsender.store.sender import Quarantined
+
+log = structlog.get_logger()
+
+PREFIX = "/_fedsender/admin/v1"
+MAX_PAGE = 1_000
+SHARED_ROOMS_SHOWN = 100
+
+router = APIRouter(
+    prefix=PREFIX,
+    tags=["fedsender"],
+    responses={status: {"model": Error} for status in (400, 401, 403, 404, 413, 503)},
+)
+
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries on a page, at most.")]
+
+
+# --- waking ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """Who will be tried now; and who will not, each with the reason."""
+
+    woken: list[str]
+    left_alone: dict[str, str]
+
+
+@router.post("/notify_remote_server_up", summary="Try these servers now")
+async def notify_remote_server_up(request: Servers, parts: Reach) -> Woken:
+    """An admin's wake is never refused for having come too often. A server that is owed nothing
+    needs none: it gets the next event at once."""
+    if request.servers is not None:
+        asked = list(dict.fromkeys(request.servers))
+    else:
+        pattern = request.pattern or ""
+        asked = [name for name in parts.sender.known() if matches(pattern, name)]
+    woken = parts.sender.wake(asked, by_admin=True)
+    return Woken(woken, split_woken(parts, asked, woken))
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+@router.get("/destinations", summary="The destinations, by name, in pages")
+async def destinations(
+    parts: Reach,
+    behind: Annotated[bool, Query(description="Only those that are owed something.")] = False,
+    after: Annotated[
+        str, Query(alias="from", max_length=300, description="`next_from` of the last page.")
+    ] = "",
+    limit: Limit = 100,
+    pattern: Annotated[ServerPattern, Query(description="A name or a pattern with * and ?.")] = "*",
+) -> Page:
+    return await list_page(parts, behind=behind, after=after, limit=limit, pattern=pattern)
+
+
+@router.get("/destinations/{server}", summary="One destination; the same as why/{server}")
+@router.get("/why/{server}", summary="Why a destination is where it is")
+async def why(server: ServerName, parts: Reach) -> Why:
+    found = await explain(parts, server)
+    if found is None:
+        raise not_found(f"{server}: not a server that we know of")
+    return found
+
+
+@router.get("/trace/{event_id:path}", summary="What became of an event at every server")
+async def trace_event(event_id: EventId, parts: Reach) -> Trace:
+    found = await trace(parts, event_id)
+    if found is None:
+        raise not_found("the homeserver has no such event")
+    return found
+
+
+# --- quarantine -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that was taken out of the way. An EDU's content is never shown.
+
+    Attributes:
+        destination: null: an event that no server got.
+        kind: pdu, or the EDU's type.
+    """
+
+    id: int
+    destination: str | None
+    kind: str
+    event_id: str | None
+    room_id: str | None
+    stream_ordering: int | None
+    reason: str
+    at_ts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A page of the quarantine, oldest first; `next_from` is null on the last one."""
+
+    items: list[Item]
+    next_from: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class NotSent:
+    """An event that will not be sent to a server (*: to any), with the reason."""
+
+    destination: str
+    event_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Items that left the quarantine to be sent again; and what will not be sent."""
+
+    released: list[int]
+    kept: list[int]
+    refused: list[NotSent]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Items that were given up for good."""
+
+    dropped: list[int]
+
+
+@router.get("/quarantine", summary="What was taken out of the way, in pages")
+async def quarantine(
+    parts: Reach,
+    destination: Annotated[ServerName | None, Query(description="Of this server only.")] = None,
+    after: Annotated[
+        int, Query(alias="from", ge=0, le=MAX_INTEGER, description="`next_from` of the last page.")
+    ] = 0,
+    limit: Limit = 100,
+) -> Items:
+    found = await parts.store.quarantine_list(destination, limit + 1, after)
+    page = [_item(item) for item in found[:limit]]
+    return Items(page, page[-1].id if len(found) > limit else None)
+
+
+def _item(item: Quarantined) -> Item:
+    return Item(
+        id=item.id,
+        destination=item.destination,
+        kind=item.kind,
+        event_id=item.event_id,
+        room_id=item.room_id,
+        stream_ordering=item.stream_ordering,
+        reason=item.reason,
+        at_ts=item.at_ms,
+    )
+
+
+async def _present(parts: Parts, ids: Sequence[int]) -> list[int]:
+    """The ids, each once; all of them in quarantine, or the request is refused."""
+    wanted = sorted(set(ids))
+    there = {item.id for item in await parts.store.quarantined(wanted)}
+    missing = [str(each) for each in wanted if each not in there]
+    if missing:
+        raise not_found(f"not in quarantine: {', '.join(missing[:20])}")
+    return wanted
+
+
+@router.post("/quarantine/release", summary="Send quarantined PDUs after all")
+async def release(request: Ids, parts: Reach) -> Released:
+    """They go through the redelivery lane. What still cannot be sent, and EDUs, stay."""
+    ids = await _present(parts, request.ids)
+    refused = await parts.sender.release(ids)
+    kept = [item.id for item in await parts.store.quarantined(ids)]
+    released = sorted(set(ids) - set(kept))
+    log.info("quarantine released", released=released[:20], kept=kept[:20])
+    return Released(released, kept, [NotSent(*each) for each in refused])
+
+
+@router.post("/quarantine/drop", summary="Give quarantined items up for good")
+async def drop(request: Ids, parts: Reach) -> Dropped:
+    ids = await _present(parts, request.ids)
+    await parts.sender.drop_quarantined(ids)
+    log.info("quarantine dropped", dropped=ids[:20], n=len(ids))
+    return Dropped(ids)
+
+
+# --- holding --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The servers that are now as was asked."""
+
+    servers: list[str]
+
+
+@router.post("/pause", summary="Send nothing to these servers for now")
+async def pause(request: ServersWithReason, parts: Reach) -> Held:
+    """What they are owed is kept; `resume` lets it go. Survives restarts."""
+    return await _hold(parts, request, "paused")
+
+
+@router.post("/park", summary="Give these servers up until somebody says otherwise")
+async def park(request: ServersWithReason, parts: Reach) -> Held:
+    """As pausing, for servers that are believed to be gone: the first step before a purge."""
+    return await _hold(parts, request, "parked")
+
+
+@router.post("/resume", summary="Undo pause and park")
+async def resume(request: Servers, parts: Reach) -> Held:
+    servers = await chosen(parts, request)
+    for server in servers:
+        await parts.sender.hold(server, paused=None, parked=None)
+    log.info("resumed", servers=servers[:20], n=len(servers))
+    return Held(servers)
+
+
+async def _hold(parts: Parts, request: ServersWithReason, verb: str) -> Held:
+    servers = await chosen(parts, request)
+    for server in servers:
+        status = parts.sender.status(server)
+        paused = status.state.paused if status is not None else None
+        parked = status.state.parked if status is not None else None
+        if verb == "paused":
+            paused = request.reason
+        else:
+            parked = request.reason
+        await parts.sender.hold(server, paused=paused, parked=parked)
+    log.info(verb, servers=servers[:20], n=len(servers), reason=request.reason)
+    return Held(servers)
+
+
+# --- forgetting, sending again --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Purged:
+    """The server that is forgotten."""
+
+    purged: str
+
+
+@router.post(
+    "/purge",
+    summary="Forget a server and all it is owed",
+    responses={409: {"description": "Rooms are shared with it; `rooms` names some of them."}},
+)
+async def purge(request: Purge, parts: Reach) -> Purged:
+    if not await is_known(parts, request.server):
+        raise not_found(f"{request.server}: not a server that we know of")
+    rooms = await parts.sender.purge(request.server, force=request.force)
+    if rooms:
+        more = {"rooms": sorted(rooms)[:SHARED_ROOMS_SHOWN], "rooms_total": len(rooms)}
+        text = f"{len(rooms)} rooms are shared with it; they forbid it unless forced"
+        raise Refusal(409, "FEDSENDER_ROOMS_SHARED", text, more)
+    log.warning("purged", destination=request.server, forced=request.force)
+    return Purged(request.server)
+
+
+@dataclass(frozen=True, slots=True)
+class Redelivered:
+    """How many pairs were accepted, durably; and those that were not."""
+
+    accepted: int
+    refused: list[NotSent]
+
+
+@router.post("/redeliver", summary="Send these events to these servers again")
+async def redeliver(request: Pairs, parts: Reach) -> Redelivered:
+    """Only to servers that may see the event. In a room their order is kept."""
+    pairs = list(dict.fromkeys(request.pairs))
+    refused = await parts.sender.redeliver(pairs)
+    return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])

@@ -1,0 +1,65 @@
+"""What the endpoints can reach."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import trio
+from fastapi import Depends, Request
+
+from fedsender.config import Config
+from fedsender.outside import Outside
+from fedsender.sender.sender import Sender
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.sender import SenderStore
+
+
+class Policies(Protocol):
+    """Where the configuration that holds now is: a reload puts another one there."""
+
+    @property
+    def config(self) -> Config: ...
+
+
+class Exposition(Protocol):
+    """The daemon's metrics."""
+
+    def exposition(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The daemon as the endpoints see it.
+
+    Attributes:
+        doubts: why the daemon is not ready, one sentence each; none: it is.
+        rendering: for the thread that writes the metrics out; two at once would not be faster.
+        ledger_reading: the same for reading the ledger.
+    """
+
+    policies: Policies
+    sender: Sender
+    homeserver: HomeserverStore
+    store: SenderStore
+    outside: Outside
+    metrics: Exposition
+    ledger_directory: Path
+    doubts: Callable[[], Iterable[str]]
+    rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
+    ledger_reading: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
+
+    @property
+    def config(self) -> Config:
+        """The configuration that holds now."""
+        return self.policies.config
+
+
+# Async, or FastAPI would go through a thread for it.
+async def _parts_of(request: Request) -> Parts:
+    parts = request.app.state.parts
+    assert isinstance(parts, Parts)
+    return parts
+
+
+Reach = Annotated[Parts, Depends(_parts_of)]

@@ -1,0 +1,95 @@
+"""What machines ask without a token: alive, ready, metrics."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from fedsender.admin.parts import Reach
+from fedsender.admin.refusal import json_answer
+from fedsender.replication.sink import FeedStatus
+from fedsender.telemetry import EXPOSITION_TYPE
+
+router = APIRouter(tags=["probes"])
+
+
+class Follows(Protocol):
+    """The feed."""
+
+    def status(self) -> FeedStatus: ...
+
+
+class Reachable(Protocol):
+    """A store."""
+
+    @property
+    def available(self) -> bool: ...
+
+
+class Failing(Protocol):
+    """The ledger."""
+
+    @property
+    def failing(self) -> str | None: ...
+
+
+class Gate(Protocol):
+    """Shut while this daemon may not send."""
+
+    @property
+    def open(self) -> bool: ...
+
+
+def doubts(
+    feed: Follows,
+    homeserver: Reachable,
+    store: Reachable,
+    ledger: Failing,
+    gate: Gate,
+) -> Iterator[str]:
+    """Why the daemon is not ready, one sentence each; none: it is."""
+    yield from _feed_doubts(feed.status())
+    if not homeserver.available:
+        yield "the homeserver's database does not answer"
+    if not store.available:
+        yield "the sender's own database does not answer"
+    if ledger.failing is not None:
+        yield f"the ledger takes no lines: {ledger.failing}"
+    if not gate.open:
+        yield "the instance lock is lost: nothing is sent until it is taken again"
+
+
+@router.get("/health", summary="200 while the daemon's loop turns")
+async def health() -> dict[str, bool]:
+    return {"alive": True}
+
+
+def _feed_doubts(status: FeedStatus) -> Iterator[str]:
+    if status.stopped is not None:
+        yield f"events have stopped: {status.stopped}"
+    if not status.connected:
+        error = f": {status.last_error}" if status.last_error else ""
+        yield f"the feed is not connected to the homeserver ({status.kind}){error}"
+    if status.held is not None:
+        yield f"the events stream is held back: {status.held}"
+    elif status.connected and not status.level:
+        behind = f"at {status.position} of {status.head}"
+        yield f"the feed is not level with the homeserver yet: {behind}"
+
+
+@router.get(
+    "/ready",
+    summary="200 if the daemon is level with the homeserver and can send, else 503 with reasons",
+    responses={503: {"description": "Not ready; `reasons` says why, one sentence each."}},
+)
+async def ready(parts: Reach) -> Response:
+    reasons = list(parts.doubts())
+    return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+
+@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+async def metrics(parts: Reach) -> Response:
+    # In a thread: with thousands of samples it would keep the loop from sending.
+    text = await parts.outside.run_sync(parts.metrics.exposition, limiter=parts.rendering)
+    return Response(text, media_type=EXPOSITION_TYPE)

@@ -1,0 +1,290 @@
+"""What became of one event at every server: from the ledger, both databases and memory.
+
+The ledger is read newest first, so that the last word on a server is met first, and only back to
+when the event came in. What it does not say, the databases do, in fewer words.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import structlog
+import trio
+
+from fedsender.admin.destinations import state_in_words
+from fedsender.admin.parts import Parts
+from fedsender.ledger import segments
+from fedsender.sender.failure import ServerState
+from fedsender.sender.routing import Routed
+from fedsender.store.records import EventRow, Lagging
+from fedsender.store.sender import Quarantined
+
+log = structlog.get_logger()
+
+READING_SECONDS = 20.0
+"""After this no further segment is opened."""
+MAX_SERVERS = 20_000
+"""Servers that are told of; in a room of more, those by name."""
+QUARANTINE_PAGE = 1_000
+QUARANTINE_PAGES = 20
+# The homeserver's clock and ours may differ by so much.
+_SLACK_MS = 10 * 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of the event at one server; times in milliseconds since the epoch.
+
+    Attributes:
+        outcome: delivered, superseded, refused, quarantined, settled (answered or superseded, but
+            no line of that was read), pending, parked, paused, not allowed.
+        at_ts: when; null where only the result is known.
+        transaction_id: that carried it.
+        attempts: attempts to deliver it that failed, in the lines that were read.
+        reason: in words, where there is more to say.
+    """
+
+    destination: str
+    outcome: str
+    at_ts: int | None = None
+    transaction_id: str | None = None
+    attempts: int = 0
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One event.
+
+    Attributes:
+        sent_by_us: whether this server sends it to anybody.
+        reason: why not, if not.
+        fanned_out: whether the fan-out has passed it.
+        ledger_complete: whether the ledger was read back to when the event came in.
+    """
+
+    event_id: str
+    room_id: str
+    type: str
+    sender: str
+    stream_ordering: int
+    received_ts: int | None
+    age_s: float | None
+    sent_by_us: bool
+    reason: str | None
+    fanned_out: bool
+    destinations: tuple[Fate, ...]
+    ledger_complete: bool
+
+
+@dataclass(slots=True)
+class Found:
+    """What ledger lines say of one event, gathered newest first."""
+
+    event_id: str
+    room_id: str
+    stream_ordering: int
+    settled: dict[str, Fate] = field(default_factory=dict)
+    failed: dict[str, int] = field(default_factory=dict)
+
+    def read(self, path: Path) -> int | None:
+        """Take in one segment; when its last line was written (ms). Blocks.
+
+        A segment that is gone or foreign says nothing: None.
+        """
+        # As they stand in a line; parsing every line would take minutes.
+        needles = [orjson.dumps(name)[1:-1] for name in (self.event_id, self.room_id)]
+        lines: list[bytes] = []
+        last = b""
+        for text in _texts(path):
+            last = text
+            if any(needle in text for needle in needles):
+                lines.append(text)
+        for text in reversed(lines):
+            if (line := _parsed(text)) is not None:
+                self._take(line)
+        written = (_parsed(last) or {}).get("ms")
+        return written if isinstance(written, int) else None
+
+    def _take(self, line: Mapping[str, Any]) -> None:
+        destination, outcome = line.get("destination"), line.get("outcome")
+        pdus = line.get("pdus")
+        if not isinstance(destination, str) or not isinstance(pdus, list):
+            return
+        for pdu in pdus:
+            fate = self._fate(destination, line, pdu) if isinstance(pdu, dict) else None
+            if fate is None:
+                continue
+            if outcome != "delivered":
+                self.failed[destination] = self.failed.get(destination, 0) + 1
+            elif self.settled.get(destination, fate).outcome in ("superseded", fate.outcome):
+                # An answer for the event itself says more than one for a newer event.
+                self.settled[destination] = fate
+
+    def _fate(
+        self, destination: str, line: Mapping[str, Any], pdu: Mapping[str, Any]
+    ) -> Fate | None:
+        at, transaction = line.get("ms"), line.get("transaction_id")
+        if pdu.get("event_id") == self.event_id:
+            refused = line.get("refused")
+            reason = refused.get(self.event_id) if isinstance(refused, dict) else None
+            outcome = "delivered" if reason is None else "refused"
+            return Fate(destination, outcome, at, transaction, reason=reason)
+        gap = pdu.get("supersedes")
+        if pdu.get("room_id") != self.room_id or not isinstance(gap, list) or len(gap) != 2:
+            return None
+        if not gap[0] <= self.stream_ordering <= gap[1]:
+            return None
+        reason = f"by {pdu.get('event_id')}, a newer event of the room"
+        return Fate(destination, "superseded", at, transaction, reason=reason)
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def _texts(path: Path) -> Iterator[bytes]:
+    """The whole lines of a segment. One that was closed since it was listed has another name."""
+    for name in (path, path.with_suffix(".jsonl")):
+        try:
+            with name.open("rb") as segment:
+                yield from (text for text in segment if text.endswith(b"\n"))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("ledger segment cannot be read", path=str(name), error=str(error))
+        return
+
+
+async def _read_ledger(parts: Parts, event: EventRow, found: Found) -> bool:
+    """Read back to when the event came in; False if that took too long."""
+    run_sync, limiter = parts.outside.run_sync, parts.ledger_reading
+    try:
+        listed = await run_sync(lambda: segments(parts.ledger_directory), limiter=limiter)
+    except OSError as error:
+        log.warning("ledger cannot be listed", error=str(error))
+        return False
+    oldest_ms = (event.received_ts or 0) - _SLACK_MS
+    with trio.move_on_after(READING_SECONDS):
+        for path in reversed(listed):
+            # One segment at a time: between them a caller who has left is noticed.
+            written_ms = await run_sync(partial(found.read, path), limiter=limiter)
+            if written_ms is not None and written_ms < oldest_ms:
+                break  # Those before it ended earlier still.
+        return True
+    return False
+
+
+async def trace(parts: Parts, event_id: str) -> Trace | None:
+    """What became of this event; None: the homeserver has no such event."""
+    event = (await parts.homeserver.events_by_id([event_id])).get(event_id)
+    if event is None:
+        return None
+    routed = (await parts.sender.context.router.load([event_id])).get(event_id)
+    found = Found(event_id, event.room_id, event.stream_ordering)
+    complete = await _read_ledger(parts, event, found)
+    lagging = {lag.destination: lag for lag in await parts.homeserver.lagging()}
+    quarantined = await _quarantined(parts, event_id)
+    servers = set(found.settled) | set(found.failed) | {name for name in quarantined if name}
+    if isinstance(routed, Routed):
+        servers |= routed.servers
+    everywhere = quarantined.get(None)
+    fanned_out = event.stream_ordering <= parts.sender.fan_out.position
+    fates = []
+    for name in sorted(servers)[:MAX_SERVERS]:
+        item = quarantined.get(name, everywhere)
+        owed = not fanned_out or _owes(lagging.get(name), event.stream_ordering)
+        fates.append(_fate(parts, name, found, item, owed=owed))
+    return Trace(
+        event_id=event_id,
+        room_id=event.room_id,
+        type=event.type,
+        sender=event.sender,
+        stream_ordering=event.stream_ordering,
+        received_ts=event.received_ts,
+        age_s=None
+        if event.received_ts is None
+        else (parts.outside.now_ms() - event.received_ts) / 1000,
+        sent_by_us=bool(servers),
+        reason=_why_nobody(routed, everywhere, servers),
+        fanned_out=fanned_out,
+        destinations=tuple(fates),
+        ledger_complete=complete,
+    )
+
+
+def _why_nobody(routed: object, everywhere: Quarantined | None, servers: set[str]) -> str | None:
+    if everywhere is not None:
+        return f"in quarantine for every server: {everywhere.reason}"
+    if servers:
+        return None
+    if routed is None:
+        return "not an event that this homeserver sends"
+    if isinstance(routed, Routed):
+        return "no other server was in the room before it (or none of this shard)"
+    return f"it cannot be sent: {getattr(routed, 'reason', routed)}"
+
+
+def _owes(lag: Lagging | None, stream_ordering: int) -> bool:
+    """Whether a destination may still be owed this event."""
+    if lag is None or lag.rooms == 0:
+        return False
+    return lag.lsso is None or lag.lsso < stream_ordering
+
+
+def _fate(
+    parts: Parts, name: str, found: Found, quarantined: Quarantined | None, *, owed: bool
+) -> Fate:
+    attempts = found.failed.get(name, 0)
+    settled = found.settled.get(name)
+    if settled is not None and settled.outcome != "superseded":
+        return _with_attempts(settled, attempts)
+    if quarantined is not None:
+        item = quarantined
+        return Fate(name, "quarantined", item.at_ms, None, attempts, item.reason)
+    if settled is not None:
+        return _with_attempts(settled, attempts)
+    if not owed:
+        text = "answered, or superseded by a newer event; no line of that was read"
+        return Fate(name, "settled", None, None, attempts, text)
+    return _waiting(parts, name, attempts)
+
+
+def _waiting(parts: Parts, name: str, attempts: int) -> Fate:
+    status = parts.sender.status(name)
+    state = ServerState(name) if status is None else status.state
+    if state.paused is not None:
+        return Fate(name, "paused", None, None, attempts, state.paused)
+    if state.parked is not None:
+        return Fate(name, "parked", None, None, attempts, state.parked)
+    words = state_in_words(parts, name, status, owed=True)
+    if words in ("not allowed", "another sender's"):
+        return Fate(name, "not allowed", None, None, attempts, words)
+    reason = words if state.reason is None else f"{words}: {state.reason}"
+    return Fate(name, "pending", None, None, attempts, reason)
+
+
+def _with_attempts(fate: Fate, attempts: int) -> Fate:
+    return Fate(
+        fate.destination, fate.outcome, fate.at_ts, fate.transaction_id, attempts, fate.reason
+    )
+
+
+async def _quarantined(parts: Parts, event_id: str) -> dict[str | None, Quarantined]:
+    """The quarantine's items of this event, by destination; None: for every server."""
+    found: dict[str | None, Quarantined] = {}
+    after = 0
+    for _ in range(QUARANTINE_PAGES):
+        items = await parts.store.quarantine_list(None, QUARANTINE_PAGE, after)
+        found.update((item.destination, item) for item in items if item.event_id == event_id)
+        if len(items) < QUARANTINE_PAGE:
+            break
+        after = items[-1].id
+    return found

@@ -1,0 +1,303 @@
+"""Why a destination is where it is: all that memory and both databases know, and one sentence."""
+
+from dataclasses import dataclass
+
+from fedsender.admin.destinations import is_known, next_attempt_ms, state_in_words
+from fedsender.admin.parts import Parts
+from fedsender.admin.words import duration, many
+from fedsender.sender.failure import RULES, Outcome, ServerState
+from fedsender.sender.sender import Status
+from fedsender.store.records import Backoff, Pending
+
+COUNTED = 1_000
+"""Redeliveries and quarantined items are counted up to here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How much waits, by kind.
+
+    Attributes:
+        rooms: with an event that was not answered for; in the database.
+        queued_pdus: in memory, ready to go.
+        to_device: messages that wait in the homeserver's outbox.
+        ephemeral: receipts, typing, presence; in memory.
+        redeliveries: events to be sent again.
+        quarantined: items that were taken out of the way; at most 1,000 are counted.
+    """
+
+    rooms: int
+    queued_pdus: int
+    to_device: int
+    ephemeral: int
+    redeliveries: int
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class Oldest:
+    """The oldest event that waits. In the database a room's newest event stands for the others."""
+
+    event_id: str | None
+    stream_ordering: int
+    received_ts: int | None
+    age_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LastError:
+    """How the last attempt of a failing streak ended.
+
+    Attributes:
+        outcome: the class of the failure.
+        meaning: what that class stands for.
+        reason: what happened.
+    """
+
+    outcome: str
+    meaning: str
+    reason: str
+    failures: int
+    failing_since_ts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """The frozen transaction: the next thing this server gets, unchanged.
+
+    Attributes:
+        pdus: null where only its stored record is at hand.
+    """
+
+    transaction_id: str
+    attempts: int
+    frozen_ts: int
+    age_s: float
+    pdus: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The destination's row that the homeserver's other processes read, as stored."""
+
+    retry_last_ts: int | None
+    retry_interval: int | None
+    failure_ts: int | None
+    last_successful_stream_ordering: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting that is not at its default, and the line of the configuration that set it."""
+
+    field: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Everything about one destination; times (`_ts`) in milliseconds since the epoch.
+
+    Attributes:
+        state: what it is doing, in words.
+        since_ts: since when, where that is known.
+        summary: all of it in one sentence.
+        isolating: items per transaction while a poisonous one is looked for.
+        settings: what the configuration says of this server beyond the defaults.
+    """
+
+    destination: str
+    state: str
+    since_ts: int | None
+    summary: str
+    depth: Depth
+    oldest: Oldest | None
+    last_error: LastError | None
+    last_attempt_ts: int | None
+    last_success_ts: int | None
+    next_attempt_ts: int | None
+    in_flight: InFlight | None
+    isolating: int | None
+    paused: str | None
+    parked: str | None
+    shared_backoff: Shared | None
+    allowed: bool
+    handled_here: bool
+    settings: tuple[Setting, ...]
+
+
+async def explain(parts: Parts, server: str) -> Why | None:
+    """What is known of this server; None: nothing."""
+    if not await is_known(parts, server):
+        return None
+    row = await parts.homeserver.backoff(server)
+    pending = await parts.homeserver.pending_counts(server)
+    redeliveries = len(await parts.store.redeliveries(server, COUNTED))
+    quarantined = len(await parts.store.quarantine_list(server, COUNTED))
+    in_flight = await _in_flight(parts, server)
+    oldest = await _oldest(parts, server, pending)
+    # What memory says is taken last and at once, so that it fits together.
+    status = parts.sender.status(server)
+    active = parts.sender.active.get(server)
+    depth = Depth(
+        rooms=pending.rooms,
+        queued_pdus=status.queued if status is not None else 0,
+        to_device=pending.to_device,
+        ephemeral=len(active.ephemeral) if active is not None else 0,
+        redeliveries=redeliveries,
+        quarantined=quarantined,
+    )
+    return _put_together(parts, server, status, row, depth, oldest, in_flight)
+
+
+def _put_together(
+    parts: Parts,
+    server: str,
+    status: Status | None,
+    row: Backoff | None,
+    depth: Depth,
+    oldest: Oldest | None,
+    in_flight: InFlight | None,
+) -> Why:
+    state = ServerState(server) if status is None else status.state
+    owed = bool(depth.rooms or depth.to_device or depth.redeliveries)
+    words = state_in_words(parts, server, status, owed=owed)
+    error = _last_error(state)
+    next_ts = next_attempt_ms(parts, status)
+    now_ms = parts.outside.now_ms()
+    return Why(
+        destination=server,
+        state=words,
+        since_ts=_since(parts, status, now_ms),
+        summary=_sentence(words, state, depth, oldest, error, next_ts, now_ms),
+        depth=depth,
+        oldest=oldest,
+        last_error=error,
+        last_attempt_ts=state.last_attempt_ms,
+        last_success_ts=state.last_success_ms,
+        next_attempt_ts=next_ts,
+        in_flight=in_flight,
+        isolating=state.isolating,
+        paused=state.paused,
+        parked=state.parked,
+        shared_backoff=Shared(row.retry_last_ts, row.retry_interval, row.failure_ts, row.lsso)
+        if row is not None
+        else None,
+        allowed=parts.config.allows(server),
+        handled_here=parts.config.handles(server),
+        settings=tuple(_settings(parts, server)),
+    )
+
+
+def _since(parts: Parts, status: Status | None, now_ms: int) -> int | None:
+    if status is None:
+        return None
+    if status.destination in parts.sender.active:
+        return now_ms - int(status.for_s * 1000)
+    return status.state.last_attempt_ms
+
+
+def _settings(parts: Parts, server: str) -> list[Setting]:
+    return [
+        Setting(line.field, str(line.value), line.source)
+        for line in parts.config.explain_policy(server)
+        if line.source != "default"
+    ]
+
+
+def _last_error(state: ServerState) -> LastError | None:
+    if state.outcome is None:
+        return None
+    try:
+        meaning = RULES[Outcome(state.outcome)].meaning
+    except (ValueError, KeyError):
+        meaning = "a class of an earlier version"
+    return LastError(
+        state.outcome, meaning, state.reason or "", state.failures, state.failing_since_ms
+    )
+
+
+async def _in_flight(parts: Parts, server: str) -> InFlight | None:
+    now_ms = parts.outside.now_ms()
+    active = parts.sender.active.get(server)
+    if active is not None and active.frozen is not None:
+        frozen = active.frozen
+        age = (now_ms - frozen.frozen_ms) / 1000
+        return InFlight(frozen.id, frozen.attempts, frozen.frozen_ms, age, len(frozen.pdus))
+    record = await parts.store.load_frozen(server)
+    if record is None:
+        return None
+    age = (now_ms - record.frozen_ms) / 1000
+    return InFlight(record.transaction_id, record.attempts, record.frozen_ms, age, None)
+
+
+async def _oldest(parts: Parts, server: str, pending: Pending) -> Oldest | None:
+    ordering, event_id, received = pending.oldest_stream_ordering, None, pending.oldest_received_ts
+    active = parts.sender.active.get(server)
+    queued = active.queue.oldest if active is not None else None
+    if queued is not None and (ordering is None or queued.stream_ordering <= ordering):
+        ordering, event_id = queued.stream_ordering, queued.event_id
+    if ordering is None:
+        return None
+    if rows := await parts.homeserver.read_events(ordering - 1, ordering, 1):
+        event_id, received = rows[0].event_id, rows[0].received_ts
+    age = None if received is None else max(0.0, (parts.outside.now_ms() - received) / 1000)
+    return Oldest(event_id, ordering, received, age)
+
+
+def _sentence(
+    words: str,
+    state: ServerState,
+    depth: Depth,
+    oldest: Oldest | None,
+    error: LastError | None,
+    next_ts: int | None,
+    now_ms: int,
+) -> str:
+    """One sentence for somebody who is in a hurry."""
+    waits = _waits(depth, oldest)
+    if words == "not allowed":
+        return f"The configuration forbids sending to it; {waits}."
+    if words == "another sender's":
+        return "Another federation sender handles it."
+    if state.paused is not None:
+        return f"Paused: {state.paused}; {waits}."
+    if state.parked is not None:
+        return f"Parked: {state.parked}; {waits}."
+    if error is not None:
+        since = duration((now_ms - (error.failing_since_ts or now_ms)) / 1000)
+        when = "by no timer" if next_ts is None else f"in {duration((next_ts - now_ms) / 1000)}"
+        return f"Failing for {since} ({error.meaning}: {error.reason}); {waits}; next try {when}."
+    if words in ("level", "idle", "leaving") and waits == "nothing waits":
+        return f"Up to date{_answered(state, now_ms)}."
+    return f"It is {words}{_answered(state, now_ms)}; {waits}."
+
+
+def _answered(state: ServerState, now_ms: int) -> str:
+    if state.last_success_ms is None:
+        return ""
+    return f", last answered {duration((now_ms - state.last_success_ms) / 1000)} ago"
+
+
+def _waits(depth: Depth, oldest: Oldest | None) -> str:
+    kinds = [
+        (depth.rooms, "room"),
+        (depth.queued_pdus, "queued event"),
+        (depth.to_device, "to-device message"),
+        (depth.redeliveries, "redelivery"),
+        (depth.quarantined, "quarantined item"),
+    ]
+    said = [_counted(number, thing) for number, thing in kinds if number]
+    if not said:
+        return "nothing waits"
+    age = ""
+    if oldest is not None and oldest.age_s is not None:
+        age = f", the oldest event for {duration(oldest.age_s)}"
+    return f"waiting: {', '.join(said)}{age}"
+
+
+def _counted(number: int, thing: str) -> str:
+    if thing == "redelivery":
+        return "1 redelivery" if number == 1 else f"{number:,} redeliveries"
+    return many(number, thing)

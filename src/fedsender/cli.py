@@ -1,0 +1,256 @@
+"""The command line. Commands that ask or tell a daemon go through its admin endpoint.
+
+Exit codes: 0 done, 1 it ran and found something wrong, 2 usage or configuration. Whatever a user
+can get wrong is one line on standard error. Each command imports what it needs when it runs, so
+that none waits for the others' imports.
+"""
+
+import importlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from typer.exceptions import TyperException
+
+from fedsender.admin import commands
+from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake
+
+__all__ = ["app", "main", "run_command"]
+
+MIGRATION_SECONDS: Final = 600.0
+# Of the endpoint's refusals these are ours to put right: configuration and arguments.
+_USAGE_STATUSES: Final = (400, 401, 403, 413)
+
+app = typer.Typer(
+    help="Delivers a Matrix homeserver's events to the servers of the federation.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode=None,
+)
+config_app = typer.Typer(help="Look at a configuration.")
+db_app = typer.Typer(help="The databases.")
+app.add_typer(config_app, name="config")
+app.add_typer(db_app, name="db")
+app.add_typer(commands.app)
+
+
+def main() -> None:
+    """The installed command."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command; its exit code."""
+    if not arguments:
+        app(args=["--help"], prog_name="fedsender", standalone_mode=False)
+        return USAGE
+    try:
+        code = app(args=list(arguments), prog_name="fedsender", standalone_mode=False)
+    except (TyperException, Mistake) as error:
+        text = error.format_message() if isinstance(error, TyperException) else str(error)
+        return _complain(text, USAGE)
+    except typer.Abort:
+        return WRONG
+    except Exception as error:
+        return _explain(error)
+    return code if isinstance(code, int) else DONE
+
+
+def _complain(text: str, code: int) -> int:
+    for line in text.splitlines() or [text]:
+        print(f"fedsender: {line}", file=sys.stderr)
+    return code
+
+
+def _explain(error: Exception) -> int:
+    """Say in words what a command met; what no operator can put right is raised again."""
+    found = _leaves(error)
+    codes = [_code_of(each) for each in found]
+    if None in codes:
+        raise error
+    for text in dict.fromkeys(str(each) for each in found):
+        _complain(text, WRONG)
+    return max(code for code in codes if code is not None)
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors that a nursery has put into groups."""
+    if not isinstance(error, BaseExceptionGroup):
+        return [error]
+    return [leaf for each in error.exceptions for leaf in _leaves(each)]
+
+
+def _code_of(error: BaseException) -> int | None:
+    """The exit code of an error with words for an operator; None: it has none."""
+    # Only who has met an error waits for these.
+    from fedsender.admin.client import AdminError
+    from fedsender.config import ConfigError
+    from fedsender.federation.signing import BadSigningKey
+    from fedsender.replication.feed import InstanceTaken
+    from fedsender.store import StoreError
+
+    if isinstance(error, ConfigError | BadSigningKey):
+        return USAGE
+    if isinstance(error, AdminError):
+        return USAGE if error.status in _USAGE_STATUSES else WRONG
+    return WRONG if isinstance(error, StoreError | InstanceTaken | OSError) else None
+
+
+def _lazy(module: str, name: str) -> Callable[..., int]:
+    """A function of a part that not every version has."""
+    try:
+        function: Callable[..., int] = getattr(importlib.import_module(module), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name != module:
+            raise
+        raise Mistake("not in this version") from None
+    return function
+
+
+# --- the daemon -----------------------------------------------------------------------------------
+
+
+@app.command()
+def run(
+    config: ConfigFile,
+    shadow: Annotated[bool, typer.Option("--shadow", help="Follow, and send nothing.")] = False,
+) -> int:
+    """Run the daemon until SIGTERM or SIGINT."""
+    if shadow:
+        raise Mistake("--shadow is not in this version")
+    import trio
+
+    from fedsender import daemon
+
+    return trio.run(daemon.run, config)
+
+
+@app.command("systemd-unit")
+def systemd_unit(
+    config: Annotated[
+        Path, typer.Option("-c", "--config", metavar="FILE", help="The file it runs with.")
+    ] = Path("/etc/fedsender/config.yaml"),
+    executable: Annotated[
+        str | None, typer.Option(help="The installed command; else the one that is running.")
+    ] = None,
+) -> int:
+    """Print a hardened systemd unit."""
+    from fedsender.systemd import unit_text
+
+    command = executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender"
+    print(
+        unit_text(executable=str(Path(command).absolute()), config=str(config.absolute())), end=""
+    )
+    return DONE
+
+
+@app.command()
+def openapi() -> int:
+    """Print the admin endpoint's OpenAPI document."""
+    import json
+
+    from fedsender.admin.app import description
+
+    print(json.dumps(description(), indent=1))
+    return DONE
+
+
+@db_app.command("upgrade")
+def db_upgrade(config: ConfigFile) -> int:
+    """Bring our own tables up to date. A Synapse's are never touched."""
+    import trio
+
+    from fedsender.config import load
+    from fedsender.daemon import store_config
+    from fedsender.outside import real_outside
+    from fedsender.store import upgrade_databases
+
+    settings = store_config(load(config))
+
+    async def upgrade() -> None:
+        with trio.fail_after(MIGRATION_SECONDS):
+            await upgrade_databases(settings, real_outside())
+
+    try:
+        trio.run(upgrade)
+    except trio.TooSlowError:
+        return _complain(f"not done within {MIGRATION_SECONDS:.0f} s", WRONG)
+    print("the tables are up to date")
+    return DONE
+
+
+@config_app.command("check")
+def config_check(
+    config: ConfigFile,
+    server: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Print what holds for this server.")
+    ] = None,
+) -> int:
+    """Say what is wrong with a configuration, with the line."""
+    from fedsender.config import load
+    from fedsender.matrix import is_server_name
+
+    loaded = load(config)
+    if server is not None and not is_server_name(server):
+        raise Mistake(f"{server[:300]!r} is not a server name")
+    if problems := loaded.file_problems():
+        return _complain("\n".join(problems), USAGE)
+    if server is None:
+        print(f"{config}: nothing wrong")
+        return DONE
+    from fedsender.admin import display
+
+    print(f"{server}: {'allowed' if loaded.allows(server) else 'nothing is sent to it'}", end="")
+    print("" if loaded.handles(server) else "; another federation sender handles it")
+    display.show(display.policy(loaded.explain_policy(server)))
+    return DONE
+
+
+# --- trying it out --------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    servers: Annotated[int, typer.Option(help="Receiving servers.")] = 20,
+    rooms: Annotated[int, typer.Option(help="Rooms.")] = 10,
+    events: Annotated[int, typer.Option(help="Events.")] = 500,
+    chaos: Annotated[bool, typer.Option("--chaos", help="With much going wrong.")] = False,
+    relay: Annotated[bool, typer.Option("--relay", help="Through the relay.")] = False,
+    keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave all files here.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same history.")] = 1,
+    as_json: AsJson = False,
+) -> int:
+    """Show the whole thing in one go: a homeserver, the daemon, servers that receive."""
+    if relay:
+        raise Mistake("--relay is not in this version")
+    from fedsender.demo import DemoOptions, run_demo
+
+    return run_demo(
+        DemoOptions(
+            servers=servers,
+            rooms=rooms,
+            events=events,
+            chaos=chaos,
+            keep=keep,
+            as_json=as_json,
+            seed=seed,
+        )
+    )
+
+
+_REST = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@app.command(context_settings=_REST, add_help_option=False)
+def simulate(context: typer.Context) -> int:
+    """Run the whole daemon on a virtual clock, in a network that misbehaves."""
+    return _lazy("fedsender.simulation", "main")(context.args)
+
+
+@app.command(context_settings=_REST, add_help_option=False)
+def bench(context: typer.Context) -> int:
+    """Run a benchmark: floor, fanout, burst, restart, replay, memory, latency."""
+    return _lazy("fedsender.bench", "main")(context.args)

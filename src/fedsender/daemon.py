@@ -1,0 +1,255 @@
+"""The daemon: every service as a nested `async with`, in the order in which they need each other.
+
+Closing runs upward: the admin endpoint stops answering, the feed stops taking in, the sender
+drains, connections close, the databases close. READY goes to systemd when configuration, key, store
+and admin stand and the feed has connected, or 30 s have passed: a homeserver that is down is no
+reason not to deliver what is already owed.
+"""
+
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import structlog
+import trio
+
+from fedsender.admin import open_admin
+from fedsender.config import Config, ConfigError, Policy, database_url, load
+from fedsender.federation.client import open_client
+from fedsender.federation.signing import load_signing_keys
+from fedsender.ledger import Ledger, open_ledger
+from fedsender.outside import Outside, real_outside
+from fedsender.replication.feed import Feed, open_feed
+from fedsender.sender.admission import Admission
+from fedsender.sender.sender import Sender, open_sender
+from fedsender.store import HomeserverSettings, SenderStore, Store, StoreConfig, open_store
+from fedsender.store.engine import Faults
+from fedsender.systemd import Notifier, real_notifier
+from fedsender.telemetry import Metrics, configure_logging
+
+log = structlog.get_logger()
+
+FEED_PATIENCE_S = 30.0
+LOCK_RENEWAL_S = 5.0
+
+
+class Policies:
+    """What the configuration says of one server, remembered: to read it costs every override."""
+
+    def __init__(self, config: Config) -> None:
+        self.config: Config
+        self.policy_for: Callable[[str], Policy]
+        self.may_send_to: Callable[[str], bool]
+        self.use(config)
+
+    def use(self, config: Config) -> None:
+        """Follow this configuration from now on."""
+        self.config = config
+        self.policy_for = lru_cache(20_000)(config.policy_for)
+        self.may_send_to = lru_cache(20_000)(
+            lambda server: config.handles(server) and config.allows(server)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """The parts of a running daemon, for the admin endpoint and for tests."""
+
+    config: Config
+    policies: Policies
+    store: Store
+    sender: Sender
+    feed: Feed
+    ledger: Ledger
+    metrics: Metrics
+    admission: Admission
+
+
+def store_config(config: Config) -> StoreConfig:
+    """Where the databases of this configuration are, passwords included: a secret."""
+    homeserver = config.homeserver
+    instances = homeserver.federation_sender_instances or (config.instance_name,)
+    password = homeserver.database_password_file
+    state = homeserver.state_database
+    return StoreConfig(
+        homeserver=HomeserverSettings(
+            homeserver.kind, config.instance_name, instances, homeserver.event_writers
+        ),
+        homeserver_url=database_url(homeserver.database, password),
+        sender_url=database_url(config.sender_database, config.sender_database_password_file),
+        state_url=None if state is None else database_url(state, password),
+    )
+
+
+@asynccontextmanager
+async def open_core(
+    config: Config,
+    outside: Outside,
+    *,
+    store_settings: StoreConfig | None = None,
+    faults: Faults | None = None,
+) -> AsyncIterator[Daemon]:
+    """A daemon without its admin endpoint: it sends from entry on, and has drained at the exit.
+
+    Args:
+        store_settings: in place of the configuration's, for simulations.
+        faults: called at every commit point, for simulations.
+
+    Raises:
+        ConfigError: a file that the configuration names cannot be used.
+        BadSigningKey: nor can the signing key.
+        LockHeld: another daemon runs under our instance name.
+        StoreError: a database is not one that we know.
+        InstanceTaken: somebody else speaks under our name; raised out of the body.
+    """
+    boot_id = outside.entropy(8).hex()
+    keys = load_signing_keys(config.signing_key)
+    metrics = Metrics(config.server_name, config.metrics.per_destination)
+    policies = Policies(config)
+    admission = Admission(
+        max_in_flight=config.sending.max_in_flight,
+        slow_share=config.sending.max_connections_slow_share,
+        handshakes_per_second=config.sending.handshakes_per_second,
+    )
+    announcer = _Announcer()
+    async with (
+        open_store(store_settings or store_config(config), outside, faults=faults) as store,
+        _hold_instance(store.sender, config.instance_name, boot_id, admission),
+        open_ledger(
+            config.ledger.directory,
+            config.instance_name,
+            boot_id,
+            outside,
+            keep_days=config.ledger.keep_days,
+            keep_bytes=config.ledger.keep_bytes,
+            segment_seconds=config.ledger.segment_seconds,
+            segment_bytes=config.ledger.segment_bytes,
+            lost_lines=metrics.ledger_failures,
+        ) as ledger,
+        open_client(
+            config.federation, outside, config.server_name, keys, admission, metrics
+        ) as client,
+        open_sender(
+            server_name=config.server_name,
+            instance=config.instance_name,
+            sending=config.sending,
+            federation=config.federation,
+            policies=policies,
+            outside=outside,
+            store=store,
+            client=client,
+            ledger=ledger,
+            metrics=metrics,
+            admission=admission,
+            announcer=announcer,
+        ) as sender,
+        open_feed(config, outside, store.homeserver, sender) as feed,
+    ):
+        announcer.feed = feed
+        yield Daemon(config, policies, store, sender, feed, ledger, metrics, admission)
+
+
+class _Announcer:
+    """The sender's way to the homeserver's other workers: the feed, which opens after it."""
+
+    def __init__(self) -> None:
+        self.feed: Feed | None = None
+
+    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
+        if self.feed is not None:
+            await self.feed.publish_backoff(server, stream_id, now_ms)
+
+    async def publish_server_up(self, server: str) -> None:
+        if self.feed is not None:
+            await self.feed.publish_server_up(server)
+
+
+@asynccontextmanager
+async def _hold_instance(
+    store: SenderStore, instance: str, boot_id: str, admission: Admission
+) -> AsyncIterator[None]:
+    """Be the only daemon of this instance name; while that is in doubt, no attempt starts."""
+    await store.take_lock(instance, boot_id)
+
+    async def keep() -> None:
+        while True:
+            await trio.sleep(LOCK_RENEWAL_S)
+            if await store.renew_lock():
+                continue
+            log.error("instance lock lost: nothing is sent until it is back", instance=instance)
+            admission.gate.shut()
+            await store.take_lock(instance, boot_id)
+            log.info("instance lock taken again", instance=instance)
+            admission.gate.reopen()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep, name="instance lock")
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def run(path: Path, outside: Outside | None = None, notifier: Notifier | None = None) -> int:
+    """Run the daemon of this configuration file until SIGTERM or SIGINT; its exit code.
+
+    Raises: what `open_core` raises, and ConfigError for the file itself.
+    """
+    config = load(path)
+    problems = config.file_problems()
+    if problems:
+        raise ConfigError(*problems)
+    outside = outside or real_outside()
+    notifier = notifier or real_notifier()
+    configure_logging(config.log, now_ms=outside.now_ms)
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(notifier.feed_watchdog, name="watchdog")
+            async with open_core(config, outside) as daemon, open_admin(daemon, outside):
+                with trio.move_on_after(FEED_PATIENCE_S):
+                    await daemon.feed.connected.wait()
+                log.info("ready", server=config.server_name, instance=config.instance_name)
+                notifier.ready(f"sending for {config.server_name}")
+                await _until_stopped(signals, path, daemon, notifier)
+                notifier.stopping("draining")
+            nursery.cancel_scope.cancel()
+    return 0
+
+
+async def _until_stopped(
+    signals: AsyncIterator[int], path: Path, daemon: Daemon, notifier: Notifier
+) -> None:
+    """Return on SIGTERM or SIGINT; on SIGHUP read the configuration again."""
+    async for number in signals:
+        if number != signal.SIGHUP:
+            log.info("stopping", signal=signal.Signals(number).name)
+            return
+        notifier.reloading()
+        status = _reload(path, daemon)
+        notifier.ready(status)
+
+
+def _reload(path: Path, daemon: Daemon) -> str:
+    """Take over what can change while running: policies, allow and deny lists, the log's level.
+
+    A file that cannot be used changes nothing. Returns what to tell the operator.
+    """
+    try:
+        config = load(path)
+    except ConfigError as error:
+        log.error("configuration not reloaded", error=str(error))
+        return "the configuration cannot be used; running on the old one"
+    fixed = {"destinations", "allow", "deny", "log"}
+    waiting = [
+        name
+        for name in type(config).model_fields
+        if name not in fixed and getattr(config, name) != getattr(daemon.config, name)
+    ]
+    daemon.policies.use(config)
+    daemon.sender.use_policies()
+    if waiting:
+        log.warning("these settings wait for a restart", settings=waiting)
+        return f"reloaded; waiting for a restart: {', '.join(waiting)}"
+    log.info("configuration reloaded")
+    return f"sending for {daemon.config.server_name}"

@@ -1,0 +1,112 @@
+"""The admin endpoint over a real sender and store; remote servers that do as they are told."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from tests.sender.harness import World
+
+from fedsender.admin.access import Doorkeeper
+from fedsender.admin.app import build_app
+from fedsender.admin.parts import Parts
+from fedsender.admin.probes import doubts
+from fedsender.config import Config
+from fedsender.replication.sink import FeedStatus
+
+TOKEN = "the admin token"
+OURS = "/_fedsender/admin/v1"
+SYNAPSES = "/_synapse/admin/v1/federation/destinations"
+
+
+@dataclass
+class Told:
+    """What the homeserver's other workers were told."""
+
+    backoffs: list[str] = field(default_factory=list)
+    servers_up: list[str] = field(default_factory=list)
+
+    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
+        self.backoffs.append(server)
+
+    async def publish_server_up(self, server: str) -> None:
+        self.servers_up.append(server)
+
+
+@dataclass
+class Standing:
+    """The rest of a daemon: its feed, ledger and gate, as a test wants them to stand."""
+
+    feed: FeedStatus = field(
+        default_factory=lambda: FeedStatus("tcp", connected=True, level=True, position=1, head=1)
+    )
+    failing: str | None = None
+    open: bool = True
+
+    def status(self) -> FeedStatus:
+        return self.feed
+
+
+@dataclass
+class Followed:
+    config: Config
+
+
+@dataclass
+class Desk:
+    """A client with the token, and what stands behind the endpoint."""
+
+    http: httpx.AsyncClient
+    world: World
+    parts: Parts
+    standing: Standing
+
+    async def get(self, path: str, status: int = 200, **query: Any) -> dict[str, Any]:
+        response = await self.http.get(path if path[0] == "/" else f"{OURS}/{path}", params=query)
+        return checked(response, status)
+
+    async def post(self, path: str, body: object, status: int = 200) -> dict[str, Any]:
+        url = path if path[0] == "/" else f"{OURS}/{path}"
+        # Not httpx's own encoding, which knows no lone surrogates.
+        response = await self.http.post(url, content=json.dumps(body).encode())
+        return checked(response, status)
+
+
+def checked(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    content: dict[str, Any] = response.json()
+    if status >= 400 and "reasons" not in content:
+        assert set(content) >= {"errcode", "error"}
+    return content
+
+
+def parts_of(world: World, standing: Standing) -> Parts:
+    return Parts(
+        policies=Followed(world.config()),
+        sender=world.sender,
+        homeserver=world.store.homeserver,
+        store=world.store.sender,
+        outside=world.outside,
+        metrics=world.metrics,
+        ledger_directory=world.directory / "ledger",
+        doubts=lambda: doubts(
+            standing, world.store.homeserver, world.store.sender, standing, standing
+        ),
+    )
+
+
+@asynccontextmanager
+async def open_desk(world: World, token: str | None = TOKEN) -> AsyncIterator[Desk]:
+    """A running sender and its endpoint, without sockets."""
+    standing = Standing()
+    async with world.run():
+        parts = parts_of(world, standing)
+        app: Any = Doorkeeper(build_app(parts), lambda: token)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=app, raise_app_exceptions=True),
+            base_url="http://admin",
+            headers={"Authorization": f"Bearer {TOKEN}"},
+        ) as http:
+            yield Desk(http, world, parts, standing)

@@ -1,0 +1,271 @@
+"""Who may ask, how much, and what machines may ask without a token."""
+
+from collections.abc import AsyncIterator
+from itertools import product
+from typing import Any
+
+import httpx
+import pytest
+import trio
+from starlette.types import Receive, Scope, Send
+from tests.admin.desk import OURS, SYNAPSES, TOKEN, checked, open_desk
+from tests.sender.harness import World
+from trio.testing import MockClock
+
+from fedsender.admin.access import BODY_SECONDS, MAX_BODY_BYTES, MAX_REQUESTS, Doorkeeper
+from fedsender.admin.app import OPENAPI_PATH, description
+from fedsender.replication.sink import FeedStatus
+
+GUARDED = (
+    f"{OURS}/destinations",
+    f"{OURS}/why/a.example",
+    f"{OURS}/quarantine",
+    f"{OURS}/nothing/here",
+    OPENAPI_PATH,
+    SYNAPSES,
+    f"{SYNAPSES}/a.example",
+    "/",
+    "/health/",
+    "//ready",
+)
+
+
+async def test_every_path_but_the_probes_needs_the_token(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        for method, path in product(("GET", "POST", "DELETE", "OPTIONS"), GUARDED):
+            del desk.http.headers["Authorization"]
+            response = await desk.http.request(method, path)
+            assert checked(response, 401)["errcode"] == "M_MISSING_TOKEN"
+            desk.http.headers["Authorization"] = "Bearer wrong"
+            response = await desk.http.request(method, path)
+            assert checked(response, 401)["errcode"] == "M_UNKNOWN_TOKEN"
+
+
+async def test_without_a_configured_token_only_the_probes_answer(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world, token=None) as desk:
+        for path in GUARDED:
+            refused = checked(await desk.http.get(path), 403)
+            assert refused["errcode"] == "M_FORBIDDEN"
+            assert "admin.token_file" in refused["error"]
+        for probe in ("/health", "/ready", "/metrics"):
+            assert (await desk.http.get(probe)).status_code == 200
+
+
+NOT_THE_TOKEN = [
+    b"Bearer",
+    b"Bearer ",
+    b"Basic dGhlIGFkbWluIHRva2Vu",
+    b"Bearer the admin toke",
+    b"Bearer the admin token and more",
+    b"Bearer \xff\xfe",
+    b"the admin token",
+    b"",
+]
+
+
+async def test_nothing_but_the_whole_token_will_do(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        for given in NOT_THE_TOKEN:
+            raw: Any = {"Authorization": given}
+            response = await desk.http.get(f"{OURS}/destinations", headers=raw)
+            checked(response, 401)
+            assert TOKEN not in response.text
+
+
+async def test_two_tokens_are_no_token(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        headers = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer wrong")]
+        del desk.http.headers["Authorization"]
+        response = await desk.http.get(f"{OURS}/destinations", headers=headers)
+        assert checked(response, 401)["errcode"] == "M_MISSING_TOKEN"
+
+
+async def test_a_body_beyond_1_mib_is_refused_whether_announced_or_not(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(17):
+            yield b" " * 65_536
+
+    async with open_desk(world) as desk:
+        url = f"{OURS}/pause"
+        for content in (b" " * (MAX_BODY_BYTES + 1), chunks()):
+            refused = checked(await desk.http.post(url, content=content), 413)
+            assert refused["errcode"] == "M_TOO_LARGE"
+        exact = b'{"pattern": "*"}'.ljust(MAX_BODY_BYTES)
+        assert (await desk.http.post(f"{OURS}/notify_remote_server_up", content=exact)).is_success
+
+
+async def test_an_unknown_path_or_method_is_refused_as_matrix_does(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        assert (await desk.get("nothing", 404))["errcode"] == "M_UNRECOGNIZED"
+        assert (await desk.get("pause", 405))["errcode"] == "M_UNRECOGNIZED"
+        assert (await desk.get("/docs", 404))["errcode"] == "M_UNRECOGNIZED"
+
+
+# --- the doorkeeper alone -------------------------------------------------------------------------
+
+
+def scope_of(path: str) -> dict[str, Any]:
+    headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+    return {"type": "http", "method": "POST", "path": path, "headers": headers}
+
+
+class Said(list[dict[str, Any]]):
+    """What was sent to who asked."""
+
+    async def send(self, message: Any) -> None:
+        self.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self[0]["status"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self)
+
+
+async def whole_body() -> dict[str, Any]:
+    return {"type": "http.request", "body": b"{}", "more_body": False}
+
+
+async def test_an_error_of_ours_shows_nothing_of_itself(autojump_clock: MockClock) -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ValueError("syt_secret_token")
+
+    said = Said()
+    await Doorkeeper(broken, lambda: TOKEN)(scope_of("/x"), whole_body, said.send)
+    assert said.status == 500
+    assert b"syt_" not in said.body
+
+
+async def test_a_request_that_takes_too_long_is_ended(autojump_clock: MockClock) -> None:
+    async def stuck(scope: Scope, receive: Receive, send: Send) -> None:
+        await trio.sleep_forever()
+
+    said = Said()
+    await Doorkeeper(stuck, lambda: TOKEN)(scope_of("/x"), whole_body, said.send)
+    assert said.status == 503
+    assert b"database is away" in said.body
+
+
+async def test_a_body_that_never_comes_is_not_waited_for(autojump_clock: MockClock) -> None:
+    async def unreachable(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("the endpoint was asked")
+
+    async def silence() -> dict[str, Any]:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    said = Said()
+    await Doorkeeper(unreachable, lambda: TOKEN)(scope_of("/x"), silence, said.send)
+    assert said.status == 408
+    assert trio.current_time() == pytest.approx(BODY_SECONDS)
+
+
+async def test_a_crowd_is_turned_away_but_the_probes_answer(autojump_clock: MockClock) -> None:
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/health":
+            await trio.sleep(10)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    keeper = Doorkeeper(slow, lambda: TOKEN)
+    crowd = [Said() for _ in range(MAX_REQUESTS)]
+    late, probe, after = Said(), Said(), Said()
+    async with trio.open_nursery() as nursery:
+        for said in crowd:
+            nursery.start_soon(keeper, scope_of("/x"), whole_body, said.send)
+        await trio.sleep(1)
+        await keeper(scope_of("/x"), whole_body, late.send)
+        await keeper(scope_of("/health"), whole_body, probe.send)
+    await keeper(scope_of("/x"), whole_body, after.send)
+
+    assert (late.status, probe.status, after.status) == (503, 200, 200)
+    assert all(said.status == 200 for said in crowd)
+
+
+async def test_a_websocket_is_closed(autojump_clock: MockClock) -> None:
+    async def unreachable(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("the endpoint was asked")
+
+    said = Said()
+    scope = scope_of("/metrics") | {"type": "websocket"}
+    await Doorkeeper(unreachable, lambda: TOKEN)(scope, whole_body, said.send)
+    assert [message["type"] for message in said] == ["websocket.close"]
+
+
+# --- probes ---------------------------------------------------------------------------------------
+
+
+def feed(**values: Any) -> FeedStatus:
+    standing: dict[str, Any] = {"connected": True, "level": True, "position": 7, "head": 9}
+    return FeedStatus("tcp", **(standing | values))
+
+
+@pytest.mark.parametrize(
+    ("standing", "words"),
+    [
+        ({"feed": feed(connected=False, last_error="refused")}, "not connected"),
+        ({"feed": feed(level=False)}, "at 7 of 9"),
+        ({"feed": feed(level=False, held="persister2 for 40 s")}, "persister2 for 40 s"),
+        ({"feed": feed(stopped="an unknown writer")}, "an unknown writer"),
+        ({"failing": "No space left on device"}, "No space left"),
+        ({"open": False}, "lock"),
+    ],
+)
+async def test_ready_says_what_is_missing(
+    world: World, autojump_clock: MockClock, standing: dict[str, Any], words: str
+) -> None:
+    async with open_desk(world) as desk:
+        assert await desk.get("/ready") == {"ready": True, "reasons": []}
+        for name, value in standing.items():
+            setattr(desk.standing, name, value)
+        found = await desk.get("/ready", 503)
+        assert not found["ready"]
+        assert [words in reason for reason in found["reasons"]] == [True]
+        assert await desk.get("/health") == {"alive": True}
+
+
+async def test_metrics_are_what_prometheus_reads(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        del desk.http.headers["Authorization"]
+        response: httpx.Response = await desk.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        assert 'synapse_federation_client_sent_transactions_total{server_name="' in response.text
+
+
+# --- the description ------------------------------------------------------------------------------
+
+
+async def test_openapi_describes_every_endpoint(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        described = await desk.get(OPENAPI_PATH)
+    assert described == description()
+    ours = {path.removeprefix(OURS) for path in described["paths"] if path.startswith(OURS)}
+    assert ours == {
+        "/notify_remote_server_up",
+        "/destinations",
+        "/destinations/{server}",
+        "/why/{server}",
+        "/trace/{event_id}",
+        "/quarantine",
+        "/quarantine/release",
+        "/quarantine/drop",
+        "/pause",
+        "/park",
+        "/resume",
+        "/purge",
+        "/redeliver",
+    }
+    for path in ours:
+        for operation in described["paths"][OURS + path].values():
+            assert operation["summary"]
+            assert operation["security"]
+            assert operation["responses"]["200"]["content"]["application/json"]["schema"]

@@ -1,0 +1,542 @@
+"""Our endpoints, against a real sender on the virtual clock."""
+
+from typing import Any
+
+import pytest
+import trio
+from tests.admin.desk import Desk, checked, open_desk
+from tests.sender.harness import Request, World, answer
+from trio.testing import MockClock
+
+from fedsender.federation.client import Answer
+from fedsender.ledger import segments
+
+R1, R2 = "!1:hs.example", "!2:hs.example"
+A, B, C = "a.example", "b.example", "c.example"
+
+
+def busy(request: Request) -> Answer:
+    return answer(502)
+
+
+async def settle(seconds: float = 5.0) -> None:
+    await trio.sleep(seconds)
+
+
+async def with_a_dead_server(desk: Desk) -> None:
+    """A and B are joined; B is down, and owed "one"."""
+    await desk.world.join(R1, A, B)
+    desk.world.servers[B].down = True
+    await desk.world.say(R1, "one")
+    await settle(60)
+
+
+# --- waking ---------------------------------------------------------------------------------------
+
+
+async def test_a_woken_server_gets_what_it_is_owed_before_its_timer(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        world.servers[B].down = False
+        before = trio.current_time()
+        said = await desk.post("notify_remote_server_up", {"servers": [B]})
+        await settle(1.5)
+
+        assert said == {"woken": [B], "left_alone": {}}
+        assert world.servers[B].got == ["one"]
+        assert world.servers[B].answered[0].at - before < 1.5
+
+
+async def test_who_is_not_woken_is_named_with_the_reason(
+    world: World, autojump_clock: MockClock
+) -> None:
+    world.settings["deny"] = ["denied.example"]
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        await desk.post("pause", {"servers": [B], "reason": "moving house"})
+        await settle()
+        body = {"servers": [B, C, "denied.example", C]}
+        said = await desk.post("notify_remote_server_up", body)
+
+        assert said["woken"] == []
+        assert said["left_alone"] == {
+            B: "paused: moving house",
+            C: "nothing is owed to it",
+            "denied.example": "the configuration forbids sending to it",
+        }
+
+
+async def test_a_pattern_wakes_those_it_covers_whatever_their_case(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await desk.world.join(R1, A, B, "c.example.org")
+        for server in world.servers.values():
+            server.down = True
+        await world.say(R1, "one")
+        await settle(60)
+        said = await desk.post("notify_remote_server_up", {"pattern": "?.EXAMPLE"})
+
+        assert said["woken"] == [A, B]
+
+
+# --- looking --------------------------------------------------------------------------------------
+
+
+async def test_destinations_are_listed_in_pages_that_do_not_overlap(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        names = [f"s{number}.example" for number in range(7)]
+        await world.join(R1, *names)
+        await world.say(R1, "one")
+        await settle()
+        seen: list[str] = []
+        query: dict[str, Any] = {"limit": 3, "from": ""}
+        while query["from"] is not None:
+            page = await desk.get("destinations", **query)
+            assert page["total"] == 7
+            seen += [entry["destination"] for entry in page["destinations"]]
+            query["from"] = page["next_from"]
+
+        assert seen == names
+
+
+async def test_behind_lists_only_those_that_are_owed_something(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        page = await desk.get("destinations", behind=True)
+
+        [entry] = page["destinations"]
+        assert (entry["destination"], entry["state"]) == (B, "waiting after a failure")
+        assert (entry["behind"], entry["rooms_owed"], entry["failures"] > 1) == (True, 1, True)
+        assert entry["last_error"] == "unreachable"
+        assert entry["oldest_owed_s"] == pytest.approx(60, abs=1)
+
+
+async def test_why_says_what_is_wrong_with_a_server(
+    world: World, autojump_clock: MockClock
+) -> None:
+    overrides = [{"match": "b.*", "priority": 5}]
+    world.settings["destinations"] = {"overrides": overrides}
+    async with open_desk(world) as desk:
+        await desk.world.join(R1, A, B)
+        world.servers[B].reply = busy
+        await desk.world.say(R1, "one")
+        await settle(60)
+        why = await desk.get(f"why/{B}")
+
+        assert why["state"] == "waiting after a failure"
+        assert why["depth"] | {"queued_pdus": 0} == {
+            "rooms": 1,
+            "queued_pdus": 0,
+            "to_device": 0,
+            "ephemeral": 0,
+            "redeliveries": 0,
+            "quarantined": 0,
+        }
+        assert why["oldest"]["event_id"].startswith("$")
+        assert why["oldest"]["age_s"] == pytest.approx(60, abs=1)
+        assert why["last_error"]["outcome"] == "failing"
+        assert why["last_error"]["reason"] == "answered 502"
+        assert why["in_flight"]["attempts"] == why["last_error"]["failures"]
+        assert why["next_attempt_ts"] > world.outside.now_ms()
+        assert why["shared_backoff"]["retry_interval"] > 0
+        assert "answered 502" in why["summary"]
+        assert "1 room" in why["summary"]
+
+
+async def test_why_of_a_level_server_says_so(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(600)
+        why = await desk.get(f"destinations/{A}")
+
+        assert why["state"] == "level"
+        assert why["summary"].startswith("Up to date")
+        assert why["oldest"] is None
+        assert why["in_flight"] is None
+
+
+async def test_a_server_nobody_knows_is_not_found(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        for path in (f"why/{C}", f"destinations/{C}"):
+            assert (await desk.get(path, 404))["errcode"] == "M_NOT_FOUND"
+        for path in ("pause", "park", "resume"):
+            assert (await desk.post(path, {"servers": [C]}, 404))["errcode"] == "M_NOT_FOUND"
+        assert (await desk.post("purge", {"server": C}, 404))["errcode"] == "M_NOT_FOUND"
+        assert await world.store.sender.all_server_states() == {}
+
+
+# --- trace ----------------------------------------------------------------------------------------
+
+
+async def test_trace_tells_every_servers_fate_of_an_event(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        event = world.pdu(R1, "hello")
+
+        def refuses(request: Request) -> Answer:
+            return answer(200, {"pdus": {event.event_id: {"error": "no, thanks"}}})
+
+        await world.join(R1, A, B, C, "paused.example")
+        world.servers[B].down = True
+        world.servers[C].reply = refuses
+        await world.store.homeserver.commit_fan_out(0, {("paused.example", R1): 1})
+        await desk.post("pause", {"servers": ["paused.example"], "reason": "later"})
+        await world.apply(event)
+        await settle(30)
+        found = await desk.get(f"trace/{event.event_id}")
+
+        fates = {fate["destination"]: fate for fate in found["destinations"]}
+        assert {name: fate["outcome"] for name, fate in fates.items()} == {
+            A: "delivered",
+            B: "pending",
+            C: "refused",
+            "paused.example": "paused",
+        }
+        assert fates[A]["transaction_id"] == world.servers[A].requests[0].id
+        assert "waiting after a failure" in fates[B]["reason"]
+        assert fates[C]["reason"] == "no, thanks"
+        assert fates["paused.example"]["reason"] == "later"
+        assert found["fanned_out"]
+        assert found["ledger_complete"]
+
+
+async def test_trace_shows_what_catch_up_passed_over_as_superseded(
+    world: World, autojump_clock: MockClock
+) -> None:
+    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 0}}
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        world.servers[A].down = True
+        first = world.pdu(R1, "first")
+        await world.apply(first)
+        await settle(2)
+        await desk.post("pause", {"servers": [A]})
+        await settle()
+        for number in range(5):
+            await world.say(R1, f"later {number}")
+        world.servers[A].down = False
+        await desk.post("resume", {"servers": [A]})
+        await desk.post("notify_remote_server_up", {"servers": [A]})
+        await settle()
+        found = await desk.get(f"trace/{first.event_id}")
+
+        assert world.servers[A].got == ["later 4"]
+        [fate] = found["destinations"]
+        assert fate["outcome"] == "superseded"
+        assert "a newer event of the room" in fate["reason"]
+        assert fate["attempts"] == 0
+
+
+async def test_trace_without_a_ledger_still_tells_settled_from_pending(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        event = world.pdu(R1, "two")
+        await world.apply(event)
+        await settle()
+        for path in segments(world.directory / "ledger"):
+            path.write_bytes(b'not a line\n{"torn')
+        found = await desk.get(f"trace/{event.event_id}")
+
+        assert [fate["outcome"] for fate in found["destinations"]] == ["settled", "pending"]
+
+
+async def test_trace_says_why_an_event_goes_to_nobody(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        alone = world.pdu(R2, "alone")
+        theirs = world.pdu(R1, "theirs", sender=f"@x:{A}")
+        await world.apply(alone)
+        await world.apply(theirs)
+        await settle()
+
+        found = await desk.get(f"trace/{alone.event_id}")
+        assert (found["sent_by_us"], found["destinations"]) == (False, [])
+        found = await desk.get(f"trace/{theirs.event_id}")
+        assert found["reason"] == "not an event that this homeserver sends"
+        assert (await desk.get("trace/$unknown", 404))["errcode"] == "M_NOT_FOUND"
+        assert (await desk.get("trace/nonsense", 400))["errcode"] == "M_INVALID_PARAM"
+
+
+# --- holding --------------------------------------------------------------------------------------
+
+
+async def test_a_paused_server_gets_nothing_until_it_is_resumed(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        assert await desk.post("pause", {"servers": [B]}) == {"servers": [B]}
+        world.servers[B].down = False
+        await world.say(R1, "two")
+        await settle(86_400)
+        assert world.servers[B].got == []
+
+        await desk.post("resume", {"pattern": "b*"})
+        await settle()
+        assert world.servers[B].got == ["one", "two"]
+
+
+async def test_pausing_keeps_a_server_parked(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        await desk.post("park", {"servers": [B], "reason": "gone for good"})
+        await desk.post("pause", {"servers": [B], "reason": "to be sure"})
+        why = await desk.get(f"why/{B}")
+        assert (why["paused"], why["parked"]) == ("to be sure", "gone for good")
+
+
+async def test_a_hold_survives_a_restart(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        await desk.post("pause", {"servers": [B], "reason": "later"})
+    world.servers[B].down = False
+    async with open_desk(world) as desk:
+        await settle(3600)
+        assert (await desk.get(f"why/{B}"))["paused"] == "later"
+        assert world.servers[B].got == []
+
+
+async def test_one_unknown_server_leaves_all_as_they_are(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        await desk.post("pause", {"servers": [B, C]}, 404)
+        await desk.post("pause", {"pattern": "nobody.*"}, 404)
+        assert (await desk.get(f"why/{B}"))["paused"] is None
+
+
+async def test_a_server_with_shared_rooms_is_purged_by_force_only(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        refused = await desk.post("purge", {"server": B}, 409)
+        assert refused["rooms"] == [R1]
+        assert refused["rooms_total"] == 1
+        assert (await desk.get(f"why/{B}"))["parked"] is None
+
+        assert await desk.post("purge", {"server": B, "force": True}) == {"purged": B}
+        await desk.get(f"why/{B}", 404)
+
+
+# --- quarantine and redelivery --------------------------------------------------------------------
+
+
+async def quarantine_one(desk: Desk) -> tuple[int, str]:
+    """B rejects an event for its content; its item's id, and the event's."""
+    world = desk.world
+    await world.join(R1, A, B)
+    world.servers[B].reply = lambda request: answer(400)
+    event = world.pdu(R1, "poison")
+    await world.apply(event)
+    await settle(30)
+    [item] = (await desk.get("quarantine"))["items"]
+    assert (item["destination"], item["event_id"]) == (B, event.event_id)
+    return item["id"], event.event_id
+
+
+async def test_a_released_item_is_sent_again(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        item, event_id = await quarantine_one(desk)
+        found = await desk.get(f"trace/{event_id}")
+        fates = {fate["destination"]: fate["outcome"] for fate in found["destinations"]}
+        assert fates == {A: "delivered", B: "quarantined"}
+
+        world.servers[B].reply = world.servers[A].reply
+        released = await desk.post("quarantine/release", {"ids": [item]})
+        assert released == {"released": [item], "kept": [], "refused": []}
+        await desk.post("notify_remote_server_up", {"servers": [B]})
+        await settle(60)
+        assert world.servers[B].got == ["poison"]
+        assert (await desk.get("quarantine"))["items"] == []
+
+
+async def test_a_dropped_item_is_gone(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        item, _ = await quarantine_one(desk)
+        await desk.post("quarantine/drop", {"ids": [item, 999_999]}, 404)
+        assert len((await desk.get("quarantine"))["items"]) == 1
+
+        assert await desk.post("quarantine/drop", {"ids": [item, item]}) == {"dropped": [item]}
+        assert (await desk.get("quarantine"))["items"] == []
+
+
+async def test_the_quarantine_is_shown_in_pages_and_never_an_edus_content(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        for number in range(5):
+            await world.store.sender.quarantine_item(
+                destination=A,
+                kind="m.direct_to_device",
+                content=b"the secret of the message",
+                reason=f"reason {number}",
+            )
+        seen: list[Any] = []
+        start: int | None = 0
+        while start is not None:
+            response = await desk.get("quarantine", limit=2, destination=A, **{"from": start})
+            assert "the secret" not in str(response)
+            seen += [item["reason"] for item in response["items"]]
+            start = response["next_from"]
+
+        assert seen == [f"reason {number}" for number in range(5)]
+        assert (await desk.get("quarantine", destination=B))["items"] == []
+
+
+async def test_redelivery_goes_to_servers_that_may_see_the_event_and_no_other(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        world.server(B)
+        event = world.pdu(R1, "hello")
+        await world.apply(event)
+        await settle()
+        pairs = [[A, event.event_id], [B, event.event_id], [A, "$unknown"]]
+        said = await desk.post("redeliver", {"pairs": pairs})
+        await settle()
+
+        assert said["accepted"] == 1
+        assert [(each["destination"], each["event_id"]) for each in said["refused"]] == [
+            (B, event.event_id),
+            (A, "$unknown"),
+        ]
+        assert world.servers[A].got == ["hello", "hello"]
+        assert world.servers[B].got == []
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+LONG = "a" * 301
+
+
+WRONG_BODIES: list[tuple[str, object]] = [
+    ("notify_remote_server_up", {}),
+    ("notify_remote_server_up", []),
+    ("notify_remote_server_up", "servers"),
+    ("notify_remote_server_up", {"servers": []}),
+    ("notify_remote_server_up", {"servers": [A], "pattern": "*"}),
+    ("notify_remote_server_up", {"servers": [A], "servres": [A]}),
+    ("notify_remote_server_up", {"servers": A}),
+    ("notify_remote_server_up", {"servers": [1]}),
+    ("notify_remote_server_up", {"servers": [None]}),
+    ("notify_remote_server_up", {"servers": ["not a name"]}),
+    ("notify_remote_server_up", {"servers": ["a.example/../b"]}),
+    ("notify_remote_server_up", {"servers": ["\x1b[2J"]}),
+    ("notify_remote_server_up", {"servers": [f"s{n}.example" for n in range(10_001)]}),
+    ("notify_remote_server_up", {"pattern": LONG}),
+    ("notify_remote_server_up", {"pattern": ""}),
+    ("pause", {"servers": [A], "reason": "x" * 501}),
+    ("pause", {"servers": [A], "reason": "two\nlines"}),
+    ("pause", {"servers": [A], "reason": 7}),
+    ("park", {"reason": "no servers"}),
+    ("resume", {"servers": [A], "reason": "none is taken"}),
+    ("purge", {"server": "*"}),
+    ("purge", {"server": A, "force": "yes"}),
+    ("purge", {}),
+    ("quarantine/release", {"ids": []}),
+    ("quarantine/release", {"ids": ["1"]}),
+    ("quarantine/release", {"ids": [True]}),
+    ("quarantine/drop", {"ids": [0]}),
+    ("quarantine/drop", {"ids": [2**63]}),
+    ("quarantine/drop", {"ids": list(range(1, 1002))}),
+    ("redeliver", {"pairs": [[A]]}),
+    ("redeliver", {"pairs": [[A, "$x", "$y"]]}),
+    ("redeliver", {"pairs": [[A, "not an event"]]}),
+    ("redeliver", {"pairs": [[A, "$" + "x" * 255]]}),
+    ("redeliver", {"pairs": [[A, "$\ud800"]]}),
+    ("redeliver", {"pairs": []}),
+    ("redeliver", {"pairs": [[A, "$x"]] * 10_001}),
+]
+
+
+async def test_a_body_that_is_wrong_is_refused_and_touches_nothing(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        for path, body in WRONG_BODIES:
+            refused = await desk.post(path, body, 400)
+            assert refused["errcode"] in ("M_INVALID_PARAM", "M_MISSING_PARAM", "M_BAD_JSON")
+            assert len(refused["error"]) <= 510
+        assert await world.store.sender.all_server_states() == {}
+
+
+NOT_JSON = [b"{", b"\xff\xfe", b"[" * 100_000, b"", b"nul", b'{"a":']
+
+
+async def test_a_body_that_is_no_json_is_refused(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        for content in NOT_JSON:
+            response = await desk.http.post("/_fedsender/admin/v1/pause", content=content)
+            refused = checked(response, 400)
+            assert refused["errcode"] in ("M_NOT_JSON", "M_MISSING_PARAM", "M_BAD_JSON")
+
+
+WRONG_QUERIES: list[tuple[str, dict[str, Any]]] = [
+    ("destinations", {"limit": 0}),
+    ("destinations", {"limit": 1001}),
+    ("destinations", {"limit": "many"}),
+    ("destinations", {"limit": "9" * 5000}),
+    ("destinations", {"from": LONG}),
+    ("destinations", {"pattern": LONG}),
+    ("destinations", {"behind": "perhaps"}),
+    ("quarantine", {"from": -1}),
+    ("quarantine", {"from": 2**63}),
+    ("quarantine", {"destination": "no name!"}),
+    (f"why/{LONG}", {}),
+    ("why/no name", {}),
+    ("trace/$" + "x" * 300, {}),
+]
+
+
+async def test_a_query_that_is_wrong_is_refused(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        for path, query in WRONG_QUERIES:
+            assert (await desk.get(path, 400, **query))["errcode"] == "M_INVALID_PARAM"
+
+
+async def test_a_pattern_full_of_stars_takes_no_time(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, "a" * 200 + ".example")
+        await world.say(R1, "one")
+        await settle()
+        pattern = "*a" * 140 + "*b"
+        assert (await desk.get("destinations", pattern=pattern))["destinations"] == []
+
+
+async def test_curls_idea_of_a_content_type_does_no_harm(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        response = await desk.http.post(
+            "/_fedsender/admin/v1/notify_remote_server_up",
+            content=b'{"pattern": "*"}',
+            headers={"Content-Type": "application/x-www-form-urlencoded"},
+        )
+        assert response.json() == {"woken": [], "left_alone": {}}
+
+
+async def test_a_reload_changes_what_why_says(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        world.settings["deny"] = [B]
+        desk.parts.policies.config = world.config()  # type: ignore[misc]
+        why = await desk.get(f"why/{B}")
+        assert (why["state"], why["allowed"]) == ("not allowed", False)

@@ -1,0 +1,366 @@
+"""The command line: exit codes, one clear line for a mistake, tables for people, lines for scripts.
+
+The commands run in a thread beside a real endpoint on a Unix socket.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import yaml
+from tests.admin.desk import TOKEN, Standing, parts_of
+from tests.sender.harness import HS, World
+
+from fedsender.admin.server import serve_parts
+from fedsender.cli import run_command
+
+R1 = "!1:hs.example"
+A, B, C = "a.example", "b.example", "c.example"
+
+
+@dataclass
+class Shell:
+    """Runs commands and keeps what the last one printed."""
+
+    capture: pytest.CaptureFixture[str]
+    config: Path
+    world: World
+    out: str = ""
+    err: str = ""
+
+    async def __call__(self, *arguments: str) -> int:
+        given = [*arguments, "-c", str(self.config)]
+        self.capture.readouterr()
+        with trio.fail_after(20):
+            code = await trio.to_thread.run_sync(run_command, given)
+        self.out, self.err = self.capture.readouterr()
+        return code
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What was printed with --json."""
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+def write_config(directory: Path, **settings: Any) -> Path:
+    values = {"server_name": HS, "signing_key": "signing.key", **settings}
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@asynccontextmanager
+async def open_shell(
+    directory: Path, capture: pytest.CaptureFixture[str], **settings: Any
+) -> AsyncIterator[Shell]:
+    """A running daemon's endpoint, and its command line."""
+    (directory / "token").write_text(TOKEN)
+    admin = {"listen": f"unix:{directory}/admin.sock", "token_file": "token"}
+    world = World(directory, admin=admin, **settings)
+    config = write_config(directory, admin=admin, **settings)
+    async with world.run(), serve_parts(parts_of(world, Standing())):
+        yield Shell(capture, config, world)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something that the sender does on its own; it announces nothing to tests."""
+    with trio.fail_after(20):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
+async def with_a_dead_server(world: World) -> str:
+    """A has an event, and B, which is down, has not; the event's id."""
+    await world.join(R1, A, B)
+    world.servers[B].down = True
+    event = world.pdu(R1, "one")
+    await world.apply(event)
+    await until(lambda: world.servers[A].got and world.sender.active[B].state.failures)
+    return event.event_id
+
+
+# --- asking ---------------------------------------------------------------------------------------
+
+
+async def test_destinations_are_a_table_or_one_object_per_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        assert await shell("destinations") == 0
+        assert [line.split()[0] for line in shell.out.splitlines()] == ["SERVER", A, B]
+
+        assert await shell("destinations", "--behind", "--json") == 0
+        [entry] = shell.lines
+        assert entry["destination"] == B
+        assert set(entry) == {
+            *("destination", "state", "behind", "rooms_owed", "owes_keys", "oldest_owed_s"),
+            *("queued_pdus", "failures", "failing_since_ts", "failing_for_s", "last_success_ts"),
+            *("next_attempt_ts", "next_attempt_in_s", "last_error", "reason", "paused", "parked"),
+        }
+        assert await shell("destinations", "--pattern", "z*", "--json") == 0
+        assert shell.out == ""
+
+
+async def test_why_prints_a_sentence_and_the_facts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        assert await shell("why", B) == 0
+        assert "Failing for" in shell.out
+        assert "refused: connection refused" in shell.out
+        assert await shell("why", B, "--json") == 0
+        assert shell.lines[0]["last_error"]["outcome"] == "unreachable"
+
+
+async def test_trace_names_every_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        event_id = await with_a_dead_server(shell.world)
+        assert await shell("trace", event_id) == 0
+        assert "m.room.message by @a:hs.example" in shell.out
+        outcomes = {line.split()[0]: line.split()[1] for line in shell.out.splitlines()[2:]}
+        assert outcomes == {A: "delivered", B: "pending"}
+        assert await shell("trace", event_id, "--json") == 0
+        assert shell.lines[0]["event_id"] == event_id
+
+
+async def test_what_is_not_known_is_said_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        for arguments in (("why", C), ("trace", "$unknown"), ("pause", C), ("purge", C)):
+            assert await shell(*arguments) == 1
+            assert shell.out == ""
+            assert shell.err.startswith("fedsender: ")
+            assert len(shell.err.splitlines()) == 1
+
+
+async def test_what_a_peer_says_cannot_move_the_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        reason = "\x1b[2J[bold]gone[/bold]\u202e"
+        await shell.world.sender.hold(B, paused=reason, parked=None)
+        assert await shell("why", B) == 0
+        assert "\x1b" not in shell.out
+        assert "[bold]gone[/bold]" in shell.out
+        assert "\u202e" not in shell.out
+
+
+# --- telling --------------------------------------------------------------------------------------
+
+
+async def test_a_woken_server_gets_what_it_is_owed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        shell.world.servers[B].down = False
+        assert await shell("wake", B) == 0
+        assert shell.out == f"woken: {B}\n"
+        await until(lambda: shell.world.servers[B].got == ["one"])
+
+
+async def test_wake_says_by_its_exit_code_whether_all_named_were_woken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        assert await shell("wake", B, C) == 1
+        assert f"left alone: {C}: nothing is owed to it" in shell.out
+        assert await shell("wake", "--all") == 0
+        assert await shell("wake", "--pattern", "nobody*", "--json") == 0
+        assert shell.lines == [{"woken": [], "left_alone": {}}]
+
+
+async def test_pause_park_resume_and_purge_reach_the_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        assert await shell("pause", B, "--reason", "later") == 0
+        assert await shell("park", "--pattern", "b.*") == 0
+        status = shell.world.sender.status(B)
+        assert status is not None
+        assert (status.state.paused, status.state.parked) == ("later", "by an operator")
+        assert await shell("resume", B) == 0
+        status = shell.world.sender.status(B)
+        assert status is not None
+        assert (status.state.paused, status.state.parked) == (None, None)
+
+        assert await shell("purge", B) == 1
+        assert "1 rooms are shared" in shell.err
+        assert await shell("purge", B, "--force") == 0
+        assert shell.world.sender.status(B) is None
+
+
+async def test_quarantine_is_listed_released_and_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        event_id = await with_a_dead_server(shell.world)
+        put = shell.world.store.sender.quarantine_item
+        pdu = await put(
+            destination=A, kind="pdu", event_id=event_id, room_id=R1, reason="answered 400"
+        )
+        edu = await put(destination=A, kind="m.receipt", content=b"{}", reason="answered 400")
+        assert await shell("quarantine", "list", "--json") == 0
+        assert [item["id"] for item in shell.lines] == [pdu, edu]
+        assert await shell("quarantine", "list", "--server", B, "--json") == 0
+        assert shell.lines == []
+
+        assert await shell("quarantine", "release", str(pdu), str(edu)) == 1
+        assert f"released: {pdu}" in shell.out
+        assert f"still in quarantine: {edu}" in shell.out
+        await until(lambda: shell.world.servers[A].got == ["one", "one"])
+        assert await shell("quarantine", "drop", str(edu)) == 0
+        assert await shell("quarantine", "drop", str(edu)) == 1
+        assert await shell("quarantine", "drop", "many") == 2
+
+
+async def test_redeliver_says_by_its_exit_code_whether_all_were_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        event_id = await with_a_dead_server(shell.world)
+        assert await shell("redeliver", A, event_id) == 0
+        await until(lambda: shell.world.servers[A].got == ["one", "one"])
+        assert await shell("redeliver", C, event_id) == 1
+        assert "refused" in shell.out
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+async def test_a_wrong_token_is_a_matter_of_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        (tmp_path / "token").write_text("not the one that the daemon read")
+        assert await shell("destinations") == 2
+        assert shell.err == "fedsender: the access token is not the configured one (401)\n"
+        (tmp_path / "token").unlink()
+        assert await shell("destinations") == 2
+        assert "token: cannot be read" in shell.err
+
+
+async def test_a_daemon_that_does_not_run_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, admin={"listen": f"unix:{tmp_path}/admin.sock"})
+    assert run_command(["destinations", "-c", str(config)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fedsender: no answer from the daemon at unix:")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["frobnicate"],
+        ["--frobnicate"],
+        ["why"],
+        ["why", A],
+        ["db"],
+        ["quarantine"],
+        ["wake", "-c", "x"],
+        ["wake", "-c", "x", A, "--all"],
+        ["wake", "-c", "x", A, "--pattern", "*"],
+        ["pause", "-c", "x"],
+        ["run", "-c", "x", "--shadow"],
+        ["run", "-c", "/nonexistent/config.yaml"],
+        ["db", "upgrade", "-c", "/nonexistent/config.yaml"],
+        ["destinations", "-c", "/nonexistent/config.yaml"],
+        ["demo", "--relay"],
+        ["demo", "--servers", "many"],
+    ],
+)
+def test_a_users_mistake_is_one_line_on_stderr(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FEDSENDER_CONFIG", raising=False)
+    assert run_command(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fedsender: ")
+    assert len(err.splitlines()) == 1
+
+
+def test_every_problem_of_a_configuration_has_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("server_name: not a name\nsigning_key: key\nsendign: {}\n")
+    assert run_command(["config", "check", "-c", str(path)]) == 2
+    _, err = capsys.readouterr()
+    assert sorted(line.split(":")[2] for line in err.splitlines()) == ["1", "3"]
+
+
+def test_a_good_configuration_is_said_to_be_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [{"match": "*.example", "priority": 7}]
+    config = write_config(tmp_path, destinations={"overrides": overrides}, deny=["b.*"])
+    assert run_command(["config", "check", "-c", str(config)]) == 2
+    assert "signing.key: cannot be read" in capsys.readouterr().err
+    (tmp_path / "signing.key").write_text("ed25519 a key")
+    assert run_command(["config", "check", "-c", str(config)]) == 0
+    assert "nothing wrong" in capsys.readouterr().out
+
+    assert run_command(["config", "check", "-c", str(config), "--server", A]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{A}: allowed\n")
+    [priority] = [line.split() for line in out.splitlines() if line.startswith("priority")]
+    assert priority[1] == "7"
+    assert "config.yaml:" in priority[2]
+    assert run_command(["config", "check", "-c", str(config), "--server", B]) == 0
+    assert "nothing is sent to it" in capsys.readouterr().out
+    assert run_command(["config", "check", "-c", str(config), "--server", "no name"]) == 2
+
+
+def test_db_upgrade_makes_the_tables_and_can_be_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    for _ in range(2):
+        assert run_command(["db", "upgrade", "-c", str(config)]) == 0
+    assert (tmp_path / "fedsender.sqlite3").exists()
+    assert (tmp_path / "homeserver.sqlite3").exists()
+
+
+def test_openapi_and_the_unit_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["openapi"]) == 0
+    assert json.loads(capsys.readouterr().out)["openapi"].startswith("3.")
+    assert run_command(["systemd-unit", "--executable", "/opt/fedsender", "-c", "/etc/f.yaml"]) == 0
+    assert "ExecStart=/opt/fedsender run -c /etc/f.yaml\n" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_what_it_does_not_need() -> None:
+    script = (
+        "import sys; from fedsender.cli import run_command; code = run_command(['--help']);"
+        "heavy = {'fastapi', 'hypercorn', 'httpx', 'sqlalchemy', 'trio', 'pydantic'};"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 0
+    assert "destinations" in done.stdout
+    assert done.stderr == "[]\n"
+
+
+def test_the_module_runs_as_a_command() -> None:
+    command = [sys.executable, "-m", "fedsender", "why"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "fedsender: Missing argument 'server'.\n"
