@@ -1,0 +1,408 @@
+"""One demo run, from the empty directory to the verdict."""
+
+import random
+import resource
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+import trio
+
+from fedsender import ledger as ledger_files
+from fedsender.config import Log
+from fedsender.demo import process
+from fedsender.demo.chaos import AWAY_LONG, AWAY_SHORT, KICKED, Change, Plot, calm, chaotic
+from fedsender.demo.homeserver import STREAM, Homeserver, Room
+from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, DaemonProcess
+from fedsender.demo.receivers import Receivers, open_receivers
+from fedsender.demo.report import Report, Summary, by_part
+from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.demo.verdict import Ledger, Verdict, judge, read_ledger, still_owed, unrecorded
+from fedsender.outside import Outside, real_outside
+from fedsender.replication.tcp import ReplicationServer, open_replication_server
+from fedsender.replication.wire import OWN_KIND
+from fedsender.telemetry import configure_logging
+
+CONNECT_SECONDS = 60.0
+"""For the daemon to come up and ask for the stream, on a machine that is busy with other things."""
+PATIENCE_SECONDS = 60.0
+"""A run in which nothing more arrives for so long has failed."""
+CALM_SECONDS, CHAOS_SECONDS = 5.0, 14.0
+"""Over so long the events happen."""
+SMALL_GAP_EVENTS = 3
+BURST_EVENTS = 10
+ARRIVAL_SECONDS = 15.0
+POLL_SECONDS = 0.2
+MAX_SERVERS = 2_000
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What `fedsender demo` was asked for.
+
+    Attributes:
+        events: how many things happen once the rooms are there.
+        seconds: over so long they happen; None: as long as it takes to see something.
+        keep: a directory to leave everything in; None: it goes at the end.
+        seed: the same seed makes the same history.
+    """
+
+    servers: int = 20
+    rooms: int = 10
+    events: int = 500
+    chaos: bool = False
+    relay: bool = False
+    keep: Path | None = None
+    as_json: bool = False
+    seed: int = 1
+    seconds: float | None = None
+
+
+class Unusable(ValueError):
+    """The options cannot be followed; the text says why."""
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run the demo; returns the exit code: 0 all is well, 1 something is wrong, 2 bad options."""
+    try:
+        _check(options)
+        with _directory(options.keep) as directory, Report(as_json=options.as_json) as report:
+            return _run_to_the_end(options, directory, report)
+    except Unusable as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> int:
+    """As `_run`; a daemon that cannot go on is said in words, not with a traceback."""
+    configure_logging(Log(level="warning", format="console"), now_ms=real_outside().now_ms)
+    try:
+        return trio.run(_run, options, directory, report)
+    except* DaemonDied as group:
+        for text in _texts(group):
+            report.say("daemon", failed=text)
+    return 1
+
+
+def _check(options: DemoOptions) -> None:
+    if options.relay:
+        raise Unusable("--relay: the hub cannot be put in between yet; run without it")
+    if not 1 <= options.servers <= MAX_SERVERS or options.rooms < 1 or options.events < 0:
+        raise Unusable(f"needs 1 to {MAX_SERVERS} servers, a room, and no negative events")
+    if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
+        raise Unusable(f"{options.keep} is not empty: --keep wants a directory of its own")
+    if options.chaos:
+        try:
+            chaotic([str(number) for number in range(options.servers)], options.events)
+        except ValueError as error:
+            raise Unusable(str(error)) from None
+
+
+@contextmanager
+def _directory(keep: Path | None) -> Iterator[Path]:
+    """Where everything lives: the directory to keep, or one that goes at the end."""
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True, mode=0o700)
+        yield keep.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="fedsender-demo-") as name:
+        yield Path(name)
+
+
+def _texts(group: BaseExceptionGroup[BaseException]) -> Iterator[str]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _texts(error)
+        else:
+            yield str(error)
+
+
+# --- the stage ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Run:
+    """Everything that takes part in one run.
+
+    Attributes:
+        stage: a room with every server in it where nothing happens by chance; chaos only.
+        kicks: (server, event id) of those who lost a room while they were away.
+        kills: Trio times at which the daemon was killed; kills_ms: the same by the wall clock.
+    """
+
+    options: DemoOptions
+    report: Report
+    directory: Path
+    homeserver: Homeserver
+    receivers: Receivers
+    feed: ReplicationServer
+    daemon: DaemonProcess
+    plot: Plot
+    rng: random.Random
+    stage: Room | None
+    kicks: list[tuple[str, str]] = field(default_factory=list)
+    kills: list[float] = field(default_factory=list)
+    kills_ms: list[int] = field(default_factory=list)
+
+    def received(self) -> int:
+        """How many different deliveries have been taken in."""
+        return sum(len(server.received) for server in self.receivers.servers.values())
+
+    def verdict(self) -> Verdict:
+        """The verdict as things stand."""
+        return judge(
+            self.homeserver.steps,
+            self.receivers,
+            self.ledger(),
+            gap_events=CATCH_UP_GAP_EVENTS,
+            kills_ms=self.kills_ms,
+        )
+
+    def ledger(self) -> Ledger:
+        """What the ledger says so far."""
+        segments = ledger_files.segments(self.directory / "ledger")
+        return read_ledger(chain.from_iterable(map(ledger_files.read_lines, segments)))
+
+
+async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
+    began = trio.current_time()
+    async with _open_run(options, directory, report) as run:
+        with trio.move_on_after(CONNECT_SECONDS):
+            await run.homeserver.asked.wait()
+        if not run.homeserver.asked.is_set():
+            raise DaemonDied(f"never asked for the stream\n{run.daemon.last_words()}")
+        await _play(run)
+        await _wait_until_complete(run)
+        exit_code = await run.daemon.stop()
+        # Once more: what came during the drain counts too, above all what should not have come.
+        final = run.verdict()
+        summary = _summarize(run, final, exit_code, trio.current_time() - began)
+        report.conclude(summary, by_part(run.plot.roles, run.receivers, final))
+    return 0 if summary.passed else 1
+
+
+@asynccontextmanager
+async def _open_run(options: DemoOptions, directory: Path, report: Report) -> AsyncIterator[_Run]:
+    """Receiving servers, homeserver, replication server and daemon, in the order of need."""
+    outside = real_outside()
+    rng = random.Random(options.seed)
+    key_id, key = process.write_signing_key(directory, outside.entropy(32))
+    origin = Origin(process.SERVER_NAME, {key_id: key.public_key()})
+    versions: dict[str, str] = {}
+    async with open_receivers(
+        options.servers,
+        [origin],
+        pdu_reader(versions.__getitem__),
+        directory=directory / "tls",
+        now_ms=outside.now_ms(),
+    ) as receivers:
+        names = list(receivers.servers)
+        homeserver = Homeserver(
+            process.SERVER_NAME, (key_id, key), names, rng=rng, now_ms=outside.now_ms
+        )
+        homeserver.room_versions = versions
+        _furnish(homeserver, names, options.rooms, rng)
+        stage = homeserver.create_room(names, staged=True) if options.chaos else None
+        plot = chaotic(names, options.events) if options.chaos else calm(names)
+        async with (
+            _open_feed(homeserver, outside) as (feed, port),
+            process.open_daemon_process(
+                directory,
+                process.configuration(directory, port, receivers.ca_file),
+                outside.entropy(16).hex(),
+            ) as daemon,
+        ):
+            report.say("started", servers=len(names), rooms=options.rooms, feed_port=port)
+            yield _Run(
+                options, report, directory, homeserver, receivers, feed, daemon, plot, rng, stage
+            )
+
+
+@asynccontextmanager
+async def _open_feed(
+    homeserver: Homeserver, outside: Outside
+) -> AsyncIterator[tuple[ReplicationServer, int]]:
+    """The homeserver's events stream on a free loopback port."""
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port: int = listeners[0].socket.getsockname()[1]
+    async with open_replication_server(
+        homeserver.name, {STREAM: homeserver}, listeners, outside, kind=OWN_KIND
+    ) as feed:
+        yield feed, port
+
+
+def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.Random) -> None:
+    """Rooms of all sizes, with every server in two of them (or in all there are)."""
+    for number in range(rooms):
+        chosen = set(rng.sample(names, rng.randint(1, len(names))))
+        # Round robin, so that nobody is left out whatever was drawn.
+        chosen |= set(names[number::rooms]) | set(names[(number + 1) % rooms :: rooms])
+        homeserver.create_room(sorted(chosen))
+
+
+# --- the play -------------------------------------------------------------------------------------
+
+
+async def _play(run: _Run) -> None:
+    """Let everything happen, at an even pace."""
+    events = run.options.events
+    seconds = run.options.seconds
+    if seconds is None:
+        seconds = CHAOS_SECONDS if run.options.chaos else CALM_SECONDS
+    pause = seconds / max(1, events)
+    changes = list(run.plot.changes)
+    for number in range(events):
+        if number == run.plot.evict_at:
+            _evict(run)
+        if number == run.plot.kill_at:
+            await _kill(run)
+        while changes and changes[0].at <= number:
+            await _change(run, changes.pop(0))
+        run.homeserver.act()
+        if number % 10 == 0:
+            run.report.advance(number, events, run.received(), run.homeserver.due)
+        await trio.sleep(pause)
+    for change in changes:
+        await _change(run, change)
+    run.report.advance(events, events, run.received(), run.homeserver.due)
+
+
+async def _change(run: _Run, change: Change) -> None:
+    """One server begins to behave otherwise."""
+    server = run.receivers.servers[change.server]
+    role = run.plot.roles.get(change.server)
+    if role == AWAY_LONG and change.behaviour.listens and not server.behaviour.listens:
+        _make_large_gap(run)
+    server.become(change.behaviour)
+    # Nobody acts on a server that is down; and who was thrown out does not come back by chance.
+    if not change.behaviour.listens:
+        run.homeserver.asleep.add(change.server)
+    elif role != KICKED:
+        run.homeserver.asleep.discard(change.server)
+    await server.settled()
+    if role is not None:
+        run.report.say("behaviour", server=change.server, part=role, now=change.behaviour.name)
+    if role == AWAY_SHORT and not change.behaviour.listens:
+        await _make_small_gap(run)
+    if change.woken:
+        server.origin_woken(run.homeserver.name)
+        await run.daemon.wake([change.server])
+
+
+def _make_large_gap(run: _Run) -> None:
+    """Say more on the stage than is ever sent whole, before the server that missed it returns."""
+    assert run.stage is not None
+    for _ in range(CATCH_UP_GAP_EVENTS + 1):
+        run.homeserver.say(run.stage)
+
+
+async def _make_small_gap(run: _Run) -> None:
+    """Say a little on the stage, and wait until the daemon has dealt with it."""
+    assert run.stage is not None
+    said = [run.homeserver.say(run.stage) for _ in range(SMALL_GAP_EVENTS)]
+    witness = next(
+        server for name, server in run.receivers.servers.items() if name not in run.plot.roles
+    )
+    with trio.move_on_after(ARRIVAL_SECONDS):
+        while said[-1].event.event_id not in witness.received:
+            await witness.heard()
+
+
+def _evict(run: _Run) -> None:
+    """The server of that part is thrown off the stage and out of half of its rooms."""
+    name = run.plot.server(KICKED)
+    rooms = [room for room in run.homeserver.rooms if name in room.servers()]
+    for room in (*(room for room in rooms if room.staged), *rooms[: len(rooms) // 2]):
+        for step in run.homeserver.evict(room, name, run.rng.choice(("leave", "ban"))):
+            if name in step.evicted:
+                run.kicks.append((name, step.event.event_id))
+        run.homeserver.say(room)
+
+
+async def _kill(run: _Run) -> None:
+    """`kill -9` in full flight, and a new start while the homeserver goes on."""
+    for _ in range(BURST_EVENTS):
+        run.homeserver.act()
+    await trio.sleep(POLL_SECONDS)
+    await run.daemon.kill()
+    run.kills.append(trio.current_time())
+    run.kills_ms.append(real_outside().now_ms())
+    run.receivers.origin_killed(run.homeserver.name)
+    run.report.say("killed", starts=run.daemon.starts)
+    await run.daemon.start()
+
+
+async def _wait_until_complete(run: _Run) -> None:
+    """Wait until nothing is missing, or nothing more has come for too long."""
+    events = run.options.events
+    received, since = -1, trio.current_time()
+    while True:
+        so_far = run.verdict()
+        total = so_far.total()
+        run.report.advance(events, events, total.delivered + total.superseded, total.due)
+        now = trio.current_time()
+        if run.received() != received:
+            received, since = run.received(), now
+        if so_far.complete or now - since > PATIENCE_SECONDS:
+            return
+        # Judging takes the longer the more there is: never more than a quarter of the time.
+        await trio.sleep(max(POLL_SECONDS, 3 * (trio.current_time() - now)))
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def _summarize(run: _Run, final: Verdict, exit_code: int, seconds: float) -> Summary:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Linux counts in KiB, macOS in bytes.
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return Summary(
+        events=len(run.homeserver.steps),
+        seconds=seconds,
+        tally=final.total(),
+        counts=run.receivers.totals(),
+        large_gaps=final.large_gaps,
+        small_gaps=final.small_gaps,
+        kicked_away=_kicked_away(run),
+        starts=run.daemon.starts,
+        ledger_lines=final.ledger_lines,
+        cpu_s=used.ru_utime + used.ru_stime,
+        max_rss_mb=used.ru_maxrss / unit,
+        exit_code=exit_code,
+        complaints=_complaints(run, final, exit_code),
+    )
+
+
+def _kicked_away(run: _Run) -> int:
+    """How many of those who lost a room while they were away have learned of it."""
+    servers = run.receivers.servers
+    return sum(event_id in servers[name].received for name, event_id in run.kicks)
+
+
+def _complaints(run: _Run, final: Verdict, exit_code: int) -> dict[str, list[str]]:
+    """All that was wrong, by kind."""
+    violations = run.receivers.violations
+    tame = []
+    if run.options.chaos:
+        figures = {
+            "large gap": final.large_gaps,
+            "small gap": final.small_gaps,
+            "kicked server": _kicked_away(run),
+        }
+        tame = [f"no {what} occurred" for what, count in figures.items() if not count]
+    return {
+        "missing": final.missing,
+        "wrong": final.wrong,
+        "rules broken": [f"{each.server}: {each.rule}: {each.detail}" for each in violations.first],
+        "not on record": unrecorded(run.receivers, run.ledger(), run.kills),
+        "too tame": tame,
+        "still owed": still_owed(run.directory),
+        "daemon": [
+            *([f"exit code {exit_code}"] if exit_code else []),
+            *run.daemon.errors(),
+        ],
+    }

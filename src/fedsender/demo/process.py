@@ -1,0 +1,201 @@
+"""The real daemon in a process of its own, configured and treated as an operator would."""
+
+import os
+import signal
+import subprocess
+import sys
+from base64 import b64encode
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+import tenacity
+import trio
+import yaml
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+DAEMON = (sys.executable, "-m", "fedsender")
+SERVER_NAME = "hs.demo"
+KEY_VERSION = "a_demo"
+CATCH_UP_GAP_EVENTS = 25
+"""Small, so that a short run has gaps on both sides of it."""
+STOP_SECONDS = 40.0
+ADMIN_SECONDS = 30.0
+LONGEST_SOCKET_PATH = 100
+"""Unix allows 108 bytes and less, depending on the system."""
+
+
+class DaemonDied(Exception):
+    """The daemon's process ended when nobody had asked it to; the text ends with its last lines."""
+
+
+def write_secret(path: Path, text: str) -> None:
+    """A new file that only its owner may read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+
+
+def write_signing_key(directory: Path, seed: bytes) -> tuple[str, Ed25519PrivateKey]:
+    """Write `signing.key` as Synapse does; returns its key id and the key."""
+    encoded = b64encode(seed).rstrip(b"=").decode()
+    write_secret(directory / "signing.key", f"ed25519 {KEY_VERSION} {encoded}\n")
+    return f"ed25519:{KEY_VERSION}", Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def configuration(directory: Path, feed_port: int, ca_file: Path) -> Mapping[str, Any]:
+    """What `config.yaml` says. Waits are short, within what the daemon allows.
+
+    Files are named relative to the directory, so that it can be moved.
+    """
+    socket = directory / "admin.sock"
+    if len(str(socket)) > LONGEST_SOCKET_PATH:
+        raise ValueError(f"{directory} is too long a path for the admin socket in it")
+    return {
+        "server_name": SERVER_NAME,
+        "signing_key": "signing.key",
+        "feed": {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{feed_port}"}},
+        "federation": {
+            "ca_file": str(ca_file.relative_to(directory)),
+            "ip_allow": ["127.0.0.0/8"],
+            "connect_timeout": "3s",
+            "handshake_timeout": "5s",
+            "request_timeout": "4s",
+        },
+        "destinations": {
+            "defaults": {
+                "backoff": {"first": "1s", "multiplier": 1.5},
+                "catch_up_gap_events": CATCH_UP_GAP_EVENTS,
+            }
+        },
+        "admin": {"listen": f"unix:{socket}", "token_file": "admin.token"},
+    }
+
+
+class DaemonProcess:
+    """`fedsender run` in a process of its own, which may be killed and started again.
+
+    Attributes:
+        log_file: what it says on standard error, over all starts.
+        starts: how often it was started.
+        ended: the process that was started last is gone.
+    """
+
+    def __init__(self, directory: Path, token: str, nursery: trio.Nursery) -> None:
+        self.log_file = directory / "daemon.log"
+        self.starts = 0
+        self.ended = trio.Event()
+        self._directory = directory
+        self._token = token
+        self._nursery = nursery
+        self._process: trio.Process | None = None
+        self._asked_to_end = False
+
+    async def start(self) -> None:
+        """Start it; whether it gets anywhere shows later."""
+        command = [*DAEMON, "run", "-c", str(self._directory / "config.yaml")]
+        self._asked_to_end = False
+        self.ended = trio.Event()
+        self.starts += 1
+        with _appending(self.log_file) as log:
+            run = partial(
+                trio.run_process, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            self._process = await self._nursery.start(partial(run, check=False))
+        self._nursery.start_soon(self._watch, self._process, self.ended)
+
+    async def kill(self) -> None:
+        """`kill -9`, and wait until it is gone."""
+        assert self._process is not None
+        self._asked_to_end = True
+        self._process.kill()
+        await self._process.wait()
+
+    async def stop(self) -> int:
+        """Ask it to drain and end, as systemd would; returns its exit code.
+
+        Raises:
+            DaemonDied: it did not end in time.
+        """
+        assert self._process is not None
+        self._asked_to_end = True
+        self._process.send_signal(signal.SIGTERM)
+        with trio.move_on_after(STOP_SECONDS):
+            return await self._process.wait()
+        self._process.kill()
+        raise DaemonDied(f"did not end {STOP_SECONDS:.0f} s after SIGTERM\n{self.last_words()}")
+
+    async def wake(self, servers: Sequence[str]) -> None:
+        """Tell it through the admin endpoint that these servers are up.
+
+        Raises:
+            DaemonDied: it does not answer with 200.
+        """
+        body = orjson.dumps({"servers": list(servers)})
+        head = (
+            "POST /_fedsender/admin/v1/notify_remote_server_up HTTP/1.1\r\n"
+            f"Host: localhost\r\nAuthorization: Bearer {self._token}\r\n"
+            "Content-Type: application/json\r\nConnection: close\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        try:
+            with trio.fail_after(ADMIN_SECONDS):
+                answer = await self._ask_when_up(head.encode() + body)
+        except (OSError, trio.TooSlowError, trio.BrokenResourceError) as error:
+            raise DaemonDied(f"admin endpoint: {error!r}\n{self.last_words()}") from error
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise DaemonDied(f"admin endpoint: {answer[:500].decode(errors='replace')}")
+
+    async def _ask_when_up(self, request: bytes) -> bytes:
+        """The endpoint's answer, once there is an endpoint: the daemon may just have started."""
+        connecting = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(OSError), wait=tenacity.wait_fixed(0.1)
+        )
+        socket = str(self._directory / "admin.sock")
+        stream: trio.SocketStream = await connecting(trio.open_unix_socket, socket)
+        async with stream:
+            await stream.send_all(request)
+            return b"".join([bytes(piece) async for piece in stream])
+
+    def last_words(self, count: int = 15) -> str:
+        """The last lines that it logged."""
+        return "\n".join(_lines(self.log_file)[-count:])
+
+    def errors(self) -> list[str]:
+        """Every line that it logged as an error: in a demo nothing happens that should be one."""
+        return [line for line in _lines(self.log_file) if '"level":"error"' in line]
+
+    async def _watch(self, process: trio.Process, ended: trio.Event) -> None:
+        code = await process.wait()
+        ended.set()
+        if not self._asked_to_end:
+            raise DaemonDied(f"ended by itself with {code}\n{self.last_words()}")
+
+
+def _appending(path: Path) -> Any:
+    return path.open("ab")
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines() if path.exists() else []
+
+
+@asynccontextmanager
+async def open_daemon_process(
+    directory: Path, config: Mapping[str, Any], token: str
+) -> AsyncIterator[DaemonProcess]:
+    """The daemon, started; when the body is left, its process is ended if it still runs.
+
+    Raises:
+        DaemonDied: (in a group) it ended by itself while the body ran.
+    """
+    write_secret(directory / "admin.token", token + "\n")
+    write_secret(directory / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
+    async with trio.open_nursery() as nursery:
+        daemon = DaemonProcess(directory, token, nursery)
+        await daemon.start()
+        yield daemon
+        nursery.cancel_scope.cancel()
