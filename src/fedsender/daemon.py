@@ -207,14 +207,22 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
         async with trio.open_nursery() as nursery:
             nursery.start_soon(notifier.feed_watchdog, name="watchdog")
             async with open_core(config, outside) as daemon, open_admin(daemon, outside):
-                with trio.move_on_after(FEED_PATIENCE_S):
-                    await daemon.feed.connected.wait()
-                log.info("ready", server=config.server_name, instance=config.instance_name)
-                notifier.ready(f"sending for {config.server_name}")
-                await _until_stopped(signals, path, daemon, notifier)
+                async with trio.open_nursery() as announcing:
+                    announcing.start_soon(_announce_ready, daemon, notifier)
+                    await _until_stopped(signals, path, daemon, notifier)
+                    announcing.cancel_scope.cancel()
                 notifier.stopping("draining")
             nursery.cancel_scope.cancel()
     return 0
+
+
+async def _announce_ready(daemon: Daemon, notifier: Notifier) -> None:
+    """READY once the feed has connected, or has had its time to."""
+    with trio.move_on_after(FEED_PATIENCE_S):
+        await daemon.feed.connected.wait()
+    server_name = daemon.config.server_name
+    log.info("ready", server=server_name, feed_connected=daemon.feed.connected.is_set())
+    notifier.ready(f"sending for {server_name}")
 
 
 async def _until_stopped(

@@ -195,7 +195,10 @@ class Ledger:
             return
         os.close(self._file)
         self._file = None
-        os.replace(self._path("open"), self._path("jsonl"))
+        try:
+            os.replace(self._path("open"), self._path("jsonl"))
+        except FileNotFoundError:
+            log.error("a ledger segment was deleted while open", path=str(self._path("open")))
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -144,7 +144,7 @@ async def explain(parts: Parts, server: str) -> Why | None:
         rooms=pending.rooms,
         queued_pdus=status.queued if status is not None else 0,
         to_device=pending.to_device,
-        ephemeral=len(active.ephemeral) if active is not None else 0,
+        ephemeral=len(active.outbox.ephemeral) if active is not None else 0,
         redeliveries=redeliveries,
         quarantined=quarantined,
     )
@@ -235,7 +235,7 @@ async def _in_flight(parts: Parts, server: str) -> InFlight | None:
 async def _oldest(parts: Parts, server: str, pending: Pending) -> Oldest | None:
     ordering, event_id, received = pending.oldest_stream_ordering, None, pending.oldest_received_ts
     active = parts.sender.active.get(server)
-    queued = active.queue.oldest if active is not None else None
+    queued = active.outbox.queue.oldest if active is not None else None
     if queued is not None and (ordering is None or queued.stream_ordering <= ordering):
         ordering, event_id = queued.stream_ordering, queued.event_id
     if ordering is None:

@@ -1,16 +1,13 @@
 """One remote server's life: idle, sending, waiting, catching up, put away.
 
 The task of a destination is the only one that changes what is in flight; other tasks reach it
-through the synchronous verbs under "What others may do". Three sequences must stay free of `await`:
-
-- between the last look at what may be sent and the freezing of the transaction (I6);
-- between the query that found nothing owed, the check that nothing was offered since, and the
-  switch to level (else a PDU falls between the database and the queue);
-- between the decision to leave and the sender's striking it from the book (in `sender.py`).
+through the synchronous verbs under "What others may do". Two sequences must stay free of `await`:
+between the last look at what may be sent and the freezing of the transaction (I6), and between the
+decision to leave and the sender's striking it from the book (in `sender.py`).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -29,24 +26,21 @@ from fedsender.federation.client import (
     Unreachable,
 )
 from fedsender.ledger import Ledger, Line
-from fedsender.matrix import Pdu, canonical_json
+from fedsender.matrix import Pdu
 from fedsender.outside import Outside
 from fedsender.sender import failure
 from fedsender.sender.admission import Admission
-from fedsender.sender.catch_up import CatchUp
 from fedsender.sender.failure import Outcome, ServerState, Verdict
-from fedsender.sender.queue import EphemeralQueue, PduQueue
-from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.outbox import Outbox
+from fedsender.sender.routing import Router
 from fedsender.sender.transaction import (
     Draft,
-    Edu,
-    Outgoing,
     Transaction,
     TransactionIds,
     freeze,
     thaw,
 )
-from fedsender.store.homeserver import HomeserverStore, Settlement
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import FrozenRecord, SenderStore
 from fedsender.telemetry import Metrics
 
@@ -117,19 +111,20 @@ class Destination:
         self.name = name
         self.policy = policy
         self.state = state
-        self.level = level
-        self.queue = PduQueue(context.sending.queue_pdus)
-        self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS)
+        self.outbox = Outbox(
+            name,
+            homeserver=context.homeserver,
+            store=context.store,
+            router=context.router,
+            metrics=context.metrics,
+            pruned=context.pruned,
+            queue_pdus=context.sending.queue_pdus,
+            level=level,
+        )
         self.frozen: Transaction | None = None
         self.phase = Phase.IDLE
         self.since = trio.current_time()
         self._context = context
-        self._owes_keys = False
-        self._owes_redeliveries = False
-        self._spilled = False
-        self._offered = 0
-        self._lsso: int | None = None
-        self._catch_up: CatchUp | None = None
         self._woken = trio.Event()
         self._waiting: trio.CancelScope | None = None
         self._wake_after = False
@@ -150,39 +145,23 @@ class Destination:
 
     def offer(self, pdu: Pdu) -> None:
         """The fan-out has made it durable that this server is owed the PDU."""
-        self._offered = max(self._offered, pdu.stream_ordering)
-        if self._lsso is not None and pdu.stream_ordering <= self._lsso:
-            return  # Catch-up saw it in the database first.
-        if self.level and not self.queue.add(pdu):
-            self.spill()
+        self.outbox.offer(pdu, healthy=self.state.healthy)
         self._woken.set()
 
     def spill(self) -> None:
-        """Give the queued PDUs up: they are owed in the database, and catch-up reads them there."""
-        if self.level:
-            self.level = False
-            self._spilled = self.state.healthy
-            self._context.metrics.spills.inc()
-        self.queue.clear()
+        """Give the queued PDUs up; the database knows them."""
+        self.outbox.spill(healthy=self.state.healthy)
         self._woken.set()
 
     def owe_keys(self) -> None:
         """There are to-device messages for it in the database."""
-        self._owes_keys = self.policy.edus.to_device
-        self._woken.set()
+        if self.policy.edus.to_device:
+            self.outbox.owe_keys()
+            self._woken.set()
 
     def owe_redeliveries(self) -> None:
         """There are events to send it again."""
-        self._owes_redeliveries = True
-        self._woken.set()
-
-    def put_edu(
-        self, key: str, edu_type: str, content: dict[str, object], *, lifetime_s: float
-    ) -> None:
-        """Send it this EDU, unless a newer one of the same key replaces it or it grows too old."""
-        wire = canonical_json({"content": content, "edu_type": edu_type})
-        expires_at = trio.current_time() + lifetime_s
-        self.ephemeral.put(key, edu_type, wire, expires_at=expires_at)
+        self.outbox.owe_redeliveries()
         self._woken.set()
 
     def wake(self, *, by_admin: bool = False) -> bool:
@@ -231,13 +210,7 @@ class Destination:
     @property
     def owes(self) -> bool:
         """Whether anything durable is left to send."""
-        return (
-            not self.level
-            or self.frozen is not None
-            or len(self.queue) > 0
-            or self._owes_keys
-            or self._owes_redeliveries
-        )
+        return self.frozen is not None or self.outbox.owes
 
     @property
     def retry_in_s(self) -> float:
@@ -287,8 +260,8 @@ class Destination:
             if self._draining or self.state.paused or self.state.parked:
                 return False
             now = trio.current_time()
-            self.ephemeral.expire(now)
-            something = self.owes or len(self.ephemeral) > 0
+            self.outbox.ephemeral.expire(now)
+            something = self.owes or len(self.outbox.ephemeral) > 0
             if something and self._not_before <= now:
                 return True
             if something and self._not_before > now + LEAVE_AFTER_S:
@@ -318,7 +291,7 @@ class Destination:
                 draft = await self._fill()
                 probing = self.state.isolating == 0
                 if draft.empty and not probing:
-                    await self._note_progress(draft)
+                    await self.outbox.note_progress(draft)
                     return
                 # No await between the filling and this line: what may be sent was judged there.
                 transaction = self.frozen = self._freeze(draft)
@@ -337,12 +310,13 @@ class Destination:
 
     async def _coalesce(self) -> None:
         """While others wait for a place, let a small transaction grow for a moment."""
-        small = len(self.queue) < self.policy.max_pdus // 2
-        if self.level and small and self._context.admission.busy and self._owes_keys is False:
+        outbox = self.outbox
+        small = outbox.level and len(outbox.queue) < self.policy.max_pdus // 2
+        if small and self._context.admission.busy:
             await trio.sleep(self.policy.coalesce_ms / 1000)
 
     async def _send(self, peer: Peer, link: Link, transaction: Transaction) -> None:
-        self._in_phase(Phase.SENDING if self.level else Phase.CATCHING_UP)
+        self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP)
         transaction.attempts += 1
         started = trio.current_time()
         answer: Answer | None = None
@@ -370,8 +344,6 @@ class Destination:
         else:
             await self._failed(peer, transaction, verdict)
 
-    # --- Forming a transaction --------------------------------------------------------------------
-
     async def _fill(self) -> Draft:
         """What goes next, keys first. Ephemeral EDUs take what room is left."""
         draft = Draft(
@@ -380,16 +352,7 @@ class Destination:
             max_bytes=self.policy.max_transaction_bytes,
             max_items=self.state.isolating,
         )
-        if self._owes_keys:
-            await self._fill_keys(draft)
-        if self._owes_redeliveries:
-            await self._fill_redeliveries(draft)
-        if not self.level:
-            await self._fill_owed(draft)
-        if self.level:
-            self.queue.fill(draft, self._context.pruned)
-        self.ephemeral.expire(trio.current_time())
-        self.ephemeral.fill(draft)
+        await self.outbox.fill(draft, self.policy)
         return draft
 
     def _freeze(self, draft: Draft) -> Transaction:
@@ -398,88 +361,8 @@ class Destination:
             transaction_id=self._context.ids.next(),
             origin=self._context.origin,
             now_ms=self._context.outside.now_ms(),
-            lsso_before=self._lsso,
+            lsso_before=self.outbox.lsso,
         )
-
-    async def _fill_keys(self, draft: Draft) -> None:
-        # Cleared before the read, so that a message that arrives during it asks for another look.
-        self._owes_keys = False
-        rows = await self._context.homeserver.to_device(self.name, 0, None, draft.max_edus)
-        for row_id, content in rows:
-            wire = b'{"content":' + content.encode() + b',"edu_type":"m.direct_to_device"}'
-            if not draft.add_edu(Edu("m.direct_to_device", wire, outbox_ids=(row_id,))):
-                break
-        else:
-            self._owes_keys |= len(rows) == draft.max_edus
-            return
-        self._owes_keys = True
-
-    async def _fill_redeliveries(self, draft: Draft) -> None:
-        self._owes_redeliveries = False
-        waiting = await self._context.store.redeliveries(self.name, draft.max_pdus)
-        event_ids = [item.event_id for item in waiting]
-        routed = await self._context.router.load(event_ids)
-        dropped = []
-        for event_id in event_ids:
-            item = routed.get(event_id)
-            if not isinstance(item, Routed) or self.name not in item.servers:
-                dropped.append(event_id)
-            elif not draft.add_pdu(Outgoing(item.pdu, "redelivery")):
-                break
-        self._owes_redeliveries |= len(event_ids) > 0
-        if dropped:
-            log.info("not redelivered: not for it", destination=self.name, events=dropped[:5])
-            await self._context.store.redelivered(self.name, dropped)
-
-    async def _fill_owed(self, draft: Draft) -> None:
-        """What the database owes; if that is nothing, become level."""
-        catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
-        offered = self._offered
-        assert self._lsso is not None
-        if await catch_up.fill(draft, self._lsso):
-            await self._quarantine_stuck(catch_up)
-            return
-        await self._context.store.end_catch_up(self.name)
-        self._catch_up = None
-        # No await from here on: what was not offered by now will be offered to a level queue.
-        if self._offered == offered:
-            self.level = True
-            self._spilled = False
-
-    async def _begin_catch_up(self) -> CatchUp:
-        context = self._context
-        lsso = await context.homeserver.lsso(self.name)
-        record = await context.store.catch_up(self.name)
-        if record is None:
-            newest_only = lsso is None
-            if lsso is None:
-                owed = await context.homeserver.owed_rooms(self.name, 0, 1)
-                lsso = owed[0][1] - 1 if owed else 0
-            await context.store.begin_catch_up(self.name, lsso, newest_only)
-            floor, answered = lsso, {}
-        else:
-            floor, newest_only, answered = record.floor, record.newest_only, dict(record.rooms)
-        self._lsso = floor if lsso is None else lsso
-        return CatchUp(
-            self.name,
-            context.homeserver,
-            context.router,
-            floor,
-            newest_only,
-            self.policy.catch_up_gap_events,
-            whole=self._spilled,
-            answered=answered,
-        )
-
-    async def _quarantine_stuck(self, catch_up: CatchUp) -> None:
-        stuck, catch_up.stuck = catch_up.stuck, []
-        for bad in stuck:
-            await self._quarantine_pdu(bad)
-
-    async def _note_progress(self, draft: Draft) -> None:
-        """Catch-up passed rooms that owe this server nothing."""
-        if draft.lsso is not None:
-            await self._move(draft.rooms_done, draft.lsso, ())
 
     # --- After an answer --------------------------------------------------------------------------
 
@@ -505,32 +388,14 @@ class Destination:
             await self._context.announcer.publish_server_up(self.name)
 
     async def _settle(self, transaction: Transaction) -> None:
-        """What was in the transaction is dealt with: answered, or in quarantine."""
-        await self._move(transaction.rooms_done, transaction.lsso, transaction.outbox_ids)
-        redelivered = [pdu.event_id for pdu in transaction.pdus if pdu.lane == "redelivery"]
-        if redelivered:
-            await self._context.store.redelivered(self.name, redelivered)
-        if transaction.saved:
-            # Only now may another transaction follow a repeated one.
-            await self._context.store.drop_frozen(self.name)
-        self.ephemeral.answered(transaction.ephemeral)
-        self.frozen = None
+        await self.outbox.settle(transaction)
+        await self._thaw_out(transaction)
 
-    async def _move(
-        self, rooms_done: dict[str, int], lsso: int | None, outbox_ids: Sequence[int]
-    ) -> None:
-        """Write progress down: rooms first, because LSSO passes what they still owe."""
-        if rooms_done and self._catch_up is None:
-            self._catch_up = await self._begin_catch_up()
-        if rooms_done and self._catch_up is not None:
-            await self._context.store.catch_up_sent(self.name, rooms_done)
-            self._catch_up.answered.update(rooms_done)
-        if lsso is not None or outbox_ids:
-            settlement = Settlement(self.name, lsso, tuple(outbox_ids))
-            await self._context.homeserver.settle([settlement])
-        if lsso is not None:
-            self._lsso = max(lsso, self._lsso or 0)
-            self.queue.settled(lsso)
+    async def _thaw_out(self, transaction: Transaction) -> None:
+        """The transaction is over; only now may another one follow it."""
+        if transaction.saved:
+            await self._context.store.drop_frozen(self.name)
+        self.frozen = None
 
     # --- After a failure --------------------------------------------------------------------------
 
@@ -573,7 +438,7 @@ class Destination:
         if transaction.saved or transaction.attempts > 1:
             return
         self.frozen = None
-        self._owes_keys |= bool(transaction.outbox_ids)
+        self.outbox.take_back(transaction)
 
     async def _save_frozen(self, transaction: Transaction) -> None:
         await self._context.store.save_frozen(await self.frozen_record(transaction))
@@ -621,10 +486,8 @@ class Destination:
         self.state = replace(self.state, isolating=items, stubborn=0, stubborn_since_ms=None)
         # On record before another id may follow this one (I3).
         await self._context.store.save_server_state(self.state)
-        if transaction.saved:
-            await self._context.store.drop_frozen(self.name)
-        self.frozen = None
-        self._owes_keys |= bool(transaction.outbox_ids)
+        await self._thaw_out(transaction)
+        self.outbox.take_back(transaction)
 
     async def _isolate(self, transaction: Transaction, verdict: Verdict) -> None:
         """Look for one poisonous item: fewer items next time, and a single one to quarantine."""
@@ -632,37 +495,14 @@ class Destination:
             fewer = failure.fewer_items(transaction.items, transaction.first_suspect)
             await self._reform(transaction, fewer)
         else:
-            await self._quarantine(transaction, verdict)
+            await self._quarantine(transaction, verdict.reason)
         self._context.metrics.isolations.inc()
         if self.state.failures <= QUICK_ISOLATIONS:
             self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
 
-    async def _quarantine(self, transaction: Transaction, verdict: Verdict) -> None:
-        for pdu in transaction.pdus:
-            bad = Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, verdict.reason)
-            await self._quarantine_pdu(bad)
-        if not transaction.pdus:
-            await self._context.store.quarantine_item(
-                destination=self.name,
-                kind=next(iter(transaction.edu_types)),
-                content=transaction.body,
-                reason=verdict.reason,
-            )
-        await self._settle(transaction)
-
-    async def _quarantine_pdu(self, bad: Bad) -> None:
-        log.error(
-            "PDU quarantined", destination=self.name, event_id=bad.event_id, reason=bad.reason
-        )
-        self._context.metrics.quarantined.inc()
-        await self._context.store.quarantine_item(
-            destination=self.name,
-            kind="pdu",
-            event_id=bad.event_id,
-            room_id=bad.room_id,
-            stream_ordering=bad.stream_ordering,
-            reason=bad.reason,
-        )
+    async def _quarantine(self, transaction: Transaction, reason: str) -> None:
+        await self.outbox.quarantine(transaction, reason)
+        await self._thaw_out(transaction)
 
     async def _tell_backoff(self, interval_ms: int | None) -> None:
         """Write the homeserver's backoff columns (Synapse's meaning) and tell its other workers."""

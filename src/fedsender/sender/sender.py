@@ -14,25 +14,24 @@ import math
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Protocol
 
 import structlog
 import trio
 
 from fedsender.config import Federation, Policy, Sending
 from fedsender.federation.client import FederationClient
-from fedsender.ledger import Ledger, Line
-from fedsender.matrix import Pdu
+from fedsender.ledger import Ledger
+from fedsender.matrix import Pdu, matches
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission, Pace
 from fedsender.sender.destination import Announcer, Context, Destination
 from fedsender.sender.failure import ServerState, take_wake
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.takeover import hand_over, take_over
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
-from fedsender.store.records import Settlement
 from fedsender.store.sender import Quarantined, Redelivery
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
@@ -123,7 +122,7 @@ class Sender:
     def spill_before(self, stream_ordering: int) -> None:
         """No queue may hold a PDU up to this stream ordering any longer."""
         for destination in self.active.values():
-            oldest = destination.queue.oldest
+            oldest = destination.outbox.queue.oldest
             if oldest is not None and oldest.stream_ordering <= stream_ordering:
                 destination.spill()
 
@@ -185,10 +184,12 @@ class Sender:
     def _wake_one(self, server: str, by_admin: bool) -> bool:
         self.context.client.forget(server)  # It may be back at another address.
         destination = self.active.get(server)
+        state = destination.state if destination is not None else self._state_of(server)
+        if self._draining or state.paused or state.parked:
+            return False
         if destination is not None:
             return destination.wake(by_admin=by_admin)
-        state = self._state_of(server)
-        if server not in self._behind or self._draining or state.paused or state.parked:
+        if server not in self._behind:
             return False
         if not self._policies.may_send_to(server):
             return False
@@ -203,7 +204,7 @@ class Sender:
     def known(self, pattern: str = "*") -> list[str]:
         """Servers that are active or owe something, by glob."""
         names = {*self.active, *self._behind, *self._states}
-        return sorted(name for name in names if fnmatchcase(name, pattern))
+        return sorted(name for name in names if matches(pattern, name))
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send to this server; durable on return."""
@@ -320,8 +321,8 @@ class Sender:
                 destination=server,
                 phase=destination.phase.value,
                 for_s=now - destination.since,
-                level=destination.level,
-                queued=len(destination.queue),
+                level=destination.outbox.level,
+                queued=len(destination.outbox.queue),
                 retry_in_s=destination.retry_in_s,
                 in_flight=destination.frozen.id if destination.frozen else None,
                 state=destination.state,
@@ -452,79 +453,6 @@ class Sender:
                 self._behind[server] = NEVER
 
 
-async def _valid_frozen(store: Store, ledger: Ledger, outside: Outside, instance: str) -> set[str]:
-    """Servers with a frozen transaction that may be repeated; others are discarded, on record.
-
-    All are void if the homeserver's database has moved without us (Synapse's own worker ran, a
-    backup was restored); one is if its server's LSSO is not what it was.
-    """
-    moved = await _moved_without_us(store, instance)
-    if moved is None:
-        for answer in ledger.last_words.values():
-            await _settle_from_ledger(store, answer)
-    valid = set()
-    for name in await store.sender.frozen_destinations():
-        record = await store.sender.load_frozen(name)
-        if record is None:
-            continue
-        lsso, before = await store.homeserver.lsso(name), record.manifest.get("lsso_before")
-        if moved is None and lsso == before:
-            valid.add(name)
-            continue
-        line = Line(
-            ms=outside.now_ms(),
-            destination=name,
-            outcome="discarded",
-            transaction_id=record.transaction_id,
-            attempt=record.attempts,
-            reason=moved or f"LSSO is {lsso}, and was {before} when it was frozen",
-        )
-        ledger.record(line)
-        await store.sender.drop_frozen(name)
-    return valid
-
-
-async def _settle_from_ledger(store: Store, line: Mapping[str, Any]) -> None:
-    """Move what this recorded answer moves, in the order of `Destination._settle`, or again."""
-    name = line["destination"]
-    rooms: dict[str, int] = {}
-    for pdu in line["pdus"]:
-        if pdu["lane"] == "catch_up":
-            upto = pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
-            rooms[pdu["room_id"]] = max(upto, rooms.get(pdu["room_id"], 0))
-    if rooms and await store.sender.catch_up(name) is not None:
-        await store.sender.catch_up_sent(name, rooms)
-    await store.homeserver.settle([Settlement(name, line["lsso"], tuple(line["outbox"]))])
-    again = [pdu["event_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
-    if again:
-        await store.sender.redelivered(name, again)
-    record = await store.sender.load_frozen(name)
-    if record is not None and record.transaction_id == line["transaction_id"]:
-        await store.sender.drop_frozen(name)
-
-
-async def _moved_without_us(store: Store, instance: str) -> str | None:
-    """Why the homeserver's database is not as we left it; None: it is, or we never had it."""
-    there = await store.homeserver.generation()
-    here = await store.sender.load_generation(instance)
-    if here is None:
-        return None
-    if there.ours is not None and there.ours != there.position:
-        return f"the events position is {there.position}, and was {there.ours} when we left it"
-    if there.position < here.events_position:
-        return f"the events position went back to {there.position} from {here.events_position}"
-    if there.mark is not None and there.mark != here.mark:
-        return "the homeserver's database is not the one that we left"
-    return None
-
-
-async def _adopt(store: Store, instance: str, mark: str) -> None:
-    """Take the homeserver's database as it is, and mark both with one generation."""
-    await store.homeserver.adopt_generation(mark)
-    position = await store.homeserver.events_position()
-    await store.sender.save_generation(instance, position, mark)
-
-
 @asynccontextmanager
 async def open_sender(
     *,
@@ -570,9 +498,7 @@ async def open_sender(
         pruned={},
     )
     states: Mapping[str, ServerState] = await store.sender.all_server_states()
-    frozen = await _valid_frozen(store, ledger, outside, instance)
-    mark = outside.entropy(8).hex()
-    await _adopt(store, instance, mark)
+    frozen = await take_over(store, ledger, outside, instance)
     blocked = await store.sender.quarantined_rooms()
     position = await store.homeserver.events_position()
     async with trio.open_nursery() as nursery:
@@ -587,7 +513,7 @@ async def open_sender(
     for destination in sender.unsaved:
         if destination.frozen is not None:
             await store.sender.save_frozen(await destination.frozen_record(destination.frozen))
-    await _adopt(store, instance, mark)
+    await hand_over(store, instance)
 
 
 async def _run_loops(

@@ -1,0 +1,286 @@
+"""What one server is owed, wherever it waits: in memory, in the homeserver's database, in ours.
+
+An outbox is *level* when all the PDUs it owes are in its queue, in stream order, or will be
+offered. Otherwise they are in the database, and catch-up reads them there. To-device messages and
+redeliveries are always in a database; memory only knows that there are some.
+
+Its owner, the destination's task, is the only one that calls the coroutines here, one at a time.
+Two sequences must stay free of `await`: between the query that found nothing owed, the check that
+nothing was offered since, and the switch to level (else a PDU falls between the database and the
+queue); and, in the destination, between `fill` and the freezing of what it filled (I6).
+"""
+
+import json
+from collections.abc import Sequence
+
+import structlog
+import trio
+
+from fedsender.config import Policy
+from fedsender.matrix import BadEvent, Pdu, canonical_json
+from fedsender.sender.catch_up import CatchUp
+from fedsender.sender.queue import EphemeralQueue, PduQueue
+from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.transaction import Draft, Edu, Outgoing, Transaction
+from fedsender.store.homeserver import HomeserverStore, Settlement
+from fedsender.store.sender import SenderStore
+from fedsender.telemetry import Metrics
+
+log = structlog.get_logger()
+
+EPHEMERAL_KEYS = 1000
+TO_DEVICE = "m.direct_to_device"
+
+
+class Outbox:
+    """See the module.
+
+    Attributes:
+        level: see the module.
+        queue: live PDUs.
+        ephemeral: typing, receipts, presence.
+        lsso: the destination's low-water mark; None until somebody had to know it.
+    """
+
+    def __init__(
+        self,
+        destination: str,
+        *,
+        homeserver: HomeserverStore,
+        store: SenderStore,
+        router: Router,
+        metrics: Metrics,
+        pruned: dict[str, Pdu],
+        queue_pdus: int,
+        level: bool,
+    ) -> None:
+        """`pruned`: event id -> the PDU to send in place of one that was redacted while queued."""
+        self.destination = destination
+        self.level = level
+        self.queue = PduQueue(queue_pdus)
+        self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS)
+        self.lsso: int | None = None
+        self._homeserver = homeserver
+        self._store = store
+        self._router = router
+        self._metrics = metrics
+        self._pruned = pruned
+        self._owes_keys = False
+        self._owes_redeliveries = False
+        self._spilled_in_health = False
+        self._offered = 0
+        self._catch_up: CatchUp | None = None
+
+    # --- Taking in: synchronous -------------------------------------------------------------------
+
+    def offer(self, pdu: Pdu, *, healthy: bool) -> None:
+        """The fan-out has made it durable that this server is owed the PDU."""
+        self._offered = max(self._offered, pdu.stream_ordering)
+        if self.lsso is not None and pdu.stream_ordering <= self.lsso:
+            return  # Catch-up saw it in the database first.
+        if self.level and not self.queue.add(pdu):
+            self.spill(healthy=healthy)
+
+    def spill(self, *, healthy: bool) -> None:
+        """Give the queued PDUs up: they are owed in the database, and catch-up reads them there.
+
+        `healthy`: only memory gave up, so that no gap is too large to be sent whole.
+        """
+        if self.level:
+            self.level = False
+            self._spilled_in_health = healthy
+            self._metrics.spills.inc()
+        self.queue.clear()
+
+    def owe_keys(self) -> None:
+        """There are to-device messages in the database."""
+        self._owes_keys = True
+
+    def owe_redeliveries(self) -> None:
+        """There are events to send again."""
+        self._owes_redeliveries = True
+
+    def put_edu(
+        self, key: str, edu_type: str, content: dict[str, object], *, lifetime_s: float
+    ) -> None:
+        """Send this EDU, unless a newer one of the same key replaces it or it grows too old."""
+        wire = canonical_json({"content": content, "edu_type": edu_type})
+        expires_at = trio.current_time() + lifetime_s
+        self.ephemeral.put(key, edu_type, wire, expires_at=expires_at)
+
+    def take_back(self, transaction: Transaction) -> None:
+        """This transaction will not be repeated; what was in it waits again."""
+        self._owes_keys |= bool(transaction.outbox_ids)
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything durable is left to send."""
+        waiting = not self.level or len(self.queue) > 0
+        return waiting or self._owes_keys or self._owes_redeliveries
+
+    # --- Filling a transaction --------------------------------------------------------------------
+
+    async def fill(self, draft: Draft, policy: Policy) -> None:
+        """Put in what goes next, keys first; ephemeral EDUs take what room is left."""
+        if self._owes_keys:
+            await self._fill_keys(draft)
+        if self._owes_redeliveries:
+            await self._fill_redeliveries(draft)
+        if not self.level:
+            await self._fill_owed(draft, policy)
+        if self.level:
+            self.queue.fill(draft, self._pruned)
+        self.ephemeral.expire(trio.current_time())
+        self.ephemeral.fill(draft)
+
+    async def _fill_keys(self, draft: Draft) -> None:
+        # Cleared before the read, so that a message that arrives during it asks for another look.
+        self._owes_keys = False
+        rows = await self._homeserver.to_device(self.destination, 0, None, draft.max_edus)
+        for row_id, content in rows:
+            try:
+                # What a homeserver stores is JSON, but hardly ever in canonical form.
+                wire = canonical_json(
+                    {"content": json.loads(content), "edu_type": TO_DEVICE},
+                    allow_fractions=True,
+                    allow_big_integers=True,
+                )
+            except (BadEvent, ValueError) as error:
+                await self._quarantine_row(row_id, content, str(error))
+                continue
+            if not draft.add_edu(Edu(TO_DEVICE, wire, outbox_ids=(row_id,))):
+                self._owes_keys = True
+                return
+        self._owes_keys |= len(rows) == draft.max_edus
+
+    async def _quarantine_row(self, row_id: int, content: str, reason: str) -> None:
+        await self._store.quarantine_item(
+            destination=self.destination, kind=TO_DEVICE, content=content.encode(), reason=reason
+        )
+        await self._homeserver.settle([Settlement(self.destination, None, (row_id,))])
+        self._metrics.quarantined.inc()
+        log.error("to-device message quarantined", destination=self.destination, row=row_id)
+
+    async def _fill_redeliveries(self, draft: Draft) -> None:
+        waiting = await self._store.redeliveries(self.destination, draft.max_pdus)
+        self._owes_redeliveries = len(waiting) > 0
+        event_ids = [item.event_id for item in waiting]
+        routed = await self._router.load(event_ids)
+        dropped = []
+        for event_id in event_ids:
+            item = routed.get(event_id)
+            if not isinstance(item, Routed) or self.destination not in item.servers:
+                dropped.append(event_id)
+            elif not draft.add_pdu(Outgoing(item.pdu, "redelivery")):
+                break
+        if dropped:
+            log.info("not redelivered: not for it", destination=self.destination, n=len(dropped))
+            await self._store.redelivered(self.destination, dropped)
+
+    async def _fill_owed(self, draft: Draft, policy: Policy) -> None:
+        """What the database owes; if that is nothing, become level."""
+        catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
+        catch_up.gap_events = policy.catch_up_gap_events
+        offered = self._offered
+        assert self.lsso is not None
+        if await catch_up.fill(draft, self.lsso):
+            stuck, catch_up.stuck = catch_up.stuck, []
+            for bad in stuck:
+                await self.quarantine_pdu(bad)
+            return
+        await self._store.end_catch_up(self.destination)
+        self._catch_up = None
+        # No await from here on: what was not offered by now will be offered to a level queue.
+        if self._offered == offered:
+            self.level = True
+            self._spilled_in_health = False
+
+    async def _begin_catch_up(self) -> CatchUp:
+        """Go on with the catch-up on record, or begin one at the present LSSO."""
+        name = self.destination
+        lsso = await self._homeserver.lsso(name)
+        record = await self._store.catch_up(name)
+        if record is not None:
+            floor, newest_only, answered = record.floor, record.newest_only, dict(record.rooms)
+        else:
+            newest_only, answered = lsso is None, {}
+            floor = await self._floor_without_lsso() if lsso is None else lsso
+            await self._store.begin_catch_up(name, floor, newest_only)
+        self.lsso = floor if lsso is None else lsso
+        return CatchUp(
+            name,
+            self._homeserver,
+            self._router,
+            floor,
+            newest_only,
+            gap_events=0,
+            whole=self._spilled_in_health,
+            answered=answered,
+        )
+
+    async def _floor_without_lsso(self) -> int:
+        """A server that was never reached by whoever sent before us: below all that it is owed."""
+        owed = await self._homeserver.owed_rooms(self.destination, 0, 1)
+        return owed[0][1] - 1 if owed else 0
+
+    # --- Settling ---------------------------------------------------------------------------------
+
+    async def settle(self, transaction: Transaction) -> None:
+        """What was in the transaction is dealt with: answered, or in quarantine."""
+        await self._move(transaction.rooms_done, transaction.lsso, transaction.outbox_ids)
+        redelivered = [pdu.event_id for pdu in transaction.pdus if pdu.lane == "redelivery"]
+        if redelivered:
+            await self._store.redelivered(self.destination, redelivered)
+        self.ephemeral.answered(transaction.ephemeral)
+
+    async def note_progress(self, draft: Draft) -> None:
+        """Catch-up passed rooms that owe this server nothing, without anything to send."""
+        if draft.lsso is not None:
+            await self._move(draft.rooms_done, draft.lsso, ())
+
+    async def _move(
+        self, rooms_done: dict[str, int], lsso: int | None, outbox_ids: Sequence[int]
+    ) -> None:
+        """Write progress down: rooms first, because LSSO passes what they still owe."""
+        if rooms_done:
+            catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
+            await self._store.catch_up_sent(self.destination, rooms_done)
+            catch_up.answered.update(rooms_done)
+        if lsso is not None or outbox_ids:
+            settlement = Settlement(self.destination, lsso, tuple(outbox_ids))
+            await self._homeserver.settle([settlement])
+        if lsso is not None:
+            self.lsso = max(lsso, self.lsso or 0)
+            self.queue.settled(lsso)
+
+    async def quarantine(self, transaction: Transaction, reason: str) -> None:
+        """Take the transaction's single item out of the way, durably, and go on behind it."""
+        for pdu in transaction.pdus:
+            await self.quarantine_pdu(Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, reason))
+        if not transaction.pdus:
+            await self._store.quarantine_item(
+                destination=self.destination,
+                kind=next(iter(transaction.edu_types)),
+                content=transaction.body,
+                reason=reason,
+            )
+            self._metrics.quarantined.inc()
+        await self.settle(transaction)
+
+    async def quarantine_pdu(self, bad: Bad) -> None:
+        """Keep this PDU from this server, with a reason, until an operator decides."""
+        log.error(
+            "PDU quarantined",
+            destination=self.destination,
+            event_id=bad.event_id,
+            reason=bad.reason,
+        )
+        self._metrics.quarantined.inc()
+        await self._store.quarantine_item(
+            destination=self.destination,
+            kind="pdu",
+            event_id=bad.event_id,
+            room_id=bad.room_id,
+            stream_ordering=bad.stream_ordering,
+            reason=bad.reason,
+        )
