@@ -1,0 +1,83 @@
+"""What other parts of the project build on: the README's contract, held.
+
+A red test here means that the README, the docs and whoever reads the ledger or the tables have to
+follow, or that the change was not meant.
+"""
+
+import inspect
+from dataclasses import fields
+from pathlib import Path
+
+from sqlalchemy import Table
+
+from fedsender.ledger import Line, SentPdu
+from fedsender.replication.sink import Sink
+from fedsender.sender.sender import Sender, open_sender
+from fedsender.store import tables
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def columns(table: Table) -> set[str]:
+    return {column.name for column in table.columns}
+
+
+def test_the_homeserver_tables_keep_synapses_names() -> None:
+    assert columns(tables.destination_rooms) == {"destination", "room_id", "stream_ordering"}
+    assert columns(tables.destinations) == {
+        "destination",
+        "retry_last_ts",
+        "retry_interval",
+        "failure_ts",
+        "last_successful_stream_ordering",
+    }
+    assert columns(tables.federation_stream_position) == {"type", "stream_id", "instance_name"}
+    assert {"stream_ordering", "event_id", "room_id", "type", "sender"} <= columns(tables.events)
+    assert {"event_id", "json", "internal_metadata", "format_version"} <= columns(tables.event_json)
+
+
+def test_the_sender_tables_are_these() -> None:
+    assert {table.name for table in tables.sender.sorted_tables} == {
+        "frozen_transactions",
+        "server_states",
+        "catch_ups",
+        "catch_up_rooms",
+        "quarantine",
+        "redeliveries",
+        "generation",
+        "instance_lock",
+    }
+
+
+def test_the_two_databases_share_no_table() -> None:
+    homeserver = {table.name for table in tables.homeserver.sorted_tables}
+    assert not homeserver & {table.name for table in tables.sender.sorted_tables}
+
+
+def test_a_ledger_line_has_the_fields_that_the_readme_names() -> None:
+    words = README.split("one JSON object per attempt: `")[1].split("`")[0]
+    outer, _, rest = words.partition("[")
+    inner, _, tail = rest.partition("]")
+    named = {*outer.split(), *tail.split()}
+
+    assert named == {field.name for field in fields(Line)} | {"v", "instance"}
+    assert {name.rstrip("?") for name in inner.split()} == {field.name for field in fields(SentPdu)}
+
+
+def test_the_feed_calls_these_and_the_sender_has_them() -> None:
+    """Synchronous: the feed must never wait for the sender."""
+    calls = [name for name in vars(Sink) if not name.startswith("_") and name != "events"]
+
+    assert sorted(calls) == ["backoff_changed", "server_up", "to_device_changed"]
+    for name in calls:
+        method = getattr(Sender, name)
+        assert not inspect.iscoroutinefunction(method)
+        assert list(inspect.signature(method).parameters) == ["self", "server"]
+
+
+def test_the_sender_offers_what_the_readme_says() -> None:
+    offered = README.split("`open_sender` | an `async with`; ")[1].split(" |")[0]
+
+    for name in offered.replace("`", "").split(", "):
+        assert callable(getattr(Sender, name)), name
+    assert "announcer" in inspect.signature(open_sender).parameters
