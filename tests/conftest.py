@@ -13,12 +13,13 @@ def _databases() -> Iterator[Databases]:
 
 
 @pytest.fixture
-def postgres(_databases: Databases) -> Databases:
-    """A PostgreSQL; `create_database()` gives the URL of an empty database."""
+def postgres(_databases: Databases) -> Iterator[Databases]:
+    """A PostgreSQL; `create_database()` gives the URL of an empty database, for this test."""
+    yield _databases
     # A test that failed half-way must not take the next one with it.
     if not _databases.server.running:
         _databases.start()
-    return _databases
+    _databases.drop()
 
 
 @pytest.fixture(scope="session")

@@ -190,3 +190,20 @@ async def test_the_history_can_be_followed_over_tcp_and_is_told_once() -> None:
     assert [token for token, _ in told if token is not None] == [
         step.token for step in homeserver.steps if step.rows
     ]
+
+
+def test_who_is_turned_away_can_always_be_told() -> None:
+    # Otherwise a run would fail for what no sender can know.
+    told: set[str] = set()
+    turned_away = 0
+    for step in a_homeserver(10).steps:
+        for kind, row in step.rows:
+            if kind == "pdu":
+                _, event_id, event, details = row
+                told.add(event_id)
+                was = event["unsigned"].get("prev_content", {}).get("membership")
+                now = event["content"].get("membership")
+                if was in ("invite", "knock") and now in ("leave", "ban"):
+                    turned_away += 1
+                    assert details["plus"] or event["unsigned"]["replaces_state"] in told
+    assert turned_away > 5

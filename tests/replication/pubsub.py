@@ -124,6 +124,8 @@ class Process:
                     replies.receive_data(bytes(data))
                     while (one := replies.next_reply()) is not NEED_DATA:
                         self.heard.append(words(one)[2])
+            # Deaf, but it can still speak.
+            await trio.sleep_forever()
 
 
 def is_said(process: Process | FakeRedis, line: str) -> Callable[[], bool]:

@@ -223,7 +223,7 @@ async def test_link_pings_every_five_seconds(autojump_clock: trio.testing.MockCl
         await trio.sleep(1)
         server = world.servers.popleft()
         await server.say(f"SERVER {SERVER}")
-        times = []
+        times: list[float] = []
         while len(times) < 3:
             if str(await server.hear_any()).startswith("PING "):
                 times.append(trio.current_time())
@@ -269,7 +269,15 @@ async def test_server_that_stands_below_what_we_hold_is_an_error(
                 await world.link.next_facts()
 
 
-@pytest.mark.parametrize("bad", ["RDATA events x []", "x" * 300_000, "RDATA events 54 [1"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "RDATA events x []",
+        "x" * 300_000,
+        "RDATA events 54 [1",
+        "RDATA events batch []\nPOSITION events 54",
+    ],
+)
 async def test_bad_line_ends_the_connection_and_it_comes_back(
     autojump_clock: trio.testing.MockClock, bad: str
 ) -> None:

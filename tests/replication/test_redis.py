@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ async def forwarding(
                 pass
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, carry, listeners)
+        nursery.start_soon(partial(trio.serve_listeners, carry, list(listeners)))
         yield
         nursery.cancel_scope.cancel()
 

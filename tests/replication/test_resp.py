@@ -39,7 +39,7 @@ def replies_in(pieces: list[bytes]) -> list[Reply]:
     replies: list[Reply] = []
     for piece in pieces:
         reader.receive_data(piece)
-        while not isinstance(reply := reader.next_reply(), type(NEED_DATA)):
+        while (reply := reader.next_reply()) is not NEED_DATA:
             replies.append(reply)
     return replies
 

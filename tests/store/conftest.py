@@ -35,7 +35,7 @@ def new_url(request: pytest.FixtureRequest, tmp_path: Path) -> NewUrl:
         numbers = iter(range(1_000))
         return lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db"
     postgres: Databases = request.getfixturevalue("postgres")
-    return postgres.create_database
+    return postgres.create_schema
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ async def test_a_serialization_failure_is_run_again(postgres: Databases) -> None
             connection.execute(text("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"))
         return "done"
 
-    async with open_database(postgres.create_database(), real_outside(), name="test") as database:
+    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
         await database.write(make_table)
 
         assert await database.write(fails_twice) == "done"
@@ -208,7 +208,7 @@ async def test_a_serialization_failure_is_run_again(postgres: Databases) -> None
 
 
 async def test_one_of_two_deadlocked_transactions_is_run_again(postgres: Databases) -> None:
-    url = postgres.create_database()
+    url = postgres.create_schema()
     outside = real_outside()
     meet = trio.Event()
     token = trio.lowlevel.current_trio_token()
@@ -246,7 +246,7 @@ async def test_a_restart_of_the_database_loses_nothing_and_needs_none_of_ours(
     written: list[str] = []
     stopped = trio.Event()
 
-    async with open_database(postgres.create_database(), real_outside(), name="test") as database:
+    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
         await database.write(make_table)
 
         async def keep_writing() -> None:
@@ -283,7 +283,7 @@ def add_once(connection: Connection, note: str) -> None:
 async def test_a_writer_waiting_for_a_database_that_is_away_can_be_cancelled(
     postgres: Databases,
 ) -> None:
-    async with open_database(postgres.create_database(), real_outside(), name="test") as database:
+    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
         await database.write(make_table)
         await trio.to_thread.run_sync(postgres.stop)
         with trio.move_on_after(0.5) as scope:

@@ -124,18 +124,17 @@ def list_directory(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("line", LINES)
-def test_alembic_itself_can_be_used_from_the_source_tree(tmp_path: Path, line: Line) -> None:
+def test_alembic_itself_can_be_used_from_the_source_tree(tmp_path: Path) -> None:
     """Up and down again, with no ini file; our folder does not hide the library."""
 
     def alembic(*arguments: str) -> str:
-        options = ["-x", f"line={line}", "-x", f"url=sqlite:///{tmp_path}/test.db"]
+        options = ["-x", "line=sender", "-x", f"url=sqlite:///{tmp_path}/test.db"]
         program = [sys.executable, "-m", "alembic", *options, *arguments]
         return subprocess.run(
             program, cwd=ROOT, check=True, capture_output=True, text=True, env={"PYTHONPATH": "src"}
         ).stdout
 
-    alembic("upgrade", f"{line}@head")
-    assert alembic("current") == f"{line}_0001 (head)\n"
-    alembic("downgrade", f"{line}@base")
+    alembic("upgrade", "sender@head")
+    assert alembic("current") == "sender_0001 (head)\n"
+    alembic("downgrade", "sender@base")
     assert alembic("current") == ""

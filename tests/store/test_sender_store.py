@@ -222,7 +222,7 @@ async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Pa
 async def test_a_lock_is_lost_with_its_connection_and_taken_again(
     postgres: Databases, tmp_path: Path
 ) -> None:
-    async with open_store(config(postgres.create_database(), tmp_path), real_outside()) as opened:
+    async with open_store(config(postgres.create_schema(), tmp_path), real_outside()) as opened:
         await opened.sender.take_lock("fed1", "boot1")
         await trio.to_thread.run_sync(postgres.stop)
         assert not await opened.sender.renew_lock()

@@ -124,6 +124,7 @@ class Homeserver:
         self._rng = rng
         self._now_ms = now_ms
         self._versions = versions
+        self._told: set[str] = set()
         self._signers = {name: Signer(name, *signing_key)}
 
     async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[list[Any]]]:
@@ -292,7 +293,7 @@ class Homeserver:
 
     def _remote_turned_away(self, room: Room) -> Step | None:
         """An invitation is taken back, a knock refused, or somebody who is not there banned."""
-        users = self._remote(room, "invite", "knock", "leave")
+        users = self._remote(room, "invite", "knock") or self._remote(room, "leave")
         if not users:
             return None
         user = self._rng.choice(users)
@@ -396,13 +397,15 @@ class Homeserver:
         }
         if flags:
             details["internal_metadata"] = dict(flags)
-        # A sender finds a taken-back invitation in the event's auth events, or is told: both work.
-        if turned_away and self._rng.random() < 0.5:
+        # A sender finds the invitation or knock itself if it was told of it, so both must work.
+        before_it = event.content["unsigned"].get("replaces_state")
+        if turned_away and (before_it not in self._told or self._rng.random() < 0.5):
             details["plus"] = sorted(turned_away)
         foreign = server_of(event.content["sender"]) != self.name and not flags
         # Of a remote server's own events a homeserver may say everything, or nothing.
         if not foreign or self._rng.random() < 0.5:
             rows.append(["pdu", [room.room_id, event.event_id, event.content, details]])
+            self._told.add(event.event_id)
         now = room.servers()
         if now != before:
             rows.append(["hosts", [room.room_id, sorted(now - before), sorted(before - now)]])

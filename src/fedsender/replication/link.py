@@ -140,10 +140,13 @@ class TcpLink:
                 self._take(await wire.next_command(), facts)
             while (command := wire.buffered_command()) is not None:
                 self._take(command, facts)
-        except (Disconnected, BadLine) as gone:
-            await self._drop(wire, str(gone))
-            if not facts:
-                raise Disconnected(str(gone)) from gone
+        except (Disconnected, BadLine) as error:
+            gone = error
+        else:
+            return facts
+        await self._drop(wire, str(gone))
+        if not facts:
+            raise Disconnected(str(gone)) from gone
         return facts
 
     def _take(self, command: Command, facts: list[Received]) -> None:
@@ -166,7 +169,9 @@ class TcpLink:
                 f"stream {self._settings.stream}: the server stands at {token}, and we hold "
                 f"everything up to {self._token}: it has another history than ours"
             )
-        self._batches.clear()
+        if self._batches.is_open(self._settings.stream, None):
+            # Its rows would be passed over, and nothing brings them again.
+            raise BadLine(f"POSITION inside a batch of {self._settings.stream}")
         self.level = True
         self._pauses.reset()
         if token > self._token:
@@ -184,12 +189,19 @@ class TcpLink:
         try:
             with trio.fail_after(GREETING_S):
                 await self._greet(wire)
-        except (Disconnected, BadLine, trio.TooSlowError) as failed:
-            await self._drop(wire, str(failed) or "no greeting")
-            raise Disconnected(self.last_error) from failed
+        except (Disconnected, BadLine) as error:
+            reason = str(error)
+        except trio.TooSlowError:
+            reason = f"no greeting in {GREETING_S:.0f} s"
         except BaseException:
             await wire.aclose()
             raise
+        else:
+            return self._use(wire)
+        await self._drop(wire, reason)
+        raise Disconnected(reason)
+
+    def _use(self, wire: Wire) -> Wire:
         self._wire = wire
         self._ever_connected.set()
         self._nursery.start_soon(self._keep_alive, wire)
@@ -202,7 +214,8 @@ class TcpLink:
         first = await wire.next_command()
         if first != Server(settings.server_name):
             await wire.send(Error("Wrong remote"))
-            raise Disconnected(f"this is not the replication of {settings.server_name}: {first}")
+            name = first.name if isinstance(first, Server) else "something else"
+            raise Disconnected(f"this is the replication of {name}, not {settings.server_name}")
         if settings.secret is not None:
             await wire.send(Auth(settings.secret))
         await wire.send(Name(settings.instance))

@@ -482,6 +482,10 @@ class Batches:
             raise BadLine(f"a batch of {rdata.stream} that does not end")
         return None
 
+    def is_open(self, stream: str, instance: str | None) -> bool:
+        """Whether rows of this writer wait for their token."""
+        return (stream, instance) in self._open
+
     def discard(self, stream: str, instance: str | None) -> None:
         """Forget what was collected of a batch, if anything: its rows come again."""
         batch = self._open.pop((stream, instance), None)

@@ -71,12 +71,12 @@ class _Redis:
             try:
                 with trio.fail_after(REPLY_S):
                     await self._stream.send_all(request(*arguments))
-            except BaseException as error:
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                raise Disconnected("the connection to Redis broke") from error
+            except trio.TooSlowError as error:
+                raise Disconnected("Redis takes nothing") from error
+            except BaseException:
                 await self.aclose()
-                if isinstance(error, trio.BrokenResourceError | trio.ClosedResourceError):
-                    raise Disconnected("the connection to Redis broke") from error
-                if isinstance(error, trio.TooSlowError):
-                    raise Disconnected("Redis takes nothing") from error
                 raise
 
     async def receive(self) -> Reply:
@@ -164,14 +164,16 @@ class RedisLink:
                 return None
             try:
                 reached = await session.publisher.ask("PUBLISH", self._settings.channel, line)
-            except Disconnected as gone:
-                await self._drop(session, str(gone))
-                return None
+            except Disconnected as error:
+                gone = error
             except BaseException:
                 # A reply that nobody has read would be taken for the next one's.
                 await session.aclose()
                 raise
-        return reached if isinstance(reached, int) else None
+            else:
+                return reached if isinstance(reached, int) else None
+            await self._drop(session, str(gone))
+        return None
 
     async def _hear(self) -> Command | Subscribed:
         if self._session is None:
@@ -184,9 +186,10 @@ class RedisLink:
                 if command is not None:
                     self._pauses.reset()
                     return command
-        except Disconnected as gone:
-            await self._drop(session, str(gone))
-            raise
+        except Disconnected as error:
+            gone = error
+        await self._drop(session, str(gone))
+        raise gone
 
     def _command_in(self, reply: Reply) -> Command | None:
         """The command in a message; None for what else is pushed, and for what cannot be read."""

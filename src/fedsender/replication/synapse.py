@@ -135,10 +135,11 @@ class SynapseFeed(Feed):
 
     def status(self) -> FeedStatus:
         link, events = self._link, self._events
-        heard = self._heard_from.issuperset(self._writers)
+        connected = link is not None and link.connected
+        heard = connected and self._heard_from.issuperset(self._writers)
         return FeedStatus(
             kind="redis",
-            connected=link is not None and link.connected,
+            connected=connected,
             level=heard and events.linear >= events.head and self.stopped is None,
             position=self._sink.events.value,
             head=events.head,

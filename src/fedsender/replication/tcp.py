@@ -175,6 +175,7 @@ class _Client:
         self._instance: str | None = None
         self._following: set[str] = set()
         self._refusal: str | None = None
+        self._refused = trio.Event()
         self._offered, self._waiting = trio.open_memory_channel[Command](MAX_WAITING)
 
     def offer(self, command: Command) -> None:
@@ -188,7 +189,7 @@ class _Client:
         """Stop with an ERROR, behind the line that is being sent."""
         if self._refusal is None:
             self._refusal = refusal
-            self._nursery.start_soon(self._leave, refusal)
+            self._refused.set()
 
     async def run(self, refusal: str | None) -> None:
         """From the greeting to the end, or just the refusal; raises nothing that is the client's
@@ -196,6 +197,7 @@ class _Client:
         with self._offered, self._waiting:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
+                nursery.start_soon(self._leave)
                 if refusal is None:
                     nursery.start_soon(self._part, self._listen)
                 else:
@@ -215,11 +217,12 @@ class _Client:
             log.error("replication_row_unsendable", client=self.name, reason=str(unsendable))
             self.end("a row that cannot be sent")
 
-    async def _leave(self, refusal: str) -> None:
-        log.info("replication_client_refused", client=self.name, reason=refusal)
+    async def _leave(self) -> None:
+        await self._refused.wait()
+        log.info("replication_client_refused", client=self.name, reason=self._refusal)
         with trio.move_on_after(FAREWELL_S):
             try:
-                await self._wire.send_last(Error(refusal))
+                await self._wire.send_last(Error(self._refusal or ""))
             except (Disconnected, UnsendableCommand):
                 log.debug("replication_farewell_lost", client=self.name)
         self._nursery.cancel_scope.cancel()

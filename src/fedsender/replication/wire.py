@@ -107,9 +107,10 @@ class Wire:
         """
         await self.send(Ping(str(self._now_ms())))
         while True:
-            quiet = trio.current_time() - self._last_sent
-            if quiet < PING_EVERY_S:
-                await trio.sleep(PING_EVERY_S - quiet)
+            due = self._last_sent + PING_EVERY_S
+            if trio.current_time() < due:
+                # Until a moment, not for a while: a clock may never reach the end of 1e-15 s.
+                await trio.sleep_until(due)
             else:
                 await self.send(Ping(str(self._now_ms())))
 

@@ -82,7 +82,6 @@ class AdvisoryLock:
             connect_args={
                 "connect_timeout": CONNECT_S,
                 "application_name": "fedsender lock",
-                "options": "-c statement_timeout=10000",
                 "keepalives_idle": 10,
                 "keepalives_interval": 5,
                 "keepalives_count": 3,
@@ -108,6 +107,7 @@ class AdvisoryLock:
         key = int.from_bytes(digest[:8], "big", signed=True)
         try:
             self._connection = self._engine.connect()
+            self._connection.execute(text("SET statement_timeout = 10000"))
             free = self._connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": key})
         except DBAPIError as error:
             self._close()
