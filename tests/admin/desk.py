@@ -12,7 +12,7 @@ from tests.sender.harness import World
 from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
 from fedsender.admin.parts import Parts
-from fedsender.admin.probes import doubts
+from fedsender.admin.probes import doubts, observe
 from fedsender.config import Config
 from fedsender.replication.sink import FeedStatus
 
@@ -90,6 +90,7 @@ def parts_of(world: World, standing: Standing) -> Parts:
         store=world.store.sender,
         outside=world.outside,
         metrics=world.metrics,
+        observe=lambda: observe(world.sender, standing, world.metrics),
         ledger_directory=world.directory / "ledger",
         doubts=lambda: doubts(
             standing, world.store.homeserver, world.store.sender, standing, standing

@@ -816,3 +816,16 @@ async def test_every_attempt_leaves_one_line_with_its_reason(
     assert len(lines) == len(server.attempts)
     assert lines[0]["reason"] == "refused: connection refused"
     assert lines[-1]["lsso"] == world.token
+
+
+async def test_what_a_lost_hint_left_waiting_is_found(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A row written while nobody told us; W7 for to-device messages."""
+    async with world.run():
+        await world.join(R1, A)
+        await settle(60)
+        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        await settle(400)
+
+    assert [edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus]

@@ -33,6 +33,7 @@ class Parts:
     """The daemon as the endpoints see it.
 
     Attributes:
+        observe: sets the gauges that are only worth setting when somebody asks.
         doubts: why the daemon is not ready, one sentence each; none: it is.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
@@ -44,6 +45,7 @@ class Parts:
     store: SenderStore
     outside: Outside
     metrics: Exposition
+    observe: Callable[[], None]
     ledger_directory: Path
     doubts: Callable[[], Iterable[str]]
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))

@@ -1,5 +1,6 @@
 """What machines ask without a token: alive, ready, metrics."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -9,7 +10,9 @@ from starlette.responses import Response
 from fedsender.admin.parts import Reach
 from fedsender.admin.refusal import json_answer
 from fedsender.replication.sink import FeedStatus
-from fedsender.telemetry import EXPOSITION_TYPE
+from fedsender.sender.destination import Phase
+from fedsender.sender.sender import Sender
+from fedsender.telemetry import EXPOSITION_TYPE, Metrics
 
 router = APIRouter(tags=["probes"])
 
@@ -60,6 +63,20 @@ def doubts(
         yield "the instance lock is lost: nothing is sent until it is taken again"
 
 
+def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
+    """Set the gauges: they are only worth counting when somebody asks."""
+    active, status = sender.active.values(), feed.status()
+    metrics.pending_destinations.set(len(active))
+    metrics.pending_pdus.set(sum(len(one.outbox.queue) for one in active))
+    metrics.pending_edus.set(sum(len(one.outbox.ephemeral) for one in active))
+    metrics.in_flight.set(sender.context.admission.in_flight)
+    phases = Counter(one.phase for one in active)
+    for phase in Phase:
+        metrics.destinations_by_phase.labels(phase.value).set(phases[phase])
+    metrics.feed_connected.set(status.connected)
+    metrics.stream_position.labels("events").set(status.position)
+
+
 @router.get("/health", summary="200 while the daemon's loop turns")
 async def health() -> dict[str, bool]:
     return {"alive": True}
@@ -90,6 +107,7 @@ async def ready(parts: Reach) -> Response:
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(parts: Reach) -> Response:
+    parts.observe()
     # In a thread: with thousands of samples it would keep the loop from sending.
     text = await parts.outside.run_sync(parts.metrics.exposition, limiter=parts.rendering)
     return Response(text, media_type=EXPOSITION_TYPE)

@@ -14,13 +14,14 @@ from hypercorn.trio import serve
 
 from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
-from fedsender.admin.parts import Exposition, Parts, Policies
-from fedsender.admin.probes import Failing, Follows, Gate, doubts
+from fedsender.admin.parts import Parts, Policies
+from fedsender.admin.probes import Failing, Follows, Gate, doubts, observe
 from fedsender.config import Address, TcpAddress, UnixAddress, read_secret
 from fedsender.outside import Outside, listen_tcp, listen_unix
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import SenderStore
+from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
 
@@ -55,7 +56,7 @@ class Daemon(Protocol):
     @property
     def ledger(self) -> Failing: ...
     @property
-    def metrics(self) -> Exposition: ...
+    def metrics(self) -> Metrics: ...
     @property
     def admission(self) -> Admission: ...
 
@@ -97,6 +98,7 @@ def parts_of(daemon: Daemon, outside: Outside) -> Parts:
         store=own,
         outside=outside,
         metrics=daemon.metrics,
+        observe=lambda: observe(daemon.sender, daemon.feed, daemon.metrics),
         ledger_directory=daemon.policies.config.ledger.directory,
         doubts=lambda: doubts(daemon.feed, homeserver, own, daemon.ledger, daemon.admission.gate),
     )

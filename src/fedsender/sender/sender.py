@@ -38,6 +38,8 @@ from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
 
+FIRST_SWEEP_S = 10.0
+SWEEP_EVERY_S = 300.0
 NEVER = math.inf
 """The time at which a paused or parked server is due."""
 
@@ -414,6 +416,24 @@ class Sender:
             if self._behind.get(server) == at and self._policies.may_send_to(server):
                 self._activate(server, level=False)
 
+    async def sweep(self) -> None:
+        """Take up what is owed and nobody is at: a lost hint, a row that somebody else wrote."""
+        for lag in await self.context.homeserver.lagging():
+            server = lag.destination
+            known = server in self.active or server in self._behind
+            if known or self._draining or not self._policies.may_send_to(server):
+                continue
+            destination = self._activate(server, level=lag.rooms == 0)
+            if lag.owes_keys:
+                destination.owe_keys()
+
+    async def sweep_for_ever(self) -> None:
+        """Sweep soon after the start, when the feed tells of what is new, and now and then."""
+        await trio.sleep(FIRST_SWEEP_S)
+        while True:
+            await self.sweep()
+            await trio.sleep(SWEEP_EVERY_S)
+
     def begin_drain(self) -> None:
         """Take nothing more on."""
         self._draining = True
@@ -525,4 +545,5 @@ async def _run_loops(
             nursery.start_soon(sender.fan_out.run, sender.events, position, name="fan-out")
             pace = Pace(sender.context.sending.ramp_per_second)
             nursery.start_soon(sender.bring_back, pace, name="ramp")
+            nursery.start_soon(sender.sweep_for_ever, name="sweep")
             task_status.started(scope)
