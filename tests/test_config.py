@@ -88,7 +88,7 @@ def _settings_in(section: type[Section], prefix: str = "") -> dict[str, str]:
 
 def _settings_of(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _settings_of(value, f"{prefix}{name}.")
         else:
             yield prefix + name

@@ -11,7 +11,8 @@ from pathlib import Path
 from sqlalchemy import Table
 
 from fedsender.ledger import Line, SentPdu
-from fedsender.replication.sink import Sink
+from fedsender.replication.sink import EduSink, Sink
+from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import tables
 
@@ -44,6 +45,8 @@ def test_the_sender_tables_are_these() -> None:
         "catch_up_rooms",
         "quarantine",
         "redeliveries",
+        "receipt_positions",
+        "receipt_debts",
         "generation",
         "instance_lock",
     }
@@ -66,13 +69,28 @@ def test_a_ledger_line_has_the_fields_that_the_readme_names() -> None:
 
 def test_the_feed_calls_these_and_the_sender_has_them() -> None:
     """Synchronous: the feed must never wait for the sender."""
-    calls = [name for name in vars(Sink) if not name.startswith("_") and name != "events"]
+    properties = {"events", "edus"}
+    calls = [name for name in vars(Sink) if not name.startswith("_") and name not in properties]
 
     assert sorted(calls) == ["backoff_changed", "server_up", "to_device_changed"]
     for name in calls:
         method = getattr(Sender, name)
         assert not inspect.iscoroutinefunction(method)
         assert list(inspect.signature(method).parameters) == ["self", "server"]
+
+
+def test_the_feed_tells_of_edus_by_these_and_the_sender_has_them() -> None:
+    watermarks = {"device_lists", "receipts"}
+    calls = [name for name in vars(EduSink) if not name.startswith("_") and name not in watermarks]
+
+    words = README.split("`edus` (")[1].split(")")[0]
+    assert sorted(calls) == sorted(words.replace("`", "").split(", ")[2:])
+    for name in calls:
+        method = getattr(EduFlow, name)
+        assert not inspect.iscoroutinefunction(method)
+        assert inspect.signature(method).parameters.keys() == (
+            inspect.signature(getattr(EduSink, name)).parameters.keys()
+        )
 
 
 def test_the_sender_offers_what_the_readme_says() -> None:

@@ -21,6 +21,7 @@ from fedsender.ledger import (
     open_ledger,
     read_lines,
     segments,
+    torn_segments,
 )
 from fedsender.outside import Outside
 
@@ -77,6 +78,7 @@ async def test_a_line_has_these_fields_and_no_others(tmp_path: Path) -> None:
             pdus=[SentPdu("$e", "!r", 7, "catch_up", (3, 7)), SentPdu("$f", "!r", 8, "live")],
             edus={"m.typing": 1},
             outbox=[40],
+            device_lists=[(41, "@a:hs.example", "PHONE")],
             bytes=100,
             status=200,
             refused={"$f": "no"},
@@ -111,6 +113,7 @@ async def test_a_line_has_these_fields_and_no_others(tmp_path: Path) -> None:
             ],
             "edus": {"m.typing": 1},
             "outbox": [40],
+            "device_lists": [[41, "@a:hs.example", "PHONE"]],
             "refused": {"$f": "no"},
             "lsso": 8,
             "bytes": 100,
@@ -155,7 +158,8 @@ async def test_a_segment_left_by_a_crash_is_cut_to_whole_lines_and_closed(tmp_pa
     other = tmp_path / "fed2.dead.000001.open"
     other.write_bytes(b'{"a":1}\n')
 
-    assert close_torn_segments(tmp_path, "fed1") == [tmp_path / "fed1.dead.000003.jsonl"]
+    found = torn_segments(tmp_path, "fed1")
+    assert close_torn_segments(found) == [tmp_path / "fed1.dead.000003.jsonl"]
     assert list(read_lines(tmp_path / "fed1.dead.000003.jsonl")) == [{"a": 1}, {"b": 2}]
     assert other.exists()
 
@@ -246,5 +250,6 @@ async def test_a_daemon_opens_and_closes_its_ledger(
     ) as opened:
         assert list(opened.last_words) == ["a"]
         opened.record(line())
+        opened.close_torn()
 
     assert {path.suffix for path in segments(tmp_path)} == {".jsonl"}

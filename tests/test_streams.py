@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from fedsender.streams import (
     Fact,
+    HeardPositions,
     IdGenerator,
     Moved,
     StreamPositions,
@@ -281,3 +282,31 @@ async def test_watermark_wakes_whoever_waits_and_never_falls() -> None:
 async def test_waiting_for_a_position_already_passed_is_a_checkpoint() -> None:
     with trio.testing.assert_checkpoints():
         assert await Watermark(4).wait_past(3) == 4
+
+
+# --- writers that are not configured --------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 5))))
+def test_heard_positions_never_pass_a_writer_that_is_waited_for(
+    said: list[tuple[str, int, int]],
+) -> None:
+    heard = HeardPositions({"a": 3, "b": 5})
+    positions, now, linear = {"a": 3, "b": 5}, 0.0, heard.linear
+    for writer, position, seconds in said:
+        now += seconds
+        positions[writer] = max(position, positions.get(writer, position))
+        token = heard.advance(writer, position, now)
+        assert linear <= token <= max(positions.values())
+        if now < HeardPositions.PATIENCE_S:
+            assert token == max(linear, min(positions.values()))
+        linear = token
+
+
+def test_a_writer_that_stays_behind_is_not_waited_for_for_ever() -> None:
+    heard = HeardPositions({"gone": 3, "busy": 3}, now=100)
+
+    assert heard.advance("busy", 9, now=101) == 3
+    assert heard.advance("busy", 10, now=130) == 3
+    assert heard.advance("busy", 11, now=131) == 11
+    assert heard.advance("gone", 12, now=132) == 11

@@ -86,13 +86,14 @@ def _leaves(error: BaseException) -> list[BaseException]:
 def _code_of(error: BaseException) -> int | None:
     """The exit code of an error with words for an operator; None: it has none."""
     # Only who has met an error waits for these.
+    from fedsender.admin import CannotListen
     from fedsender.admin.client import AdminError
     from fedsender.config import ConfigError
     from fedsender.federation.signing import BadSigningKey
     from fedsender.replication.feed import InstanceTaken
-    from fedsender.store import StoreError
+    from fedsender.store import StoreError, WrongDatabase
 
-    if isinstance(error, ConfigError | BadSigningKey):
+    if isinstance(error, ConfigError | BadSigningKey | CannotListen | WrongDatabase):
         return USAGE
     if isinstance(error, AdminError):
         return USAGE if error.status in _USAGE_STATUSES else WRONG
@@ -140,11 +141,26 @@ def systemd_unit(
     """Print a hardened systemd unit."""
     from fedsender.systemd import unit_text
 
-    command = executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender"
-    print(
-        unit_text(executable=str(Path(command).absolute()), config=str(config.absolute())), end=""
+    command = Path(executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender").absolute()
+    if command.is_relative_to("/home") or command.is_relative_to("/root"):
+        _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
+    text = unit_text(
+        executable=str(command),
+        config=str(config.absolute()),
+        drain_seconds=_drain_seconds(config),
     )
+    print(text, end="")
     return DONE
+
+
+def _drain_seconds(config: Path) -> float:
+    """What the configuration allows for draining; the default where it cannot be read here."""
+    from fedsender.config import ConfigError, Sending, load
+
+    try:
+        return load(config).sending.drain_seconds
+    except ConfigError:
+        return Sending().drain_seconds
 
 
 @app.command()

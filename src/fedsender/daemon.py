@@ -9,9 +9,10 @@ reason not to deliver what is already owed.
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 import trio
@@ -30,28 +31,48 @@ from fedsender.store.engine import Faults
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging
 
+if TYPE_CHECKING:
+    from fedsender.admin.server import Admin
+
 log = structlog.get_logger()
 
 FEED_PATIENCE_S = 30.0
 LOCK_RENEWAL_S = 5.0
+WRITE_DOWN_S = 15.0
+"""After the drain, to write down what is unanswered; a database may be away for ever."""
 
 
 class Policies:
-    """What the configuration says of one server, remembered: to read it costs every override."""
+    """What the configuration says of one server, remembered: to read it costs every override.
+
+    Its methods may be handed on: they follow the configuration that is in use when they are called.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config: Config
-        self.policy_for: Callable[[str], Policy]
-        self.may_send_to: Callable[[str], bool]
+        self._policy_for: Callable[[str], Policy]
+        self._may_send_to: Callable[[str], bool]
         self.use(config)
 
     def use(self, config: Config) -> None:
         """Follow this configuration from now on."""
         self.config = config
-        self.policy_for = lru_cache(20_000)(config.policy_for)
-        self.may_send_to = lru_cache(20_000)(
+        self._policy_for = lru_cache(20_000)(config.policy_for)
+        self._may_send_to = lru_cache(20_000)(
             lambda server: config.handles(server) and config.allows(server)
         )
+
+    def policy_for(self, server: str) -> Policy:
+        """How this server is treated."""
+        return self._policy_for(server)
+
+    def may_send_to(self, server: str) -> bool:
+        """Whether anything may be sent to this server, by us."""
+        return self._may_send_to(server)
+
+    def handles(self, server: str) -> bool:
+        """Whether this server belongs to our shard, allowed or not."""
+        return self.config.handles(server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +97,11 @@ def store_config(config: Config) -> StoreConfig:
     state = homeserver.state_database
     return StoreConfig(
         homeserver=HomeserverSettings(
-            homeserver.kind, config.instance_name, instances, homeserver.event_writers
+            homeserver.kind,
+            config.instance_name,
+            instances,
+            homeserver.event_writers,
+            homeserver.device_names,
         ),
         homeserver_url=database_url(homeserver.database, password),
         sender_url=database_url(config.sender_database, config.sender_database_password_file),
@@ -136,6 +161,7 @@ async def open_core(
             server_name=config.server_name,
             instance=config.instance_name,
             sending=config.sending,
+            presence=config.homeserver.presence,
             federation=config.federation,
             policies=policies,
             outside=outside,
@@ -191,10 +217,42 @@ async def _hold_instance(
         nursery.cancel_scope.cancel()
 
 
+@dataclass(slots=True)
+class _Orders:
+    """What signals have asked for.
+
+    They are heard from the start to the very end: one that nobody has taken when the daemon leaves
+    would still kill it, and a drained daemon must end with 0.
+
+    Attributes:
+        patience_s: how long a stop may take, in seconds, once there is something to drain.
+        life: ends a start that is told to stop, and a stop that takes too long.
+    """
+
+    patience_s: float
+    stop: trio.Event = field(default_factory=trio.Event)
+    reload: trio.Event = field(default_factory=trio.Event)
+    life: trio.CancelScope = field(default_factory=trio.CancelScope)
+    started: bool = False
+
+    async def hear(self, signals: AsyncIterator[int]) -> None:
+        """Take signals until cancelled."""
+        async for number in signals:
+            if number == signal.SIGHUP:
+                self.reload.set()
+            elif not self.stop.is_set():
+                log.info("stopping", signal=signal.Signals(number).name)
+                self.stop.set()
+                wait_s = self.patience_s if self.started else 0.0
+                self.life.deadline = trio.current_time() + wait_s
+
+
 async def run(path: Path, outside: Outside | None = None, notifier: Notifier | None = None) -> int:
     """Run the daemon of this configuration file until SIGTERM or SIGINT; its exit code.
 
-    Raises: what `open_core` raises, and ConfigError for the file itself.
+    0: it has stopped, and nothing is forgotten. 1: it could not write everything down.
+
+    Raises: what `open_core` and `open_admin` raise, and ConfigError for the file itself.
     """
     config = load(path)
     problems = config.file_problems()
@@ -203,59 +261,97 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
     outside = outside or real_outside()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
+    orders = _Orders(config.sending.drain_seconds + WRITE_DOWN_S)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(orders.hear, signals, name="signals")
             nursery.start_soon(notifier.feed_watchdog, name="watchdog")
-            async with open_core(config, outside) as daemon, open_admin(daemon, outside):
-                async with trio.open_nursery() as announcing:
-                    announcing.start_soon(_announce_ready, daemon, notifier)
-                    await _until_stopped(signals, path, daemon, notifier)
-                    announcing.cancel_scope.cancel()
-                notifier.stopping("draining")
+            with orders.life:
+                await _run_until_told(_Run(path, outside, notifier, orders), config)
             nursery.cancel_scope.cancel()
-    return 0
+    return _exit_code(orders, notifier)
 
 
-async def _announce_ready(daemon: Daemon, notifier: Notifier) -> None:
+def _exit_code(orders: _Orders, notifier: Notifier) -> int:
+    if not orders.life.cancelled_caught:
+        return 0
+    if not orders.started:
+        notifier.stopping("stopped while starting")
+        return 0
+    log.error("stopped without having written everything down: a database does not answer")
+    return 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one run of the command was given."""
+
+    path: Path
+    outside: Outside
+    notifier: Notifier
+    orders: _Orders
+
+
+async def _run_until_told(run: _Run, config: Config) -> None:
+    """The daemon, from its first file to its drain."""
+    run.notifier.status("starting")
+    async with open_core(config, run.outside) as daemon:
+        run.orders.started = True
+        async with open_admin(daemon, run.outside) as admin:
+            ready = trio.Event()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_announce_ready, daemon, run.notifier, ready)
+                nursery.start_soon(_reload_when_told, run, daemon, admin, ready)
+                await run.orders.stop.wait()
+                nursery.cancel_scope.cancel()
+            run.notifier.stopping("draining")
+
+
+async def _announce_ready(daemon: Daemon, notifier: Notifier, ready: trio.Event) -> None:
     """READY once the feed has connected, or has had its time to."""
+    connected, name = daemon.feed.connected, daemon.config.server_name
+    notifier.status("waiting for the feed to connect")
     with trio.move_on_after(FEED_PATIENCE_S):
-        await daemon.feed.connected.wait()
-    server_name = daemon.config.server_name
-    log.info("ready", server=server_name, feed_connected=daemon.feed.connected.is_set())
-    notifier.ready(f"sending for {server_name}")
+        await connected.wait()
+    log.info("ready", server=name, feed_connected=connected.is_set())
+    ready.set()
+    if not connected.is_set():
+        notifier.ready(f"sending what {name} owes; its feed has not connected yet")
+        await connected.wait()
+        notifier.status(f"sending for {name}")
+    else:
+        notifier.ready(f"sending for {name}")
 
 
-async def _until_stopped(
-    signals: AsyncIterator[int], path: Path, daemon: Daemon, notifier: Notifier
-) -> None:
-    """Return on SIGTERM or SIGINT; on SIGHUP read the configuration again."""
-    async for number in signals:
-        if number != signal.SIGHUP:
-            log.info("stopping", signal=signal.Signals(number).name)
-            return
-        notifier.reloading()
-        status = _reload(path, daemon)
-        notifier.ready(status)
+async def _reload_when_told(run: _Run, daemon: Daemon, admin: "Admin", ready: trio.Event) -> None:
+    """On SIGHUP, read the configuration and the admin endpoint's token again."""
+    while True:
+        await run.orders.reload.wait()
+        run.orders.reload = trio.Event()
+        if not ready.is_set():
+            # READY=1 is how a reload ends, and is not true yet.
+            run.notifier.status(await _reload(run, daemon, admin))
+            continue
+        run.notifier.reloading()
+        run.notifier.ready(await _reload(run, daemon, admin))
 
 
-def _reload(path: Path, daemon: Daemon) -> str:
-    """Take over what can change while running: policies, allow and deny lists, the log's level.
+async def _reload(run: _Run, daemon: Daemon, admin: "Admin") -> str:
+    """Take over what can change while running: policies, allow and deny lists, the log, the token.
 
     A file that cannot be used changes nothing. Returns what to tell the operator.
     """
     try:
-        config = load(path)
+        newer = load(run.path)
+        in_force = daemon.config.with_reloadable(newer)
+        await admin.read_token()
     except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))
         return "the configuration cannot be used; running on the old one"
-    fixed = {"destinations", "allow", "deny", "log"}
-    waiting = [
-        name
-        for name in type(config).model_fields
-        if name not in fixed and getattr(config, name) != getattr(daemon.config, name)
-    ]
-    daemon.policies.use(config)
+    daemon.policies.use(in_force)
     daemon.sender.use_policies()
+    configure_logging(in_force.log, now_ms=run.outside.now_ms)
+    waiting = in_force.differences(newer)
     if waiting:
         log.warning("these settings wait for a restart", settings=waiting)
         return f"reloaded; waiting for a restart: {', '.join(waiting)}"

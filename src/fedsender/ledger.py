@@ -13,6 +13,7 @@ The fields of a line, and their meaning, are those of `Line`; `v` is raised when
 meaning. Content of EDUs never enters a line, nor does anything that is secret (I10).
 """
 
+import json
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -68,9 +69,11 @@ class Line:
         attempt: 1 for a transaction's first attempt; 0 when there was no transaction yet, because
             the server could not even be reached.
         edus: how many EDUs of each type it carried.
-        outcome: a word of `sender.failure.Outcome`, or "unknown" (cut off by a crash), or
+        outcome: a word of `sender.failure.Outcome`, or "unknown" (cut off by the daemon's end), or
             "discarded" (a frozen transaction that was given up, with the reason).
         outbox: rows of `device_federation_outbox` that it carried, by stream id.
+        device_lists: rows of `device_lists_outbound_pokes` that it carried, or that were conflated
+            into what it carried: stream id, user and device. Their names and not what changed.
         lsso: the low-water mark that an answer to it proves, if any.
         refused: event id -> the receiver's error, for PDUs that a 200 said no to.
         took_ms: milliseconds from the first byte to the outcome.
@@ -85,6 +88,7 @@ class Line:
     pdus: Sequence[SentPdu] = ()
     edus: Mapping[str, int] | None = None
     outbox: Sequence[int] = ()
+    device_lists: Sequence[tuple[int, str, str]] = ()
     bytes: int = 0
     status: int | None = None
     reason: str | None = None
@@ -92,6 +96,14 @@ class Line:
     lsso: int | None = None
     took_ms: int = 0
     reused: bool = False
+
+
+def _encode(record: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(record)
+    except TypeError:
+        # Lone surrogates, in what a peer said.
+        return json.dumps(record, separators=(",", ":")).encode()
 
 
 class Counter(Protocol):
@@ -127,6 +139,8 @@ class Ledger:
         self._size = 0
         self._torn = False
         self.failing: str | None = None
+        self.torn: list[Path] = []
+        """Segments that the last daemon left open when it was killed."""
         self.last_words: dict[str, dict[str, Any]] = {}
         """Destination -> the last answer on record before the last daemon was killed."""
 
@@ -145,6 +159,7 @@ class Ledger:
             "pdus": [pdu.as_json() for pdu in line.pdus],
             "edus": line.edus or {},
             "outbox": list(line.outbox),
+            "device_lists": [list(row) for row in line.device_lists],
             "refused": line.refused or {},
             "lsso": line.lsso,
             "bytes": line.bytes,
@@ -152,7 +167,7 @@ class Ledger:
             "reused": line.reused,
         }
         try:
-            self._append(orjson.dumps(record) + b"\n")
+            self._append(_encode(record) + b"\n")
         except OSError as error:
             self._lost_lines.inc()
             if self.failing is None:
@@ -189,6 +204,11 @@ class Ledger:
         self._file = os.open(self._path("open"), flags, 0o600)
         self._opened_at, self._size, self._torn = now, 0, False
 
+    def close_torn(self) -> None:
+        """What the last daemon's open segments say is in the databases now: close them."""
+        close_torn_segments(self.torn)
+        self.torn = []
+
     def close(self) -> None:
         """Close the open segment by renaming it; the next line opens another."""
         if self._file is None:
@@ -221,10 +241,15 @@ def segments(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
 
 
-def close_torn_segments(directory: Path, instance: str) -> list[Path]:
-    """Cut segments that a crash left open back to their last whole line, and close them."""
+def torn_segments(directory: Path, instance: str) -> list[Path]:
+    """Segments that nobody closed: while no daemon runs, a crash left them."""
+    return sorted(directory.glob(f"{instance}.*.open"))
+
+
+def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
+    """Cut these segments back to their last whole line, and close them."""
     closed = []
-    for path in sorted(directory.glob(f"{instance}.*.open")):
+    for path in torn:
         with path.open("r+b") as segment:
             content = segment.read()
             segment.truncate(content.rfind(b"\n") + 1)
@@ -279,16 +304,17 @@ async def open_ledger(
     segment_bytes: int,
     lost_lines: Counter,
 ) -> AsyncIterator[Ledger]:
-    """The ledger of one daemon: torn segments closed at the start, old ones dropped each hour.
+    """The ledger of one daemon: old segments are dropped each hour, torn ones when told.
 
     Raises:
         OSError: the directory cannot be made or read.
     """
     limiter = trio.CapacityLimiter(1)
 
-    def prepare() -> dict[str, dict[str, Any]]:
+    def prepare() -> tuple[list[Path], dict[str, dict[str, Any]]]:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return last_answers(close_torn_segments(directory, instance))
+        torn = torn_segments(directory, instance)
+        return torn, last_answers(torn)
 
     def sweep() -> None:
         gone = expired(
@@ -305,7 +331,7 @@ async def open_ledger(
                 log.warning("old ledger segments stay", error=str(error))
             await trio.sleep(3600)
 
-    last_words = await outside.run_sync(prepare, limiter=limiter)
+    torn, last_words = await outside.run_sync(prepare, limiter=limiter)
     ledger = Ledger(
         directory,
         instance,
@@ -315,7 +341,7 @@ async def open_ledger(
         segment_bytes=segment_bytes,
         lost_lines=lost_lines,
     )
-    ledger.last_words = last_words
+    ledger.torn, ledger.last_words = torn, last_words
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sweep_for_ever, name="ledger sweep")
         try:

@@ -271,6 +271,47 @@ class StreamPositions:
             self._held_since = now
 
 
+class HeardPositions:
+    """The same for a stream whose writers are not configured: whoever is heard is one.
+
+    A writer that stays behind the others for `HeardPositions.PATIENCE_S` is not waited for: it is
+    gone, or has nothing to say. That is good enough where a fact that is passed over is found
+    again, or replaced by the next.
+
+    Args:
+        stored: positions by writer as the homeserver last stored them.
+        now: the time in seconds, on the clock that `advance` is given.
+    """
+
+    PATIENCE_S = 30.0
+    MAX_WRITERS = 1000
+
+    def __init__(self, stored: Mapping[str, int] | None = None, now: float = 0.0) -> None:
+        self._positions = dict(stored or {})
+        head = max(self._positions.values(), default=0)
+        self._behind_since = {name: now for name, at in self._positions.items() if at < head}
+        self.linear = min(self._positions.values(), default=0)
+        """Up to here everything has been announced; it never falls."""
+
+    def advance(self, writer: str, position: int, now: float) -> int:
+        """Note that `writer` announced `position` at `now`; returns the linear token."""
+        if writer in self._positions or len(self._positions) < self.MAX_WRITERS:
+            self._positions[writer] = max(position, self._positions.get(writer, position))
+        head = max(self._positions.values(), default=0)
+        for name, at in self._positions.items():
+            if at >= head:
+                self._behind_since.pop(name, None)
+            else:
+                self._behind_since.setdefault(name, now)
+        waited_for = [
+            at
+            for name, at in self._positions.items()
+            if now - self._behind_since.get(name, now) < self.PATIENCE_S
+        ]
+        self.linear = max(self.linear, min(waited_for, default=head))
+        return self.linear
+
+
 # --- rows of `events`, for a sender without the homeserver's database -----------------------------
 
 

@@ -274,6 +274,11 @@ class Metrics:
         self.spills = self._counter(
             "fedsender_spills", "Queues that grew too long and went back to the database"
         )
+        self.dropped_edus = self._counter(
+            "fedsender_dropped_edus",
+            "Typing and presence that left a queue unsent, by why: expired, replaced, crowded out",
+            "reason",
+        )
         self.crashes = self._counter(
             "fedsender_crashes", "Destinations that stopped for an error in this program"
         )

@@ -239,7 +239,9 @@ async def test_metrics_are_what_prometheus_reads(world: World, autojump_clock: M
         response: httpx.Response = await desk.http.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain")
         assert 'synapse_federation_client_sent_transactions_total{server_name="' in response.text
-        assert 'fedsender_stream_position{server_name="hs.example",stream="events"}' in response.text
+        assert (
+            'fedsender_stream_position{server_name="hs.example",stream="events"}' in response.text
+        )
         assert 'fedsender_destinations{phase="catching up",server_name="hs' in response.text
 
 

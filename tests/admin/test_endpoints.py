@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import trio
 from tests.admin.desk import Desk, checked, open_desk
-from tests.sender.harness import Request, World, answer
+from tests.sender.harness import Request, World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
@@ -135,6 +135,7 @@ async def test_why_says_what_is_wrong_with_a_server(
             "rooms": 1,
             "queued_pdus": 0,
             "to_device": 0,
+            "device_lists": 0,
             "ephemeral": 0,
             "redeliveries": 0,
             "quarantined": 0,
@@ -340,7 +341,9 @@ async def quarantine_one(desk: Desk) -> tuple[int, str]:
     """B rejects an event for its content; its item's id, and the event's."""
     world = desk.world
     await world.join(R1, A, B)
-    world.servers[B].reply = lambda request: answer(400)
+    world.servers[B].reply = lambda request: (
+        answer(400) if "poison" in request.bodies else ok(request)
+    )
     event = world.pdu(R1, "poison")
     await world.apply(event)
     await settle(30)

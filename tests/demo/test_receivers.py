@@ -33,6 +33,7 @@ from fedsender.demo.receivers import (
     refusing,
 )
 from fedsender.demo.rules import Origin, ReceivedPdu
+from fedsender.demo.wire import Request
 
 ORIGIN = "hs.example"
 KEY = Ed25519PrivateKey.from_private_bytes(b"s" * 32)
@@ -323,6 +324,22 @@ async def test_a_server_that_is_down_refuses_and_comes_back_at_its_port(tmp_path
 
     assert list(server.received) == ["$1", "$2"]
     assert not rules_broken(server)
+
+
+async def test_a_server_that_goes_down_answers_nothing_that_it_did_not_take_in(
+    tmp_path: Path,
+) -> None:
+    # Its open connections outlive the change by a moment; a 200 then would be a lie.
+    async with receiving(tmp_path, healthy()) as server:
+        body = body_of(1)
+        request = Request("PUT", SEND + "t1", body=bytearray(body), complete=True)
+        request.headers["authorization"] = header(server.name, request.target, body)
+        request.headers["content-type"] = "application/json"
+        server.request_began(request)
+        server.become(DOWN)
+
+        assert server.reply_to(request).status is None
+        assert not request.processed
 
 
 async def test_a_stalling_server_takes_nothing_in_and_sees_the_client_leave(

@@ -1,24 +1,29 @@
 """The demo as a person runs it: the real daemon, real sockets, real TLS."""
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import orjson
-import pytest
 
 from fedsender.config import load
-from fedsender.demo import DemoOptions, run_demo
 
 
-def test_every_event_arrives_where_it_should_and_nowhere_else(
-    tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
+def demo(*arguments: str) -> list[dict[str, Any]]:
+    """Run `fedsender demo --json` and return what it said; fails if it did."""
+    command = [sys.executable, "-m", "fedsender", "demo", "--json", *arguments]
+    ended = subprocess.run(command, capture_output=True, timeout=240, check=False)
+    said = [orjson.loads(line) for line in ended.stdout.splitlines()]
+    assert ended.returncode == 0, (said[-20:], ended.stderr.decode()[-2000:])
+    return said
+
+
+def test_every_event_arrives_where_it_should_and_nowhere_else(tmp_path: Path) -> None:
     keep = tmp_path / "kept"
-    options = DemoOptions(servers=5, rooms=3, events=80, keep=keep, as_json=True, seconds=0.5)
 
-    assert run_demo(options) == 0
+    *_, summary = demo("--servers=5", "--rooms=3", "--events=80", f"--keep={keep}")
 
-    lines = [orjson.loads(line) for line in capfdbinary.readouterr().out.splitlines()]
-    summary = lines[-1]
     assert summary["kind"] == "summary"
     assert summary["ok"] is True
     assert summary["delivered"] == summary["due"] > 100
@@ -28,13 +33,10 @@ def test_every_event_arrives_where_it_should_and_nowhere_else(
     assert any((keep / "ledger").iterdir())
 
 
-def test_chaos_loses_nothing(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+def test_chaos_loses_nothing() -> None:
     # Outages of every kind and a kill -9 in the middle; fails by itself if it was too tame.
-    options = DemoOptions(servers=12, rooms=4, events=200, chaos=True, as_json=True, seed=7)
+    *_, summary = demo("--chaos", "--servers=12", "--rooms=4", "--events=200", "--seed=7")
 
-    assert run_demo(options) == 0
-
-    summary = orjson.loads(capfdbinary.readouterr().out.splitlines()[-1])
     assert summary["daemon_starts"] == 2
     assert summary["large_gaps"] > 0
     assert summary["small_gaps"] > 0

@@ -280,7 +280,7 @@ def no_tls_1_3(context: ssl.SSLContext) -> None:
             ("d.example",),
             "d.example",
             lambda authority: TlsPolicy(ca_file=authority.file, minimum="1.3"),
-            "TLS: (unexpected eof|.*version)",
+            r"TLS: (unexpected eof|.*closed \(eof\)|.*version)",
         ),
     ],
 )

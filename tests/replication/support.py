@@ -16,6 +16,7 @@ import trio.testing
 from fedsender.config import TcpAddress
 from fedsender.outside import NameNotFound, Outside, Records, RecordType, real_outside
 from fedsender.replication.endpoint import Endpoint
+from fedsender.store.records import PresenceState
 from fedsender.streams import Fact, Watermark
 
 SERVER = "hs.example"
@@ -88,11 +89,39 @@ class Netcat:
         return lines
 
 
+class RecordingEduSink:
+    """Notes what it is told: typing as (room, users, token), "reset"; presence; gaps; pings."""
+
+    def __init__(self) -> None:
+        self.device_lists = Watermark()
+        self.receipts = Watermark()
+        self.typed: list[tuple[str, list[str], int] | str] = []
+        self.states: list[PresenceState] = []
+        self.gaps: list[tuple[int, int]] = []
+        self.wanted: list[tuple[str, str]] = []
+
+    def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
+        self.typed.append((room_id, list(users), token))
+
+    def typing_reset(self) -> None:
+        self.typed.append("reset")
+
+    def presence(self, state: PresenceState) -> None:
+        self.states.append(state)
+
+    def presence_missed(self, after: int, upto: int) -> None:
+        self.gaps.append((after, upto))
+
+    def presence_wanted(self, server: str, user_id: str) -> None:
+        self.wanted.append((server, user_id))
+
+
 class RecordingSink:
     """A sender that only notes what it is told."""
 
     def __init__(self) -> None:
         self.events = Watermark()
+        self.edus = RecordingEduSink()
         self.up: list[str] = []
         self.backoffs: list[str] = []
         self.to_device: list[str] = []

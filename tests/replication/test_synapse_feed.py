@@ -32,10 +32,15 @@ class Tables:
     cache_rows: dict[tuple[str, int], str] = field(default_factory=dict)
     outbox: dict[int, str] = field(default_factory=dict)
     own_last: int | None = None
+    stored: dict[str, dict[str, int]] = field(default_factory=dict)
 
     async def event_writer_positions(self) -> dict[str, int]:
         await trio.lowlevel.checkpoint()
         return self.writers
+
+    async def stream_positions(self, stream: str) -> dict[str, int]:
+        await trio.lowlevel.checkpoint()
+        return self.stored.get(stream, {})
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> Sequence[str]:
         await trio.lowlevel.checkpoint()
@@ -374,3 +379,22 @@ async def test_shadow_says_nothing_but_replicate(autojump_clock: Clock) -> None:
         await world.hear("POSITION federation master 0 3", "REPLICATE ")
         await trio.sleep(400)
         assert set(world.redis.said) == {"REPLICATE "}
+
+
+# --- device lists ---------------------------------------------------------------------------------
+
+
+async def test_device_lists_move_by_rows_and_positions_whoever_writes_them(
+    autojump_clock: Clock,
+) -> None:
+    """Their rows stand in the database; a writer that has gone silent is not waited for."""
+    stored = {"device_lists_stream": {"dev1": 5, "dev2": 4}}
+    async with fed(Tables(stored=stored)) as world:
+        assert world.sink.edus.device_lists.value == 4
+        await world.hear('RDATA device_lists dev1 7 ["@a:hs.example",false,true]')
+        assert world.sink.edus.device_lists.value == 4
+        await world.hear("POSITION device_lists dev2 4 7", "POSITION device_lists dev1 7 8")
+        assert world.sink.edus.device_lists.value == 7
+        await trio.sleep(31)
+        await world.hear('RDATA device_lists dev1 batch ["x"]', 'RDATA device_lists dev1 9 ["x"]')
+        assert world.sink.edus.device_lists.value == 9

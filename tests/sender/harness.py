@@ -218,6 +218,7 @@ class World:
                 server_name=HS,
                 instance="fedsender",
                 sending=config.sending,
+                presence=config.homeserver.presence,
                 federation=config.federation,
                 policies=_Policies(config),
                 outside=self.outside,
@@ -325,6 +326,9 @@ class _Policies:
 
     def policy_for(self, server: str) -> Policy:
         return self._config.policy_for(server)
+
+    def handles(self, server: str) -> bool:
+        return self._config.handles(server)
 
     def may_send_to(self, server: str) -> bool:
         return self._config.allows(server)

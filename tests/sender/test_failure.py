@@ -19,6 +19,8 @@ from fedsender.sender.failure import (
     content_is_suspect,
     fewer_items,
     judge_status,
+    more_items,
+    proves_poison,
     shared_interval_ms,
     take_wake,
     wait_s,
@@ -198,6 +200,25 @@ def test_five_answers_5xx_over_half_an_hour_make_the_content_a_suspect() -> None
 
     assert not content_is_suspect(soon, failing, pdus=1, now_ms=NOW + 29 * 60_000)
     assert content_is_suspect(late, failing, pdus=1, now_ms=NOW + 30 * 60_000)
+
+
+def test_what_a_server_refuses_that_refuses_everything_proves_nothing() -> None:
+    """A single item is poison only if the attempt before it was answered."""
+    rejecting = Verdict(Outcome.REJECTING, "400", 400, sent=True)
+    never_well = fail(state(), rejecting)
+    after_answer = fail(state(last_success_ms=NOW), rejecting)
+
+    assert not proves_poison(never_well)
+    assert proves_poison(after_answer)
+    assert not proves_poison(fail(after_answer, rejecting))
+
+
+def test_after_a_probe_one_item_and_then_twice_as_many_each_time() -> None:
+    limits: list[int | None] = [0]
+    while limits[-1] is not None:
+        limits.append(more_items(limits[-1], 150))
+
+    assert limits == [0, 1, 2, 4, 8, 16, 32, 64, 128, None]
 
 
 @given(st.integers(2, 150), st.one_of(st.none(), st.integers(0, 149)))

@@ -1,5 +1,7 @@
 """What waits in memory for one server."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,12 +72,12 @@ def test_a_pdu_redacted_while_it_waits_goes_out_pruned() -> None:
 
 def test_an_ephemeral_edu_stays_until_answered_and_the_newest_value_wins() -> None:
     """W4: what was in a failed transaction must not be lost; I4."""
-    queue = EphemeralQueue(10)
-    queue.put("typing @a", "m.typing", b"1", expires_at=10)
+    queue = EphemeralQueue(10, lambda reason, count: None)
+    queue.put(("typing", "@a"), "m.typing", b"1", expires_at=10)
     first = draft()
     queue.fill(first)
-    queue.put("typing @a", "m.typing", b"2", expires_at=10)
-    queue.answered(edu.key for edu in first.edus if edu.key)
+    queue.put(("typing", "@a"), "m.typing", b"2", expires_at=10)
+    queue.answered(key for edu in first.edus for key in edu.keys)
     second = draft()
     queue.fill(second)
 
@@ -84,13 +86,15 @@ def test_an_ephemeral_edu_stays_until_answered_and_the_newest_value_wins() -> No
 
 
 def test_ephemeral_edus_are_bounded_and_grow_old_with_a_count() -> None:
-    queue = EphemeralQueue(2)
+    left: Counter[str] = Counter()
+    queue = EphemeralQueue(2, lambda reason, count: left.update({reason: count}))
     for key in "abc":
-        queue.put(key, "m.typing", key.encode(), expires_at=10)
+        queue.put((key,), "m.typing", key.encode(), expires_at=10)
     queue.expire(9.9)
     filled = draft()
     queue.fill(filled)
     queue.expire(10)
 
     assert [edu.wire for edu in filled.edus] == [b"b", b"c"]
-    assert (len(queue), queue.dropped) == (0, 3)
+    assert len(queue) == 0
+    assert left == {"crowded out": 1, "expired": 2}

@@ -655,6 +655,53 @@ async def test_a_server_that_refuses_pdus_but_not_us_gets_all_but_the_poison(
     assert any(request.bodies == [] for request in server.answered)
 
 
+async def test_a_server_that_refuses_everything_costs_no_pdu(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W13: quarantine is for content; a broken proxy that answers 400 to all is no content."""
+    server = world.server(A)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await settle()
+        server.reply = lambda _: answer(400)
+        for number in range(20):
+            await world.say(R1, str(number))
+        await settle(7200)
+        assert await world.store.sender.quarantine_list(A, 10) == []
+        server.reply = ok
+        await settle(7200)
+
+    assert server.got == ["before", *(str(number) for number in range(20))]
+
+
+async def test_a_poisonous_stand_in_costs_itself_and_not_what_it_stood_in_for(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I2: the rest of a large gap is still owed, and goes out whole without it."""
+    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 3}}
+
+    def picky(request: Request) -> Answer:
+        return answer(400) if "poison" in request.bodies else ok(request)
+
+    server = world.server(A, reply=picky)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await settle()
+        server.down = True
+        for text in (*"abcdefgh", "poison"):
+            await world.say(R1, text)
+        await settle(8000)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        await settle(1200)
+        await world.say(R1, "after")
+        await settle(60)
+
+    assert server.got == ["before", *"abcdefgh", "after"]
+
+
 async def test_a_wake_ends_the_wait_for_an_answer_that_does_not_come(
     world: World, autojump_clock: MockClock
 ) -> None:

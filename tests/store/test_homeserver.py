@@ -8,9 +8,10 @@ from tests.store.rooms import ROOM, Room
 
 from fedsender.outside import real_outside
 from fedsender.store import tables
+from fedsender.store.edus import EduStore
 from fedsender.store.engine import StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
-from fedsender.store.records import Backoff, Lagging, Settlement
+from fedsender.store.records import Backoff, DevicePoke, Lagging, Settlement
 
 DESTINATIONS = tables.destinations
 ROOMS = tables.destination_rooms
@@ -643,3 +644,47 @@ async def test_two_senders_write_the_same_servers_at_once(open_synapse: OpenSyna
                     nursery.start_soon(fan_out, other, names[::-1])
 
         assert len(await synapse.store.lagging()) == 50
+
+
+# --- device lists ---------------------------------------------------------------------------------
+
+
+async def test_answered_device_changes_go_with_their_chain_in_one_transaction(
+    open_synapse: OpenSynapse,
+) -> None:
+    """By exact ids; key updates are no part of the chain, and rows that were pruned cut it."""
+    pokes = tables.device_lists_outbound_pokes
+    last = tables.device_lists_outbound_last_success
+    one = [DevicePoke(5, "@a:hs", "D1"), DevicePoke(7, "@a:hs", "KEY"), DevicePoke(6, "@b:hs", "E")]
+    async with open_synapse() as synapse:
+        edus = EduStore(synapse.database, HomeserverSettings("synapse", "fed1", ("fed1",)))
+        key = {"user_id": "@a:hs", "keytype": "master", "stream_id": 1}
+        key["keydata"] = '{"keys": {"ed25519:KEY": "KEY"}}'
+        rows = [{"destination": "one.example", **poke._asdict()} for poke in (*one, one[0])]
+        rows.append({**rows[0], "device_id": "D2"})
+        rows.append({**rows[0], "destination": "two.example"})
+
+        def write(connection: Connection) -> None:
+            connection.execute(tables.e2e_cross_signing_keys.insert(), [key])
+            connection.execute(pokes.insert(), rows)
+
+        await synapse.database.write(write)
+        assert await edus.changed_device_lists(4, 5) == ["one.example", "two.example"]
+        assert await edus.changed_device_lists(5, 7) == ["one.example"]
+        changes = await edus.device_changes("one.example", 6)
+        assert {poke.stream_id for poke in changes.pokes} == {5, 6}
+        assert changes.cross_signing["@a:hs"].public_keys == {"KEY"}
+
+        for _ in range(2):
+            await synapse.store.settle([Settlement("one.example", None, pokes=tuple(one))])
+        changes = await edus.device_changes("one.example", 9)
+        assert [tuple(poke) for poke in changes.pokes] == [(5, "@a:hs", "D2")]
+        assert changes.last_sent == {"@a:hs": 5}
+        gone = DevicePoke(9, "@a:hs", "pruned")
+        await synapse.store.settle([Settlement("one.example", None, pokes=(gone,))])
+        assert (await edus.device_changes("one.example", 9)).last_sent == {}
+        assert (await synapse.store.pending_counts("one.example")).device_lists == 1
+        await synapse.store.purge("one.example")
+        left = await synapse.database.read(lambda c: c.execute(last.select()).all())
+        assert [row.user_id for row in left] == []
+        assert [name.destination for name in await synapse.store.lagging()] == ["two.example"]

@@ -135,6 +135,6 @@ def test_alembic_itself_can_be_used_from_the_source_tree(tmp_path: Path) -> None
         ).stdout
 
     alembic("upgrade", "sender@head")
-    assert alembic("current") == "sender_0001 (head)\n"
+    assert alembic("current") == "sender_0002 (head)\n"
     alembic("downgrade", "sender@base")
     assert alembic("current") == ""

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -13,6 +13,7 @@ import httpx
 _ANSWER_S = 90.0
 _LONG_POLL_MS = 10_000
 _TRIES = 10
+_PASSWORD = "of a test"
 # A cut timeline would look like messages that are missing.
 _WHOLE_TIMELINES = quote(json.dumps({"room": {"include_leave": True, "timeline": {"limit": 1000}}}))
 
@@ -98,6 +99,69 @@ class User:
         while await self.membership(room_id, mxid) != membership:
             _, since = await self._sync(since)
 
+    # --- what is not an event of a room ---
+
+    async def login(self, device_id: str) -> "User":
+        """The same user on another device, which has encryption keys."""
+        http = httpx.AsyncClient(base_url=self._http.base_url, timeout=_ANSWER_S, trust_env=False)
+        body = {
+            "type": "m.login.password",
+            "identifier": {"type": "m.id.user", "user": self.mxid},
+            "password": _PASSWORD,
+            "device_id": device_id,
+        }
+        told = await _call(http, "POST", "login", body)
+        http.headers["Authorization"] = f"Bearer {told['access_token']}"
+        other = User(mxid=self.mxid, _http=http)
+        keys = {f"ed25519:{device_id}": "a" * 43, f"curve25519:{device_id}": "b" * 43}
+        device_keys = {
+            "user_id": self.mxid,
+            "device_id": device_id,
+            "algorithms": ["m.megolm.v1.aes-sha2"],
+            "keys": keys,
+            "signatures": {self.mxid: {f"ed25519:{device_id}": "c" * 86}},
+        }
+        await other._call("POST", "keys/upload", {"device_keys": device_keys})
+        return other
+
+    async def logout(self) -> None:
+        """The device is gone for good."""
+        await self._call("POST", "logout", {})
+        await self.aclose()
+
+    async def send_to_device(self, mxid: str, text: str) -> None:
+        """A message to all devices of `mxid`."""
+        path = f"sendToDevice/org.example.test/{next(self._transactions)}"
+        await self._call("PUT", path, {"messages": {mxid: {"*": {"text": text}}}})
+
+    async def type_in(self, room_id: str, typing: bool = True) -> None:
+        """Begin or end typing."""
+        path = f"rooms/{quote(room_id)}/typing/{quote(self.mxid)}"
+        await self._call("PUT", path, {"typing": typing, "timeout": 30_000})
+
+    async def read(self, room_id: str, event_id: str) -> None:
+        """Read the room up to this event, and let everybody see it."""
+        path = f"rooms/{quote(room_id)}/receipt/m.read/{quote(event_id)}"
+        await self._call("POST", path, {})
+
+    async def be(self, presence: str, status: str) -> None:
+        """Say how present one is."""
+        body = {"presence": presence, "status_msg": status}
+        await self._call("PUT", f"presence/{quote(self.mxid)}/status", body)
+
+    async def devices_of(self, mxid: str) -> set[str]:
+        """The devices with keys that this homeserver knows of a user."""
+        answer = await self._call("POST", "keys/query", {"device_keys": {mxid: []}})
+        return set(answer["device_keys"].get(mxid, {}))
+
+    async def synced(self) -> AsyncGenerator[Mapping[str, Any], None]:
+        """All that sync says from now on."""
+        answer = await self._call("GET", "sync")
+        while True:
+            query = f"since={quote(answer['next_batch'])}&timeout={_LONG_POLL_MS}"
+            answer = await self._call("GET", f"sync?{query}")
+            yield answer
+
     async def _sync(self, since: str | None) -> tuple[Mapping[str, Any], str]:
         """The rooms in which something happened after `since`, at once or when it happens."""
         query = f"filter={_WHOLE_TIMELINES}"
@@ -141,7 +205,7 @@ async def register(client_url: str, localpart: str) -> User:
     http = httpx.AsyncClient(base_url=client_url, timeout=_ANSWER_S, trust_env=False)
     body = {
         "username": localpart,
-        "password": "of a test",
+        "password": _PASSWORD,
         "auth": {"type": "m.login.dummy"},
     }
     told = await _call(http, "POST", "register", body)

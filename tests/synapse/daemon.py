@@ -152,6 +152,8 @@ class Daemon:
     def _write_files(self) -> None:
         (self.home / "admin.token").write_text(_TOKEN + "\n")
         (self.home / "admin.token").chmod(0o600)
+        (self.home / "replication.secret").write_text(self.homeserver.replication_secret + "\n")
+        (self.home / "replication.secret").chmod(0o600)
         self.config_path.write_text(json.dumps(self._config(), indent=1))
 
     def _config(self) -> Mapping[str, object]:
@@ -169,6 +171,10 @@ class Daemon:
             "feed": {
                 "kind": "redis",
                 "redis": {"host": "127.0.0.1", "port": self.redis_port},
+                "http": {
+                    "instances": {"master": f"127.0.0.1:{self.homeserver.replication_port}"},
+                    "secret_file": "replication.secret",
+                },
             },
             "federation": {
                 "ca_file": str(self.homeserver.ca_path),

@@ -79,6 +79,11 @@ class Homeserver:
         return f"http://127.0.0.1:{self.client_port}"
 
     @property
+    def replication_secret(self) -> str:
+        """What the replication listener asks for."""
+        return "replication-of-a-test"
+
+    @property
     def signing_key_path(self) -> Path:
         return self.directory / "signing.key"
 
@@ -209,7 +214,7 @@ class Homeserver:
         config["federation_sender_instances"] = list(self.senders)
         config["redis"] = {"enabled": True, "host": "127.0.0.1", "port": self.redis_port}
         config["instance_map"] = {"main": {"host": "127.0.0.1", "port": self.replication_port}}
-        config["worker_replication_secret"] = "replication of a test"
+        config["worker_replication_secret"] = self.replication_secret
 
     def _database_config(self) -> Mapping[str, object]:
         if self.database is None:
@@ -255,8 +260,6 @@ _TEST_SETTINGS: Mapping[str, object] = {
     "suppress_key_server_warning": True,
     "ip_range_blacklist": [],
     "federation_ip_range_blacklist": [],
-    # Only PDUs are looked at here, and less noise makes a log worth reading.
-    "presence": {"enabled": False},
     # What a homeserver asks of another that is down must not wait for minutes.
     "federation": {
         "client_timeout": "10s",

@@ -13,7 +13,11 @@ if TYPE_CHECKING:
     from fedsender.admin.server import Admin, Daemon
     from fedsender.outside import Outside
 
-__all__ = ["open_admin"]
+__all__ = ["CannotListen", "open_admin"]
+
+
+class CannotListen(OSError):
+    """The configured address is taken, or is none of ours."""
 
 
 @asynccontextmanager
@@ -22,7 +26,7 @@ async def open_admin(daemon: "Daemon", outside: "Outside") -> AsyncIterator["Adm
 
     Raises:
         ConfigError: the token's file cannot be read.
-        OSError: the address cannot be listened on.
+        CannotListen: the address cannot be listened on; an OSError.
     """
     # Here, because the command line, which only needs the client, would wait for FastAPI.
     from fedsender.admin.server import parts_of, serve_parts

@@ -68,7 +68,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     active, status = sender.active.values(), feed.status()
     metrics.pending_destinations.set(len(active))
     metrics.pending_pdus.set(sum(len(one.outbox.queue) for one in active))
-    metrics.pending_edus.set(sum(len(one.outbox.ephemeral) for one in active))
+    metrics.pending_edus.set(sum(one.outbox.edus_waiting for one in active))
     metrics.in_flight.set(sender.context.admission.in_flight)
     phases = Counter(one.phase for one in active)
     for phase in Phase:

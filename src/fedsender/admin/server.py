@@ -12,6 +12,7 @@ import trio
 from hypercorn.config import Config as HypercornConfig
 from hypercorn.trio import serve
 
+from fedsender.admin import CannotListen
 from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
 from fedsender.admin.parts import Parts, Policies
@@ -110,7 +111,7 @@ async def serve_parts(parts: Parts) -> AsyncIterator[Admin]:
 
     Raises:
         ConfigError: the token's file cannot be read.
-        OSError: the address cannot be listened on.
+        CannotListen: the address cannot be listened on.
     """
     listen = parts.config.admin.listen
     listeners = await _listen(listen)
@@ -145,7 +146,7 @@ async def _listen(address: Address) -> list[trio.SocketListener]:
         return await listen_tcp(address.host, address.port)
     except OSError as error:
         text = f"the admin endpoint cannot listen there: {error.strerror or error}"
-        raise OSError(error.errno, text, str(address)) from error
+        raise CannotListen(error.errno, text, str(address)) from error
 
 
 def _taken(address: Address, listeners: list[trio.SocketListener]) -> Address:

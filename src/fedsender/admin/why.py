@@ -21,6 +21,7 @@ class Depth:
         rooms: with an event that was not answered for; in the database.
         queued_pdus: in memory, ready to go.
         to_device: messages that wait in the homeserver's outbox.
+        device_lists: changed devices and keys that wait there.
         ephemeral: receipts, typing, presence; in memory.
         redeliveries: events to be sent again.
         quarantined: items that were taken out of the way; at most 1,000 are counted.
@@ -29,6 +30,7 @@ class Depth:
     rooms: int
     queued_pdus: int
     to_device: int
+    device_lists: int
     ephemeral: int
     redeliveries: int
     quarantined: int
@@ -144,7 +146,8 @@ async def explain(parts: Parts, server: str) -> Why | None:
         rooms=pending.rooms,
         queued_pdus=status.queued if status is not None else 0,
         to_device=pending.to_device,
-        ephemeral=len(active.outbox.ephemeral) if active is not None else 0,
+        device_lists=pending.device_lists,
+        ephemeral=active.outbox.edus_waiting if active is not None else 0,
         redeliveries=redeliveries,
         quarantined=quarantined,
     )
@@ -161,7 +164,7 @@ def _put_together(
     in_flight: InFlight | None,
 ) -> Why:
     state = ServerState(server) if status is None else status.state
-    owed = bool(depth.rooms or depth.to_device or depth.redeliveries)
+    owed = bool(depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries)
     words = state_in_words(parts, server, status, owed=owed)
     error = _last_error(state)
     next_ts = next_attempt_ms(parts, status)
@@ -285,6 +288,7 @@ def _waits(depth: Depth, oldest: Oldest | None) -> str:
         (depth.rooms, "room"),
         (depth.queued_pdus, "queued event"),
         (depth.to_device, "to-device message"),
+        (depth.device_lists, "device change"),
         (depth.redeliveries, "redelivery"),
         (depth.quarantined, "quarantined item"),
     ]

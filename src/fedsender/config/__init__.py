@@ -18,6 +18,7 @@ from fedsender.config.document import (
     ConfigError,
     Document,
     Location,
+    dotted,
     parse_document,
     read_document,
 )
@@ -30,6 +31,7 @@ from fedsender.config.sections import (
     Ledger,
     Log,
     Metrics,
+    Presence,
     RedisFeed,
     Sending,
     TcpFeed,
@@ -68,6 +70,7 @@ __all__ = [
     "Override",
     "Policy",
     "PolicyLine",
+    "Presence",
     "RedisFeed",
     "Section",
     "Sending",
@@ -83,6 +86,9 @@ __all__ = [
     "parse_size",
     "read_secret",
 ]
+
+
+_RELOADABLE = ("allow", "deny", "destinations", "log")
 
 
 class _Contradictory(ValueError):
@@ -164,6 +170,24 @@ class Config(Section):
         if not senders:
             return True
         return senders[shard_of(server, len(senders))] == self.instance_name
+
+    def with_reloadable(self, newer: "Config") -> "Config":
+        """This configuration, with those settings of `newer` that can change while running.
+
+        Raises:
+            ConfigError: they contradict a setting of ours that cannot.
+        """
+        update = {name: getattr(newer, name) for name in _RELOADABLE}
+        mixed = self.model_copy(update=update)
+        mixed._document = newer._document
+        found = [newer._problem(place, text) for place, text in mixed._contradictions()]
+        if found:
+            raise ConfigError(*found)
+        return mixed
+
+    def differences(self, other: "Config") -> list[str]:
+        """The settings that are not the same in `other`, as `section.setting`."""
+        return [dotted(place) for place in _differences(self, other)]
 
     def explain_policy(self, server: str) -> list[PolicyLine]:
         """Every setting that holds for `server`, and the line that set it."""
@@ -306,10 +330,22 @@ def _names_at(location: tuple[str | int, ...]) -> list[str]:
     return list(section.model_fields)
 
 
+def _differences(ours: Section, theirs: Section, at: Location = ()) -> Iterator[Location]:
+    for name in type(ours).model_fields:
+        one, other = getattr(ours, name), getattr(theirs, name)
+        if isinstance(one, Section):
+            yield from _differences(one, other, (*at, name))
+        elif one != other:
+            yield (*at, name)
+
+
+_SECRET_FILES = ("signing_key", "password_file", "token_file", "secret_file")
+
+
 def _secret_files(section: Section, location: Location = ()) -> Iterator[tuple[Location, Path]]:
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
             yield from _secret_files(value, (*location, name))
-        elif value is not None and name.endswith(("signing_key", "password_file", "token_file")):
+        elif value is not None and name.endswith(_SECRET_FILES):
             yield (*location, name), value

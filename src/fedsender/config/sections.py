@@ -35,6 +35,20 @@ Contradictions = Iterator[tuple[Location, str]]
 MIB: Final = 2**20
 
 
+class Presence(Section):
+    """Who of our users is online."""
+
+    enabled: bool = Field(default=True, description="Whether other servers are told at all.")
+    last_active_granularity: Seconds = Field(
+        default=60.0, ge=1, description="Activity is told again after so long."
+    )
+    excluded_rooms: tuple[str, ...] = Field(
+        default=(),
+        description="Rooms that do not count when it is asked whom presence concerns"
+        " (exclude_rooms_from_presence).",
+    )
+
+
 class Homeserver(Section):
     """Whose events are sent, and where they are read."""
 
@@ -66,6 +80,14 @@ class Homeserver(Section):
     domain_whitelist: tuple[ServerName, ...] | None = Field(
         default=None,
         description="Send to these servers only (Synapse's federation_domain_whitelist).",
+    )
+    presence: Presence = Field(
+        default_factory=Presence, description="How present our users are, as Synapse is set."
+    )
+    device_names: bool = Field(
+        default=False,
+        description="Tell other servers the names of devices"
+        " (Synapse's allow_device_name_lookup_over_federation).",
     )
 
     def contradictions(self) -> Contradictions:
@@ -121,6 +143,20 @@ class RedisFeed(Section):
             yield ("username",), "needs a password_file"
 
 
+class HttpFeed(Section):
+    """Synapse's replication listeners, which are asked for what was missed and is in no
+    database."""
+
+    instances: dict[InstanceName, Address] = Field(
+        default_factory=dict,
+        description='Their addresses by name, "host:port" or "unix:/path" (Synapse\'s instance_map;'
+        " its main is master).",
+    )
+    secret_file: SecretPath | None = Field(
+        default=None, description="File with Synapse's worker_replication_secret."
+    )
+
+
 class Feed(Section):
     """How the homeserver tells us what is new."""
 
@@ -129,6 +165,10 @@ class Feed(Section):
     )
     tcp: TcpFeed = Field(default_factory=TcpFeed, description="Used when kind is tcp.")
     redis: RedisFeed = Field(default_factory=RedisFeed, description="Used when kind is redis.")
+    http: HttpFeed = Field(
+        default_factory=HttpFeed,
+        description="With redis: who is asked for typing and presence that we missed.",
+    )
 
     def contradictions(self) -> Contradictions:
         for place, text in self.redis.contradictions():
@@ -233,6 +273,13 @@ class Sending(Section):
         gt=0,
         le=10_000,
         description="Destinations with a backlog started per second.",
+    )
+    trickle_per_second: float = Field(
+        default=50.0,
+        gt=0,
+        le=10_000,
+        description="Servers that are told per second what can wait: receipts in large rooms,"
+        " presence (Synapse's federation_rr_transactions_per_room_per_second).",
     )
     queue_pdus: int = Field(
         default=1000,

@@ -97,7 +97,8 @@ class Timeline:
         """Hash and sign the event, and find out its id."""
         creates = body["type"] == "m.room.create"
         if self.version.event_format == 1:
-            body["event_id"] = f"${self.count:x}x{now_ms:x}:{signer.server}"
+            room = self.room_id[1:].partition(":")[0]
+            body["event_id"] = f"${room}-{self.count}:{signer.server}"
         if not (creates and self.version.event_format == 4):
             body["room_id"] = self.room_id
         digest = sha256(canonical_json(body, allow_fractions=True)).digest()

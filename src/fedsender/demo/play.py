@@ -46,7 +46,6 @@ class DemoOptions:
 
     Attributes:
         events: how many things happen once the rooms are there.
-        seconds: over so long they happen; None: as long as it takes to see something.
         keep: a directory to leave everything in; None: it goes at the end.
         seed: the same seed makes the same history.
     """
@@ -59,7 +58,6 @@ class DemoOptions:
     keep: Path | None = None
     as_json: bool = False
     seed: int = 1
-    seconds: float | None = None
 
 
 class Unusable(ValueError):
@@ -241,7 +239,7 @@ def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.R
         chosen = set(rng.sample(names, rng.randint(1, len(names))))
         # Round robin, so that nobody is left out whatever was drawn.
         chosen |= set(names[number::rooms]) | set(names[(number + 1) % rooms :: rooms])
-        homeserver.create_room(sorted(chosen))
+        homeserver.create_room([name for name in names if name in chosen])
 
 
 # --- the play -------------------------------------------------------------------------------------
@@ -250,10 +248,7 @@ def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.R
 async def _play(run: _Run) -> None:
     """Let everything happen, at an even pace."""
     events = run.options.events
-    seconds = run.options.seconds
-    if seconds is None:
-        seconds = CHAOS_SECONDS if run.options.chaos else CALM_SECONDS
-    pause = seconds / max(1, events)
+    pause = (CHAOS_SECONDS if run.options.chaos else CALM_SECONDS) / max(1, events)
     changes = list(run.plot.changes)
     for number in range(events):
         if number == run.plot.evict_at:

@@ -303,8 +303,10 @@ class ReceivingServer:
         body = behaviour.body
         if body is None:
             body = orjson.dumps({"pdus": {pdu.event_id: {} for pdu in request.contents.pdus}})
+        # One that has just gone down may still have this connection open; it says no more.
+        speaks = behaviour.answers and behaviour.listens
         return Reply(
-            behaviour.status if behaviour.answers else None,
+            behaviour.status if speaks else None,
             body,
             after=behaviour.latency,
             retry_after=behaviour.retry_after,

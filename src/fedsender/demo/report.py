@@ -160,7 +160,7 @@ class Report:
                 self._line("part", {"part": part, **asdict(tally)})
             for kind, found in summary.complaints.items():
                 for text in found:
-                    self._line("complaint", {"kind": kind, "text": text})
+                    self._line("complaint", {"about": kind, "text": text})
             self._line("summary", summary.as_json())
             return
         self._out.print(_parts_table(parts))

@@ -33,7 +33,10 @@ class EmbeddedStore(Protocol):
 
 
 class TcpFeed(Feed):
-    """Facts from the line protocol into an embedded store."""
+    """Facts from the line protocol into an embedded store.
+
+    There are no rows of EDUs yet; when there are, `Sink.edus` is where they go.
+    """
 
     def __init__(
         self, settings: TcpLinkSettings, outside: Outside, store: EmbeddedStore, sink: Sink

@@ -22,6 +22,7 @@ from fedsender.outside import Outside
 from fedsender.replication.embedded import EmbeddedStore, TcpFeed
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.link import TcpLinkSettings
+from fedsender.replication.missed import Peers
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
@@ -60,6 +61,13 @@ def redis_settings(config: Config) -> RedisSettings:
     )
 
 
+def peers(config: Config) -> Peers:
+    """Who can be asked for what was missed, the secret read from its file. Raises ConfigError."""
+    http = config.feed.http
+    secret = read_secret(http.secret_file) if http.secret_file else None
+    return Peers(dict(http.instances), secret)
+
+
 def _make_feed(
     config: Config, outside: Outside, store: FeedStore, sink: Sink, *, shadow: bool
 ) -> Feed:
@@ -72,6 +80,7 @@ def _make_feed(
         sink,
         instance=config.instance_name,
         writers=config.homeserver.event_writers,
+        peers=peers(config),
         shadow=shadow,
     )
 

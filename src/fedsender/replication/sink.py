@@ -3,15 +3,54 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 import trio
 
+from fedsender.store.records import PresenceState
 from fedsender.streams import Watermark
 
 log = structlog.get_logger()
+
+
+class EduSink(Protocol):
+    """Who is fed with what EDUs are made of. All calls return at once and cannot fail.
+
+    Users of other servers are in it too; the sink knows whose are ours.
+
+    Attributes:
+        device_lists: changed devices that servers are to be told of may be read from the store up
+            to here.
+        receipts: the same for read receipts.
+    """
+
+    @property
+    def device_lists(self) -> Watermark: ...
+    @property
+    def receipts(self) -> Watermark: ...
+
+    def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
+        """These users, and no others, type in the room now; of two tokens the larger is newer."""
+        ...
+
+    def typing_reset(self) -> None:
+        """Tokens of typing begin anew, and so does what is known of who types."""
+        ...
+
+    def presence(self, state: PresenceState) -> None:
+        """How present a user is now."""
+        ...
+
+    def presence_missed(self, after: int, upto: int) -> None:
+        """States with after < stream id <= upto were not told, but stand in the store."""
+        ...
+
+    def presence_wanted(self, server: str, user_id: str) -> None:
+        """This server is to be told how present the user is."""
+        ...
 
 
 class Sink(Protocol):
@@ -19,10 +58,13 @@ class Sink(Protocol):
 
     Attributes:
         events: the events position: everything up to it may be read from the store.
+        edus: who is fed with what EDUs are made of.
     """
 
     @property
     def events(self) -> Watermark: ...
+    @property
+    def edus(self) -> EduSink: ...
 
     def server_up(self, server: str) -> None:
         """Somebody has proof that this server is alive."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -27,6 +28,8 @@ from fedsender.replication.commands import (
     RemoteServerUp,
     Replicate,
 )
+from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
+from fedsender.replication.missed import Peers, fetch_missed
 from fedsender.replication.protocol import BadLine, Batches, format_command
 from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
 from fedsender.replication.sink import Feed, FeedStatus, Sink
@@ -46,6 +49,9 @@ MAX_ANNOUNCEMENTS = 10_000
 # Processes whose hints are followed; one beyond it is heard, but its gaps are not seen.
 MAX_WRITERS = 1000
 
+# Streams whose rows are looked at.
+ROW_STREAMS = EDU_STREAMS | {"caches", "to_device", "federation"}
+
 BACKOFF_CACHE = "get_destination_retry_timings"
 
 
@@ -58,6 +64,11 @@ class SynapseStore(Protocol):
 
     async def event_writer_positions(self) -> Mapping[str, int]:
         """For each configured writer of events, a position at which it is known to be done."""
+        ...
+
+    async def stream_positions(self, stream: str) -> Mapping[str, int]:
+        """By writer up to where it has stored rows of a stream, by its name in
+        `stream_positions`."""
         ...
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> Sequence[str]:
@@ -99,6 +110,7 @@ class SynapseFeed(Feed):
     Args:
         instance: our name, as in Synapse's `federation_sender_instances`.
         writers: the configured writers of events.
+        peers: which processes are asked for what was missed and is in no database.
         shadow: say nothing but `REPLICATE`.
     """
 
@@ -111,6 +123,7 @@ class SynapseFeed(Feed):
         *,
         instance: str,
         writers: Iterable[str],
+        peers: Peers = Peers(),  # noqa: B008  # a frozen value
         shadow: bool = False,
     ) -> None:
         super().__init__()
@@ -125,6 +138,7 @@ class SynapseFeed(Feed):
         self._events = StreamPositions(self._writers)
         # Writers of events that have said POSITION on this connection.
         self._heard_from: set[str | None] = set()
+        self._edus = EduStreams(sink.edus, partial(fetch_missed, peers, outside))
         # Where each writer of hints stands. Outlives a connection, so that the gap shows.
         self._tokens: dict[tuple[str, str | None], int] = {}
         self._batches = Batches()
@@ -154,6 +168,8 @@ class SynapseFeed(Feed):
         self._events = StreamPositions(self._writers, stored)
         self._last_cache_write = await self._store.last_cache_write()
         self._sink.events.advance(self._events.linear)
+        for stream, name in STORED_AS.items():
+            self._edus.start(stream, await self._store.stream_positions(name))
         async with (
             open_redis_link(self._settings, self._outside) as link,
             trio.open_nursery() as nursery,
@@ -161,6 +177,7 @@ class SynapseFeed(Feed):
             self._link = link
             nursery.start_soon(self._check_ourselves)
             nursery.start_soon(self._announce_backoffs)
+            nursery.start_soon(self._edus.run)
             while True:
                 await self._hear(await link.next())
 
@@ -227,6 +244,7 @@ class SynapseFeed(Feed):
         """A new connection: nothing is known until each writer has said where it stands."""
         self._heard_from.clear()
         self._batches.clear()
+        self._edus.begin()
         self.connected.set()
         await self._publish(Replicate())
         await self._say_position()
@@ -259,7 +277,7 @@ class SynapseFeed(Feed):
                 await self._take_position(command)
             case Rdata("events"):
                 self._take_events(command)
-            case Rdata("caches" | "to_device" | "federation"):
+            case Rdata(stream) if stream in ROW_STREAMS:
                 await self._take_rows(command)
 
     async def _take_position(self, command: Position) -> None:
@@ -268,6 +286,8 @@ class SynapseFeed(Feed):
             case "events":
                 self._heard_from.add(command.instance)
                 self._advance_events(command.instance, command.token)
+            case stream if stream in EDU_STREAMS:
+                self._edus.position(command)
             case "caches" | "to_device":
                 known = self._tokens.get(key, command.token)
                 self._note(key, max(known, command.token))
@@ -303,7 +323,10 @@ class SynapseFeed(Feed):
         if whole is None:
             return
         token, rows = whole
-        if command.stream == "federation":
+        if command.stream in EDU_STREAMS:
+            if not self._edus.rows(command.stream, command.instance, token, rows):
+                await self._publish(Replicate())
+        elif command.stream == "federation":
             await self._publish(FederationAck(self._instance, token))
         elif token > self._tokens.get(key, -1):
             self._note(key, token)

@@ -104,6 +104,7 @@ class Admission:
             await self._take_fast(holder)
         self._since[holder] = trio.current_time()
         try:
+            await self.gate.passed()
             yield
         finally:
             del self._since[holder]
@@ -120,6 +121,7 @@ class Admission:
             await self.gate.passed()
             await self._slow.acquire()
         try:
+            await self.gate.passed()
             yield
         finally:
             self._slow.release()

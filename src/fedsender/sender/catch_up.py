@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from fedsender.matrix import BadEvent, Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
 from fedsender.sender.transaction import Draft, Outgoing
 
@@ -55,6 +56,8 @@ class CatchUp:
     Attributes:
         floor: F.
         newest_only: LSSO was unknown when we took over, so that nothing says where gaps begin.
+        refused: events in quarantine for this destination: they are passed over, and a gap whose
+            newest event is among them is sent whole, because that one cannot stand in for it.
         whole: gaps are sent whole whatever their size: memory gave up, but the server is well.
         answered: room -> stream ordering up to which this catch-up was answered there.
         gap_events: how many events make a small gap.
@@ -67,6 +70,7 @@ class CatchUp:
     floor: int
     newest_only: bool
     gap_events: int
+    refused: set[str]
     whole: bool = False
     answered: dict[str, int] = field(default_factory=dict)
     stuck: list[Bad] = field(default_factory=list)
@@ -96,10 +100,13 @@ class CatchUp:
         while after < value:
             outgoing, upto = await self._next_of_room(room_id, after, value, joined)
             # Several extremities stand in together or not at all, unless they never fit together.
-            if not draft.empty and not draft.takes(len(outgoing)) and outgoing[0].supersedes:
+            standing_in = bool(outgoing) and outgoing[0].supersedes is not None
+            if standing_in and not draft.empty and not draft.takes(len(outgoing)):
                 return False
-            for one in outgoing:
+            for number, one in enumerate(outgoing):
                 if not draft.add_pdu(one):
+                    if standing_in and number > 0:
+                        break
                     return False
                 if one.supersedes is None:
                     draft.rooms_done[room_id] = one.pdu.stream_ordering
@@ -110,21 +117,32 @@ class CatchUp:
         self, room_id: str, after: int, value: int, joined: bool
     ) -> tuple[list[Outgoing], int]:
         """What to send of the gap (after, value], and up to where that covers it."""
-        if not self.newest_only:
+        whole = self.whole or await self._newest_refused(room_id, value)
+        if whole or not self.newest_only:
             rows = await self.homeserver.room_events(room_id, after, value, SCAN)
             upto = rows[-1].stream_ordering if len(rows) == SCAN else value
-            if self.whole or upto == value:
+            if whole or upto == value:
                 owed = await self._ours(rows)
-                if self.whole or len(owed) <= self.gap_events:
+                if whole or len(owed) <= self.gap_events:
                     return [Outgoing(item.pdu, "catch_up") for item in owed], upto
         return await self._stand_in(room_id, after, value, joined), value
+
+    async def _newest_refused(self, room_id: str, value: int) -> bool:
+        if not self.refused:
+            return False
+        rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
+        return any(row.event_id in self.refused for row in rows)
 
     async def _ours(self, rows: Sequence[EventRow]) -> list[Routed]:
         """Those of the rows that this destination should get."""
         routed = await self.router.route(rows)
-        # An event that cannot be sent is in quarantine since the fan-out passed it.
+        self.stuck += [item for item in routed if isinstance(item, Bad)]
         return [
-            item for item in routed if isinstance(item, Routed) and self.destination in item.servers
+            item
+            for item in routed
+            if isinstance(item, Routed)
+            and self.destination in item.servers
+            and item.pdu.event_id not in self.refused
         ]
 
     async def _stand_in(self, room_id: str, after: int, value: int, joined: bool) -> list[Outgoing]:
@@ -144,7 +162,7 @@ class CatchUp:
         if extremities and own.event_id not in extremities:
             newer = await self._visible(extremities, after)
             if newer:
-                return [Outgoing(parse_row(row), "catch_up", supersedes) for row in newer]
+                return [Outgoing(pdu, "catch_up", supersedes) for pdu in newer]
         for item in await self.router.route([own]):
             if isinstance(item, Bad):
                 self.stuck.append(item)
@@ -152,18 +170,21 @@ class CatchUp:
                 return [Outgoing(item.pdu, "catch_up", supersedes)]
         return []
 
-    async def _visible(self, event_ids: Sequence[str], after: int) -> list[EventRow]:
+    async def _visible(self, event_ids: Sequence[str], after: int) -> list[Pdu]:
         """The named events above `after` in whose room this server was, and still is (I6)."""
         found = await self.homeserver.events_by_id(event_ids)
         rows = [
             row
             for row in found.values()
-            if row.stream_ordering > after and not row.rejected and row.json
+            if row.stream_ordering > after and not row.rejected and row.event_id not in self.refused
         ]
         before = await self.homeserver.servers_before(rows)
         visible = []
         for row in sorted(rows, key=lambda row: int(row.stream_ordering)):
             servers = before.get(row.event_id)
             if isinstance(servers, frozenset) and self.destination in servers:
-                visible.append(row)
+                try:
+                    visible.append(parse_row(row))
+                except BadEvent:
+                    continue  # Somebody else's event, and not ours to quarantine.
         return visible

@@ -16,7 +16,7 @@ from typing import Protocol
 import structlog
 import trio
 
-from fedsender.config import Policy, Sending
+from fedsender.config import Policy, Presence, Sending
 from fedsender.federation.client import (
     Answer,
     FederationClient,
@@ -30,6 +30,9 @@ from fedsender.matrix import Pdu
 from fedsender.outside import Outside
 from fedsender.sender import failure
 from fedsender.sender.admission import Admission
+from fedsender.sender.edus.presence import LIFETIME_S as PRESENCE_LIFETIME_S
+from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
+from fedsender.sender.edus.typing import TYPING, Typing
 from fedsender.sender.failure import Outcome, ServerState, Verdict
 from fedsender.sender.outbox import Outbox
 from fedsender.sender.routing import Router
@@ -40,8 +43,12 @@ from fedsender.sender.transaction import (
     freeze,
     thaw,
 )
+from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.receipt_book import ReceiptBook
+from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.sender import FrozenRecord, SenderStore
+from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
@@ -50,7 +57,6 @@ LEAVE_AFTER_S = 300.0
 """A longer wait than this is not waited for in memory; the sender's timer ends it."""
 QUICK_ISOLATIONS = 10
 """So many refusals in a row are followed up at once while a poisonous item is looked for."""
-EPHEMERAL_KEYS = 1000
 PATIENCE_S = 5.0
 """A wake gives an attempt so long to end by itself."""
 Place = Callable[[], AbstractAsyncContextManager[None]]
@@ -70,6 +76,7 @@ class Context:
     Attributes:
         connect_deadline: seconds for finding and reaching a server, all its addresses included.
         request_timeout: seconds for one transaction, unless the destination's policy says other.
+        device_lists: up to where rows of device lists may be read.
     """
 
     origin: str
@@ -79,6 +86,11 @@ class Context:
     outside: Outside
     homeserver: HomeserverStore
     store: SenderStore
+    edus: EduStore
+    receipts: ReceiptBook
+    instance: str
+    device_lists: Watermark
+    presence: Presence
     router: Router
     client: FederationClient
     admission: Admission
@@ -113,8 +125,12 @@ class Destination:
         self.state = state
         self.outbox = Outbox(
             name,
+            origin=context.origin,
+            now_ms=context.outside.now_ms,
             homeserver=context.homeserver,
             store=context.store,
+            edus=context.edus,
+            device_lists=context.device_lists,
             router=context.router,
             metrics=context.metrics,
             pruned=context.pruned,
@@ -128,13 +144,20 @@ class Destination:
         self._woken = trio.Event()
         self._waiting: trio.CancelScope | None = None
         self._wake_after = False
+        self._isolations = 0
+        self._has_answered = False
         self._draining = False
         self.gone = trio.Event()
         # On trio's clock; what is on disk is on the wall clock, and may jump.
+        now = trio.current_time()
         self._failed_at = -math.inf
         if not state.healthy and state.last_attempt_ms is not None:
-            self._failed_at = min(trio.current_time(), self._from_wall(state.last_attempt_ms))
-        self._not_before = max(trio.current_time(), self._from_wall(state.next_attempt_ms))
+            self._failed_at = min(now, self._from_wall(state.last_attempt_ms))
+        self._not_before = now + state.wait_s(context.outside.now_ms())
+        if not level:
+            # Whatever waits in a database; the hints were for the object that was here before.
+            self.owe_redeliveries()
+            self.owe_keys()
 
     def _from_wall(self, at_ms: int | None) -> float:
         """A moment of the wall clock on trio's; None: now."""
@@ -154,9 +177,39 @@ class Destination:
         self._woken.set()
 
     def owe_keys(self) -> None:
+        """There may be to-device messages, or device lists, for it in the database."""
+        self.owe_to_device()
+        self.owe_device_lists()
+
+    def owe_to_device(self) -> None:
         """There are to-device messages for it in the database."""
         if self.policy.edus.to_device:
-            self.outbox.owe_keys()
+            self.outbox.owe_to_device()
+            self._woken.set()
+
+    def owe_device_lists(self) -> None:
+        """There are changed devices or keys for it in the database."""
+        if self.policy.edus.device_lists:
+            self.outbox.owe_device_lists()
+            self._woken.set()
+
+    def put_receipt(self, receipt: Receipt) -> None:
+        """One of our users has read something that it is to hear of."""
+        if self.policy.edus.receipts:
+            self.outbox.receipts.put(receipt)
+            self._woken.set()
+
+    def put_typing(self, typing: Typing) -> None:
+        """One of our users types, or has stopped. Not worth a retry."""
+        if self.policy.edus.typing and self.state.healthy:
+            self.outbox.put_edu(typing.key, TYPING, typing.content(), lifetime_s=TYPING_LIFETIME_S)
+            self._woken.set()
+
+    def put_presence(self, state: PresenceState) -> None:
+        """It is to hear how present one of our users is."""
+        if self.policy.edus.presence:
+            expires_at = trio.current_time() + PRESENCE_LIFETIME_S
+            self.outbox.presence.put(state, expires_at=expires_at)
             self._woken.set()
 
     def owe_redeliveries(self) -> None:
@@ -183,6 +236,11 @@ class Destination:
             self._wake_after = True
             self._waiting.cancel()
 
+    def come_due(self) -> None:
+        """The sender has waited for it, on a clock that nobody sets."""
+        self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
+        self._woken.set()
+
     def hold(self, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send."""
         self.state = replace(self.state, paused=paused, parked=parked)
@@ -193,7 +251,7 @@ class Destination:
         self._draining = True
         self._woken.set()
 
-    def crashed(self) -> None:
+    async def crashed(self) -> None:
         """A bug ended the task: back off, or it becomes a hot loop; the database knows the rest."""
         verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
         context = self._context
@@ -206,6 +264,16 @@ class Destination:
         )
         self._not_before = self._from_wall(self.state.next_attempt_ms)
         self.spill()
+        await self.write_down()
+
+    async def write_down(self) -> None:
+        """Make durable what the task that has ended knew of its transaction."""
+        if self.frozen is None:
+            return
+        if self.frozen.answered:
+            await self._settle(self.frozen)
+        elif not self.frozen.saved:
+            await self._save_frozen(self.frozen)
 
     @property
     def owes(self) -> bool:
@@ -233,7 +301,8 @@ class Destination:
                 await self._attempt(peer, self._context.admission.fast_place)
             else:
                 async with self._context.admission.slow_place():
-                    await self._attempt(peer, nullcontext)
+                    if not self._held:
+                        await self._attempt(peer, nullcontext)
         self._in_phase(Phase.LEAVING)
 
     def _in_phase(self, phase: Phase) -> None:
@@ -251,17 +320,22 @@ class Destination:
                 record.attempts,
             )
 
+    @property
+    def _held(self) -> bool:
+        """Whether nothing may be sent until somebody says otherwise."""
+        return bool(self._draining or self.state.paused or self.state.parked)
+
     async def _wait_turn(self) -> bool:
         """Wait until there is something to send and it may be sent. False: leave.
 
         The one place that waits, so that it is the one that knows all reasons to wait.
         """
         while True:
-            if self._draining or self.state.paused or self.state.parked:
+            if self._held:
                 return False
             now = trio.current_time()
-            self.outbox.ephemeral.expire(now)
-            something = self.owes or len(self.outbox.ephemeral) > 0
+            self.outbox.expire()
+            something = self.owes or self.outbox.edus_waiting > 0
             if something and self._not_before <= now:
                 return True
             if something and self._not_before > now + LEAVE_AFTER_S:
@@ -285,6 +359,8 @@ class Destination:
             await self._failed(peer, None, verdict)
             return
         async with place():
+            if self._held:
+                return  # Told to stop while it waited for its place.
             transaction = self.frozen
             if transaction is None:
                 await self._coalesce()
@@ -298,7 +374,8 @@ class Destination:
             await self._send(peer, link, transaction)
 
     async def _connect(self, peer: Peer) -> Link:
-        with trio.move_on_after(self._context.connect_deadline) as self._waiting:
+        # The client has a deadline for each step; waiting for our own limits has none.
+        with trio.CancelScope() as self._waiting:
             return await peer.connect()
         raise Unreachable("timeout", self._why_given_up("no connection"))
 
@@ -331,6 +408,9 @@ class Destination:
         except SendFailed as error:
             outcome = Outcome.FAILING if error.sent else Outcome.UNREACHABLE
             verdict = Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
+        except trio.Cancelled:
+            self._record(transaction, None, took_s=trio.current_time() - started)
+            raise
         else:
             verdict = failure.judge_status(
                 answer.status,
@@ -338,8 +418,9 @@ class Destination:
                 retry_after_s=answer.retry_after_s,
                 text=answer.text,
             )
+        transaction.answered = verdict.outcome is Outcome.DELIVERED
         self._record(transaction, verdict, took_s=trio.current_time() - started, answer=answer)
-        if verdict.outcome is Outcome.DELIVERED:
+        if transaction.answered:
             await self._answered(transaction, answer)
         else:
             await self._failed(peer, transaction, verdict)
@@ -361,7 +442,7 @@ class Destination:
             transaction_id=self._context.ids.next(),
             origin=self._context.origin,
             now_ms=self._context.outside.now_ms(),
-            lsso_before=self.outbox.lsso,
+            lsso_before=self.outbox.stored_lsso,
         )
 
     # --- After an answer --------------------------------------------------------------------------
@@ -369,21 +450,27 @@ class Destination:
     async def _answered(self, transaction: Transaction, answer: Answer | None) -> None:
         """Move what the answer moves: the ledger has it already, so the databases may follow."""
         self._count(transaction, refused=len(answer.refused) if answer is not None else 0)
-        await self._settle(transaction)
-        now_ms = self._context.outside.now_ms()
-        was_failing = not self.state.healthy
-        told_others = self.state.shared_interval_ms > 0
-        self.state = failure.after_success(self.state, now_ms)
+        was_failing = not self.state.healthy or self.state.isolating is not None
+        self.state = failure.after_success(self.state, self._context.outside.now_ms())
         if self.state.isolating is not None:
             most = self.policy.max_pdus + self.policy.max_edus
             more = failure.more_items(self.state.isolating, most)
             self.state = replace(self.state, isolating=more)
-            was_failing = True
         self._not_before = trio.current_time()
+        self._isolations = 0
         if was_failing:
             log.info("server answers again", destination=self.name)
+            # Before the rest, so that a kill in between does not leave it waiting for nothing.
             await self._context.store.save_server_state(self.state)
-        if told_others:
+        await self._settle(transaction)
+        if was_failing or not self._has_answered:
+            self._has_answered = True
+            await self._clear_backoff()
+
+    async def _clear_backoff(self) -> None:
+        """Take back what the homeserver's backoff columns say of it, whoever wrote it there."""
+        row = await self._context.homeserver.backoff(self.name)
+        if row is not None and row.retry_interval:
             await self._tell_backoff(None)
             await self._context.announcer.publish_server_up(self.name)
 
@@ -494,10 +581,13 @@ class Destination:
         if transaction.items > 1:
             fewer = failure.fewer_items(transaction.items, transaction.first_suspect)
             await self._reform(transaction, fewer)
-        else:
+        elif failure.proves_poison(self.state):
             await self._quarantine(transaction, verdict.reason)
+        else:
+            await self._reform(transaction, 0)
         self._context.metrics.isolations.inc()
-        if self.state.failures <= QUICK_ISOLATIONS:
+        self._isolations += 1
+        if self._isolations <= QUICK_ISOLATIONS:
             self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
 
     async def _quarantine(self, transaction: Transaction, reason: str) -> None:
@@ -519,32 +609,37 @@ class Destination:
     def _record(
         self,
         transaction: Transaction | None,
-        verdict: Verdict,
+        verdict: Verdict | None,
         *,
         took_s: float,
         answer: Answer | None = None,
     ) -> None:
-        """The ledger's line for this attempt, before anything else is written (I9)."""
-        delivered = verdict.outcome is Outcome.DELIVERED
+        """The ledger's line for this attempt, before anything else is written (I9).
+
+        `verdict` None: the daemon stops while it is under way.
+        """
+        outcome = "unknown" if verdict is None else verdict.outcome.value
+        delivered = outcome == Outcome.DELIVERED.value
         line = Line(
             ms=self._context.outside.now_ms(),
             destination=self.name,
-            outcome=verdict.outcome.value,
+            outcome=outcome,
             transaction_id=transaction.id if transaction else None,
             attempt=transaction.attempts if transaction else 0,
             pdus=transaction.pdus if transaction else (),
             edus=transaction.edu_types if transaction else None,
             outbox=transaction.outbox_ids if transaction else (),
+            device_lists=transaction.pokes if transaction else (),
             bytes=len(transaction.body) if transaction else 0,
-            status=verdict.status,
-            reason=verdict.reason or None,
+            status=verdict.status if verdict else None,
+            reason=verdict.reason or None if verdict else "the daemon stopped",
             refused=answer.refused if answer is not None and delivered else None,
             lsso=transaction.lsso if transaction and delivered else None,
             took_ms=round(took_s * 1000),
             reused=answer.reused if answer is not None else False,
         )
         self._context.ledger.record(line)
-        self._context.metrics.attempts.labels(verdict.outcome.value).inc()
+        self._context.metrics.attempts.labels(outcome).inc()
 
     def _count(self, transaction: Transaction, *, refused: int) -> None:
         metrics = self._context.metrics

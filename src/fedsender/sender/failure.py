@@ -180,6 +180,16 @@ class ServerState:
     paused: str | None = None
     parked: str | None = None
 
+    def wait_s(self, now_ms: int) -> float:
+        """Seconds until our own timer tries again, as of now.
+
+        Never longer than was meant when it was set, whatever the wall clock did since.
+        """
+        if self.next_attempt_ms is None or self.last_attempt_ms is None:
+            return 0.0
+        meant = max(0, self.next_attempt_ms - self.last_attempt_ms)
+        return min(max(0, self.next_attempt_ms - now_ms), meant) / 1000
+
     @property
     def healthy(self) -> bool:
         """Whether the last attempt was answered (or none was made yet)."""
@@ -289,7 +299,8 @@ def content_is_suspect(state: ServerState, verdict: Verdict, *, pdus: int, now_m
             return pdus > 0 and recently
         case Isolate.IF_STUBBORN:
             since = state.stubborn_since_ms
-            return (
+            # Once the search has begun, each step need not take as long as it took to begin.
+            return bool(state.isolating and verdict.sent) or (
                 state.stubborn >= SUSPECT_AFTER
                 and since is not None
                 and now_ms - since >= SUSPECT_AFTER_MS
@@ -310,11 +321,20 @@ def wants_probe(state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int)
 def more_items(isolating: int, most: int) -> int | None:
     """How many items the next transaction may carry after one of `isolating` was answered.
 
-    Twice as many, until the limit is no limit any more (None). An answer to an empty transaction
-    says that the server takes us: the next one is whole.
+    Twice as many, until the limit is no limit any more (None); one, after a probe.
     """
-    doubled = isolating * 2
-    return doubled if 0 < doubled < most else None
+    more = max(1, isolating * 2)
+    return more if more < most else None
+
+
+def proves_poison(state: ServerState) -> bool:
+    """Whether a single item refused by this failure is to be quarantined.
+
+    Only if the attempt before it was answered. A server (or a proxy before it) that refuses
+    everything proves nothing about what it refuses, so it is probed with empty transactions until
+    it answers one; only then is the item tried again.
+    """
+    return state.failures == 1 and state.last_success_ms is not None
 
 
 def fewer_items(items: int, first_suspect: int | None) -> int:

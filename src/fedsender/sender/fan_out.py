@@ -23,6 +23,9 @@ from fedsender.streams import Watermark
 
 log = structlog.get_logger()
 
+NEWEST = 2**63
+"""Beyond every stream ordering."""
+
 
 class Homeserver(Protocol):
     """What the fan-out asks of the store."""
@@ -32,7 +35,7 @@ class Homeserver(Protocol):
     async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
     async def commit_fan_out(
         self, position: int, owed: Mapping[tuple[str, str], int], first: Mapping[str, int]
-    ) -> None: ...
+    ) -> set[str]: ...
 
 
 class Window:
@@ -86,11 +89,11 @@ class FanOut:
         downstream: Downstream,
         *,
         quarantine: Callable[[Sequence[Bad]], Any],
-        blocked_rooms: set[str],
+        blocked_rooms: dict[str, int],
         chunk: int,
         window_bytes: int,
     ) -> None:
-        """`quarantine` makes bad events durable; `blocked_rooms` have some from before."""
+        """`quarantine` makes bad events durable; `blocked_rooms`: room -> its first one."""
         self._homeserver = homeserver
         self._router = router
         self._downstream = downstream
@@ -124,13 +127,15 @@ class FanOut:
             for server in item.servers:
                 owed[server, item.pdu.room_id] = item.pdu.stream_ordering
                 first.setdefault(server, item.pdu.stream_ordering)
-        await self._homeserver.commit_fan_out(position, owed, first)
+        gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
         # From here to the end nothing may wait: whoever sees the new position also sees the PDUs.
         self.position = position
         gone = None
         for item in routed:
             gone = self.window.add(item.pdu) or gone
             # Sorted, because a set's order would differ from one run to the next.
+            if item.pdu.room_id in gone_rooms:
+                continue
             for server in sorted(item.servers):
                 self._downstream.offer(server, item.pdu)
         if gone is not None:
@@ -144,8 +149,8 @@ class FanOut:
         for item in items:
             if isinstance(item, Bad):
                 bad.append(item)
-                self._blocked.add(item.room_id)
-            elif item.pdu.room_id in self._blocked:
+                self._blocked.setdefault(item.room_id, item.stream_ordering)
+            elif item.pdu.stream_ordering > self._blocked.get(item.pdu.room_id, NEWEST):
                 pdu = item.pdu
                 reason = "an earlier event of this room is in quarantine"
                 bad.append(Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, reason))
@@ -176,7 +181,7 @@ class FanOut:
 
     def unblock(self, room_id: str) -> None:
         """The room's quarantine is empty again: its next events go out."""
-        self._blocked.discard(room_id)
+        self._blocked.pop(room_id, None)
 
 
 def _redacts(row: EventRow) -> list[str]:

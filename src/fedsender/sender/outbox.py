@@ -11,24 +11,37 @@ queue); and, in the destination, between `fill` and the freezing of what it fill
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 import trio
 
-from fedsender.config import Policy
+from fedsender.config import EduKinds, Policy
 from fedsender.matrix import BadEvent, Pdu, canonical_json
 from fedsender.sender.catch_up import CatchUp
+from fedsender.sender.edus import device_lists
+from fedsender.sender.edus.presence import PresenceQueue
+from fedsender.sender.edus.receipts import ReceiptQueue, fill_page
 from fedsender.sender.queue import EphemeralQueue, PduQueue
-from fedsender.sender.routing import Bad, Routed, Router
-from fedsender.sender.transaction import Draft, Edu, Outgoing, Transaction
+from fedsender.sender.routing import Bad, Router
+from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction
+from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore, Settlement
+from fedsender.store.records import DevicePoke, Receipt
 from fedsender.store.sender import SenderStore
+from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
 
 EPHEMERAL_KEYS = 1000
+PRESENCE_USERS = 1000
+RECEIPTS = 1000
+RECEIPT_PAGE = 500
+RECEIPT_PAGES = 20
+"""So many pages are looked through for one transaction."""
+RESERVED_EDUS = 10
+"""So many EDUs of a transaction are kept from to-device messages while device lists wait."""
 TO_DEVICE = "m.direct_to_device"
 
 
@@ -38,35 +51,53 @@ class Outbox:
     Attributes:
         level: see the module.
         queue: live PDUs.
-        ephemeral: typing, receipts, presence.
+        ephemeral: typing.
+        presence: the states of users.
+        receipts: those that wait in memory, and whether more wait in the database.
         lsso: the destination's low-water mark; None until somebody had to know it.
+        stored_lsso: the same as the database has it, where it may have none.
     """
 
     def __init__(
         self,
         destination: str,
         *,
+        origin: str,
+        now_ms: Callable[[], int],
         homeserver: HomeserverStore,
         store: SenderStore,
+        edus: EduStore,
+        device_lists: Watermark,
         router: Router,
         metrics: Metrics,
         pruned: dict[str, Pdu],
         queue_pdus: int,
         level: bool,
     ) -> None:
-        """`pruned`: event id -> the PDU to send in place of one that was redacted while queued."""
+        """`pruned`: event id -> the PDU to send in place of one that was redacted while queued.
+
+        `device_lists`: up to where rows of device lists may be read.
+        """
         self.destination = destination
         self.level = level
         self.queue = PduQueue(queue_pdus)
-        self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS)
+        self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS, self._count_dropped)
+        self.presence = PresenceQueue(PRESENCE_USERS, self._count_dropped)
+        self.receipts = ReceiptQueue(RECEIPTS)
         self.lsso: int | None = None
+        self.stored_lsso: int | None = None
+        self._origin = origin
+        self._now_ms = now_ms
         self._homeserver = homeserver
         self._store = store
+        self._edus = edus
+        self._device_lists = device_lists
         self._router = router
         self._metrics = metrics
         self._pruned = pruned
-        self._owes_keys = False
-        self._owes_redeliveries = False
+        # One that is not level was not told of all that was written for it.
+        self._owes_to_device = self._owes_device_lists = not level
+        self._owes_redeliveries = not level
         self._spilled_in_health = False
         self._offered = 0
         self._catch_up: CatchUp | None = None
@@ -93,15 +124,23 @@ class Outbox:
         self.queue.clear()
 
     def owe_keys(self) -> None:
+        """There may be to-device messages, or device lists, in the database."""
+        self._owes_to_device = self._owes_device_lists = True
+
+    def owe_to_device(self) -> None:
         """There are to-device messages in the database."""
-        self._owes_keys = True
+        self._owes_to_device = True
+
+    def owe_device_lists(self) -> None:
+        """There are changed devices or keys in the database."""
+        self._owes_device_lists = True
 
     def owe_redeliveries(self) -> None:
         """There are events to send again."""
         self._owes_redeliveries = True
 
     def put_edu(
-        self, key: str, edu_type: str, content: dict[str, object], *, lifetime_s: float
+        self, key: Key, edu_type: str, content: Mapping[str, object], *, lifetime_s: float
     ) -> None:
         """Send this EDU, unless a newer one of the same key replaces it or it grows too old."""
         wire = canonical_json({"content": content, "edu_type": edu_type})
@@ -110,33 +149,79 @@ class Outbox:
 
     def take_back(self, transaction: Transaction) -> None:
         """This transaction will not be repeated; what was in it waits again."""
-        self._owes_keys |= bool(transaction.outbox_ids)
+        self._owes_to_device |= bool(transaction.outbox_ids)
+        self._owes_device_lists |= bool(transaction.pokes)
 
     @property
     def owes(self) -> bool:
         """Whether anything durable is left to send."""
         waiting = not self.level or len(self.queue) > 0
-        return waiting or self._owes_keys or self._owes_redeliveries
+        keys = self._owes_to_device or self._owes_device_lists
+        return waiting or keys or self._owes_redeliveries or self.receipts.debt is not None
+
+    @property
+    def edus_waiting(self) -> int:
+        """How many EDUs wait in memory."""
+        return len(self.ephemeral) + len(self.receipts) + len(self.presence)
+
+    def expire(self) -> None:
+        """Let go of EDUs that have outlived their use."""
+        now = trio.current_time()
+        self.ephemeral.expire(now)
+        self.presence.expire(now)
+
+    def close(self) -> None:
+        """It leaves memory, and with it typing and presence that could not be sent."""
+        waiting = len(self.ephemeral) + len(self.presence)
+        if waiting:
+            self._count_dropped("expired", waiting)
+
+    def _count_dropped(self, reason: str, count: int) -> None:
+        self._metrics.dropped_edus.labels(reason).inc(count)
 
     # --- Filling a transaction --------------------------------------------------------------------
 
     async def fill(self, draft: Draft, policy: Policy) -> None:
         """Put in what goes next, keys first; ephemeral EDUs take what room is left."""
-        if self._owes_keys:
-            await self._fill_keys(draft)
+        if self._owes_to_device:
+            await self._fill_to_device(draft, policy)
+        if self._owes_device_lists:
+            await self._fill_device_lists(draft, policy)
         if self._owes_redeliveries:
             await self._fill_redeliveries(draft)
+        page: tuple[list[Receipt], int] | None = None
+        if self.receipts.debt is not None:
+            page = await self._owed_receipts(policy)
         if not self.level:
             await self._fill_owed(draft, policy)
         if self.level:
             self.queue.fill(draft, self._pruned)
-        self.ephemeral.expire(trio.current_time())
+        if page is not None:
+            draft.receipts_upto = fill_page(draft, *page)
+        self._drop_unwanted(policy.edus)
+        self.expire()
+        self.receipts.fill(draft)
         self.ephemeral.fill(draft)
+        self.presence.fill(draft, self._now_ms())
 
-    async def _fill_keys(self, draft: Draft) -> None:
+    def _drop_unwanted(self, kinds: EduKinds) -> None:
+        """Kinds that the policy has switched off since they were queued."""
+        if not kinds.receipts:
+            self.receipts.clear()
+        if not kinds.typing:
+            self.ephemeral.clear()
+        if not kinds.presence:
+            self.presence.clear()
+
+    async def _fill_to_device(self, draft: Draft, policy: Policy) -> None:
         # Cleared before the read, so that a message that arrives during it asks for another look.
-        self._owes_keys = False
-        rows = await self._homeserver.to_device(self.destination, 0, None, draft.max_edus)
+        self._owes_to_device = False
+        if not policy.edus.to_device:
+            return
+        room = draft.max_edus
+        if self._owes_device_lists:
+            room = max(1, room - RESERVED_EDUS)
+        rows = await self._homeserver.to_device(self.destination, 0, None, room)
         for row_id, content in rows:
             try:
                 # What a homeserver stores is JSON, but hardly ever in canonical form.
@@ -145,13 +230,31 @@ class Outbox:
                     allow_fractions=True,
                     allow_big_integers=True,
                 )
-            except (BadEvent, ValueError) as error:
+            except (BadEvent, ValueError, RecursionError) as error:
                 await self._quarantine_row(row_id, content, str(error))
                 continue
-            if not draft.add_edu(Edu(TO_DEVICE, wire, outbox_ids=(row_id,))):
-                self._owes_keys = True
+            edu = Edu(TO_DEVICE, wire, outbox_ids=(row_id,))
+            if not draft.add_edu(edu):
+                # Rows are deleted by id: those of one id leave together or not at all.
+                self._owes_to_device = True
+                if draft.drop_outbox(row_id):
+                    return
+                draft.edus.append(edu)
+        self._owes_to_device |= len(rows) >= room
+
+    async def _fill_device_lists(self, draft: Draft, policy: Policy) -> None:
+        room = draft.edu_room
+        if not room:
+            return
+        self._owes_device_lists = False
+        if not policy.edus.device_lists:
+            return
+        changes = await self._edus.device_changes(self.destination, self._device_lists.value)
+        self._owes_device_lists |= not changes.complete or device_lists.count(changes) > room
+        for edu in device_lists.compose(changes, room):
+            if not draft.add_edu(edu):
+                self._owes_device_lists = True
                 return
-        self._owes_keys |= len(rows) == draft.max_edus
 
     async def _quarantine_row(self, row_id: int, content: str, reason: str) -> None:
         await self._store.quarantine_item(
@@ -161,15 +264,40 @@ class Outbox:
         self._metrics.quarantined.inc()
         log.error("to-device message quarantined", destination=self.destination, row=row_id)
 
+    async def _owed_receipts(self, policy: Policy) -> tuple[list[Receipt], int] | None:
+        """Of the next page above the debt that has any, this server's; and where the page ends."""
+        queue, origin = self.receipts, self._origin
+        if not policy.edus.receipts:
+            queue.clear()
+            return None
+        for _ in range(RECEIPT_PAGES):
+            offered = queue.begin_page()
+            if queue.debt is None:
+                return None
+            page = await self._edus.receipts(origin, queue.debt, None, RECEIPT_PAGE)
+            if not page:
+                queue.none_found(offered)
+                return None
+            servers = await self._homeserver.servers_now([item.room_id for item in page])
+            mine = [item for item in page if self.destination in servers[item.room_id]]
+            if mine:
+                return mine, page[-1].stream_id
+            queue.pay(page[-1].stream_id)
+        return None
+
     async def _fill_redeliveries(self, draft: Draft) -> None:
+        self._owes_redeliveries = False
         waiting = await self._store.redeliveries(self.destination, draft.max_pdus)
-        self._owes_redeliveries = len(waiting) > 0
+        self._owes_redeliveries |= len(waiting) > 0
         event_ids = [item.event_id for item in waiting]
         routed = await self._router.load(event_ids)
         dropped = []
         for event_id in event_ids:
             item = routed.get(event_id)
-            if not isinstance(item, Routed) or self.destination not in item.servers:
+            if isinstance(item, Bad):
+                await self.quarantine_pdu(item)
+                dropped.append(event_id)
+            elif item is None or self.destination not in item.servers:
                 dropped.append(event_id)
             elif not draft.add_pdu(Outgoing(item.pdu, "redelivery")):
                 break
@@ -207,6 +335,7 @@ class Outbox:
             floor = await self._floor_without_lsso() if lsso is None else lsso
             await self._store.begin_catch_up(name, floor, newest_only)
         self.lsso = floor if lsso is None else lsso
+        self.stored_lsso = lsso
         return CatchUp(
             name,
             self._homeserver,
@@ -214,6 +343,7 @@ class Outbox:
             floor,
             newest_only,
             gap_events=0,
+            refused=await self._store.quarantined_events(name),
             whole=self._spilled_in_health,
             answered=answered,
         )
@@ -225,38 +355,59 @@ class Outbox:
 
     # --- Settling ---------------------------------------------------------------------------------
 
-    async def settle(self, transaction: Transaction) -> None:
+    async def settle(self, transaction: Transaction, *, quarantined: bool = False) -> None:
         """What was in the transaction is dealt with: answered, or in quarantine."""
-        await self._move(transaction.rooms_done, transaction.lsso, transaction.outbox_ids)
+        await self._move(
+            transaction.rooms_done,
+            transaction.lsso,
+            transaction.outbox_ids,
+            transaction.pokes,
+            resync=quarantined,
+        )
         redelivered = [pdu.event_id for pdu in transaction.pdus if pdu.lane == "redelivery"]
         if redelivered:
             await self._store.redelivered(self.destination, redelivered)
         self.ephemeral.answered(transaction.ephemeral)
+        self.receipts.answered(transaction.ephemeral)
+        self.presence.answered(transaction.ephemeral)
+        if transaction.receipts_upto is not None:
+            self.receipts.pay(transaction.receipts_upto)
 
     async def note_progress(self, draft: Draft) -> None:
         """Catch-up passed rooms that owe this server nothing, without anything to send."""
         if draft.lsso is not None:
-            await self._move(draft.rooms_done, draft.lsso, ())
+            await self._move(draft.rooms_done, draft.lsso)
 
     async def _move(
-        self, rooms_done: dict[str, int], lsso: int | None, outbox_ids: Sequence[int]
+        self,
+        rooms_done: dict[str, int],
+        lsso: int | None,
+        outbox_ids: Sequence[int] = (),
+        pokes: Sequence[DevicePoke] = (),
+        *,
+        resync: bool = False,
     ) -> None:
         """Write progress down: rooms first, because LSSO passes what they still owe."""
         if rooms_done:
             catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
             await self._store.catch_up_sent(self.destination, rooms_done)
             catch_up.answered.update(rooms_done)
-        if lsso is not None or outbox_ids:
-            settlement = Settlement(self.destination, lsso, tuple(outbox_ids))
+        if lsso is not None or outbox_ids or pokes:
+            settlement = Settlement(
+                self.destination, lsso, tuple(outbox_ids), pokes=tuple(pokes), resync=resync
+            )
             await self._homeserver.settle([settlement])
         if lsso is not None:
-            self.lsso = max(lsso, self.lsso or 0)
+            self.lsso = self.stored_lsso = max(lsso, self.lsso or 0)
             self.queue.settled(lsso)
 
     async def quarantine(self, transaction: Transaction, reason: str) -> None:
         """Take the transaction's single item out of the way, durably, and go on behind it."""
         for pdu in transaction.pdus:
             await self.quarantine_pdu(Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, reason))
+            if pdu.supersedes is not None:
+                # What it stood in for is still owed; the rest of its gap goes without it.
+                return
         if not transaction.pdus:
             await self._store.quarantine_item(
                 destination=self.destination,
@@ -265,7 +416,7 @@ class Outbox:
                 reason=reason,
             )
             self._metrics.quarantined.inc()
-        await self.settle(transaction)
+        await self.settle(transaction, quarantined=True)
 
     async def quarantine_pdu(self, bad: Bad) -> None:
         """Keep this PDU from this server, with a reason, until an operator decides."""
@@ -276,6 +427,8 @@ class Outbox:
             reason=bad.reason,
         )
         self._metrics.quarantined.inc()
+        if self._catch_up is not None:
+            self._catch_up.refused.add(bad.event_id)
         await self._store.quarantine_item(
             destination=self.destination,
             kind="pdu",

@@ -6,11 +6,11 @@ before; they leave when answered, or by age, and what left unsent is counted. No
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from fedsender.matrix import Pdu
-from fedsender.sender.transaction import Draft, Edu, Outgoing
+from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
 
 
 class PduQueue:
@@ -73,25 +73,27 @@ class _Waiting:
 
 
 class EphemeralQueue:
-    """Typing, receipts and presence for one server: newest value per key, at most `limit` keys."""
+    """Typing for one server: newest value per key, at most `limit` keys."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, count: Callable[[str, int], None]) -> None:
+        """`count` is told how many left unsent, and why: "expired", "replaced", "crowded out"."""
         self._limit = limit
-        self._waiting: dict[str, _Waiting] = {}
+        self._count = count
+        self._waiting: dict[Key, _Waiting] = {}
         self._version = 0
-        self.dropped = 0
-        """How many left without having been sent: expired, or pushed out by newer ones."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, key: str, edu_type: str, wire: bytes, *, expires_at: float) -> None:
+    def put(self, key: Key, edu_type: str, wire: bytes, *, expires_at: float) -> None:
         """Wait with this EDU, in place of any other of the same key."""
         self._version += 1
-        if key not in self._waiting and len(self._waiting) >= self._limit:
+        if key in self._waiting:
+            self._count("replaced", 1)
+        elif len(self._waiting) >= self._limit:
             del self._waiting[next(iter(self._waiting))]
-            self.dropped += 1
-        edu = Edu(edu_type, wire, key=(key, self._version))
+            self._count("crowded out", 1)
+        edu = Edu(edu_type, wire, keys=((key, self._version),))
         # A value replaced in place keeps its turn: the oldest key goes out first.
         self._waiting[key] = _Waiting(edu, self._version, expires_at)
 
@@ -100,7 +102,12 @@ class EphemeralQueue:
         stale = [key for key, item in self._waiting.items() if item.expires_at <= now]
         for key in stale:
             del self._waiting[key]
-        self.dropped += len(stale)
+        if stale:
+            self._count("expired", len(stale))
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._waiting.clear()
 
     def fill(self, draft: Draft) -> None:
         """Put as many EDUs as fit into the draft; they stay until they are answered."""
@@ -108,7 +115,7 @@ class EphemeralQueue:
             if not draft.add_edu(item.edu):
                 return
 
-    def answered(self, taken: Iterable[tuple[str, int]]) -> None:
+    def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
         """These versions arrived; a newer value of the same key stays."""
         for key, version in taken:
             item = self._waiting.get(key)

@@ -133,16 +133,22 @@ class Router:
         self._homeserver = homeserver
         self._server_name = server_name
         self._is_mine = is_mine
-        self._routed: LRUCache[str, Routed] = LRUCache(
-            cache_bytes, getsizeof=lambda routed: len(routed.pdu.wire) + 500
-        )
+        self._forgotten = 0
+        self._routed: LRUCache[str, Routed] = LRUCache(cache_bytes, getsizeof=_size)
 
     def forget(self, event_id: str) -> None:
         """The event has changed (it was redacted); the next question reads it anew."""
+        self._forgotten += 1
         self._routed.pop(event_id, None)
+
+    def clear(self) -> None:
+        """Who may be sent to has changed."""
+        self._forgotten += 1
+        self._routed.clear()
 
     async def route(self, rows: Sequence[EventRow]) -> list[Routed | Bad]:
         """Every row that is ours to send, in order; the others are left out."""
+        forgotten = self._forgotten
         known: dict[str, Routed | Bad] = {}
         fresh: list[EventRow] = []
         parsed: dict[str, tuple[Pdu, Mapping[str, Any]]] = {}
@@ -173,7 +179,10 @@ class Router:
                 continue
             target = _target_outside(row, memberships.get(row.event_id), event.get("content"))
             routed = Routed(pdu, self._narrow(row, servers, target), row.received_ts)
-            known[row.event_id] = self._routed[row.event_id] = routed
+            known[row.event_id] = routed
+            if self._forgotten == forgotten:
+                # Else it may have been read before it changed.
+                self._routed[row.event_id] = routed
         return [known[row.event_id] for row in rows if row.event_id in known]
 
     def _narrow(self, row: EventRow, servers: frozenset[str], target: str | None) -> frozenset[str]:
@@ -221,6 +230,11 @@ class Router:
         return {
             item.event_id if isinstance(item, Bad) else item.pdu.event_id: item for item in routed
         }
+
+
+def _size(routed: Routed) -> int:
+    """About the memory that a remembered event holds, in bytes."""
+    return len(routed.pdu.wire) + 600 + 110 * len(routed.servers)
 
 
 def parse_row(row: EventRow) -> Pdu:

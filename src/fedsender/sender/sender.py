@@ -19,13 +19,14 @@ from typing import Protocol
 import structlog
 import trio
 
-from fedsender.config import Federation, Policy, Sending
+from fedsender.config import Federation, Policy, Presence, Sending
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu, matches
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission, Pace
 from fedsender.sender.destination import Announcer, Context, Destination
+from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.failure import ServerState, take_wake
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.routing import Bad, Routed, Router
@@ -49,6 +50,7 @@ class Policies(Protocol):
 
     def policy_for(self, server: str) -> Policy: ...
     def may_send_to(self, server: str) -> bool: ...
+    def handles(self, server: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,10 @@ class Sender:
         nursery: trio.Nursery,
         states: dict[str, ServerState],
         frozen: set[str],
-        blocked_rooms: set[str],
+        blocked_rooms: dict[str, int],
     ) -> None:
         self.events = Watermark()
+        self.edus = EduFlow(context, policies, self)
         self.active: dict[str, Destination] = {}
         self.context = context
         self.fan_out = FanOut(
@@ -108,6 +111,7 @@ class Sender:
         self._rescheduled = trio.Event()
         self._rank = 0
         self._draining = False
+        self._looked_at: set[str] = set()
         self.unsaved: list[Destination] = []
 
     # --- The fan-out's side -----------------------------------------------------------------------
@@ -118,6 +122,9 @@ class Sender:
         if destination is None:
             if server in self._behind or self._draining:
                 return  # The database remembers.
+            if not self._policies.may_send_to(server):
+                self._behind[server] = NEVER  # Denied since the event was routed.
+                return
             destination = self._activate(server, level=True)
         destination.offer(pdu)
 
@@ -155,23 +162,35 @@ class Sender:
 
     def backoff_changed(self, server: str) -> None:
         """Somebody else wrote this server's backoff columns; a reset means that it is back."""
-        if not self._states.get(server, ServerState(server)).healthy or server in self.active:
+        known = not self._state_of(server).healthy or server in self.active
+        if known and server not in self._looked_at:
+            self._looked_at.add(server)
             self._nursery.start_soon(self._look_at_backoff, server, name=f"backoff of {server}")
 
     async def _look_at_backoff(self, server: str) -> None:
+        # Before the look: what is written during it asks for another one.
+        self._looked_at.discard(server)
         row = await self.context.homeserver.backoff(server)
         if row is not None and not row.retry_last_ts:
             self.wake([server])
 
     def to_device_changed(self, server: str) -> None:
         """There are new to-device messages for this server in the database."""
+        destination = self.reach(server)
+        if destination is not None:
+            destination.owe_to_device()
+
+    def reach(self, server: str) -> Destination | None:
+        """Its object, to put something into its outbox. None: not now, or not at all.
+
+        What must not be lost is then found in the database when its time comes.
+        """
         if not self._policies.may_send_to(server):
-            return
+            return None
         destination = self.active.get(server)
         if destination is None and server not in self._behind and not self._draining:
             destination = self._activate(server, level=True)
-        if destination is not None:
-            destination.owe_keys()
+        return destination
 
     # --- The operator's side ----------------------------------------------------------------------
 
@@ -223,8 +242,13 @@ class Sender:
                 self._schedule(server, trio.current_time())
         await self.context.store.save_server_state(state)
 
-    async def redeliver(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str, str]]:
-        """Send these (server, event id) pairs again; those refused, each with the reason."""
+    async def redeliver(
+        self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()
+    ) -> list[tuple[str, str, str]]:
+        """Send these (server, event id) pairs again; those refused, each with the reason.
+
+        `released`: items that leave quarantine for it, if nothing was refused.
+        """
         routed = await self.context.router.load([event_id for _, event_id in pairs])
         accepted: list[Redelivery] = []
         refused: list[tuple[str, str, str]] = []
@@ -239,17 +263,12 @@ class Sender:
             else:
                 pdu = item.pdu
                 accepted.append(Redelivery(server, event_id, pdu.room_id, pdu.stream_ordering))
-        await self.context.store.add_redeliveries(accepted)
+        await self.context.store.add_redeliveries(accepted, released=() if refused else released)
         for server in sorted({item.destination for item in accepted}):
-            self._owe_redeliveries(server)
+            destination = self.reach(server)
+            if destination is not None:
+                destination.owe_redeliveries()
         return refused
-
-    def _owe_redeliveries(self, server: str) -> None:
-        destination = self.active.get(server)
-        if destination is None and server not in self._behind and not self._draining:
-            destination = self._activate(server, level=True)
-        if destination is not None:
-            destination.owe_redeliveries()
 
     async def release(self, ids: Sequence[int]) -> list[tuple[str, str, str]]:
         """Try quarantined PDUs again, through the redelivery lane.
@@ -264,7 +283,6 @@ class Sender:
             kept += refused
             if not refused:
                 gone.append(item)
-        await self.context.store.drop([item.id for item in gone])
         await self._unblock({item.room_id for item in gone if item.room_id is not None})
         return kept
 
@@ -272,11 +290,12 @@ class Sender:
         if item.event_id is None:
             return [(item.destination or "*", item.kind, "an EDU cannot be sent again")]
         if item.destination is not None:
-            return await self.redeliver([(item.destination, item.event_id)])
+            return await self.redeliver([(item.destination, item.event_id)], released=[item.id])
         routed = (await self.context.router.load([item.event_id])).get(item.event_id)
         if not isinstance(routed, Routed):
             return [("*", item.event_id, "it still cannot be sent")]
-        return await self.redeliver([(server, item.event_id) for server in sorted(routed.servers)])
+        pairs = [(server, item.event_id) for server in sorted(routed.servers)]
+        return await self.redeliver(pairs, released=[item.id])
 
     async def drop_quarantined(self, ids: Sequence[int]) -> None:
         """Give quarantined items up for good."""
@@ -286,7 +305,7 @@ class Sender:
 
     async def _unblock(self, room_ids: set[str]) -> None:
         still = await self.context.store.quarantined_rooms()
-        for room_id in room_ids - still:
+        for room_id in room_ids - set(still):
             self.fan_out.unblock(room_id)
 
     async def purge(self, server: str, *, force: bool = False) -> list[str]:
@@ -299,9 +318,11 @@ class Sender:
             await self.active[server].gone.wait()
         await self.context.store.forget(server)
         await self.context.homeserver.purge(server)
-        for book in (self._behind, self._states):
+        for book in (self._behind, self._states, self.edus.debts):
             book.pop(server, None)
         self._frozen.discard(server)
+        # What was written for it while it was being purged was not offered.
+        await self.sweep()
         return []
 
     def use_policies(self) -> None:
@@ -310,9 +331,15 @@ class Sender:
             destination.policy = self._policies.policy_for(destination.name)
             if not self._policies.may_send_to(destination.name):
                 destination.begin_drain()
-        for server in self._behind:
-            # Those denied until now are due like the others.
-            self._schedule(server, self._behind[server])
+        self.context.router.clear()
+        now = trio.current_time()
+        for server in list(self._behind):
+            state = self._state_of(server)
+            if not (state.paused or state.parked) and self._policies.may_send_to(server):
+                # Those denied until now are due like the others.
+                self._schedule(
+                    server, min(self._behind[server], now + state.wait_s(self._now_ms()))
+                )
 
     def status(self, server: str) -> Status | None:
         """What is going on with this server; None: nothing, and nothing is owed that we know of."""
@@ -342,6 +369,9 @@ class Sender:
 
     # --- The book ---------------------------------------------------------------------------------
 
+    def _now_ms(self) -> int:
+        return self.context.outside.now_ms()
+
     def _state_of(self, server: str) -> ServerState:
         return self._states.get(server) or ServerState(server)
 
@@ -355,6 +385,7 @@ class Sender:
             level=level,
         )
         self.active[server] = destination
+        self.edus.entered(destination)
         self._nursery.start_soon(self._supervise, destination, name=f"destination {server}")
         return destination
 
@@ -367,7 +398,7 @@ class Sender:
             except Exception:
                 log.exception("destination crashed", destination=name)
                 self.context.metrics.crashes.inc()
-                destination.crashed()
+                await destination.crashed()
             finally:
                 # Before the peer closes, and without an await since the destination left: what is
                 # offered from here on finds no object, and makes one or is remembered.
@@ -376,6 +407,7 @@ class Sender:
     def _strike(self, destination: Destination) -> None:
         name, state = destination.name, destination.state
         del self.active[name]
+        self.edus.left(destination)
         destination.gone.set()
         if state == ServerState(name):
             self._states.pop(name, None)
@@ -385,7 +417,7 @@ class Sender:
             self._frozen.discard(name)
         else:
             self._frozen.add(name)
-            if not destination.frozen.saved:
+            if destination.frozen.answered or not destination.frozen.saved:
                 self.unsaved.append(destination)
         if state.paused or state.parked:
             self._behind[name] = NEVER
@@ -397,6 +429,10 @@ class Sender:
         self._behind[server] = at
         self._rank += 1
         heapq.heappush(self._timer, (at, self._rank, server))
+        if len(self._timer) > 2 * len(self._behind) + 16:
+            # Each wake leaves an entry that is no longer true.
+            self._timer = [entry for entry in self._timer if self._behind.get(entry[2]) == entry[0]]
+            heapq.heapify(self._timer)
         self._rescheduled.set()
 
     async def bring_back(self, pace: Pace) -> None:
@@ -414,16 +450,17 @@ class Sender:
             await pace.wait()
             await self.context.admission.uncrowded()
             if self._behind.get(server) == at and self._policies.may_send_to(server):
-                self._activate(server, level=False)
+                self._activate(server, level=False).come_due()
 
     async def sweep(self) -> None:
         """Take up what is owed and nobody is at: a lost hint, a row that somebody else wrote."""
         for lag in await self.context.homeserver.lagging():
             server = lag.destination
-            known = server in self.active or server in self._behind
-            if known or self._draining or not self._policies.may_send_to(server):
+            if server in self._behind or self._draining or not self._policies.may_send_to(server):
                 continue
-            destination = self._activate(server, level=lag.rooms == 0)
+            destination = self.active.get(server)
+            if destination is None:
+                destination = self._activate(server, level=lag.rooms == 0)
             if lag.owes_keys:
                 destination.owe_keys()
 
@@ -445,6 +482,7 @@ class Sender:
         lagging = {lag.destination: lag for lag in await self.context.homeserver.lagging()}
         owing = set(lagging) | self._frozen
         owing |= set(await self.context.store.destinations_with_redeliveries())
+        owing |= set(self.edus.debts)
         now_ms = self.context.outside.now_ms()
 
         def usefulness(server: str) -> tuple[int, bool, int, bool, int, str]:
@@ -461,13 +499,11 @@ class Sender:
 
         for server in sorted(owing, key=usefulness):
             state = self._state_of(server)
-            if not self._policies.may_send_to(server):
-                continue
-            if state.paused or state.parked:
+            held = state.paused or state.parked or not self._policies.may_send_to(server)
+            if held:
                 self._behind[server] = NEVER
-                continue
-            wait_ms = max(0, (state.next_attempt_ms or now_ms) - now_ms)
-            self._schedule(server, trio.current_time() + wait_ms / 1000)
+            else:
+                self._schedule(server, trio.current_time() + state.wait_s(now_ms))
         for server, state in self._states.items():
             if state.paused or state.parked:
                 self._behind[server] = NEVER
@@ -479,6 +515,7 @@ async def open_sender(
     server_name: str,
     instance: str,
     sending: Sending,
+    presence: Presence,
     federation: Federation,
     policies: Policies,
     outside: Outside,
@@ -508,6 +545,11 @@ async def open_sender(
         outside=outside,
         homeserver=store.homeserver,
         store=store.sender,
+        edus=store.edus,
+        receipts=store.receipts,
+        instance=instance,
+        device_lists=Watermark(),
+        presence=presence,
         router=router,
         client=client,
         admission=admission,
@@ -518,11 +560,12 @@ async def open_sender(
         pruned={},
     )
     states: Mapping[str, ServerState] = await store.sender.all_server_states()
-    frozen = await take_over(store, ledger, outside, instance)
+    frozen = await take_over(store, ledger, outside, instance, policies.handles)
     blocked = await store.sender.quarantined_rooms()
     position = await store.homeserver.events_position()
     async with trio.open_nursery() as nursery:
         sender = Sender(context, policies, nursery, dict(states), frozen, blocked)
+        await sender.edus.load()
         # Before the fan-out moves: whoever is not behind at this position is level.
         await sender.load_book()
         loops = await nursery.start(_run_loops, sender, position)
@@ -531,8 +574,8 @@ async def open_sender(
         sender.begin_drain()
         nursery.cancel_scope.deadline = trio.current_time() + sending.drain_seconds
     for destination in sender.unsaved:
-        if destination.frozen is not None:
-            await store.sender.save_frozen(await destination.frozen_record(destination.frozen))
+        await destination.write_down()
+    await sender.edus.save()
     await hand_over(store, instance)
 
 
@@ -546,4 +589,5 @@ async def _run_loops(
             pace = Pace(sender.context.sending.ramp_per_second)
             nursery.start_soon(sender.bring_back, pace, name="ramp")
             nursery.start_soon(sender.sweep_for_ever, name="sweep")
+            nursery.start_soon(sender.edus.run, name="edus")
             task_status.started(scope)

@@ -5,18 +5,26 @@ Which answers are in the ledger that the databases did not get to know of? And w
 transactions may still be repeated?
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedsender.ledger import Ledger, Line
 from fedsender.outside import Outside
 from fedsender.store import Store
-from fedsender.store.records import Settlement
+from fedsender.store.records import DevicePoke, Settlement
 from fedsender.store.sender import StoredGeneration
 
 
-async def take_over(store: Store, ledger: Ledger, outside: Outside, instance: str) -> set[str]:
+async def take_over(
+    store: Store,
+    ledger: Ledger,
+    outside: Outside,
+    instance: str,
+    is_mine: Callable[[str], bool],
+) -> set[str]:
     """Answer the three questions; the servers whose frozen transaction is to be repeated.
+
+    `is_mine`: whether a server belongs to this shard; others' records are left alone.
 
     All frozen transactions are void if the homeserver's database has moved without us (Synapse's
     own worker ran, a backup was restored); one is if its server's LSSO is not what it was. Void
@@ -27,8 +35,16 @@ async def take_over(store: Store, ledger: Ledger, outside: Outside, instance: st
     if moved is None:
         for answer in ledger.last_words.values():
             await _settle_from_ledger(store, answer)
+    else:
+        # What they say was answered, the homeserver's database may not know of.
+        for name in await store.sender.catching_up():
+            if is_mine(name):
+                await store.sender.end_catch_up(name)
+    ledger.close_torn()
     valid = set()
     for name in await store.sender.frozen_destinations():
+        if not is_mine(name):
+            continue
         reason = moved or await _void(store, name)
         if reason is None:
             valid.add(name)
@@ -87,7 +103,9 @@ async def _settle_from_ledger(store: Store, line: Mapping[str, Any]) -> None:
             rooms[pdu["room_id"]] = max(upto, rooms.get(pdu["room_id"], 0))
     if rooms and await store.sender.catch_up(name) is not None:
         await store.sender.catch_up_sent(name, rooms)
-    await store.homeserver.settle([Settlement(name, line["lsso"], tuple(line["outbox"]))])
+    pokes = tuple(DevicePoke(*poke) for poke in line.get("device_lists", ()))
+    outbox = tuple(line["outbox"])
+    await store.homeserver.settle([Settlement(name, line["lsso"], outbox, pokes=pokes)])
     again = [pdu["event_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
     if again:
         await store.sender.redelivered(name, again)

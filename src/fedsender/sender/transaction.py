@@ -11,6 +11,10 @@ from typing import Any
 
 from fedsender.ledger import SentPdu
 from fedsender.matrix import Pdu, canonical_json
+from fedsender.store.records import DevicePoke
+
+Key = tuple[str, ...]
+"""What a conflated EDU is about; a newer one of the same key replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +24,15 @@ class Edu:
     Attributes:
         wire: `{"content": ..., "edu_type": ...}` in canonical JSON.
         outbox_ids: rows of `device_federation_outbox` that it stands for.
-        key: with a conflated EDU, its key in the ephemeral lane, and the version taken.
+        pokes: rows of `device_lists_outbound_pokes` that it stands for.
+        keys: with conflated EDUs, the keys in their lane of what it says, and the versions taken.
     """
 
     edu_type: str
     wire: bytes
     outbox_ids: tuple[int, ...] = ()
-    key: tuple[str, int] | None = None
+    pokes: tuple[DevicePoke, ...] = ()
+    keys: tuple[tuple[Key, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +62,20 @@ class Draft:
     bytes: int = 0
     lsso: int | None = None
     rooms_done: dict[str, int] = field(default_factory=dict)
+    receipts_upto: int | None = None
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to send."""
         return not self.pdus and not self.edus
+
+    @property
+    def edu_room(self) -> int:
+        """How many EDUs more are within the counts (their bytes are another matter)."""
+        room = self.max_edus - len(self.edus)
+        if self.max_items is not None:
+            room = min(room, self.max_items - len(self.pdus) - len(self.edus))
+        return max(0, room)
 
     def takes(self, pdus: int) -> bool:
         """Whether so many PDUs more are within the counts (their bytes are another matter)."""
@@ -87,6 +102,14 @@ class Draft:
         self.bytes += size
         return True
 
+    def drop_outbox(self, row_id: int) -> bool:
+        """Take the EDUs of this row out again; False if they are all there is, and stay."""
+        kept = [edu for edu in self.edus if row_id not in edu.outbox_ids]
+        if self.edus and not kept:
+            return False
+        self.edus = kept
+        return True
+
     def _fits(self, size: int) -> bool:
         if self.max_items is not None and len(self.pdus) + len(self.edus) >= self.max_items:
             return False
@@ -103,7 +126,9 @@ class Transaction:
         lsso_before: the mark when it was frozen. Another value in the database means that somebody
             else has sent for us since, and the transaction must not be repeated.
         rooms_done: with catch-up, room -> the stream ordering answered there.
+        receipts_upto: with a debt of receipts, the stream id up to which it is paid.
         saved: whether its record is durable.
+        answered: its answer is on record in the ledger, and in the databases as soon as they can.
         drafted: the live objects it was made of; gone after a restart, when only bytes are needed.
     """
 
@@ -112,13 +137,16 @@ class Transaction:
     pdus: Sequence[SentPdu]
     edu_types: Mapping[str, int]
     outbox_ids: Sequence[int]
-    ephemeral: Sequence[tuple[str, int]]
+    pokes: Sequence[DevicePoke]
+    ephemeral: Sequence[tuple[Key, int]]
+    receipts_upto: int | None
     lsso: int | None
     lsso_before: int | None
     rooms_done: dict[str, int]
     frozen_ms: int
     attempts: int = 0
     saved: bool = False
+    answered: bool = False
     drafted: Draft | None = None
 
     @property
@@ -142,6 +170,7 @@ class Transaction:
             "pdus": [pdu.as_json() for pdu in self.pdus],
             "edu_types": dict(self.edu_types),
             "outbox_ids": list(self.outbox_ids),
+            "device_lists": [list(poke) for poke in self.pokes],
             "lsso": self.lsso,
             "lsso_before": self.lsso_before,
             "rooms_done": dict(self.rooms_done),
@@ -175,7 +204,9 @@ def freeze(
         pdus=[outgoing.as_sent() for outgoing in draft.pdus],
         edu_types=Counter(edu.edu_type for edu in draft.edus),
         outbox_ids=[row for edu in draft.edus for row in edu.outbox_ids],
-        ephemeral=[edu.key for edu in draft.edus if edu.key is not None],
+        pokes=[poke for edu in draft.edus for poke in edu.pokes],
+        ephemeral=[key for edu in draft.edus for key in edu.keys],
+        receipts_upto=draft.receipts_upto,
         lsso=draft.lsso,
         lsso_before=lsso_before,
         rooms_done=draft.rooms_done,
@@ -203,7 +234,9 @@ def thaw(
         ],
         edu_types=manifest["edu_types"],
         outbox_ids=manifest["outbox_ids"],
+        pokes=[DevicePoke(*poke) for poke in manifest.get("device_lists", ())],
         ephemeral=(),
+        receipts_upto=None,
         lsso=manifest["lsso"],
         lsso_before=manifest["lsso_before"],
         rooms_done=manifest["rooms_done"],

@@ -13,20 +13,24 @@ from typing import Literal
 import trio
 
 from fedsender.outside import Outside
+from fedsender.store.edus import EduStore
 from fedsender.store.engine import (
     Database,
     DatabaseOptions,
     Faults,
     StoreClosed,
     StoreError,
+    WrongDatabase,
     open_database,
 )
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 from fedsender.store.lock import AdvisoryLock, FileLock, InstanceLock, Lock, LockHeld
 from fedsender.store.migrations import Line, SchemaDiffers, check, upgrade
+from fedsender.store.receipt_book import ReceiptBook
 from fedsender.store.sender import SenderStore
 
 __all__ = [
+    "EduStore",
     "HomeserverSettings",
     "LockHeld",
     "SchemaDiffers",
@@ -35,6 +39,7 @@ __all__ = [
     "StoreClosed",
     "StoreConfig",
     "StoreError",
+    "WrongDatabase",
     "open_store",
     "upgrade_databases",
 ]
@@ -61,10 +66,12 @@ class StoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The two databases, open."""
+    """The two databases, open; `edus` is a part of the homeserver's, `receipts` of ours."""
 
     homeserver: HomeserverStore
     sender: SenderStore
+    edus: EduStore
+    receipts: ReceiptBook
 
     @property
     def available(self) -> bool:
@@ -120,7 +127,12 @@ async def open_store(
         await homeserver.check_schema()
         lock = InstanceLock(_locks([own] if embedded else [own, main], outside))
         try:
-            yield Store(homeserver, SenderStore(own, outside, lock))
+            yield Store(
+                homeserver,
+                SenderStore(own, outside, lock),
+                EduStore(main, config.homeserver),
+                ReceiptBook(own),
+            )
         finally:
             with trio.CancelScope(shield=True):
                 await lock.release()

@@ -101,17 +101,18 @@ def _on_conflict(
 
 def record_owed(
     connection: Connection, owed: Mapping[tuple[str, str], int], first: Mapping[str, int]
-) -> None:
+) -> set[str]:
     """Write what each (destination, room) is owed: the newest stream ordering, upwards only.
 
     `first`: per destination the oldest of the events that `owed` stands for, where it is not the
     smallest value there.
 
-    Rooms that are gone from `rooms` are left out: a purge removed their rows for good. A
+    Rooms that are gone from `rooms` are left out and returned: a purge removed their rows. A
     destination that was never owed a PDU before gets an LSSO just below its first one, so that it
     can always be caught up (W2).
     """
-    there = _existing_rooms(connection, {room_id for _, room_id in owed})
+    rooms = {room_id for _, room_id in owed}
+    there = _existing_rooms(connection, rooms)
     rows = [
         {"destination": destination, "room_id": room_id, "stream_ordering": stream_ordering}
         for (destination, room_id), stream_ordering in sorted(owed.items())
@@ -119,6 +120,7 @@ def record_owed(
     ]
     _start_marks(connection, rows, first)
     insert_rows(connection, destination_rooms, rows, raising="stream_ordering")
+    return rooms - there
 
 
 def _existing_rooms(connection: Connection, room_ids: Iterable[str]) -> set[str]:
@@ -405,9 +407,12 @@ def changed_to_device(connection: Connection, after: int, upto: int) -> list[str
     return sorted(connection.execute(query).scalars())
 
 
-def purge(connection: Connection, destination: str) -> None:
-    """Forget the destination: what it is owed, and its row."""
-    for table in (destination_rooms, outbox, destinations):
+def purge(connection: Connection, destination: str, *, devices: bool) -> None:
+    """Forget the destination: what it is owed, and its row. `devices`: there are device lists."""
+    gone = [destination_rooms, outbox, destinations]
+    if devices:
+        gone += [tables.device_lists_outbound_pokes, tables.device_lists_outbound_last_success]
+    for table in gone:
         connection.execute(delete(table).where(table.c.destination == destination))
 
 

@@ -12,7 +12,6 @@ given to `write` must come to the same when it is run twice.
 """
 
 import os
-import sqlite3
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import psycopg
 import structlog
 import trio
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
@@ -29,6 +27,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import QueuePool
 
 from fedsender.outside import Outside
+from fedsender.store.outages import kind_of, words
 
 T = TypeVar("T")
 Faults = Callable[[str], None]
@@ -46,25 +45,13 @@ CONNECT_S = 10
 STATEMENT_MS = 60_000
 LOCK_MS = 10_000
 
-# SQLSTATE: serialization failure, deadlock. The transaction was rolled back; run it again at once.
-_CONFLICTS = {"40001", "40P01"}
-# SQLSTATE classes and codes of a server that is away, full or busy: 08 connection, 53 resources,
-# 57 operator intervention (shutdown, statement timeout), 58 system error; 55P03 lock timeout,
-# 25006 read-only (a standby that has not been promoted yet).
-_AWAY_CLASSES = {"08", "53", "57", "58"}
-_AWAY = {"55P03", "25006"}
-_SQLITE_AWAY = {
-    sqlite3.SQLITE_BUSY,
-    sqlite3.SQLITE_LOCKED,
-    sqlite3.SQLITE_FULL,
-    sqlite3.SQLITE_IOERR,
-    sqlite3.SQLITE_NOMEM,
-    sqlite3.SQLITE_PROTOCOL,
-}
-
 
 class StoreError(Exception):
     """The store cannot do what was asked; the text says why, in words, without content."""
+
+
+class WrongDatabase(StoreError):
+    """There is no such database, or it does not let us in: the configuration names another one."""
 
 
 class StoreClosed(StoreError):
@@ -132,6 +119,7 @@ class Database:
         self._queue: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._arrived = trio.Event()
+        self._worked = False
 
     @property
     def available(self) -> bool:
@@ -283,24 +271,27 @@ class Database:
 
     def _pause_after(self, lane: _Lane, error: Exception, tries: int) -> float:
         """Seconds until the next try; raises what is not cured by trying again."""
-        kind = _kind_of(error)
+        kind = kind_of(error)
         if kind == "conflict" and tries < MAX_CONFLICTS:
             return min(1.0, 0.01 * 2.0**tries) * self._outside.random.uniform(0.5, 1.5)
-        if kind == "away":
+        # One that has let us in is the right one: it is being restored, or its password changed.
+        if kind == "away" or (kind == "wrong" and self._worked):
             self._note_away(lane, error)
             return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10))
         if isinstance(error, DBAPIError):
-            raise StoreError(f"{self.name} database: {_words(error)}") from error
+            told = WrongDatabase if kind == "wrong" else StoreError
+            raise told(f"{self.name} database: {words(error)}") from error
         raise error
 
     def _note_away(self, lane: _Lane, error: Exception) -> None:
         if lane.away_since is None:
             lane.away_since = trio.current_time()
             log.warning(
-                "database unavailable", database=self.name, lane=lane.kind, error=_words(error)
+                "database unavailable", database=self.name, lane=lane.kind, error=words(error)
             )
 
     def _note_back(self, lane: _Lane) -> None:
+        self._worked = True
         if lane.away_since is not None:
             away_s = round(trio.current_time() - lane.away_since, 1)
             lane.away_since = None
@@ -372,13 +363,15 @@ def _checked_url(url: str | URL) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError:
-        raise StoreError("a database URL must look like sqlite:///path or postgresql://…") from None
+        raise WrongDatabase(
+            "a database URL must look like sqlite:///path or postgresql://…"
+        ) from None
     if parsed.get_backend_name() == "postgresql":
         return parsed.set(drivername="postgresql+psycopg")
     if parsed.get_backend_name() != "sqlite":
-        raise StoreError(f"databases are sqlite or postgresql, not {parsed.get_backend_name()}")
+        raise WrongDatabase(f"databases are sqlite or postgresql, not {parsed.get_backend_name()}")
     if parsed.database in (None, "", ":memory:"):
-        raise StoreError("an SQLite database needs a file: sqlite:///path")
+        raise WrongDatabase("an SQLite database needs a file: sqlite:///path")
     return parsed
 
 
@@ -388,11 +381,11 @@ def _prepare_file(url: URL, options: DatabaseOptions) -> None:
     if path.exists():
         return
     if not options.ours:
-        raise StoreError(f"there is no database at {path}")
+        raise WrongDatabase(f"there is no database at {path}")
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
-        raise StoreError(f"cannot create {path}: {error.strerror}") from error
+        raise WrongDatabase(f"cannot create {path}: {error.strerror}") from error
 
 
 def _make_lane(
@@ -465,28 +458,3 @@ def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions)
 
     event.listen(engine, "connect", on_connect)
     return engine
-
-
-def _kind_of(error: Exception) -> Literal["conflict", "away"] | None:
-    """Whether an error passes: at once ("conflict"), when the database is back ("away"), or not."""
-    if not isinstance(error, DBAPIError):
-        return None
-    cause = error.orig
-    if isinstance(cause, sqlite3.Error):
-        code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
-        return "away" if code in _SQLITE_AWAY else None
-    state = cause.sqlstate if isinstance(cause, psycopg.Error) else None
-    if state in _CONFLICTS:
-        return "conflict"
-    if error.connection_invalidated or state in _AWAY or (state or "")[:2] in _AWAY_CLASSES:
-        return "away"
-    # Without a code it did not come from the server: refused, reset, no such host.
-    gone = state is None and isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError)
-    return "away" if gone else None
-
-
-def _words(error: Exception) -> str:
-    """The driver's own first line: SQLAlchemy's text would add the statement."""
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    lines = str(cause).strip().splitlines() or [type(cause).__name__]
-    return lines[0][:300]

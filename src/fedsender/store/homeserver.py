@@ -15,7 +15,16 @@ import trio
 from sqlalchemy import Connection
 
 from fedsender.outside import Outside
-from fedsender.store import delivery, embedded, event_rows, pages, positions, room_servers, tables
+from fedsender.store import (
+    delivery,
+    device_lists,
+    embedded,
+    event_rows,
+    pages,
+    positions,
+    room_servers,
+    tables,
+)
 from fedsender.store.engine import Database, StoreError
 from fedsender.store.records import (
     Backoff,
@@ -52,12 +61,14 @@ class HomeserverSettings:
         instance: our name in `federation_stream_position`.
         instances: all configured senders, ourselves among them.
         event_writers: the instances that write the events stream.
+        device_names: whether other servers are told the names of devices.
     """
 
     kind: Literal["embedded", "synapse"]
     instance: str
     instances: tuple[str, ...]
     event_writers: tuple[str, ...] = ("master",)
+    device_names: bool = False
 
 
 class HomeserverStore:
@@ -149,6 +160,17 @@ class HomeserverStore:
             )
         )
 
+    async def stream_positions(self, stream: str) -> dict[str, int]:
+        """By writer up to where it has stored rows of a stream (by Synapse's name for it there).
+
+        They lag, and a writer has none before its first write.
+        """
+        if self._embedded:
+            return {}
+        return await self._database.read(
+            lambda connection: positions.stream_positions(connection, stream)
+        )
+
     async def persisted_upto(self) -> int:
         """A token below which every writer of events is known to be done."""
         if self._embedded:
@@ -230,8 +252,10 @@ class HomeserverStore:
         position: int,
         owed: Mapping[tuple[str, str], int],
         first: Mapping[str, int] | None = None,
-    ) -> None:
+    ) -> set[str]:
         """Record what each (destination, room) is owed and move the events position, as one (I1).
+
+        Returns the rooms that are gone: nothing is owed there.
 
         `owed` has the newest event of each; `first` the oldest that each destination is owed now,
         below which a new destination's LSSO begins.
@@ -240,11 +264,12 @@ class HomeserverStore:
         the position is gone or beyond `position`.
         """
 
-        def commit(connection: Connection) -> None:
-            delivery.record_owed(connection, owed, first or {})
+        def commit(connection: Connection) -> set[str]:
+            gone = delivery.record_owed(connection, owed, first or {})
             positions.advance_events(connection, self._settings.instance, position)
+            return gone
 
-        await self._database.write(commit)
+        return await self._database.write(commit)
 
     async def owed_rooms(self, destination: str, after: int, limit: int) -> list[tuple[str, int]]:
         """(room, stream ordering) above `after`, ascending by stream ordering."""
@@ -290,9 +315,16 @@ class HomeserverStore:
         Returns, on a Synapse with PostgreSQL, per destination whose backoff was cleared the id to
         publish on the `caches` stream.
         """
-        return await self._database.write(
-            lambda connection: self._tell(connection, delivery.settle(connection, settlements))
-        )
+
+        def settle(connection: Connection) -> dict[str, int]:
+            for item in settlements:
+                if item.pokes:
+                    device_lists.settle(
+                        connection, item.destination, item.pokes, resync=item.resync
+                    )
+            return self._tell(connection, delivery.settle(connection, settlements))
+
+        return await self._database.write(settle)
 
     async def store_backoff(
         self, destination: str, failure_ts: int | None, retry_last_ts: int, retry_interval: int
@@ -361,7 +393,10 @@ class HomeserverStore:
 
     async def pending_counts(self, destination: str) -> Pending:
         """How much the destination is owed, and since when."""
-        return await self._database.read(lambda connection: pages.pending(connection, destination))
+        devices = not self._embedded
+        return await self._database.read(
+            lambda connection: pages.pending(connection, destination, devices=devices)
+        )
 
     async def rooms_shared_with(self, destination: str) -> list[str]:
         """The rooms that the server is in now."""
@@ -374,7 +409,10 @@ class HomeserverStore:
 
     async def purge(self, destination: str) -> None:
         """Forget the destination: its row, and all that it is owed."""
-        await self._database.write(lambda connection: delivery.purge(connection, destination))
+        devices = not self._embedded
+        await self._database.write(
+            lambda connection: delivery.purge(connection, destination, devices=devices)
+        )
 
     # --- pages for the admin endpoints ------------------------------------------------------------
 

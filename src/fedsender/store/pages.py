@@ -17,8 +17,10 @@ destination_rooms = tables.destination_rooms
 outbox = tables.device_federation_outbox
 
 
-def pending(connection: Connection, destination: str) -> Pending:
-    """How much the destination is owed, and since when."""
+def pending(connection: Connection, destination: str, *, devices: bool) -> Pending:
+    """How much the destination is owed, and since when. `devices`: there are device lists."""
+    pokes = tables.device_lists_outbound_pokes
+    changes = select(func.count()).where(pokes.c.destination == destination)
     mark = (
         select(func.coalesce(destinations.c.last_successful_stream_ordering, 0))
         .where(destinations.c.destination == destination)
@@ -36,6 +38,7 @@ def pending(connection: Connection, destination: str) -> Pending:
         oldest_stream_ordering=oldest,
         oldest_received_ts=connection.execute(received).scalar(),
         to_device=connection.execute(messages).scalar_one(),
+        device_lists=connection.execute(changes).scalar_one() if devices else 0,
     )
 
 

@@ -125,15 +125,20 @@ def event_writer_positions(
     """
     if not _has_table(connection, "stream_positions"):
         return _highest(connection, writers)
-    stored = tables.stream_positions
-    rows = connection.execute(
-        select(stored.c.instance_name, stored.c.stream_id).where(stored.c.stream_name == "events")
-    )
-    found: dict[str, int] = {row.instance_name: row.stream_id for row in rows}
+    found = stream_positions(connection, "events")
     if not found and connection.dialect.name == "sqlite":
         return _highest(connection, writers)
     ours = read_position(connection, "events", instance)
     return {writer: found.get(writer, ours) for writer in writers}
+
+
+def stream_positions(connection: Connection, stream: str) -> dict[str, int]:
+    """By writer up to where it has stored rows of the stream."""
+    stored = tables.stream_positions
+    rows = connection.execute(
+        select(stored.c.instance_name, stored.c.stream_id).where(stored.c.stream_name == stream)
+    )
+    return {row.instance_name: row.stream_id for row in rows}
 
 
 def _highest(connection: Connection, writers: Sequence[str]) -> dict[str, int]:

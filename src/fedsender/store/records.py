@@ -1,7 +1,8 @@
 """What the store's questions are answered with, and what it is told. Values only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,95 @@ class Lagging:
     owes_keys: bool
 
 
+class DevicePoke(NamedTuple):
+    """A row of `device_lists_outbound_pokes`: a server is to hear of a user's device or key."""
+
+    stream_id: int
+    user_id: str
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device as other servers see it.
+
+    Attributes:
+        keys: its identity keys as uploaded, the user's own cross-signing signatures merged in.
+        name: None where names are not told.
+    """
+
+    keys: Mapping[str, Any] | None
+    name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CrossSigning:
+    """A user's cross-signing keys.
+
+    Attributes:
+        master: the newest one as uploaded; None: there is none.
+        self_signing: the same.
+        public_keys: of these and of all that they replaced. A poke names one as its device.
+    """
+
+    master: Mapping[str, Any] | None
+    self_signing: Mapping[str, Any] | None
+    public_keys: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceChanges:
+    """What one server is to hear of devices and keys.
+
+    Attributes:
+        pokes: ascending by stream id.
+        complete: there are no more than these.
+        devices: those of the poked devices that exist.
+        cross_signing: by user.
+        last_sent: by user, the stream id of the last update that the server answered.
+    """
+
+    pokes: Sequence[DevicePoke]
+    complete: bool
+    devices: Mapping[tuple[str, str], Device]
+    cross_signing: Mapping[str, CrossSigning]
+    last_sent: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Somebody has read up to an event.
+
+    Attributes:
+        thread_id: of the thread, "main", or None for the whole room.
+        ts: when, in ms; None if the homeserver does not say.
+    """
+
+    stream_id: int
+    room_id: str
+    receipt_type: str
+    user_id: str
+    event_id: str
+    thread_id: str | None
+    ts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class PresenceState:
+    """How present a user is.
+
+    Attributes:
+        state: "online", "unavailable", "offline", or another word of the homeserver.
+        last_active_ts: ms; 0: never, or not known.
+    """
+
+    user_id: str
+    state: str = "offline"
+    last_active_ts: int = 0
+    status_msg: str | None = None
+    currently_active: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Settlement:
     """What an answered transaction changes for its destination.
@@ -65,6 +155,9 @@ class Settlement:
     Attributes:
         lsso: the new last successful stream ordering (upwards only); None: leave it.
         outbox_ids: stream ids of the to-device rows that were in it.
+        pokes: rows of device changes that were in it, or were conflated into what was.
+        resync: the changes of `pokes` never arrived (they are in quarantine): the next update of
+            each of their users makes the server ask for all of that user's devices.
         clear_backoff: the server answered: its failure columns are cleared.
     """
 
@@ -72,6 +165,8 @@ class Settlement:
     lsso: int | None
     outbox_ids: tuple[int, ...] = ()
     clear_backoff: bool = False
+    pokes: tuple[DevicePoke, ...] = ()
+    resync: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +202,7 @@ class Pending:
     oldest_stream_ordering: int | None
     oldest_received_ts: int | None
     to_device: int
+    device_lists: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ PER_DESTINATION = (
     tables.catch_ups,
     tables.quarantine,
     tables.redeliveries,
+    tables.receipt_debts,
 )
 
 
@@ -262,16 +263,27 @@ class SenderStore:
 
         return await self._database.write(put)
 
-    async def quarantined_rooms(self) -> set[str]:
-        """Rooms with an event that no server got: what is behind it waits."""
+    async def quarantined_rooms(self) -> dict[str, int]:
+        """Rooms with an event that no server got, and its stream ordering: what is behind waits."""
         table = tables.quarantine
         query = (
-            select(table.c.room_id)
+            select(table.c.room_id, func.min(table.c.stream_ordering))
             .where(table.c.destination.is_(None), table.c.room_id.is_not(None))
-            .distinct()
+            .where(table.c.stream_ordering.is_not(None))
+            .group_by(table.c.room_id)
         )
         return await self._database.read(
-            lambda connection: {room for room in connection.execute(query).scalars() if room}
+            lambda connection: {row[0]: row[1] for row in connection.execute(query)}
+        )
+
+    async def quarantined_events(self, destination: str) -> set[str]:
+        """Events that this destination does not get."""
+        table = tables.quarantine
+        query = select(table.c.event_id).where(
+            table.c.destination == destination, table.c.event_id.is_not(None)
+        )
+        return await self._database.read(
+            lambda connection: {event for event in connection.execute(query).scalars() if event}
         )
 
     async def quarantine_list(
@@ -321,10 +333,21 @@ class SenderStore:
 
     # --- redeliveries -----------------------------------------------------------------------------
 
-    async def add_redeliveries(self, pairs: Sequence[Redelivery]) -> None:
-        """Queue events for redelivery; one that is queued already stays as it is."""
+    async def add_redeliveries(
+        self, pairs: Sequence[Redelivery], *, released: Sequence[int] = ()
+    ) -> None:
+        """Queue events for redelivery; one that is queued already stays as it is.
+
+        `released`: items that leave quarantine in the same transaction. If they left later, an
+        event that its server refuses again at once would find its old entry, and go with it.
+        """
         now_ms = self._now_ms()
-        await self._database.write(lambda connection: _add_redeliveries(connection, pairs, now_ms))
+
+        def add(connection: Connection) -> None:
+            _add_redeliveries(connection, pairs, now_ms)
+            _delete_quarantined(connection, released)
+
+        await self._database.write(add)
 
     async def redeliveries(self, destination: str, limit: int) -> list[Redelivery]:
         """The destination's redeliveries, room by room, in stream order."""

@@ -223,6 +223,66 @@ device_lists_outbound_pokes = Table(
     Column("device_id", Text, nullable=False),
     Index("device_lists_outbound_pokes_id", "destination", "stream_id"),
 )
+device_lists_outbound_last_success = Table(
+    "device_lists_outbound_last_success",
+    synapse,
+    Column("destination", Text, primary_key=True),
+    Column("user_id", Text, primary_key=True),
+    Column("stream_id", BigInteger, nullable=False, comment="the user's last update it was sent"),
+)
+devices = Table(
+    "devices",
+    synapse,
+    Column("user_id", Text, primary_key=True),
+    Column("device_id", Text, primary_key=True),
+    Column("display_name", Text),
+    Column("hidden", Boolean, default=False, comment="stands for a cross-signing key"),
+)
+e2e_device_keys_json = Table(
+    "e2e_device_keys_json",
+    synapse,
+    Column("user_id", Text, primary_key=True),
+    Column("device_id", Text, primary_key=True),
+    Column("key_json", Text, nullable=False),
+)
+e2e_cross_signing_keys = Table(
+    "e2e_cross_signing_keys",
+    synapse,
+    Column("user_id", Text, primary_key=True),
+    Column("keytype", Text, primary_key=True, comment="master, self_signing, user_signing"),
+    Column("stream_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("keydata", Text, nullable=False),
+)
+e2e_cross_signing_signatures = Table(
+    "e2e_cross_signing_signatures",
+    synapse,
+    Column("user_id", Text, nullable=False, comment="who signed"),
+    Column("key_id", Text, nullable=False),
+    Column("target_user_id", Text, nullable=False),
+    Column("target_device_id", Text, nullable=False),
+    Column("signature", Text, nullable=False),
+)
+receipts_linearized = Table(
+    "receipts_linearized",
+    synapse,
+    Column("stream_id", BigInteger, nullable=False, index=True),
+    Column("room_id", Text, nullable=False),
+    Column("receipt_type", Text, nullable=False),
+    Column("user_id", Text, nullable=False),
+    Column("event_id", Text, nullable=False),
+    Column("thread_id", Text, comment="NULL: of the whole room"),
+    Column("data", Text, nullable=False, comment="JSON object"),
+)
+presence_stream = Table(
+    "presence_stream",
+    synapse,
+    Column("stream_id", BigInteger, index=True),
+    Column("user_id", Text),
+    Column("state", Text),
+    Column("last_active_ts", BigInteger),
+    Column("status_msg", Text),
+    Column("currently_active", Boolean),
+)
 stream_positions = Table(
     "stream_positions",
     synapse,
@@ -301,6 +361,23 @@ redeliveries = Table(
     Column("room_id", Text, nullable=False),
     Column("stream_ordering", BigInteger, nullable=False),
     Column("added_ms", BigInteger, nullable=False),
+)
+receipt_positions = Table(
+    "receipt_positions",
+    sender,
+    Column("instance_name", Text, primary_key=True),
+    Column(
+        "stream_id",
+        BigInteger,
+        nullable=False,
+        comment="up to here each receipt is answered, or covered by receipt_debts",
+    ),
+)
+receipt_debts = Table(
+    "receipt_debts",
+    sender,
+    Column("destination", Text, primary_key=True),
+    Column("stream_id", BigInteger, nullable=False, comment="it is owed receipts above this one"),
 )
 generation = Table(
     "generation",

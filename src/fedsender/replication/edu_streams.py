@@ -1,0 +1,151 @@
+"""The streams of EDUs as Synapse's processes announce them, for an `EduSink`.
+
+Receipts and device lists stand in the database: only their position is followed. Presence stands
+there too, but most of it is other servers' and of no use, so its rows are taken as they come, and
+only a gap is left to the database. Typing, and who is to be told of presence, only their writer
+has: a gap is asked of it, and when it starts anew it counts from 0 again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+import trio
+
+from fedsender.replication.commands import Json, Position
+from fedsender.replication.missed import NotFetched
+from fedsender.replication.sink import EduSink
+from fedsender.store.records import PresenceState
+from fedsender.streams import HeardPositions
+
+log = structlog.get_logger()
+
+EDU_STREAMS = frozenset(("device_lists", "receipts", "typing", "presence", "presence_federation"))
+STORED_AS = {"device_lists": "device_lists_stream", "receipts": "receipts"}
+"""Streams that are followed by position alone, and their names in `stream_positions`."""
+IN_MEMORY = frozenset(("typing", "presence_federation"))
+FETCH_S = 60.0
+FETCHES = 4
+MAX_TYPISTS = 1000
+"""Users typing in one room; beyond, the others are not told of."""
+
+Fetch = Callable[[str, str, int, int], Awaitable[Sequence[tuple[int, Json]]]]
+"""Asks a writer for missed rows: (stream, instance, after, upto). Raises NotFetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    instance: str
+    after: int
+    upto: int
+
+
+class EduStreams:
+    """See the module. `run` is for what takes time; everything else returns at once."""
+
+    def __init__(self, sink: EduSink, fetch: Fetch) -> None:
+        self._sink = sink
+        self._fetch = fetch
+        self._heard = {stream: HeardPositions() for stream in STORED_AS}
+        # Of the others, which have one writer at a time: who it is, and where it stands.
+        self._tokens: dict[str, tuple[str | None, int]] = {}
+        self._connected: set[str] = set()
+        self._missed: dict[str, _Missed] = {}
+        self._news = trio.Event()
+
+    def start(self, stream: str, stored: Mapping[str, int]) -> None:
+        """Where the writers of one of `STORED_AS` stand by the database."""
+        self._heard[stream] = HeardPositions(stored, trio.current_time())
+        self._watermark(stream)
+
+    def begin(self) -> None:
+        """A new connection: nothing is known until each writer has said where it stands."""
+        self._connected.clear()
+
+    def _watermark(self, stream: str) -> None:
+        linear = self._heard[stream].linear
+        mark = self._sink.device_lists if stream == "device_lists" else self._sink.receipts
+        mark.advance(linear)
+
+    def position(self, said: Position) -> None:
+        """A writer says where it stands."""
+        stream = said.stream
+        if stream in STORED_AS:
+            self._heard[stream].advance(said.instance or "", said.token, trio.current_time())
+            self._watermark(stream)
+            return
+        known = self._tokens.get(stream)
+        self._tokens[stream] = (said.instance, said.token)
+        self._connected.add(stream)
+        if stream == "presence":
+            if known is not None and known[1] < said.previous:
+                self._sink.presence_missed(known[1], said.token)
+            return
+        anew = known is None or known[0] != said.instance or known[1] > said.token
+        if anew and stream == "typing":
+            self._sink.typing_reset()
+        after = 0 if anew or known is None else known[1]
+        if after < said.token and (anew or after < said.previous):
+            self._missed[stream] = _Missed(said.instance or "", after, said.token)
+            self._news.set()
+
+    def rows(self, stream: str, instance: str | None, token: int, rows: Sequence[Json]) -> bool:
+        """Rows of one token. False: its writer counts anew, and must be asked where it stands."""
+        if stream in STORED_AS:
+            self._heard[stream].advance(instance or "", token, trio.current_time())
+            self._watermark(stream)
+            return True
+        if stream not in self._connected:
+            return True
+        writer, known = self._tokens[stream]
+        if writer != instance or (token < known and stream in IN_MEMORY):
+            self._connected.discard(stream)
+            return False
+        if token > known:
+            self._tokens[stream] = (instance, token)
+            for row in rows:
+                self._tell(stream, token, row)
+        return True
+
+    async def run(self) -> None:
+        """Ask for what was missed, for ever."""
+        while True:
+            await self._news.wait()
+            self._news = trio.Event()
+            missed, self._missed = self._missed, {}
+            for stream, gap in missed.items():
+                await self._make_up(stream, gap)
+
+    async def _make_up(self, stream: str, gap: _Missed) -> None:
+        reason = ""
+        for attempt in range(FETCHES):
+            await trio.sleep(2.0**attempt - 1)
+            try:
+                with trio.fail_after(FETCH_S):
+                    found = await self._fetch(stream, gap.instance, gap.after, gap.upto)
+            except NotFetched as error:
+                reason = str(error)
+            except trio.TooSlowError:
+                reason = f"no answer in {FETCH_S:.0f} s"
+            else:
+                for token, row in found:
+                    self._tell(stream, token, row)
+                return
+            if stream in self._missed:
+                return
+        log.warning("missed rows are lost", stream=stream, writer=gap.instance, reason=reason)
+
+    def _tell(self, stream: str, token: int, row: Json) -> None:
+        match row:
+            case [str(room_id), list(users)] if stream == "typing":
+                typists = [user for user in users if isinstance(user, str)]
+                self._sink.typing(room_id, typists[:MAX_TYPISTS], token)
+            case [str(server), str(user_id)] if stream == "presence_federation":
+                self._sink.presence_wanted(server, user_id)
+            case [str(user_id), str(state), int(active), _, _, status, bool(currently), *_] if (
+                stream == "presence" and (status is None or isinstance(status, str))
+            ):
+                told = PresenceState(user_id, state, active, status, currently)
+                self._sink.presence(told)

@@ -1,0 +1,384 @@
+"""From the homeserver's EDU streams to the outboxes of the servers concerned.
+
+Streams that the database holds are followed by their positions alone: what is new is read from
+there, whether we heard of it, missed it, or were not running.
+
+What can wait goes to one server after the other, at a configured pace, so that one small thing in
+a large room does not open thousands of connections at once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import structlog
+import trio
+
+from fedsender.config import Policy
+from fedsender.matrix import server_of
+from fedsender.sender.destination import Context, Destination
+from fedsender.sender.edus import presence, receipts
+from fedsender.sender.edus.presence import PresenceStates
+from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
+from fedsender.sender.edus.typing import Typing, TypingRooms
+from fedsender.sender.transaction import Key
+from fedsender.store.records import PresenceState, Receipt
+from fedsender.streams import Watermark
+
+log = structlog.get_logger()
+
+RECEIPT_PAGE = 500
+SAVE_EVERY_S = 5.0
+LONGEST_TRICKLE_S = 30.0
+"""Nobody waits longer for its turn; a longer line moves faster."""
+MAX_TRICKLING = 100_000
+"""Receipts and states that wait for their servers' turn; beyond, nothing has to wait."""
+MAX_PENDING = 10_000
+"""Changes of typing, or of presence, whose servers are still to be asked for."""
+TYPING_SWEEP_S = 5.0
+PAUSE_S = 30.0
+"""After an error in this program."""
+
+
+class Book(Protocol):
+    """What the flow asks of the sender."""
+
+    @property
+    def active(self) -> Mapping[str, Destination]: ...
+
+    def reach(self, server: str) -> Destination | None: ...
+
+
+class Policies(Protocol):
+    """What the flow asks of the configuration about one server."""
+
+    def policy_for(self, server: str) -> Policy: ...
+    def may_send_to(self, server: str) -> bool: ...
+
+
+class EduFlow:
+    """See the module; it is the feed's `EduSink`. One task per stream.
+
+    Attributes:
+        device_lists: up to where rows of changed devices may be read.
+        receipts: the same for receipts.
+        debts: for servers that are not active, the stream id above which each is owed receipts.
+    """
+
+    def __init__(self, context: Context, policies: Policies, book: Book) -> None:
+        self.device_lists = context.device_lists
+        self.receipts = Watermark()
+        self.debts: dict[str, int] = {}
+        self._context = context
+        self._policies = policies
+        self._book = book
+        self._seen = 0
+        self._saved: tuple[int, dict[str, int]] = (-1, {})
+        self._later: OrderedDict[str, dict[Key, Receipt | PresenceState]] = OrderedDict()
+        self._trickling = 0
+        self._line_grew = trio.Event()
+        self._rooms = TypingRooms()
+        self._typing: dict[Key, Typing] = {}
+        self._typing_news = trio.Event()
+        granularity_s = context.presence.last_active_granularity
+        self._states = PresenceStates(round(granularity_s * 1000))
+        self._changed: dict[str, PresenceState] = {}
+        self._wanted: set[tuple[str, str]] = set()
+        self._gap: tuple[int, int] | None = None
+        self._presence_news = trio.Event()
+
+    async def load(self) -> None:
+        """Take up what was saved: before any server is reached, and before `run`."""
+        owed = await self._context.receipts.load(self._context.instance)
+        newest = await self._context.edus.newest_receipt()
+        # A first run begins now; and a database that was set back has forgotten what it said.
+        self._seen = newest if owed.position is None else min(owed.position, newest)
+        self.debts = dict(owed.debts)
+        self._saved = (-1 if owed.position is None else owed.position, dict(owed.debts))
+        await self.save()
+
+    async def run(self) -> None:
+        """Follow the streams until cancelled."""
+        tasks = {
+            "device lists": self._follow_device_lists,
+            "receipts": self._follow_receipts,
+            "trickle": self._trickle,
+            "typing": self._follow_typing,
+            "typing goes on": self._keep_typing,
+            "receipt position": self._save_for_ever,
+        }
+        if self._context.presence.enabled:
+            tasks["presence"] = self._follow_presence
+        async with trio.open_nursery() as nursery:
+            for name, task in tasks.items():
+                nursery.start_soon(self._isolated, task, name, name=name)
+
+    async def _isolated(self, task: Callable[[], Awaitable[None]], name: str) -> None:
+        """For ever; what goes wrong with one kind of EDU stops neither the others nor PDUs."""
+        while True:
+            try:
+                await task()
+            except Exception:
+                log.exception("EDUs stopped for a moment", kind=name)
+                self._context.metrics.crashes.inc()
+            await trio.sleep(PAUSE_S)
+
+    # --- Servers that come and go: synchronous ----------------------------------------------------
+
+    def entered(self, destination: Destination) -> None:
+        """It is active from now on."""
+        destination.outbox.receipts.owe(self.debts.pop(destination.name, None))
+
+    def left(self, destination: Destination) -> None:
+        """It is not active any more; what it is still owed waits in the database."""
+        destination.outbox.close()
+        owed = destination.outbox.receipts.owed_above
+        if owed is not None:
+            self.debts[destination.name] = owed
+
+    # --- Device lists -----------------------------------------------------------------------------
+
+    async def _follow_device_lists(self) -> None:
+        """Wake the servers of each new change; those of older ones are found by the sweep."""
+        seen = self.device_lists.value
+        while True:
+            position = await self.device_lists.wait_past(seen)
+            for server in await self._context.edus.changed_device_lists(seen, position):
+                destination = self._book.reach(server)
+                if destination is not None:
+                    destination.owe_device_lists()
+            seen = position
+
+    # --- Receipts ---------------------------------------------------------------------------------
+
+    async def _follow_receipts(self) -> None:
+        context = self._context
+        while True:
+            upto = await self.receipts.wait_past(self._seen)
+            while self._seen < upto:
+                page = await context.edus.receipts(context.origin, self._seen, upto, RECEIPT_PAGE)
+                servers = await self._servers_of(page)
+                events = await self._read_events(page, servers)
+                # No await from here on: what is passed is in a queue, or is a debt.
+                now_ms = context.outside.now_ms()
+                for receipt in page:
+                    wanted = servers[receipt.room_id]
+                    first = at_once(wanted, events.get(receipt.event_id), now_ms)
+                    self._put_receipt(receipt, sorted(first))
+                    self._put_off(receipt, sorted(wanted - first))
+                self._seen = page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
+
+    async def _servers_of(self, page: Sequence[Receipt]) -> dict[str, frozenset[str]]:
+        """By room, the servers that get receipts, from us."""
+        rooms = sorted({receipt.room_id for receipt in page})
+        found = await self._context.homeserver.servers_now(rooms) if rooms else {}
+        return {
+            room_id: frozenset(server for server in servers if self._wants(server, "receipts"))
+            for room_id, servers in found.items()
+        }
+
+    async def _read_events(
+        self, page: Sequence[Receipt], servers: Mapping[str, frozenset[str]]
+    ) -> dict[str, ReadEvent]:
+        """The events that were read, where it matters."""
+        wanted = {item.event_id for item in page if len(servers[item.room_id]) >= SMALL_ROOM}
+        if not wanted:
+            return {}
+        rows = await self._context.homeserver.events_by_id(sorted(wanted))
+        return {name: ReadEvent(row.sender, row.received_ts) for name, row in rows.items()}
+
+    def _put_receipt(self, receipt: Receipt, servers: Iterable[str]) -> None:
+        for server in servers:
+            destination = self._book.reach(server)
+            if destination is not None:
+                destination.put_receipt(receipt)
+            else:
+                owed = receipt.stream_id - 1
+                self.debts[server] = min(owed, self.debts.get(server, owed))
+
+    # --- In turn ----------------------------------------------------------------------------------
+
+    def _put_off(self, item: Receipt | PresenceState, servers: Iterable[str]) -> None:
+        """Let these servers have it when their turn comes."""
+        key = _key_of(item)
+        for server in servers:
+            if self._trickling >= MAX_TRICKLING:
+                self._put(item, server)
+                continue
+            waiting = self._later.setdefault(server, {})
+            self._trickling += key not in waiting
+            waiting[key] = item
+            self._line_grew.set()
+
+    async def _trickle(self) -> None:
+        while True:
+            while not self._later:
+                self._line_grew = trio.Event()
+                await self._line_grew.wait()
+            server, waiting = self._later.popitem(last=False)
+            self._trickling -= len(waiting)
+            for item in waiting.values():
+                self._put(item, server)
+            pace = 1 / self._context.sending.trickle_per_second
+            await trio.sleep(min(pace, LONGEST_TRICKLE_S / (len(self._later) + 1)))
+
+    def _put(self, item: Receipt | PresenceState, server: str) -> None:
+        if isinstance(item, Receipt):
+            self._put_receipt(item, [server])
+        elif (destination := self._book.reach(server)) is not None:
+            destination.put_presence(item)
+
+    # --- Typing -----------------------------------------------------------------------------------
+
+    def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
+        """These users, and no others, type in the room now; of two tokens the larger is newer."""
+        ours = [user for user in users if self._is_ours(user)]
+        self._tell_typing(self._rooms.update(room_id, ours, token, trio.current_time()))
+
+    def typing_reset(self) -> None:
+        """Tokens begin anew, and so does what is known of who types."""
+        self._rooms.reset()
+
+    def _tell_typing(self, changes: Iterable[Typing]) -> None:
+        for change in changes:
+            if len(self._typing) >= MAX_PENDING and change.key not in self._typing:
+                self._context.metrics.dropped_edus.labels("crowded out").inc()
+                continue
+            self._typing[change.key] = change
+            self._typing_news.set()
+
+    async def _keep_typing(self) -> None:
+        """Say again who types, before receivers forget it."""
+        while True:
+            await trio.sleep(TYPING_SWEEP_S)
+            self._tell_typing(self._rooms.due(trio.current_time()))
+
+    async def _follow_typing(self) -> None:
+        while True:
+            await self._typing_news.wait()
+            self._typing_news = trio.Event()
+            changes, self._typing = self._typing, {}
+            rooms = sorted({change.room_id for change in changes.values()})
+            # In a room whose state is not all known, those known of: who waits is late (W25).
+            servers = await self._context.homeserver.servers_now(rooms)
+            for change in changes.values():
+                for server in sorted(servers[change.room_id]):
+                    if self._wants(server, "typing"):
+                        destination = self._book.reach(server)
+                        if destination is not None:
+                            destination.put_typing(change)
+
+    # --- Presence ---------------------------------------------------------------------------------
+
+    def presence(self, state: PresenceState) -> None:
+        """How present a user is now."""
+        if not self._context.presence.enabled or not self._is_ours(state.user_id):
+            return
+        if self._states.note(state):
+            self._changed[state.user_id] = state
+            if len(self._changed) > MAX_PENDING:
+                del self._changed[next(iter(self._changed))]
+                self._context.metrics.dropped_edus.labels("crowded out").inc()
+            self._presence_news.set()
+
+    def presence_missed(self, after: int, upto: int) -> None:
+        """States with after < stream id <= upto were not told, but stand in the store."""
+        self._gap = (
+            (min(after, self._gap[0]), max(upto, self._gap[1])) if self._gap else (after, upto)
+        )
+        self._presence_news.set()
+
+    def presence_wanted(self, server: str, user_id: str) -> None:
+        """This server is to be told how present the user is."""
+        enabled = self._context.presence.enabled
+        if enabled and self._is_ours(user_id) and self._wants(server, "presence"):
+            if len(self._wanted) >= MAX_PENDING:
+                self._context.metrics.dropped_edus.labels("crowded out").inc()
+                return
+            self._wanted.add((server, user_id))
+            self._presence_news.set()
+
+    async def _follow_presence(self) -> None:
+        context = self._context
+        for state in await context.edus.present(context.origin):
+            self._states.note(state)
+        while True:
+            await self._presence_news.wait()
+            self._presence_news = trio.Event()
+            if self._gap is not None:
+                (after, upto), self._gap = self._gap, None
+                for state in await context.edus.presence_said(context.origin, after, upto):
+                    self.presence(state)
+            await self._tell_changes()
+            await self._tell_wanted()
+
+    async def _tell_changes(self) -> None:
+        changed, self._changed = self._changed, {}
+        excluded = self._context.presence.excluded_rooms
+        servers = await self._context.edus.servers_of(changed.keys(), excluded) if changed else {}
+        for user_id, state in changed.items():
+            wanting = [name for name in sorted(servers[user_id]) if self._wants(name, "presence")]
+            self._put_off(state, wanting)
+
+    async def _tell_wanted(self) -> None:
+        """Whoever asks for a user is told, whatever was told before."""
+        wanted, self._wanted = self._wanted, set()
+        unknown = {user for _, user in wanted if self._states.get(user) is None}
+        if unknown:
+            for state in await self._context.edus.presence_of(unknown):
+                self._states.note(state)
+        for server, user_id in sorted(wanted):
+            self._put_off(self._states.get(user_id) or PresenceState(user_id), [server])
+
+    def _is_ours(self, user_id: str) -> bool:
+        try:
+            return server_of(user_id) == self._context.origin
+        except ValueError:
+            return False
+
+    def _wants(self, server: str, kind: str) -> bool:
+        if not self._policies.may_send_to(server):
+            return False
+        wants: bool = getattr(self._policies.policy_for(server).edus, kind)
+        return wants
+
+    # --- What a restart must know -----------------------------------------------------------------
+
+    async def _save_for_ever(self) -> None:
+        while True:
+            await trio.sleep(SAVE_EVERY_S)
+            for destination in self._book.active.values():
+                if not destination.state.healthy:
+                    destination.outbox.receipts.give_up()
+            await self.save()
+
+    async def save(self) -> None:
+        """Write down which receipts are still owed, if that has changed."""
+        position, debts = self._owed()
+        if (position, debts) == self._saved:
+            return
+        saved_debts = self._saved[1]
+        changed = {name: at for name, at in debts.items() if saved_debts.get(name) != at}
+        paid = saved_debts.keys() - debts.keys()
+        await self._context.receipts.save(self._context.instance, position, changed, paid)
+        self._saved = (position, debts)
+
+    def _owed(self) -> tuple[int, dict[str, int]]:
+        """Up to where all is answered or is a debt; and the debts."""
+        position, debts = self._seen, dict(self.debts)
+        for waiting in self._later.values():
+            ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))
+            position = min(position, min(ids, default=position + 1) - 1)
+        for name, destination in self._book.active.items():
+            queue = destination.outbox.receipts
+            if queue.debt is not None:
+                debts[name] = queue.debt
+            elif queue.oldest is not None:
+                position = min(position, queue.oldest - 1)
+        return position, debts
+
+
+def _key_of(item: Receipt | PresenceState) -> Key:
+    return receipts.key_of(item) if isinstance(item, Receipt) else presence.key_of(item)

@@ -1,0 +1,187 @@
+"""Receipts: who hears of one at once, who later, and how many of them go into one EDU.
+
+In small rooms, and about events of the last minute, everybody hears at once: there a receipt shows
+that somebody is there. Otherwise only the server of the event's sender does, and the others in
+turn: a room of thousands of servers would cost thousands of transactions for each message read.
+
+A server's receipts wait in memory while it answers. When it does not, or when they are too many,
+they are given up for a debt: the stream id above which it is owed receipts, to be read from the
+database when it answers again. So none is lost, and memory is bounded.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedsender.matrix import canonical_json, server_of
+from fedsender.sender.transaction import Draft, Edu, Key
+from fedsender.store.records import Receipt
+
+RECEIPT = "m.receipt"
+SMALL_ROOM = 10
+"""With fewer other servers than this, all hear at once."""
+FRESH_MS = 60_000
+"""So long after an event, all hear at once who has read it."""
+RECEIPTS_PER_EDU = 200
+
+
+def key_of(receipt: Receipt) -> Key:
+    """A newer receipt of the same key replaces an older one."""
+    thread = () if receipt.thread_id is None else (receipt.thread_id,)
+    return (RECEIPT, receipt.room_id, receipt.receipt_type, receipt.user_id, *thread)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEvent:
+    """The event that was read. `received_ts` in ms."""
+
+    sender: str
+    received_ts: int | None
+
+
+def at_once(servers: frozenset[str], event: ReadEvent | None, now_ms: int) -> frozenset[str]:
+    """Those of the servers that hear of a receipt at once; the others do in turn."""
+    if len(servers) < SMALL_ROOM:
+        return servers
+    if event is None:
+        return frozenset()
+    if event.received_ts is not None and now_ms - event.received_ts < FRESH_MS:
+        return servers
+    try:
+        return servers & {server_of(event.sender)}
+    except ValueError:
+        return frozenset()
+
+
+def compose(receipts: Iterable[Receipt]) -> Iterator[tuple[Edu, list[Receipt]]]:
+    """The receipts as EDUs, each with what is in it.
+
+    A user has one place by room and type, so further threads of theirs go into further EDUs (Matrix
+    server-server API, "Receipts"; the threads are those of the client-server API).
+    """
+    edus: list[dict[Key, Receipt]] = []
+    for receipt in receipts:
+        place = (receipt.room_id, receipt.receipt_type, receipt.user_id)
+        for places in edus:
+            if place not in places and len(places) < RECEIPTS_PER_EDU:
+                places[place] = receipt
+                break
+        else:
+            edus.append({place: receipt})
+    for places in edus:
+        yield _edu(list(places.values())), list(places.values())
+
+
+def _edu(receipts: Sequence[Receipt]) -> Edu:
+    content: dict[str, Any] = {}
+    for receipt in receipts:
+        data: dict[str, Any] = {} if receipt.ts is None else {"ts": receipt.ts}
+        if receipt.thread_id is not None:
+            data["thread_id"] = receipt.thread_id
+        users = content.setdefault(receipt.room_id, {}).setdefault(receipt.receipt_type, {})
+        users[receipt.user_id] = {"event_ids": [receipt.event_id], "data": data}
+    wire = canonical_json({"content": content, "edu_type": RECEIPT}, allow_big_integers=True)
+    return Edu(RECEIPT, wire, keys=tuple((key_of(item), item.stream_id) for item in receipts))
+
+
+class ReceiptQueue:
+    """The receipts that wait for one server: the newest of each key, at most `limit` of them.
+
+    Attributes:
+        debt: the stream id above which the server is owed receipts; they wait in the database.
+            None: all that it is owed is here.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: dict[Key, Receipt] = {}
+        self._offered = 0
+        self._page_after: int | None = None
+        self.debt: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def oldest(self) -> int | None:
+        """The smallest stream id that waits here."""
+        return min((item.stream_id for item in self._waiting.values()), default=None)
+
+    @property
+    def owed_above(self) -> int | None:
+        """The stream id above which the server is owed receipts, wherever they wait."""
+        if self.debt is not None or self.oldest is None:
+            return self.debt
+        return self.oldest - 1
+
+    def put(self, receipt: Receipt) -> None:
+        """Wait with this receipt, in place of an older one of its key."""
+        self._offered += 1
+        if self.debt is not None:
+            self.debt = min(self.debt, receipt.stream_id - 1)
+            return
+        key = key_of(receipt)
+        there = self._waiting.get(key)
+        if there is None or there.stream_id < receipt.stream_id:
+            self._waiting[key] = receipt
+        if len(self._waiting) > self._limit:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Leave what waits here to the database."""
+        self.owe(self.owed_above)
+
+    def owe(self, after: int | None) -> None:
+        """The server is owed the receipts above `after`; None changes nothing."""
+        if after is not None:
+            self.debt = after if self.debt is None else min(after, self.debt)
+            self._waiting.clear()
+
+    def clear(self) -> None:
+        """The server is owed nothing of the kind."""
+        self.debt = None
+        self._waiting.clear()
+
+    def fill(self, draft: Draft) -> None:
+        """Put in as many as fit; they stay until they are answered."""
+        for edu, _ in compose(self._waiting.values()):
+            if not draft.add_edu(edu):
+                return
+
+    def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
+        """These arrived; a newer one of the same key stays."""
+        for key, stream_id in taken:
+            item = self._waiting.get(key)
+            if item is not None and item.stream_id <= stream_id:
+                del self._waiting[key]
+
+    # --- Paying a debt, page by page --------------------------------------------------------------
+
+    def begin_page(self) -> int:
+        """A page above the debt is about to be read; what to give `none_found`."""
+        self._page_after = self.debt
+        return self._offered
+
+    def none_found(self, offered: int) -> None:
+        """There was nothing above the debt: it is paid, unless something was put here since."""
+        if self._offered == offered:
+            self.debt = None
+
+    def pay(self, upto: int) -> None:
+        """What the page had for this server up to `upto` was answered, or there was nothing."""
+        if self.debt is not None and self.debt == self._page_after:
+            self.debt = self._page_after = upto
+
+
+def fill_page(draft: Draft, receipts: Sequence[Receipt], last: int) -> int:
+    """Put in receipts of a debt; the stream id up to which it is paid once they are answered.
+
+    `receipts` are those for this server, ascending, of a page that ends at `last`.
+    """
+    unsent: set[int] = set()
+    full = False
+    for edu, inside in compose(receipts):
+        full = full or not draft.add_edu(edu)
+        if full:
+            unsent |= {receipt.stream_id for receipt in inside}
+    return min(unsent) - 1 if unsent else last

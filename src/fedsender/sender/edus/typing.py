@@ -1,0 +1,94 @@
+"""Who of our users is typing where: what changed, and what must be said again.
+
+A receiver forgets a typing user after a while, so it is told again and again (Matrix server-server
+API, "Typing notifications"). The homeserver names the whole set of those who type in a room each
+time that set changes; tokens say which of two sets is the newer one.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+TYPING = "m.typing"
+KEEP_ALIVE_S = 40.0
+FORGET_S = 600.0
+"""A room that nothing was heard of for so long is forgotten: its users are not typing any more."""
+LIFETIME_S = 60.0
+"""A notification that could not be sent for so long is not worth sending."""
+MAX_ROOMS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Typing:
+    """A user begins or goes on typing in a room, or has stopped."""
+
+    room_id: str
+    user_id: str
+    typing: bool
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """A newer one of the same key replaces an older one."""
+        return (TYPING, self.room_id, self.user_id)
+
+    def content(self) -> Mapping[str, Any]:
+        """The content of the EDU."""
+        return {"room_id": self.room_id, "user_id": self.user_id, "typing": self.typing}
+
+
+@dataclass(slots=True)
+class _Room:
+    token: int
+    heard_at: float
+    users: dict[str, float] = field(default_factory=dict)  # user -> when it was last told
+
+
+class TypingRooms:
+    """Where our users type. Times are seconds on any one clock."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, _Room] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def update(self, room_id: str, users: Iterable[str], token: int, now: float) -> list[Typing]:
+        """These of our users type in the room now; what is to be told.
+
+        An older token than the room's last one changes nothing. Beyond `MAX_ROOMS` further rooms
+        are not followed.
+        """
+        room = self._rooms.get(room_id)
+        if room is None:
+            if len(self._rooms) >= MAX_ROOMS:
+                return []
+            room = self._rooms[room_id] = _Room(token - 1, now)
+        if token <= room.token:
+            return []
+        wanted = set(users)
+        stopped, began = room.users.keys() - wanted, wanted - room.users.keys()
+        room.token, room.heard_at = token, now
+        room.users = {user: room.users.get(user, now) for user in wanted}
+        return [
+            *(Typing(room_id, user, False) for user in sorted(stopped)),
+            *(Typing(room_id, user, True) for user in sorted(began)),
+        ]
+
+    def due(self, now: float) -> list[Typing]:
+        """Who must be told again, now; and rooms of which nothing is heard are forgotten."""
+        again: list[Typing] = []
+        for room_id, room in list(self._rooms.items()):
+            # The token of a room where nobody types any more only guards against late rows.
+            patience = FORGET_S if room.users else LIFETIME_S
+            if now - room.heard_at >= patience:
+                del self._rooms[room_id]
+                continue
+            for user, told in room.users.items():
+                if now - told >= KEEP_ALIVE_S:
+                    room.users[user] = now
+                    again.append(Typing(room_id, user, True))
+        return again
+
+    def reset(self) -> None:
+        """The homeserver counts from 0 again, and will say who types."""
+        self._rooms.clear()

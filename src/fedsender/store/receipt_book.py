@@ -1,0 +1,71 @@
+"""Which receipts are still owed: a position in their stream, and the servers that are behind it."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, delete, select
+
+from fedsender.store import tables
+from fedsender.store.delivery import upsert
+from fedsender.store.engine import Database
+from fedsender.store.event_rows import in_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class OwedReceipts:
+    """Which receipts are still owed.
+
+    Attributes:
+        position: each receipt up to this stream id is answered, or covered by `debts`. None:
+            nobody has begun to count.
+        debts: by server the stream id above which it is owed receipts.
+    """
+
+    position: int | None
+    debts: Mapping[str, int]
+
+
+class ReceiptBook:
+    """Keeps it in the sender's database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def load(self, instance: str) -> OwedReceipts:
+        """As it was last saved."""
+        positions, debts = tables.receipt_positions, tables.receipt_debts
+        query = select(positions.c.stream_id).where(positions.c.instance_name == instance)
+
+        def look(connection: Connection) -> OwedReceipts:
+            rows = connection.execute(select(debts.c.destination, debts.c.stream_id))
+            owed = {row.destination: row.stream_id for row in rows}
+            return OwedReceipts(connection.execute(query).scalar(), owed)
+
+        return await self._database.read(look)
+
+    async def save(
+        self, instance: str, position: int, debts: Mapping[str, int], paid: Collection[str]
+    ) -> None:
+        """The position, new or changed debts, and servers without one, in one transaction."""
+
+        def write(connection: Connection) -> None:
+            for chunk in in_chunks(sorted(paid)):
+                table = tables.receipt_debts
+                connection.execute(delete(table).where(table.c.destination.in_(chunk)))
+            for name, after in sorted(debts.items()):
+                statement = upsert(connection, tables.receipt_debts).values(
+                    destination=name, stream_id=after
+                )
+                changed = {"stream_id": statement.excluded.stream_id}
+                connection.execute(
+                    statement.on_conflict_do_update(index_elements=["destination"], set_=changed)
+                )
+            statement = upsert(connection, tables.receipt_positions).values(
+                instance_name=instance, stream_id=position
+            )
+            changed = {"stream_id": statement.excluded.stream_id}
+            connection.execute(
+                statement.on_conflict_do_update(index_elements=["instance_name"], set_=changed)
+            )
+
+        await self._database.write(write)

@@ -1,0 +1,341 @@
+"""Receipts: how they are packed, who hears of them when, and that none is lost."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.sender.harness import HS, answer, ok
+from tests.sender.synapse_world import ALICE, BOB, SynapseWorld, killed
+from trio.testing import MockClock
+
+from fedsender.sender.edus.receipts import ReceiptQueue, fill_page, key_of
+from fedsender.sender.transaction import Draft
+from fedsender.store import tables
+from fedsender.store.records import Receipt
+
+A, B = "a.example", "b.example"
+R1, R2 = "!1:hs.example", "!2:hs.example"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> SynapseWorld:
+    return SynapseWorld(tmp_path)
+
+
+def draft(max_edus: int = 100) -> Draft:
+    return Draft(max_pdus=50, max_edus=max_edus, max_bytes=2**20)
+
+
+receipt = st.builds(
+    Receipt,
+    st.integers(1, 1000),
+    st.sampled_from([R1, R2]),
+    st.sampled_from(["m.read", "org.example.read"]),
+    st.sampled_from([ALICE, BOB]),
+    st.sampled_from(["$a", "$b"]),
+    st.sampled_from([None, "main", "$root"]),
+    st.none() | st.integers(0, 2**60),
+)
+receipts = st.lists(receipt, max_size=30, unique_by=lambda item: item.stream_id)
+
+
+def said(content: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return {
+        (room, kind, user, place["event_ids"][0], place["data"].get("thread_id"))
+        for room, kinds in content.items()
+        for kind, users in kinds.items()
+        for user, place in users.items()
+    }
+
+
+# --- packing and keeping --------------------------------------------------------------------------
+
+
+@given(receipts)
+def test_the_newest_of_each_key_is_said_once_with_few_edus(items: list[Receipt]) -> None:
+    queue = ReceiptQueue(1000)
+    for item in items:
+        queue.put(item)
+    filled = draft()
+    queue.fill(filled)
+
+    newest = {key_of(item): item for item in sorted(items, key=lambda item: item.stream_id)}
+    contents = [orjson.loads(edu.wire)["content"] for edu in filled.edus]
+    everything = [entry for content in contents for entry in said(content)]
+    assert len(everything) == len(newest)
+    assert set(everything) == {
+        (i.room_id, i.receipt_type, i.user_id, i.event_id, i.thread_id) for i in newest.values()
+    }
+    assert len(filled.edus) <= 3
+    assert queue.oldest == min((item.stream_id for item in newest.values()), default=None)
+    queue.answered(key for edu in filled.edus for key in edu.keys)
+    assert len(queue) == 0
+
+
+@given(receipts, st.integers(1, 8))
+def test_too_many_become_a_debt_that_covers_them_all(items: list[Receipt], limit: int) -> None:
+    """I7. In whatever order they come, and whatever was answered: nothing below it is owed."""
+    queue = ReceiptQueue(limit)
+    for item in items:
+        queue.put(item)
+
+    assert len(queue) <= limit
+    owed = queue.owed_above
+    if items:
+        assert owed is not None
+        newest = {key_of(item): item for item in sorted(items, key=lambda item: item.stream_id)}
+        assert owed < min(item.stream_id for item in newest.values())
+
+
+@given(receipts, st.integers(0, 3))
+def test_a_page_of_a_debt_is_paid_up_to_what_did_not_fit(items: list[Receipt], room: int) -> None:
+    page = sorted(items, key=lambda item: item.stream_id)
+    filled = draft(max_edus=room)
+    upto = fill_page(filled, page, 2000)
+
+    sent = {stream_id for edu in filled.edus for _, stream_id in edu.keys}
+    assert {item.stream_id for item in page if item.stream_id <= upto} <= sent
+
+
+def test_an_answer_takes_no_receipt_that_came_meanwhile() -> None:
+    queue = ReceiptQueue(10)
+    first = Receipt(1, R1, "m.read", ALICE, "$a", None, 1)
+    queue.put(first)
+    filled = draft()
+    queue.fill(filled)
+    queue.put(Receipt(2, R1, "m.read", ALICE, "$b", None, 2))
+    queue.answered(key for edu in filled.edus for key in edu.keys)
+
+    again = draft()
+    queue.fill(again)
+    assert [b'"$b"' in edu.wire for edu in again.edus] == [True]
+
+
+def test_a_debt_is_not_paid_for_a_receipt_that_appeared_below_it() -> None:
+    queue = ReceiptQueue(10)
+    queue.owe(5)
+    offered = queue.begin_page()
+    queue.put(Receipt(4, R1, "m.read", ALICE, "$a", None, 1))
+    queue.pay(9)
+    queue.none_found(offered)
+
+    assert queue.debt == 3
+
+
+# --- how it goes ----------------------------------------------------------------------------------
+
+
+async def test_a_receipt_goes_to_the_rooms_server_in_the_form_of_the_specification(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Synapse's S1 and S3."""
+    async with world.run():
+        await world.members(R1, ALICE, f"@x:{A}")
+        await world.members(R2, BOB, f"@x:{B}")
+        await world.read(R1, ALICE)
+        await trio.sleep(1)
+
+    (request,) = world.servers[A].requests
+    assert request.content["pdus"] == []
+    assert request.edus == [
+        {
+            "edu_type": "m.receipt",
+            "content": {R1: {"m.read": {ALICE: {"event_ids": ["$e"], "data": {"ts": 1234}}}}},
+        }
+    ]
+    assert world.servers[B].requests == []
+
+
+async def test_threads_go_into_further_edus_of_one_transaction(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Synapse's S2: while a transaction is in flight, four receipts come."""
+    async with world.run():
+        await world.members(R1, ALICE, BOB, f"@x:{A}")
+        world.servers[A].latency = 5
+        await world.read(R1, ALICE, "$before")
+        await trio.sleep(1)
+        await world.read(R1, ALICE)
+        await world.read(R1, ALICE, thread="thread")
+        await world.read(R1, BOB)
+        await world.read(R1, BOB, thread="diff-thread")
+        await trio.sleep(20)
+
+    first, second = world.servers[A].requests
+    assert len(first.edus) == 1
+    users = [edu["content"][R1]["m.read"] for edu in second.edus]
+    data = [{user: each[user]["data"].get("thread_id") for user in each} for each in users]
+    assert data == [{ALICE: None, BOB: None}, {ALICE: "thread", BOB: "diff-thread"}]
+
+
+async def test_private_receipts_and_those_of_other_servers_users_stay_here(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Synapse's R1; custom types go out."""
+    async with world.run():
+        await world.members(R1, ALICE, f"@x:{A}")
+        await world.read(R1, ALICE, kind="m.read.private")
+        await world.read(R1, f"@x:{A}")
+        await world.read(R1, f"@x:{B}.{HS}")
+        await trio.sleep(1)
+        assert world.pushes() == []
+        await world.read(R1, ALICE, kind="org.example.read")
+        await trio.sleep(1)
+
+    assert list(world.edus(A)[0][R1]) == ["org.example.read"]
+
+
+async def test_in_a_large_room_a_fresh_event_is_worth_telling_all_at_once(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Synapse's S4."""
+    async with world.run():
+        await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
+        await world.event("$e", R1, "@x:host1", age_s=0)
+        await world.read(R1, ALICE)
+        await trio.sleep(0.2)
+        assert len(world.pushes()) == 20
+
+
+async def test_in_a_large_room_an_old_event_is_told_to_its_sender_and_to_the_others_in_turn(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Synapse's S5."""
+    world.settings["sending"] = {"trickle_per_second": 2}
+    async with world.run():
+        await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
+        await world.event("$e", R1, "@x:host1", age_s=300)
+        await world.read(R1, ALICE)
+        await trio.sleep(0.3)
+        assert len(world.pushes()) == 2
+        assert "host1" in {name for _, name in world.pushes()}
+        await trio.sleep(60)
+
+    pushes = world.pushes()
+    assert len({name for _, name in pushes}) == len(pushes) == 20
+    gaps = [later - sooner for (sooner, _), (later, _) in pairwise(pushes[1:])]
+    assert gaps == pytest.approx(18 * [0.5])
+
+
+async def test_the_line_moves_faster_when_it_is_long(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    world.settings["sending"] = {"trickle_per_second": 0.1}
+    async with world.run():
+        await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(40)))
+        await world.read(R1, ALICE)
+        await trio.sleep(200)
+
+    assert len(world.pushes()) == 40
+
+
+async def test_receipts_written_while_we_were_down_are_sent_when_we_are_back(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Synapse's sender starts at the newest and never sends them."""
+    async with world.run():
+        await world.members(R1, ALICE, f"@x:{A}")
+        await world.read(R1, ALICE, "$one")
+        await trio.sleep(1)
+    async with world.open():
+        await world.read(R1, ALICE, "$two", tell=False)
+    async with world.run() as sender:
+        sender.edus.receipts.advance(world.stream_id)
+        await trio.sleep(1)
+
+    assert [
+        place["event_ids"] for edu in world.edus(A) for place in edu[R1]["m.read"].values()
+    ] == [["$one"], ["$two"]]
+
+
+async def test_receipts_survive_failures_and_the_newest_of_each_is_sent(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """W4; over an outage so long that the server leaves memory; in no more than one page."""
+    async with world.run() as sender:
+        await world.members(R1, ALICE, BOB, f"@x:{A}")
+        server = world.servers[A]
+        server.reply = lambda _: answer(500)
+        await world.read(R1, ALICE, "$lost")
+        await trio.sleep(3600)
+        for number in range(30):
+            await world.read(R1, BOB, f"${number}")
+        await world.read(R1, ALICE, "$last")
+        await trio.sleep(600)
+        assert server.answered == []
+        server.reply = ok
+        sender.wake([A], by_admin=True)
+        await trio.sleep(10)
+        assert await world.store.receipts.load("fedsender") is not None
+        await trio.sleep(30)
+        assert (await world.store.receipts.load("fedsender")).debts == {}
+        before = len(server.answered)
+        await world.read(R1, BOB, "$live")
+        await trio.sleep(1)
+
+    last = [edu[R1]["m.read"] for edu in world.edus(A)]
+    seen = {user: place["event_ids"][0] for users in last[:-1] for user, place in users.items()}
+    assert seen == {ALICE: "$last", BOB: "$29"}
+    assert len(server.answered) == before + 1
+
+
+@pytest.mark.parametrize("latency", [1, 100])
+async def test_a_kill_loses_no_receipt(
+    world: SynapseWorld, autojump_clock: MockClock, latency: float
+) -> None:
+    """Whether it was queued, in flight or just answered; it may then be sent twice."""
+    with killed():
+        async with world.run():
+            await world.members(R1, ALICE, f"@x:{A}")
+            world.servers[A].latency = latency
+            await world.read(R1, ALICE, "$one")
+            await trio.sleep(0.5)
+            await world.read(R1, ALICE, "$two")
+            await trio.sleep(20)
+            world.kill_at = "sender: before commit"
+            await world.store.sender.add_redeliveries([])
+            await trio.sleep(100)
+    world.servers[A].latency = 0.1
+    async with world.run() as sender:
+        sender.edus.receipts.advance(world.stream_id)
+        await trio.sleep(60)
+
+    assert world.edus(A)[-1][R1]["m.read"][ALICE]["event_ids"] == ["$two"]
+
+
+async def test_a_server_that_left_the_room_meanwhile_hears_nothing(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        await world.members(R1, ALICE, f"@x:{A}")
+        await world.members(R2, ALICE, f"@x:{A}")
+        world.servers[A].down = True
+        await world.read(R1, ALICE, "$one")
+        await trio.sleep(3600)
+        await world.read(R1, ALICE, "$two")
+        await world.read(R2, ALICE, "$three")
+        await world.remove(tables.current_state_events, room_id=R1, state_key=f"@x:{A}")
+        world.servers[A].down = False
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+
+    assert [list(content) for content in world.edus(A)] == [[R2]]
+
+
+async def test_a_server_whose_policy_has_no_receipts_is_owed_none(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    world.settings["destinations"] = {"overrides": [{"match": A, "edus": {"receipts": False}}]}
+    async with world.run() as sender:
+        await world.members(R1, ALICE, f"@x:{A}", f"@x:{B}")
+        await world.read(R1, ALICE)
+        await trio.sleep(10)
+        assert sender.status(A) is None
+        assert (await world.store.receipts.load("fedsender")).debts == {}
+
+    assert [name for _, name in world.pushes()] == [B]
