@@ -112,6 +112,8 @@ class FakePeer:
             raise Unreachable("refused", "connection refused")
         return FakeLink(self.server)
 
+    def release(self) -> None: ...
+
     async def version_answers(self) -> bool:
         await trio.sleep(self.server.latency)
         return self.server.version and not self.server.down

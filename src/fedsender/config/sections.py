@@ -266,7 +266,7 @@ class Sending(Section):
         " back the others.",
     )
     handshakes_per_second: float = Field(
-        default=50.0, gt=0, le=10_000, description="New connections per second."
+        default=150.0, gt=0, le=10_000, description="New connections per second."
     )
     ramp_per_second: float = Field(
         default=100.0,
@@ -282,7 +282,7 @@ class Sending(Section):
         " presence (Synapse's federation_rr_transactions_per_room_per_second).",
     )
     queue_pdus: int = Field(
-        default=1000,
+        default=10_000,
         ge=50,
         le=1_000_000,
         description="PDUs that one destination's queue holds; beyond, they wait in the database.",

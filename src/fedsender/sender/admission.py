@@ -67,7 +67,7 @@ class Admission:
 
     Attributes:
         gate: shut while this daemon may not send at all (it lost its instance lock).
-        waiting: destinations that wait for a place.
+        waiting: destinations that wait for a place in the fast lane.
     """
 
     def __init__(
@@ -116,10 +116,9 @@ class Admission:
 
     @asynccontextmanager
     async def slow_place(self) -> AsyncIterator[None]:
-        """A place for one attempt at a server that is not."""
-        with self._in_line():
-            await self.gate.passed()
-            await self._slow.acquire()
+        """A place for one attempt at a server that is not; waiting for it crowds nobody."""
+        await self.gate.passed()
+        await self._slow.acquire()
         try:
             await self.gate.passed()
             yield

@@ -84,21 +84,19 @@ class CatchUp:
         owed = await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1)
         if not owed:
             return False
-        here = await self.homeserver.servers_now([room_id for room_id, _ in owed[:PAGE]])
         for room_id, value in owed[:PAGE]:
-            joined = self.destination in here.get(room_id, frozenset())
-            if not await self._fill_room(draft, room_id, value, joined):
+            if not await self._fill_room(draft, room_id, value):
                 draft.lsso = value - 1
                 break
         else:
             draft.lsso = owed[PAGE][1] - 1 if len(owed) > PAGE else owed[-1][1]
         return True
 
-    async def _fill_room(self, draft: Draft, room_id: str, value: int, joined: bool) -> bool:
+    async def _fill_room(self, draft: Draft, room_id: str, value: int) -> bool:
         """Put one room's gap into the draft; whether the room is done once that is answered."""
         after = max(self.floor, self.answered.get(room_id, self.floor))
         while after < value:
-            outgoing, upto = await self._next_of_room(room_id, after, value, joined)
+            outgoing, upto = await self._next_of_room(room_id, after, value)
             # Several extremities stand in together or not at all, unless they never fit together.
             standing_in = bool(outgoing) and outgoing[0].supersedes is not None
             if standing_in and not draft.empty and not draft.takes(len(outgoing)):
@@ -114,7 +112,7 @@ class CatchUp:
         return True
 
     async def _next_of_room(
-        self, room_id: str, after: int, value: int, joined: bool
+        self, room_id: str, after: int, value: int
     ) -> tuple[list[Outgoing], int]:
         """What to send of the gap (after, value], and up to where that covers it."""
         whole = self.whole or await self._newest_refused(room_id, value)
@@ -125,7 +123,7 @@ class CatchUp:
                 owed = await self._ours(rows)
                 if whole or len(owed) <= self.gap_events:
                     return [Outgoing(item.pdu, "catch_up") for item in owed], upto
-        return await self._stand_in(room_id, after, value, joined), value
+        return await self._stand_in(room_id, after, value), value
 
     async def _newest_refused(self, room_id: str, value: int) -> bool:
         if not self.refused:
@@ -145,7 +143,7 @@ class CatchUp:
             and item.pdu.event_id not in self.refused
         ]
 
-    async def _stand_in(self, room_id: str, after: int, value: int, joined: bool) -> list[Outgoing]:
+    async def _stand_in(self, room_id: str, after: int, value: int) -> list[Outgoing]:
         """The event that the row names, or the newer ones that this server may see instead."""
         supersedes = (after + 1, value)
         rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
@@ -158,6 +156,8 @@ class CatchUp:
             )
             return []
         own = rows[0]
+        here = (await self.homeserver.servers_now([room_id])).get(room_id, frozenset())
+        joined = self.destination in here
         extremities = await self.homeserver.forward_extremities(room_id) if joined else []
         if extremities and own.event_id not in extremities:
             newer = await self._visible(extremities, after)

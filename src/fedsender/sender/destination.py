@@ -251,7 +251,7 @@ class Destination:
         self._draining = True
         self._woken.set()
 
-    async def crashed(self) -> None:
+    def crashed(self) -> None:
         """A bug ended the task: back off, or it becomes a hot loop; the database knows the rest."""
         verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
         context = self._context
@@ -264,7 +264,6 @@ class Destination:
         )
         self._not_before = self._from_wall(self.state.next_attempt_ms)
         self.spill()
-        await self.write_down()
 
     async def write_down(self) -> None:
         """Make durable what the task that has ended knew of its transaction."""
@@ -292,7 +291,7 @@ class Destination:
 
         `frozen`: there is a frozen transaction of it in the database.
         """
-        if frozen:
+        if frozen and self.frozen is None:
             await self._recall()
         while await self._wait_turn():
             self._in_phase(Phase.QUEUED)
@@ -350,6 +349,8 @@ class Destination:
 
     async def _attempt(self, peer: Peer, place: Place) -> None:
         """Connect, form or repeat a transaction, send it, and act on what comes of it."""
+        if self.frozen is None and await self.outbox.caught_up():
+            return  # And no connection is opened to find that out.
         self._in_phase(Phase.CONNECTING)
         try:
             link = await self._connect(peer)
@@ -368,6 +369,7 @@ class Destination:
                 probing = self.state.isolating == 0
                 if draft.empty and not probing:
                     await self.outbox.note_progress(draft)
+                    peer.release()
                     return
                 # No await between the filling and this line: what may be sent was judged there.
                 transaction = self.frozen = self._freeze(draft)

@@ -316,6 +316,20 @@ class Outbox:
             for bad in stuck:
                 await self.quarantine_pdu(bad)
             return
+        await self._end_catch_up(offered)
+
+    async def caught_up(self) -> bool:
+        """Become level if a catch-up under way finds nothing more owed; whether it did."""
+        offered = self._offered
+        if self._catch_up is None or self.lsso is None:
+            return False
+        if await self._homeserver.owed_rooms(self.destination, self.lsso, 1):
+            return False
+        await self._end_catch_up(offered)
+        return self.level
+
+    async def _end_catch_up(self, offered: int) -> None:
+        """A query that ran after `offered` was the newest offered found nothing owed."""
         await self._store.end_catch_up(self.destination)
         self._catch_up = None
         # No await from here on: what was not offered by now will be offered to a level queue.

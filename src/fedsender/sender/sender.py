@@ -31,7 +31,7 @@ from fedsender.sender.failure import ServerState, take_wake
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.sender.takeover import hand_over, take_over
-from fedsender.sender.transaction import TransactionIds
+from fedsender.sender.transaction import Transaction, TransactionIds
 from fedsender.store import Store
 from fedsender.store.sender import Quarantined, Redelivery
 from fedsender.streams import Watermark
@@ -112,6 +112,9 @@ class Sender:
         self._rank = 0
         self._draining = False
         self._looked_at: set[str] = set()
+        self._look_again: set[str] = set()
+        # Transactions of destinations that could not even write them down.
+        self._kept: dict[str, Transaction] = {}
         self.unsaved: list[Destination] = []
 
     # --- The fan-out's side -----------------------------------------------------------------------
@@ -163,14 +166,19 @@ class Sender:
     def backoff_changed(self, server: str) -> None:
         """Somebody else wrote this server's backoff columns; a reset means that it is back."""
         known = not self._state_of(server).healthy or server in self.active
-        if known and server not in self._looked_at:
+        if server in self._looked_at:
+            self._look_again.add(server)
+        elif known:
             self._looked_at.add(server)
             self._nursery.start_soon(self._look_at_backoff, server, name=f"backoff of {server}")
 
     async def _look_at_backoff(self, server: str) -> None:
-        # Before the look: what is written during it asks for another one.
-        self._looked_at.discard(server)
         row = await self.context.homeserver.backoff(server)
+        while server in self._look_again:
+            # It was written again, perhaps after it was read.
+            self._look_again.discard(server)
+            row = await self.context.homeserver.backoff(server)
+        self._looked_at.discard(server)
         if row is not None and not row.retry_last_ts:
             self.wake([server])
 
@@ -384,6 +392,7 @@ class Sender:
             self._state_of(server),
             level=level,
         )
+        destination.frozen = self._kept.pop(server, None)
         self.active[server] = destination
         self.edus.entered(destination)
         self._nursery.start_soon(self._supervise, destination, name=f"destination {server}")
@@ -398,11 +407,21 @@ class Sender:
             except Exception:
                 log.exception("destination crashed", destination=name)
                 self.context.metrics.crashes.inc()
-                await destination.crashed()
+                destination.crashed()
+                await self.write_down(destination)
             finally:
                 # Before the peer closes, and without an await since the destination left: what is
                 # offered from here on finds no object, and makes one or is remembered.
                 self._strike(destination)
+
+    async def write_down(self, destination: Destination) -> None:
+        """Make durable what an ended task knew of its transaction; a failure is its own."""
+        try:
+            await destination.write_down()
+        except Exception:
+            log.exception("transaction not written down", destination=destination.name)
+            if destination.frozen is not None:
+                self._kept[destination.name] = destination.frozen
 
     def _strike(self, destination: Destination) -> None:
         name, state = destination.name, destination.state
@@ -449,6 +468,8 @@ class Sender:
                 continue  # Woken, paused or rescheduled since.
             await pace.wait()
             await self.context.admission.uncrowded()
+            if self._draining:
+                return
             if self._behind.get(server) == at and self._policies.may_send_to(server):
                 self._activate(server, level=False).come_due()
 
@@ -480,6 +501,11 @@ class Sender:
     async def load_book(self) -> None:
         """Put everything that owes something behind, the most useful first."""
         lagging = {lag.destination: lag for lag in await self.context.homeserver.lagging()}
+        for server in await self.context.store.catching_up():
+            if server not in lagging or lagging[server].rooms == 0:
+                # Cut off between its last answer and its end. It is level now, and the next time
+                # its floor would lie below all that goes out meanwhile.
+                await self.context.store.end_catch_up(server)
         owing = set(lagging) | self._frozen
         owing |= set(await self.context.store.destinations_with_redeliveries())
         owing |= set(self.edus.debts)
@@ -574,7 +600,7 @@ async def open_sender(
         sender.begin_drain()
         nursery.cancel_scope.deadline = trio.current_time() + sending.drain_seconds
     for destination in sender.unsaved:
-        await destination.write_down()
+        await sender.write_down(destination)
     await sender.edus.save()
     await hand_over(store, instance)
 
