@@ -1,0 +1,97 @@
+"""The other processes of a benchmark: they are not measured, and do as they are told.
+
+Orders go to a child's standard input and answers come from its standard output, one JSON object
+per line, one answer per order. A child ends when its input does.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import orjson
+import trio
+
+Order = dict[str, Any]
+Handler = Callable[..., Awaitable[Order]]
+
+
+class BenchFailed(Exception):
+    """The benchmark came to no figures; the text says why."""
+
+
+MAX_LINE = 64 * 2**20
+ENDING_SECONDS = 5.0
+
+
+class _Lines:
+    """The lines of a stream."""
+
+    def __init__(self, stream: trio.abc.ReceiveStream) -> None:
+        self._stream = stream
+        self._pieces = bytearray()
+
+    async def next(self) -> bytes | None:
+        """The next line; None at the end."""
+        while b"\n" not in self._pieces:
+            data = await self._stream.receive_some(65_536)
+            if not data or len(self._pieces) > MAX_LINE:
+                return None
+            self._pieces += data
+        line, _, rest = bytes(self._pieces).partition(b"\n")
+        self._pieces = bytearray(rest)
+        return line
+
+
+class Child:
+    """One child process, as its parent sees it."""
+
+    def __init__(self, name: str, process: trio.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.pid = process.pid
+        self._name = name
+        self._orders = process.stdin
+        self._answers = _Lines(process.stdout)
+
+    async def ask(self, do: str, **details: object) -> Order:
+        """Have something done; the answer comes when it is. Raises BenchFailed if the child ended.
+
+        The deadline is the caller's.
+        """
+        await self._orders.send_all(orjson.dumps({"do": do, **details}) + b"\n")
+        line = await self._answers.next()
+        if line is None:
+            raise BenchFailed(f"{self._name} ended while it was asked to {do}")
+        answer: Order = orjson.loads(line)
+        return answer
+
+    async def dismiss(self) -> None:
+        """Let it end."""
+        await self._orders.aclose()
+
+
+@asynccontextmanager
+async def open_child(module: str) -> AsyncIterator[Child]:
+    """`python -m fedsender.bench.<module>`, for as long as the body runs."""
+    command = [sys.executable, "-m", f"fedsender.bench.{module}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    async with trio.open_nursery() as nursery:
+        run = partial(trio.run_process, command, check=False, **pipes)
+        child = Child(module, await nursery.start(run))
+        yield child
+        await child.dismiss()
+        nursery.cancel_scope.deadline = trio.current_time() + ENDING_SECONDS
+
+
+async def serve_orders(handlers: Mapping[str, Handler]) -> None:
+    """In a child: carry out the orders that come in, in turn, until there are no more."""
+    async with trio.lowlevel.FdStream(os.dup(0)) as below, trio.lowlevel.FdStream(os.dup(1)) as out:
+        orders = _Lines(below)
+        while (line := await orders.next()) is not None:
+            order = orjson.loads(line)
+            answer = await handlers[order.pop("do")](**order)
+            await out.send_all(orjson.dumps(answer) + b"\n")

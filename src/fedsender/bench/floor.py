@@ -1,0 +1,131 @@
+"""The floor: what a signed transaction costs if there is no sender around it.
+
+A keep-alive TLS exchange with the same receivers, of the same size both ways, on Trio's own
+streams, and one Ed25519 signature. Nothing is parsed, kept, retried or written down.
+"""
+
+import ssl
+from base64 import b64decode, b64encode
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from itertools import cycle, islice
+from typing import Any
+
+import orjson
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedsender.bench.messages import SERVER_NAME, Room, signer
+from fedsender.bench.meter import Meter, Options, median
+from fedsender.bench.receivers import FLOOR, answer_for
+from fedsender.bench.stage import Servers, Stage, open_stage
+
+AT_ONCE = 20
+
+
+class Floor:
+    """Connections to all receiving servers, for exchanges; made by `open_floor`."""
+
+    def __init__(self, seed: str, now_ms: int) -> None:
+        self._key = Ed25519PrivateKey.from_private_bytes(b64decode(seed))
+        self._room = Room(0, signer(seed), now_ms)
+        self._bodies: dict[int, bytes] = {}
+        self.streams: list[tuple[str, trio.SSLStream[trio.SocketStream]]] = []
+
+    async def connect(self, name: str, context: ssl.SSLContext) -> None:
+        """One connection, kept until the end."""
+        host, port = name.rsplit(":", 1)
+        stream = trio.SSLStream(
+            await trio.open_tcp_stream(host, int(port)),
+            context,
+            server_hostname=host,
+            https_compatible=True,
+        )
+        await stream.do_handshake()
+        self.streams.append((name, stream))
+
+    async def measure(self, exchanges: int, pdus: int) -> float:
+        """CPU time of one exchange with so many PDUs, in ms: the mean of so many exchanges."""
+        self._body(pdus)
+        meter = Meter()
+        workers = min(AT_ONCE, len(self.streams))
+        async with trio.open_nursery() as nursery:
+            for worker in range(workers):
+                share = len(range(worker, exchanges, workers))
+                nursery.start_soon(self._exchange, self.streams[worker::workers], share, pdus)
+        return meter.read().cpu_s * 1000 / exchanges
+
+    async def measure_wall(self, exchanges: int) -> float:
+        """How long one exchange with 1 PDU takes, one at a time, in ms: the median."""
+        self._body(1)
+        seconds = []
+        for stream in islice(cycle(self.streams), exchanges):
+            started = trio.current_time()
+            await self._exchange([stream], 1, 1)
+            seconds.append(trio.current_time() - started)
+        return median(seconds, 6) * 1000
+
+    async def _exchange(self, streams: Sequence[Any], exchanges: int, pdus: int) -> None:
+        body = self._body(pdus)
+        ending = b"\r\n\r\n" + answer_for(pdus)
+        for _, (name, stream) in zip(range(exchanges), cycle(streams), strict=False):
+            signature = b64encode(self._key.sign(body)).rstrip(b"=").decode()
+            head = (
+                f"PUT {FLOOR} HTTP/1.1\r\nhost: {name}\r\nuser-agent: fedsender/floor\r\n"
+                "content-type: application/json\r\n"
+                f'authorization: X-Matrix origin="{SERVER_NAME}",destination="{name}",'
+                f'key="ed25519:a_bench",sig="{signature}"\r\ncontent-length: {len(body)}\r\n\r\n'
+            )
+            await stream.send_all(head.encode() + body)
+            answer = await stream.receive_some()
+            while not answer.endswith(ending):
+                answer += await stream.receive_some()
+
+    def _body(self, pdus: int) -> bytes:
+        if pdus not in self._bodies:
+            events = [self._room.say().content for _ in range(pdus)]
+            transaction = {"origin": SERVER_NAME, "origin_server_ts": 0, "pdus": events}
+            self._bodies[pdus] = orjson.dumps(transaction, option=orjson.OPT_SORT_KEYS)
+        return self._bodies[pdus]
+
+
+@asynccontextmanager
+async def open_floor(stage: Stage, names: Sequence[str]) -> AsyncIterator[Floor]:
+    """Connected to these receiving servers while the body runs."""
+    floor = Floor(stage.seed, stage.outside.now_ms())
+    context = ssl.create_default_context(cafile=stage.ca_file)
+    try:
+        for name in names:
+            await floor.connect(name, context)
+        yield floor
+    finally:
+        for _, stream in floor.streams:
+            await trio.aclose_forcefully(stream)
+
+
+def _bodies_kb(values: Sequence[int]) -> list[float]:
+    return [round(value / 1000, 1) for value in values]
+
+
+async def floor(options: Options) -> dict[str, Any]:
+    """`events` exchanges a round with 1 PDU, and as many with 50."""
+    small: list[float] = []
+    large: list[float] = []
+    async with (
+        open_stage([Servers(options.servers)]) as stage,
+        open_floor(stage, stage.names) as measured,
+    ):
+        await measured.measure(options.events, 1)
+        await measured.measure(options.events, 50)
+        for _ in range(options.rounds):
+            small.append(await measured.measure(options.events, 1))
+            large.append(await measured.measure(options.events, 50))
+        sizes = _bodies_kb([len(measured._body(pdus)) for pdus in (1, 50)])
+    return {
+        "servers": options.servers,
+        "exchanges": options.events * options.rounds,
+        "body_kb": sizes,
+        "cpu_ms_1_pdu": median(small),
+        "cpu_ms_50_pdus": median(large),
+        "lowest_ms": [round(min(small), 3), round(min(large), 3)],
+    }

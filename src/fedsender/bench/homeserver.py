@@ -1,0 +1,111 @@
+"""The homeserver of a benchmark, in a process of its own: it serves its events stream."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import trio
+
+from fedsender.bench.children import Order, serve_orders
+from fedsender.bench.messages import ROOM_VERSION, SERVER_NAME, Room, signer
+from fedsender.outside import Outside, real_outside
+from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.wire import OWN_KIND
+from fedsender.streams import Fact, Watermark
+
+HOSTS_PER_ROW = 1_000
+
+
+class History:
+    """The events stream: every token from `first` + 1 on has a fact."""
+
+    def __init__(self, first: int) -> None:
+        self.watermark = Watermark(first)
+        self._first = first
+        self._facts: list[Fact[Any]] = []
+
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Any]]:
+        """As `StreamSource.read`."""
+        await trio.lowlevel.checkpoint()
+        start = max(0, after - self._first)
+        return self._facts[start : min(upto - self._first, start + limit)]
+
+    def add(self, *rows: object) -> None:
+        """One more token; nobody sees it before `publish`."""
+        token = self._first + len(self._facts) + 1
+        self._facts.append(Fact("master", token, rows))
+
+    def publish(self) -> int:
+        """Let everything be seen; the newest token."""
+        self.watermark.advance(self._first + len(self._facts))
+        return self.watermark.value
+
+
+class Homeserver:
+    """Rooms that do not change, and what is said in them."""
+
+    def __init__(self, nursery: trio.Nursery, outside: Outside) -> None:
+        self._nursery = nursery
+        self._outside = outside
+        self._rooms: list[Room] = []
+        self._history = History(0)
+        self._turn = 0
+
+    async def begin(self, seed: str, rooms: list[list[str]], first_token: int) -> Order:
+        """Make the rooms with these servers in them and serve the stream; tells its port."""
+        self._history = History(first_token)
+        signs, now_ms = signer(seed), self._outside.now_ms()
+        for number, servers in enumerate(rooms):
+            room = Room(number, signs, now_ms)
+            self._rooms.append(room)
+            for start in range(0, len(servers), HOSTS_PER_ROW):
+                joined = servers[start : start + HOSTS_PER_ROW]
+                self._history.add(["hosts", [room.room_id, joined, []]])
+        self._history.publish()
+        return {"port": await self._nursery.start(self._serve)}
+
+    async def _serve(self, *, task_status: trio.TaskStatus[int]) -> None:
+        listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        streams = {"events": self._history}
+        async with open_replication_server(
+            SERVER_NAME, streams, listeners, self._outside, kind=OWN_KIND
+        ):
+            task_status.started(listeners[0].socket.getsockname()[1])
+            await trio.sleep_forever()
+
+    async def say(
+        self, count: int, every_s: float = 0.0, stamp: bool = False, room: int | None = None
+    ) -> Order:
+        """Messages, in one room or in all of them in turn: all at once, or one `every_s` seconds.
+
+        With `stamp` each says when it was made, on this machine's monotonic clock in microseconds.
+        """
+        due = trio.current_time()
+        for _ in range(count):
+            if every_s:
+                due += every_s
+                await trio.sleep_until(due)
+            self._say(room, time.monotonic_ns() // 1000 if stamp else None)
+            if every_s:
+                self._history.publish()
+        return {"token": self._history.publish()}
+
+    def _say(self, number: int | None, stamp: int | None) -> None:
+        if number is None:
+            number, self._turn = self._turn % len(self._rooms), self._turn + 1
+        room = self._rooms[number]
+        event = room.say(stamp)
+        about = {"room_version": ROOM_VERSION, "plus": [], "minus": []}
+        self._history.add(["pdu", [room.room_id, event.event_id, event.content, about]])
+
+
+async def main() -> None:
+    """Be the homeserver until told to end."""
+    async with trio.open_nursery() as nursery:
+        homeserver = Homeserver(nursery, real_outside())
+        await serve_orders({"begin": homeserver.begin, "say": homeserver.say})
+        nursery.cancel_scope.cancel()
+
+
+if __name__ == "__main__":
+    trio.run(main)

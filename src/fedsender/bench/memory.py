@@ -1,0 +1,146 @@
+"""What `fedsender run` holds in memory: at rest, for a server, for a connection.
+
+The daemon runs in a process of its own, as an operator starts it, and its resident memory is read
+from outside. What is asked per server and per connection is a difference between two moments of
+one process, after as many of the same kind: what is only needed once does not count, be it code
+or the databases' page caches.
+"""
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+import yaml
+
+from fedsender.bench.children import BenchFailed
+from fedsender.bench.meter import Options, rss_kb
+from fedsender.bench.stage import START_SECONDS, VERIFY_EVERY, Servers, Stage, open_stage
+from fedsender.demo.process import write_secret
+
+IMPORTS = "import fedsender.cli, fedsender.daemon"
+SETTLE_SECONDS = 1.5
+DELIVERY_SECONDS = 300.0
+
+
+async def memory(options: Options) -> dict[str, Any]:
+    """`servers` of which each takes one transaction of `events` PDUs; and five times as many that
+    each got one PDU and whose connection is gone."""
+    bare_kb = await _bare_imports_kb()
+    at_rest_kb, per_connection = await _connections(options)
+    idle = 5 * options.servers
+    _, per_server = await _idle_servers(idle)
+    return {
+        "at_rest_mb": round(at_rest_kb / 1024, 1),
+        "imports_mb": round(bare_kb / 1024, 1),
+        "above_imports_mb": round((at_rest_kb - bare_kb) / 1024, 1),
+        "per_idle_server_kb": round(per_server["kb"], 1),
+        "idle_servers": idle,
+        "per_connection_kb": round(per_connection["kb"], 1),
+        "connections": options.servers,
+        "pdus_in_transaction": per_connection["largest"],
+        "goal": {
+            "at_rest_mb": 100,
+            "above_imports_mb": 25,
+            "per_idle_server_kb": 4,
+            "per_connection_kb": 60,
+        },
+        "verify_every": VERIFY_EVERY,
+        "broken": per_connection["broken"] + per_server["broken"],
+    }
+
+
+async def _bare_imports_kb() -> int:
+    """A process that has imported what the daemon imports, and done nothing."""
+    script = f"{IMPORTS}\nfrom fedsender.bench.meter import rss_kb\nprint(rss_kb())"
+    done = await trio.run_process([sys.executable, "-c", script], capture_stdout=True)
+    return int(done.stdout)
+
+
+async def _connections(options: Options) -> tuple[int, dict[str, Any]]:
+    """At rest, and what one server with a live connection takes after one full transaction."""
+    # A pace at which few transactions are under way at once: theirs is not the memory asked for.
+    return await _growth(options.servers, options.events, {})
+
+
+async def _idle_servers(servers: int) -> tuple[int, dict[str, Any]]:
+    """What one server takes that was sent something, is waited for, and has no connection."""
+    settings: dict[str, dict[str, Any]] = {
+        "federation": {"max_connections": 20},
+        "sending": {
+            "max_in_flight": 20,
+            "handshakes_per_second": 200,
+            "idle_destination": "1h",
+            "drain_seconds": "1s",
+        },
+    }
+    return await _growth(servers, 1, settings)
+
+
+async def _growth(
+    servers: int, messages: int, settings: Mapping[str, Mapping[str, Any]]
+) -> tuple[int, dict[str, Any]]:
+    """KiB at rest; and how many more per server once each of a second lot has had its messages."""
+    groups = [Servers(servers), Servers(servers)]
+
+    def rooms(names: Sequence[str]) -> list[list[str]]:
+        return [list(names[:servers]), list(names[servers:])]
+
+    async with (
+        open_stage(groups, rooms=rooms, settings=settings) as stage,
+        _open_daemon(stage) as pid,
+    ):
+        await _settle()
+        at_rest_kb = rss_kb(pid)
+        await _say(stage, 0, messages, servers)
+        before_kb = rss_kb(pid)
+        await stage.receivers.ask("tell")
+        got = await _say(stage, 1, messages, 2 * servers)
+        after_kb = rss_kb(pid)
+    figures = {"kb": (after_kb - before_kb) / servers, **got}
+    return at_rest_kb, figures
+
+
+async def _say(stage: Stage, room: int, messages: int, servers: int) -> dict[str, Any]:
+    await stage.homeserver.ask("say", count=messages, room=room)
+    got = await stage.until(seconds=DELIVERY_SECONDS, pdus=messages * servers)
+    await _settle()
+    return got
+
+
+async def _settle() -> None:
+    """Until what follows the last answer is over."""
+    await trio.sleep(SETTLE_SECONDS)
+
+
+async def _came_up(process: trio.Process, log_file: Path) -> bool:
+    """Wait until the daemon has said that it is ready; False: it never did."""
+    with trio.move_on_after(START_SECONDS):
+        while process.poll() is None:
+            if b'"ready"' in await trio.Path(log_file).read_bytes():
+                return True
+            await trio.sleep(0.1)
+    return False
+
+
+@asynccontextmanager
+async def _open_daemon(stage: Stage) -> AsyncIterator[int]:
+    """`fedsender run`, up and following the homeserver; its process id."""
+    path = stage.directory / "config.yaml"
+    admin = {"listen": f"unix:{stage.directory / 'admin.sock'}"}
+    write_secret(path, yaml.safe_dump({**stage.values, "admin": admin}))
+    command = [sys.executable, "-m", "fedsender", "run", "-c", str(path)]
+    log_file = stage.directory / "daemon.log"
+    with log_file.open("wb") as log:
+        async with trio.open_nursery() as nursery:
+            run = partial(trio.run_process, command, stdin=subprocess.DEVNULL, check=False)
+            process = await nursery.start(partial(run, stdout=log, stderr=log))
+            if not await _came_up(process, log_file):
+                raise BenchFailed(f"the daemon did not start: {log_file.read_text()[-500:]}")
+            yield process.pid
+            process.terminate()
+            await process.wait()

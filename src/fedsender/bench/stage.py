@@ -1,0 +1,173 @@
+"""What a benchmark is played on: receiving servers, a homeserver, and the daemon's core.
+
+The core is the real one, as `fedsender run` opens it, in the process that is measured; only the
+admin endpoint is left out. The others are processes of their own.
+"""
+
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fedsender.bench.children import BenchFailed, Child, Order, open_child
+from fedsender.bench.messages import SERVER_NAME, encode_seed
+from fedsender.config import Config, Log, from_values
+from fedsender.daemon import Daemon, open_core, store_config
+from fedsender.demo.process import write_secret
+from fedsender.outside import Outside, real_outside
+from fedsender.store import upgrade_databases
+from fedsender.telemetry import configure_logging
+
+START_SECONDS = 120.0
+QUIET_LOOK_SECONDS = 0.05
+VERIFY_EVERY = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Servers:
+    """Receiving servers that behave alike: `latency` seconds to an answer; None: none comes."""
+
+    count: int
+    latency: float | None = 0.0
+    listens: bool = True
+
+
+Rooms = Callable[[Sequence[str]], list[list[str]]]
+"""Given all names: for each room the servers in it."""
+
+
+def one_room(names: Sequence[str]) -> list[list[str]]:
+    """Everybody in one room."""
+    return [list(names)]
+
+
+@dataclass(slots=True)
+class Stage:
+    """See the module.
+
+    Attributes:
+        seed: of the homeserver's signing key, encoded.
+        groups: the names of the receiving servers, in the order they were asked for.
+        ca_file: who signed their certificates.
+        values: the daemon's configuration, as YAML would give it.
+    """
+
+    directory: Path
+    outside: Outside
+    seed: str
+    receivers: Child
+    homeserver: Child
+    groups: list[list[str]]
+    ca_file: Path
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """All receiving servers."""
+        return [name for group in self.groups for name in group]
+
+    @property
+    def config(self) -> Config:
+        """The daemon's configuration."""
+        return from_values(self.values, directory=self.directory)
+
+    async def migrate(self) -> None:
+        """Make the tables, which the first start would do and later ones do not."""
+        await upgrade_databases(store_config(self.config), self.outside)
+
+    @asynccontextmanager
+    async def open_daemon(self) -> AsyncIterator[Daemon]:
+        """The daemon's core, in this process, following the homeserver."""
+        async with open_core(self.config, self.outside) as daemon:
+            with trio.fail_after(START_SECONDS):
+                await daemon.feed.connected.wait()
+            yield daemon
+
+    async def until(self, *, seconds: float, pdus: int = 0, servers: int = 0) -> Order:
+        """What the receivers got, once it is so much.
+
+        Raises:
+            BenchFailed: it was not, in so many seconds.
+        """
+        got = await self.receivers.ask("until", seconds=seconds, pdus=pdus, servers=servers)
+        if got["pdus"] < pdus or got["servers"] < servers:
+            short = f"{got['pdus']} of {pdus} PDUs, {got['servers']} of {servers} servers"
+            raise BenchFailed(f"after {seconds:.0f} s: {short}")
+        return got
+
+
+async def quiet(daemon: Daemon) -> None:
+    """Wait until everything that was answered is settled, and nothing is owed."""
+    while True:
+        if not any(destination.owes for destination in daemon.sender.active.values()):
+            return
+        await trio.sleep(QUIET_LOOK_SECONDS)
+
+
+@asynccontextmanager
+async def open_stage(
+    groups: Sequence[Servers],
+    *,
+    rooms: Rooms = one_room,
+    first_token: int = 0,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> AsyncIterator[Stage]:
+    """Everything but the daemon, in a directory that goes at the end.
+
+    Args:
+        first_token: where the homeserver's stream begins; `rooms` stand in it above that.
+        settings: sections of the configuration that are not to have their defaults.
+    """
+    outside = real_outside()
+    configure_logging(Log(level="error"), now_ms=outside.now_ms)
+    seed = encode_seed(outside.entropy(32))
+    with tempfile.TemporaryDirectory(prefix="fedsender-bench-") as name:
+        directory = Path(name)
+        async with open_child("receivers") as receivers, open_child("homeserver") as homeserver:
+            with trio.fail_after(START_SECONDS):
+                listening = await receivers.ask(
+                    "begin",
+                    directory=str(directory / "tls"),
+                    seed=seed,
+                    groups=[_as_order(each) for each in groups],
+                    verify_every=VERIFY_EVERY,
+                    now_ms=outside.now_ms(),
+                )
+                stage = Stage(
+                    directory,
+                    outside,
+                    seed,
+                    receivers,
+                    homeserver,
+                    listening["servers"],
+                    Path(listening["ca_file"]),
+                )
+                serving = await homeserver.ask(
+                    "begin", seed=seed, rooms=rooms(stage.names), first_token=first_token
+                )
+            stage.values = _configuration(stage, serving["port"], settings or {})
+            yield stage
+
+
+def _as_order(servers: Servers) -> Order:
+    return {"count": servers.count, "latency": servers.latency, "listens": servers.listens}
+
+
+def _configuration(
+    stage: Stage, feed_port: int, settings: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    write_secret(stage.directory / "signing.key", f"ed25519 a_bench {stage.seed.rstrip('=')}\n")
+    values: dict[str, Any] = {
+        "server_name": SERVER_NAME,
+        "signing_key": "signing.key",
+        "feed": {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{feed_port}"}},
+        "federation": {"ca_file": str(stage.ca_file), "ip_allow": ["127.0.0.0/8"]},
+        "sending": {"drain_seconds": "1s"},
+    }
+    for section, changes in settings.items():
+        values[section] = {**values.get(section, {}), **changes}
+    return values
