@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import trio
 import trio.testing
 
 from fedsender import systemd
+from fedsender.cli import run_command
 from fedsender.systemd import Notifier, notifier_from, unit_text
 
 
@@ -177,3 +179,39 @@ def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
     assert "TimeoutStopSec=130s" in lines
     assert {"Type=notify", "DynamicUser=yes", "CapabilityBoundingSet="} <= set(lines)
     assert "#   User=fedsender" in lines
+
+
+def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
+    """As an operator makes it: the installed command, and a configuration with a longer drain."""
+    config = tmp_path / "config.yaml"
+    config.write_text("server_name: hs\nsigning_key: k\nsending: {drain_seconds: 2m}\n")
+    # Not named: the unit runs what printed it.
+    executable = Path(sys.executable).with_name("fedsender")
+    printed = subprocess.run(
+        [executable, "systemd-unit", "-c", config],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert f"ExecStart={executable} run -c {config}" in printed.stdout.splitlines()
+    assert "TimeoutStopSec=160s" in printed.stdout.splitlines()
+    unit = tmp_path / "fedsender.service"
+    unit.write_text(printed.stdout)
+    verified = analyze("verify", str(unit))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    rated = analyze("security", "--offline=true", "--threshold=20", "--no-pager", str(unit))
+    assert rated.returncode == 0, rated.stdout
+
+
+@pytest.mark.parametrize(
+    ("executable", "warned"),
+    [("/home/op/.venv/bin/fedsender", True), ("/root/fedsender", True), ("/opt/f/bin/f", False)],
+)
+def test_a_command_that_the_unit_could_not_see_is_warned_of(
+    executable: str, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["systemd-unit", "--executable", executable]) == 0
+    out, err = capsys.readouterr()
+    assert f"ExecStart={executable} run" in out
+    assert ("below a home directory" in err) is warned

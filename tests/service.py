@@ -1,0 +1,282 @@
+"""The daemon as systemd runs it: a process with a NOTIFY_SOCKET, told things by signals.
+
+Around it stand a small homeserver with its replication server, and receiving servers on loopback
+that check every rule.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import trio
+import yaml
+
+from fedsender.demo import process
+from fedsender.demo.homeserver import STREAM, Homeserver, Room
+from fedsender.demo.receivers import Behaviour, Receivers, ReceivingServer, healthy, open_receivers
+from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.ledger import read_lines, segments
+from fedsender.outside import real_outside
+from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.wire import OWN_KIND
+
+TOKEN = "the admin token"
+PATIENCE_S = 60.0
+"""For a process to do what it should, on a machine that is busy with other things."""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for what happens in another process; it announces nothing to tests."""
+    with trio.fail_after(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
+class Manager:
+    """The service manager's end of the notification socket.
+
+    Attributes:
+        fed: trio times at which WATCHDOG=1 came.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fed: list[float] = []
+        self._messages: list[str] = []
+        self._arrived = trio.Event()
+
+    async def listen(self, task_status: trio.TaskStatus[None]) -> None:
+        """Take messages as they come: who sends waits for no one."""
+        with trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_DGRAM) as sock:
+            await sock.bind(str(self.path))
+            task_status.started()
+            while True:
+                text = (await sock.recv(65_536)).decode()
+                if text == "WATCHDOG=1":
+                    self.fed.append(trio.current_time())
+                else:
+                    self._messages.append(text)
+                self._arrived.set()
+                self._arrived = trio.Event()
+
+    async def next(self) -> str:
+        """The next message that is not for the watchdog, oldest first."""
+        with trio.fail_after(PATIENCE_S):
+            while not self._messages:
+                await self._arrived.wait()
+        return self._messages.pop(0)
+
+    async def feeding(self) -> None:
+        """Wait for the next WATCHDOG=1."""
+        before = len(self.fed)
+        while len(self.fed) == before:
+            await self._arrived.wait()
+
+    async def ready(self) -> str:
+        """Wait for READY=1; the status that came with it."""
+        while True:
+            first, _, rest = (await self.next()).partition("\n")
+            if first == "READY=1":
+                return rest.removeprefix("STATUS=")
+
+    def rest(self) -> list[str]:
+        """Whatever else has come."""
+        messages, self._messages = self._messages, []
+        return messages
+
+
+@dataclass
+class Service:
+    """One run of `fedsender run`."""
+
+    running: trio.Process
+    manager: Manager
+    log_file: Path
+    directory: Path
+
+    def tell(self, number: signal.Signals) -> None:
+        self.running.send_signal(number)
+
+    async def ended(self) -> int:
+        """Wait for its end; the exit code."""
+        with trio.fail_after(PATIENCE_S):
+            return await self.running.wait()
+
+    async def stop(self) -> int:
+        self.tell(signal.SIGTERM)
+        return await self.ended()
+
+    async def ask(self, path: str, token: str = TOKEN) -> httpx.Response:
+        """The admin endpoint's answer."""
+        transport = httpx.AsyncHTTPTransport(uds=str(self.directory / "admin.sock"))
+        headers = {"Authorization": f"Bearer {token}"}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://admin", headers=headers, timeout=PATIENCE_S
+        ) as http:
+            return await http.get(path)
+
+    def logged(self, event: str) -> list[dict[str, Any]]:
+        """All log lines of this event."""
+        found = []
+        for text in self.log_file.read_text().splitlines():
+            line = json.loads(text) if text.startswith("{") else {}
+            if line.get("event") == event:
+                found.append(line)
+        return found
+
+
+@dataclass
+class World:
+    """A homeserver with one room in which every receiving server is; something was said in it.
+
+    Attributes:
+        settings: what is in the configuration file beyond the demo's, by section.
+        feed_port: where the replication server listens, once it does.
+    """
+
+    directory: Path
+    homeserver: Homeserver
+    receivers: Receivers
+    room: Room
+    feed_port: int
+    nursery: trio.Nursery
+    holder: trio.socket.SocketType
+    settings: dict[str, Any] = field(default_factory=dict)
+    starts: int = 0
+
+    @property
+    def servers(self) -> list[ReceivingServer]:
+        return list(self.receivers.servers.values())
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "config.yaml"
+
+    def say(self) -> str:
+        """A message in the room; its event id."""
+        return self.homeserver.say(self.room, self.room.creator).event.event_id
+
+    def configure(self, **settings: Any) -> None:
+        """Write the configuration file anew, with these sections changed for good."""
+        self.settings |= settings
+        values = dict(process.configuration(self.directory, self.feed_port, self._ca_file))
+        for name, value in self.settings.items():
+            both = isinstance(value, dict) and isinstance(values.get(name), dict)
+            values[name] = {**values[name], **value} if both else value
+        self.config.write_text(yaml.safe_dump(values))
+
+    @property
+    def _ca_file(self) -> Path:
+        return self.receivers.ca_file
+
+    async def open_feed(self) -> None:
+        """Let the homeserver's replication server listen, at last."""
+        self.holder.listen(10)
+        listeners = [trio.SocketListener(self.holder)]
+
+        async def serve(task_status: trio.TaskStatus[None]) -> None:
+            async with open_replication_server(
+                self.homeserver.name,
+                {STREAM: self.homeserver},
+                listeners,
+                real_outside(),
+                kind=OWN_KIND,
+            ):
+                task_status.started()
+                await trio.sleep_forever()
+
+        await self.nursery.start(serve)
+
+    @asynccontextmanager
+    async def service(
+        self, *, watchdog_s: float | None = None, config: Path | None = None
+    ) -> AsyncIterator[Service]:
+        """The daemon, started; killed at the end if it still runs."""
+        self.starts += 1
+        manager = Manager(self.directory / f"notify.{self.starts}")
+        log_file = self.directory / f"log.{self.starts}"
+        environ = {**os.environ, "NOTIFY_SOCKET": str(manager.path)}
+        if watchdog_s is not None:
+            environ["WATCHDOG_USEC"] = str(int(watchdog_s * 1e6))
+        command = [sys.executable, "-m", "fedsender", "run", "-c", str(config or self.config)]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(manager.listen)
+            with log_file.open("wb") as log:
+                start = partial(
+                    trio.run_process, command, stderr=log, stdout=log, check=False, env=environ
+                )
+                running: trio.Process = await nursery.start(
+                    partial(start, stdin=subprocess.DEVNULL)
+                )
+            yield Service(running, manager, log_file, self.directory)
+            nursery.cancel_scope.cancel()
+
+    async def refused(self, **settings: Any) -> tuple[int, str]:
+        """Run a daemon that cannot start; its exit code, and the one line that it says."""
+        self.configure(**settings)
+        async with self.service() as service:
+            code = await service.ended()
+        text = service.log_file.read_text()
+        assert "Traceback" not in text
+        said = [line for line in text.splitlines() if line.startswith("fedsender: ")]
+        assert len(said) == 1, text
+        return code, said[0]
+
+    def ledger(self) -> list[Mapping[str, Any]]:
+        """Every line, oldest first."""
+        return [line for path in segments(self.directory / "ledger") for line in read_lines(path)]
+
+
+@asynccontextmanager
+async def open_world(
+    directory: Path,
+    *,
+    servers: int = 1,
+    feed: bool = True,
+    behaviour: Behaviour | None = None,
+    **settings: Any,
+) -> AsyncIterator[World]:
+    """A world with a configuration file, and no daemon yet. `behaviour` is every server's."""
+    outside = real_outside()
+    key_id, key = process.write_signing_key(directory, b"k" * 32)
+    process.write_secret(directory / "admin.token", TOKEN)
+    versions: dict[str, str] = {}
+    async with (
+        open_receivers(
+            servers,
+            [Origin(process.SERVER_NAME, {key_id: key.public_key()})],
+            pdu_reader(versions.__getitem__),
+            directory=directory / "tls",
+            now_ms=outside.now_ms(),
+            behaviours=dict.fromkeys(range(servers), behaviour or healthy()),
+        ) as receivers,
+        trio.open_nursery() as nursery,
+    ):
+        names: Sequence[str] = list(receivers.servers)
+        homeserver = Homeserver(
+            process.SERVER_NAME, (key_id, key), names, rng=random.Random(1), now_ms=outside.now_ms
+        )
+        homeserver.room_versions = versions
+        # Bound, and not listening: connections are refused, and nobody else is given the port.
+        holder = trio.socket.socket()
+        await holder.bind(("127.0.0.1", 0))
+        port: int = holder.getsockname()[1]
+        room = homeserver.create_room(names)
+        world = World(directory, homeserver, receivers, room, port, nursery, holder)
+        world.say()
+        world.configure(**settings)
+        with holder:
+            if feed:
+                await world.open_feed()
+            yield world
+            nursery.cancel_scope.cancel()

@@ -1,0 +1,571 @@
+"""The daemon as a process of its own, over a real NOTIFY_SOCKET; and what needs no process."""
+
+import hashlib
+import logging
+import os
+import signal
+import socket
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import trio
+import trio.testing
+import yaml
+from sqlalchemy.exc import OperationalError
+from tests.sender.harness import run_inline
+from tests.servers import Databases
+from tests.service import PATIENCE_S, Service, World, open_world, until
+
+from fedsender import daemon
+from fedsender.cli import run_command
+from fedsender.config import Config, ConfigError, from_values
+from fedsender.demo.process import SERVER_NAME, write_signing_key
+from fedsender.demo.receivers import STALLING, ReceivingServer, healthy, slow
+from fedsender.ledger import segments
+from fedsender.outside import real_outside
+from fedsender.systemd import Notifier
+
+SENDING = f"sending for {SERVER_NAME}"
+OLD_CONFIG = "the configuration cannot be used; running on the old one"
+
+
+@pytest.fixture
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose name is short enough for a Unix socket in it."""
+    return tmp_path_factory.mktemp("d")
+
+
+async def arrived(event_id: str, server: ReceivingServer) -> None:
+    await until(lambda: event_id in server.received)
+
+
+# --- starting -------------------------------------------------------------------------------------
+
+
+async def test_ready_is_said_when_the_feed_has_connected_and_not_before(home: Path) -> None:
+    async with open_world(home, feed=False) as world, world.service() as service:
+        assert await service.manager.next() == "STATUS=starting"
+        assert await service.manager.next() == "STATUS=waiting for the feed to connect"
+        # The endpoint stands, so all but the feed does.
+        answer = await service.ask("/ready")
+        assert answer.status_code == 503
+        assert "the feed is not connected" in answer.text
+        assert service.manager.rest() == []
+
+        await world.open_feed()
+        assert await service.manager.next() == f"READY=1\nSTATUS={SENDING}"
+        await until(lambda: world.servers[0].received)
+
+
+@pytest.fixture
+def _log_as_it_was() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+
+
+class NoNetwork:
+    """Where no homeserver and no server can be reached."""
+
+    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        raise ConnectionRefusedError
+
+    async def resolve(self, name: str, rdtype: str) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.usefixtures("_log_as_it_was")
+async def test_without_a_feed_ready_is_said_after_30_seconds(
+    home: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """A homeserver that is down is no reason not to deliver what is owed."""
+
+    heard: list[tuple[float, str]] = []
+    ready = trio.Event()
+
+    def send(message: bytes) -> None:
+        heard.append((trio.current_time() - began, message.decode()))
+        if message.startswith(b"READY=1"):
+            ready.set()
+
+    outside = replace(real_outside(), run_sync=run_inline, network=NoNetwork())  # type: ignore[arg-type]
+    path = write_config(home)
+    began = trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon.run, path, outside, Notifier(send, lambda: 1))
+        await ready.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    said = [text for _, text in heard]
+    assert said == [
+        "STATUS=starting",
+        "STATUS=waiting for the feed to connect",
+        f"READY=1\nSTATUS=sending what {SERVER_NAME} owes; its feed has not connected yet",
+        "STOPPING=1\nSTATUS=draining",
+    ]
+    assert heard[2][0] - heard[1][0] == pytest.approx(daemon.FEED_PATIENCE_S, abs=1)
+
+
+def write_config(directory: Path, **settings: Any) -> Path:
+    write_signing_key(directory, b"k" * 32)
+    path = directory / "config.yaml"
+    values = {
+        "server_name": SERVER_NAME,
+        "signing_key": "signing.key",
+        "admin": {"listen": f"unix:{directory}/admin.sock"},
+        **settings,
+    }
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.usefixtures("_log_as_it_was")
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"signing_key": "bad.key"}, "bad.key:1: "),
+        ({"signing_key": "none.key"}, "none.key: cannot be read: No such file"),
+        ({"sender_database": "MISSING"}, '_not" does not exist'),
+        ({"sender_database": "STRANGER"}, 'role "stranger" does not exist'),
+        ({"sender_database": "bad.key"}, "file is not a database"),
+        ({"sender_database": "none/x.db"}, "No such file or directory"),
+        ({"homeserver": {"kind": "synapse", "database": "none.db"}}, "no database at"),
+        ({"admin": {"listen": "127.0.0.1:TAKEN"}}, "cannot listen there: Address already in use"),
+        ({"admin": {"token_file": "none"}}, "none: cannot be read"),
+        ({"sendign": {}}, "unknown setting (did you mean sending?)"),
+    ],
+)
+def test_what_makes_a_start_impossible_is_one_line_and_exit_code_2(
+    settings: dict[str, Any],
+    sentence: str,
+    home: Path,
+    postgres: Databases,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2 tells systemd not to try again: RestartPreventExitStatus=2."""
+    (home / "bad.key").write_text("ed25519 1 short, and no database either" * 100)
+    text = yaml.safe_dump(settings)
+    if "MISSING" in text:
+        text = text.replace("MISSING", postgres.create_database() + "_not")
+    if "STRANGER" in text:
+        text = text.replace(
+            "STRANGER", postgres.create_database().replace("//postgres", "//stranger")
+        )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        text = text.replace("TAKEN", str(taken.getsockname()[1]))
+        path = write_config(home, **yaml.safe_load(text))
+        code = run_command(["run", "-c", str(path)])
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fedsender: ")]
+    assert (code, len(said)) == (2, 1)
+    assert sentence in said[0]
+
+
+async def test_a_second_daemon_of_the_same_name_is_refused_and_the_first_goes_on(
+    home: Path,
+) -> None:
+    """Exit code 1: systemd tries again, and takes over once the first has gone."""
+    async with open_world(home) as world, world.service() as first:
+        await first.manager.ready()
+        code, line = await world.refused(admin={"listen": f"unix:{home}/other.sock"})
+        assert code == 1
+        assert "another daemon runs as 'fedsender'" in line
+
+        event_id = world.say()
+        await arrived(event_id, world.servers[0])
+        assert await first.stop() == 0
+        async with world.service() as next_one:
+            await next_one.manager.ready()
+
+
+# --- the watchdog ---------------------------------------------------------------------------------
+
+
+async def test_the_watchdog_is_fed_by_the_loop_and_goes_hungry_when_it_hangs(home: Path) -> None:
+    async with open_world(home) as world, world.service(watchdog_s=0.4) as service:
+        await service.manager.ready()
+        for _ in range(4):
+            with trio.fail_after(PATIENCE_S):
+                await service.manager.feeding()
+        fed = service.manager.fed[-4:]
+        assert fed[-1] - fed[0] > 3 * 0.2 * 0.75
+
+        # A file that nobody writes to: opening it holds the loop, and every other thread goes on.
+        text = world.config.read_text()
+        world.config.unlink()
+        os.mkfifo(world.config)
+        service.tell(signal.SIGHUP)
+        assert (await service.manager.next()).startswith("RELOADING=1")
+        with trio.move_on_after(2):
+            await service.manager.feeding()
+            pytest.fail("fed by a loop that hangs")
+
+        await trio.to_thread.run_sync(world.config.write_text, text)
+        assert await service.manager.ready() == SENDING
+        with trio.fail_after(PATIENCE_S):
+            await service.manager.feeding()
+
+
+# --- reload ---------------------------------------------------------------------------------------
+
+
+async def reload(service: Service) -> str:
+    """Reload as systemd does; the status at its end."""
+    service.tell(signal.SIGHUP)
+    first, stamp = (await service.manager.next()).split("\n")
+    assert first == "RELOADING=1"
+    assert int(stamp.removeprefix("MONOTONIC_USEC=")) > 0
+    return await service.manager.ready()
+
+
+async def test_a_reload_puts_new_policies_in_force(home: Path) -> None:
+    async with open_world(home, servers=2) as world:
+        one, other = world.servers
+        world.configure(deny=[one.name])
+        async with world.service() as service:
+            await service.manager.ready()
+            unseen, seen = [], []
+            for _ in range(2):
+                unseen.append(world.say())
+                await arrived(unseen[-1], other)
+                world.configure(deny=[])
+                assert await reload(service) == SENDING
+                seen.append(world.say())
+                await arrived(seen[-1], one)
+                world.configure(deny=[one.name])
+                assert await reload(service) == SENDING
+            assert (await service.ask(why(one))).json()["state"] == "not allowed"
+        assert not set(unseen) & set(one.received)
+        assert len(world.receivers.violations) == 0
+
+
+def why(server: ReceivingServer) -> str:
+    return f"/_fedsender/admin/v1/why/{server.name}"
+
+
+async def test_a_broken_file_changes_nothing_and_says_so(home: Path) -> None:
+    async with open_world(home) as world, world.service() as service:
+        await service.manager.ready()
+        for broken in (
+            "server_name: [",
+            world.config.read_text() + "deny: ['*']\nsendign: {}\n",
+            # Good by itself, but not with the `sending` that runs.
+            world.config.read_text().replace(
+                "defaults:", "defaults:\n    max_transaction_bytes: 1GiB"
+            )
+            + "sending: {window_bytes: 1GiB}\n",
+        ):
+            world.config.write_text(broken)
+            assert await reload(service) == OLD_CONFIG
+            world.configure()
+        (home / "admin.token").unlink()
+        world.configure(deny=["*"])
+        assert await reload(service) == OLD_CONFIG
+        errors = [line["error"] for line in service.logged("configuration not reloaded")]
+        assert [error.rpartition("/")[2].split(":")[0] for error in errors] == [
+            *["config.yaml"] * 3,
+            "admin.token",
+        ]
+        assert (await service.ask("/_fedsender/admin/v1/destinations")).status_code == 200
+        event_id = world.say()
+        await arrived(event_id, world.servers[0])
+
+
+async def test_what_needs_a_restart_is_named_and_not_in_force(home: Path) -> None:
+    async with open_world(home) as world, world.service() as service:
+        await service.manager.ready()
+        others = {"federation_sender_instances": ["fedsender", "a", "b", "c", "d", "e", "f"]}
+        world.configure(homeserver=others, sending={"drain_seconds": "7s"}, log={"level": "debug"})
+        names = "homeserver.federation_sender_instances, sending.drain_seconds"
+        assert await reload(service) == f"reloaded; waiting for a restart: {names}"
+        # By then, six of seven servers would be another sender's.
+        for _ in range(3):
+            world.room = world.homeserver.create_room([world.servers[0].name])
+            event_id = world.say()
+            await arrived(event_id, world.servers[0])
+        assert (await service.ask(why(world.servers[0]))).json()["handled_here"]
+
+        world.configure(homeserver={"federation_sender_instances": []}, sending={})
+        world.settings["sending"] = {}
+        world.configure()
+        assert await reload(service) == SENDING
+
+
+async def test_a_reload_follows_the_logs_level_and_a_new_token(home: Path) -> None:
+    async with open_world(home, log={"level": "warning"}) as world, world.service() as service:
+        await service.manager.ready()
+        assert not service.logged("ready")
+        (home / "admin.token").write_text("another token")
+        world.configure(log={"level": "info"})
+        assert await reload(service) == SENDING
+        assert service.logged("configuration reloaded")
+        path = "/_fedsender/admin/v1/destinations"
+        assert (await service.ask(path)).status_code == 401
+        assert (await service.ask(path, "another token")).status_code == 200
+
+
+async def test_a_reload_before_ready_does_not_say_ready(home: Path) -> None:
+    async with open_world(home, feed=False) as world, world.service() as service:
+        for _ in range(2):
+            await service.manager.next()
+        service.tell(signal.SIGHUP)
+        assert await service.manager.next() == f"STATUS={SENDING}"
+        await world.open_feed()
+        assert await service.manager.next() == f"READY=1\nSTATUS={SENDING}"
+
+
+# --- stopping -------------------------------------------------------------------------------------
+
+
+async def in_flight(server: ReceivingServer) -> None:
+    """Wait until a transaction's head has arrived and is not answered."""
+    await until(lambda: server._with(SERVER_NAME).in_flight)
+
+
+def frozen(world: World) -> list[tuple[str, bytes, int]]:
+    """The records of frozen transactions, of a daemon that has ended."""
+    with closing(sqlite3.connect(world.directory / "fedsender.sqlite3")) as database:
+        query = "SELECT transaction_id, body, attempts FROM frozen_transactions"
+        return database.execute(query).fetchall()
+
+
+async def test_a_stop_waits_for_an_answer_that_comes_in_time(home: Path) -> None:
+    async with open_world(home, behaviour=slow(1.5)) as world:
+        (server,) = world.servers
+        async with world.service() as service:
+            await service.manager.ready()
+            await in_flight(server)
+            service.tell(signal.SIGTERM)
+            assert await service.manager.next() == "STOPPING=1\nSTATUS=draining"
+            assert await service.ended() == 0
+        assert [line["outcome"] for line in world.ledger()] == ["delivered"]
+        assert frozen(world) == []
+        assert {path.suffix for path in segments(home / "ledger")} == {".jsonl"}
+        attempts = server.counts["attempts"]
+        async with world.service() as service:
+            await service.manager.ready()
+            event_id = world.say()
+            await arrived(event_id, server)
+        assert server.counts["attempts"] == attempts + 1
+        assert server.counts["repeated_pdus"] == 0
+
+
+async def test_what_is_unanswered_at_the_end_of_a_stop_is_repeated_by_the_next_start(
+    home: Path,
+) -> None:
+    sending = {"drain_seconds": "500ms"}
+    async with open_world(home, behaviour=STALLING, sending=sending) as world:
+        (server,) = world.servers
+        async with world.service() as service:
+            await service.manager.ready()
+            await in_flight(server)
+            assert await service.stop() == 0
+        [(transaction_id, body, attempts)] = frozen(world)
+        assert attempts == 1
+
+        server.become(healthy())
+        event_id = world.say()
+        async with world.service() as service:
+            await arrived(event_id, server)
+            assert await service.stop() == 0
+        cut_off, again, *_ = server.transactions
+        assert (cut_off.status, again.status) == (None, 200)
+        assert cut_off.transaction_id == again.transaction_id == transaction_id
+        assert cut_off.bytes == again.bytes == len(body)
+        # The server has compared the bytes, too.
+        assert len(world.receivers.violations) == 0
+        assert frozen(world) == []
+        repeat = next(line for line in world.ledger() if line["outcome"] == "delivered")
+        assert (repeat["transaction_id"], repeat["attempt"]) == (transaction_id, 2)
+
+
+async def test_more_signals_during_a_stop_do_not_spoil_it(home: Path) -> None:
+    async with open_world(home, behaviour=slow(1.5)) as world, world.service() as service:
+        await service.manager.ready()
+        await in_flight(world.servers[0])
+        service.tell(signal.SIGTERM)
+        assert (await service.manager.next()).startswith("STOPPING=1")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            service.tell(number)
+        assert await service.ended() == 0
+        assert service.manager.rest() == []
+
+
+async def test_a_stop_before_the_feed_ever_connected_is_at_once(home: Path) -> None:
+    async with open_world(home, feed=False) as world, world.service() as service:
+        for _ in range(2):
+            await service.manager.next()
+        before = trio.current_time()
+        assert await service.stop() == 0
+        assert trio.current_time() - before < 5
+        assert service.manager.rest() == ["STOPPING=1\nSTATUS=draining"]
+
+
+async def test_a_stop_while_the_database_is_away_is_at_once(home: Path) -> None:
+    """A start waits for a database for ever; an operator does not."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"postgresql://fedsender@127.0.0.1:{nobody.getsockname()[1]}/fedsender"
+        async with open_world(home, sender_database=url) as world, world.service() as service:
+            assert await service.manager.next() == "STATUS=starting"
+            await until(lambda: service.logged("database unavailable"))
+            before = trio.current_time()
+            assert await service.stop() == 0
+            assert trio.current_time() - before < 5
+            assert service.manager.rest() == ["STOPPING=1\nSTATUS=stopped while starting"]
+
+
+@pytest.mark.usefixtures("_log_as_it_was")
+async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
+    home: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    """What could not be written down is sent under another id by the next daemon, and not lost."""
+    away = False
+    ready = trio.Event()
+
+    async def run_or_fail(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+        if away and getattr(function, "__name__", "") != "dispose":
+            failure = sqlite3.OperationalError("disk I/O error")
+            failure.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise OperationalError("", {}, failure)
+        return await run_inline(function, limiter=limiter)
+
+    def send(message: bytes) -> None:
+        if message.startswith(b"READY=1"):
+            ready.set()
+
+    outside = replace(real_outside(), run_sync=run_or_fail, network=NoNetwork())  # type: ignore[arg-type]
+    path = write_config(home, sending={"drain_seconds": "2s"})
+    codes: list[int] = []
+
+    async def run() -> None:
+        codes.append(await daemon.run(path, outside, Notifier(send, lambda: 1)))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await ready.wait()
+        away = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        began = trio.current_time()
+    assert codes == [1]
+    assert trio.current_time() - began == pytest.approx(2 + daemon.WRITE_DOWN_S, abs=2)
+
+
+# --- the instance lock ----------------------------------------------------------------------------
+
+
+class LockThief:
+    """Takes a daemon's advisory lock away, and holds it."""
+
+    def __init__(self, postgres: Databases, url: str) -> None:
+        self._postgres = postgres
+        self._database = url.rpartition("/")[2]
+        digest = hashlib.sha256(b"fedsender instance fedsender").digest()
+        self._key = int.from_bytes(digest[:8], "big", signed=True)
+        self._connection = postgres.server.connect(self._database)
+
+    def steal(self, *, as_holder: str | None = None) -> None:
+        """End the daemon's session and take the lock; with the name in its row, if one is given."""
+        self._connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = 'fedsender lock' AND datname = current_database()"
+        )
+        self._connection.execute("SELECT pg_advisory_lock(%s)", (self._key,))
+        if as_holder is not None:
+            self._connection.execute("UPDATE instance_lock SET holder = %s", (as_holder,))
+
+    def give_back(self) -> None:
+        self._connection.execute("SELECT pg_advisory_unlock(%s)", (self._key,))
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+async def until_said(
+    service: Service, path: str, condition: Callable[[dict[str, Any]], object]
+) -> None:
+    """Wait until the endpoint's answer is as wished."""
+    with trio.fail_after(PATIENCE_S):
+        while not condition((await service.ask(path)).json()):  # noqa: ASYNC110
+            await trio.sleep(0.05)
+
+
+async def test_without_the_instance_lock_nothing_is_sent_until_it_is_taken_again(
+    home: Path, postgres: Databases
+) -> None:
+    url = postgres.create_database()
+    async with open_world(home, sender_database=url) as world, world.service() as service:
+        (server,) = world.servers
+        await service.manager.ready()
+        await until(lambda: server.received)
+        with closing(LockThief(postgres, url)) as thief:
+            await trio.to_thread.run_sync(thief.steal)
+            await until(
+                lambda: service.logged("instance lock lost: nothing is sent until it is back")
+            )
+            reasons = (await service.ask("/ready")).json()["reasons"]
+            assert reasons == ["the instance lock is lost: nothing is sent until it is taken again"]
+            attempts = server.counts["attempts"]
+            event_id = world.say()
+            # It is in the queue, has a connection, and goes no further.
+            await until_said(service, why(server), lambda said: said["depth"]["queued_pdus"])
+            await until(lambda: server.counts["connections"])
+            await trio.sleep(0.5)
+            assert server.counts["attempts"] == attempts
+            assert event_id not in server.received
+            thief.give_back()
+        await arrived(event_id, server)
+        assert (await service.ask("/ready")).status_code == 200
+        assert await service.stop() == 0
+
+
+async def test_a_daemon_whose_lock_another_one_has_taken_ends(
+    home: Path, postgres: Databases
+) -> None:
+    url = postgres.create_database()
+    async with open_world(home, sender_database=url) as world, world.service() as service:
+        await service.manager.ready()
+        with closing(LockThief(postgres, url)) as thief:
+            await trio.to_thread.run_sync(lambda: thief.steal(as_holder="somebody else"))
+            assert await service.ended() == 1
+        said = service.log_file.read_text().splitlines()[-1]
+        assert said == "fedsender: another daemon runs as 'fedsender' on this database"
+
+
+# --- what a reload may change ---------------------------------------------------------------------
+
+
+def config(**settings: Any) -> Config:
+    values = {"server_name": SERVER_NAME, "signing_key": "k", **settings}
+    return from_values(values, directory=Path("/nowhere"))
+
+
+def test_a_reload_takes_policies_and_leaves_the_rest() -> None:
+    ours = config(sending={"queue_pdus": 100})
+    newer = config(
+        deny=["a.*"], allow=["*.example"], log={"level": "debug"}, sending={"queue_pdus": 200}
+    )
+    in_force = ours.with_reloadable(newer)
+    assert (in_force.deny, in_force.allow, in_force.log.level) == (
+        ("a.*",),
+        ("*.example",),
+        "debug",
+    )
+    assert in_force.sending.queue_pdus == 100
+    assert in_force.differences(newer) == ["sending.queue_pdus"]
+    assert ours.differences(ours) == []
+
+
+def test_policies_that_do_not_fit_the_rest_are_refused() -> None:
+    large = {"defaults": {"max_transaction_bytes": "2MiB"}}
+    newer = config(sending={"window_bytes": "4MiB"}, destinations=large)
+    with pytest.raises(ConfigError, match="smaller than one transaction"):
+        config(sending={"window_bytes": "1MiB"}).with_reloadable(newer)
