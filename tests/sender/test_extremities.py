@@ -1,0 +1,115 @@
+"""Forward extremities in catch-up: more than fit, some that cannot be sent, some refused."""
+
+from pathlib import Path
+from typing import Any
+
+import trio
+from tests.sender.harness import World, answer, ok
+from trio.testing import MockClock
+
+R1, A, B = "!1:hs.example", "a.example", "b.example"
+
+
+async def large_gap(world: World, *tips: Any) -> None:
+    """A is owed a large gap; the room's forward extremities are events of B."""
+    await world.join(R1, A, B)
+    await world.say(R1, "before")
+    await trio.sleep(2)
+    world.servers[A].down = True
+    for n in range(5):
+        await world.say(R1, f"ours {n}")
+    for tip in tips:
+        await world.apply(tip)
+    await trio.sleep(8000)
+
+    async def extremities(room_id: str) -> list[str]:
+        return [tip.event_id for tip in tips]
+
+    world.store.homeserver.forward_extremities = extremities  # type: ignore[method-assign]
+    world.servers[A].down = False
+
+
+def theirs(world: World, text: str, **values: Any) -> Any:
+    return world.pdu(R1, text, sender=f"@x:{B}", **values)
+
+
+async def test_extremities_that_never_fit_together_are_not_sent_for_ever(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0, "max_pdus": 1}})
+    async with world.run() as sender:
+        await large_gap(world, theirs(world, "tip 1"), theirs(world, "tip 2"))
+        sender.wake([A], by_admin=True)
+        await trio.sleep(5)
+    got = world.servers[A].got[1:]
+    assert len(got) == len(set(got)), f"{len(got)} transactions, {set(got)}"
+
+
+async def test_an_extremity_that_cannot_be_sent_does_not_stop_catch_up(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await large_gap(world, theirs(world, "tip", extra={"depth": 2**60}))
+        sender.wake([A], by_admin=True)
+        await trio.sleep(2 * 86_400)
+    assert world.metrics.crashes._value.get() == 0
+    assert world.servers[A].got[1:] == ["ours 4"]
+
+
+async def test_our_own_bad_event_in_quarantine_does_not_stop_catch_up(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await large_gap(world, world.pdu(R1, "tip", extra={"depth": 2**60}))
+        assert [i.event_id for i in await world.store.sender.quarantine_list(None, 9)]
+        sender.wake([A], by_admin=True)
+        await trio.sleep(86_400)
+    assert world.metrics.crashes._value.get() == 0
+    assert world.servers[A].got[1:] == ["ours 4"]
+
+
+async def test_a_quarantined_extremity_gives_way_to_the_event_that_is_owed(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I2: ours is neither answered, nor superseded by something answered, nor in quarantine."""
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await large_gap(world, theirs(world, "tip"))
+        world.servers[A].reply = lambda r: answer(400) if "tip" in r.bodies else ok(r)
+        sender.wake([A], by_admin=True)
+        await trio.sleep(86_400)
+        lsso = await world.store.homeserver.lsso(A)
+    assert world.servers[A].got[1:] == ["ours 4"], f"LSSO {lsso}"
+
+
+async def test_two_extremities_of_which_one_is_refused_do_not_stop_catch_up(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await large_gap(world, theirs(world, "tip 1"), theirs(world, "tip 2"))
+        world.servers[A].reply = lambda r: answer(400) if "tip 2" in r.bodies else ok(r)
+        sender.wake([A], by_admin=True)
+        await trio.sleep(1200)
+        behind = await world.store.homeserver.lagging()
+    got = world.servers[A].got[1:]
+    assert len(got) == len(set(got)), f"{len(got)} times {set(got)}"
+    assert behind == []
+
+
+async def test_a_large_gap_whose_newest_event_is_refused_is_not_passed_over(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I2: its older events are answered, superseded or in quarantine. (No extremities needed.)"""
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await large_gap(world)
+        world.servers[A].reply = lambda r: answer(400) if "ours 4" in r.bodies else ok(r)
+        sender.wake([A], by_admin=True)
+        await trio.sleep(86_400)
+        lsso = await world.store.homeserver.lsso(A)
+        quarantined = await world.store.sender.quarantine_list(A, 9)
+    assert len(quarantined) == 1
+    assert "ours 3" in world.servers[A].got, f"LSSO is {lsso}: nothing is owed any more"
