@@ -1,0 +1,115 @@
+"""The whole daemon on a virtual clock, in a world that means it no good.
+
+Nothing in the daemon is replaced but what it takes from outside: its clock is trio's mock clock,
+which jumps whenever everybody waits; its network is in memory; its threads are function calls.
+Around it stand a homeserver with rooms in which people come and go, hundreds of remote servers that
+refuse, stall, lie, vanish for days and come back, an operator, full disks, crashes at every kind
+of commit point. One seed decides everything, and the same seed gives the same run.
+
+What should be is worked out a second time, by the simulation itself: who must get which event
+(`homeserver`), what became of it (`books`), and the invariants I1-I10, which are checked at every
+commit (`commit_checks`), at everything that arrives on the wire (`wire_checks`), at every line of
+the ledger (`ledger_checks`), from time to time in memory (`memory_checks`), and once the world has
+been healed (`ending`). A run that was too tame to mean anything fails as well (`report`).
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import structlog
+import trio
+
+from fedsender.simulation.course import Course
+from fedsender.simulation.evidence import Evidence, Violation
+from fedsender.simulation.report import Report
+from fedsender.simulation.virtual import run_virtually
+from fedsender.simulation.world import Size, World, build_world
+
+__all__ = ["Report", "Violation", "main", "run_simulation", "simulate"]
+
+SERVERS = 64
+DAYS = 2.0
+MEMORY_DISK = Path("/dev/shm")
+
+
+def simulate(
+    seed: int, servers: int = SERVERS, days: float = DAYS, *, stop_at_first: bool = False
+) -> Report:
+    """Run one world; `stop_at_first` ends it at the first violation. Not from within trio."""
+    size = Size(seed, servers, days)
+    where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
+        return run_virtually(seed, lambda: _run(size, Path(directory), stop_at_first))
+
+
+async def _run(size: Size, directory: Path, stop_at_first: bool) -> Report:
+    async with trio.open_nursery() as nursery:
+        world = build_world(size, directory, nursery)
+        evidence = world.evidence
+        if stop_at_first:
+            evidence.on_violation = lambda _violation: nursery.cancel_scope.cancel()
+        with _logging_to(evidence):
+            await Course(world).run()
+        nursery.cancel_scope.cancel()
+    return _report(size, world)
+
+
+def _report(size: Size, world: World) -> Report:
+    evidence = world.evidence
+    counts = evidence.counts
+    counts.update(world.homeserver.counts)
+    counts["events"] = len(world.homeserver.history)
+    return Report(
+        seed=size.seed,
+        servers=size.servers,
+        days=size.days,
+        counts=counts,
+        violations=tuple(evidence.violations),
+        trace=evidence.trace.digest(),
+        lines=evidence.trace.count,
+        last=tuple(evidence.trace.last),
+    )
+
+
+@contextmanager
+def _logging_to(evidence: Evidence) -> Iterator[None]:
+    """Let no log line out, and look for secrets in each (I10)."""
+
+    def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+        if evidence.alive:
+            evidence.check_secrets("a log line", repr(event).encode())
+            evidence.trace.note("log", event.get("event"), event.get("destination", ""))
+            if event.get("exc_info") or method == "critical":
+                text = structlog.processors.format_exc_info(None, "", dict(event))
+                evidence.fail("bug", f"{event.get('event')}: {text.get('exception', '')[-500:]}")
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[take], cache_logger_on_first_use=False)
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def run_simulation(
+    seed: int, servers: int = SERVERS, days: float = DAYS, *, say: Callable[[str], object] = print
+) -> int:
+    """Run one world and say how it went; 0 if every invariant held and it was not too tame."""
+    report = simulate(seed, servers, days)
+    say(report.text())
+    return 0 if report.passed else 1
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`fedsender simulate`; its exit code."""
+    parser = argparse.ArgumentParser(prog="fedsender simulate")
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--servers", type=int, default=SERVERS)
+    parser.add_argument("--days", type=float, default=DAYS)
+    options = parser.parse_args(arguments)
+    return run_simulation(options.seed, options.servers, options.days)

@@ -1,0 +1,271 @@
+"""The course of a world: what goes on in it, all at once, until it is healed and judged."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import trio
+
+from fedsender.simulation.disasters import Operator, fill_ledger_disk
+from fedsender.simulation.ending import Ending
+from fedsender.simulation.lives import Life
+from fedsender.simulation.manners import HOUR, MINUTE, Manner, Mood, life_of
+from fedsender.simulation.receiver import RemoteServer
+from fedsender.simulation.sites import move
+from fedsender.simulation.virtual import derived
+from fedsender.simulation.world import World, configuration
+from fedsender.streams import Watermark
+
+EVENTS_PER_DAY = 1_500
+OWN_TIMERS_S = HOUR
+"""In a healed world nobody is woken for so long ..."""
+PATIENCE_S = 3 * HOUR
+"""... and then everything must have arrived within this."""
+LOOK_EVERY_S = 5 * MINUTE
+
+
+class Course:
+    """Sets a world in motion."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._evidence = world.evidence
+        self._life: Life | None = None
+        self._lives = 0
+        self._over = False
+        self._opened = Watermark()
+        self._rng = derived(world.size.seed, "course")
+        self._operator = Operator(
+            world.evidence, derived(world.size.seed, "operator"), lambda: self._life
+        )
+        world.plan.orderly = self._restart_in_order
+        world.wire.at_point = self._at_wire_point
+
+    async def run(self) -> None:
+        """From the first room to the last check."""
+        world = self._world
+        async with trio.open_nursery() as nursery:
+            await nursery.start(world.replication.run)
+            nursery.start_soon(self._keep_daemon_alive)
+            await self._found_rooms()
+            with trio.move_on_after(world.size.seconds):
+                await self._let_live()
+            await self._heal()
+            await self._wait_until_all_is_well()
+            Ending(self._evidence).judge()
+            await self._stop_for_good()
+            nursery.cancel_scope.cancel()
+
+    # --- the daemon -------------------------------------------------------------------------------
+
+    async def _keep_daemon_alive(self) -> None:
+        directory = self._world.directory / "life-1"
+        directory.mkdir()
+        key = directory / "signing.key"
+        key.write_text(self._world.key_file)
+        key.chmod(0o600)
+        while not self._over:
+            life = self._life = self._next_life(directory)
+            await life.live()
+            self._life = None
+            self._evidence.counts["spills"] += life.spills()
+            directory = life.image if life.crashed else directory
+            await trio.sleep(self._rng.uniform(2, 60))
+
+    def _next_life(self, directory: Path) -> Life:
+        self._lives += 1
+        world = self._world
+        return Life(
+            self._lives,
+            directory,
+            configuration(directory),
+            seed=world.size.seed,
+            internet=world.internet,
+            evidence=world.evidence,
+            checks=world.commits,
+            wire=world.wire,
+            plan=world.plan,
+            opened=partial(self._opened.advance, self._lives),
+        )
+
+    def _restart_in_order(self) -> None:
+        if self._life is not None:
+            self._evidence.counts["orderly restarts"] += 1
+            self._life.stop()
+
+    def _at_wire_point(self, point: str) -> None:
+        if point == "request arrived":
+            self._world.plan.transaction()
+        life = self._life
+        if life is not None and not life.crashed and self._world.plan.strikes(point):
+            life.crash(point)
+
+    async def _stop_for_good(self) -> None:
+        self._over = True
+        life = self._life
+        if life is not None:
+            life.stop()
+            await life.ended.wait()
+
+    # --- what goes on -----------------------------------------------------------------------------
+
+    async def _found_rooms(self) -> None:
+        world = self._world
+        names = [server.name for server in world.servers]
+        for _ in range(max(4, len(names) // 3)):
+            size = min(len(names), self._rng.choice((1, 2, 3, 5, 8, 8, 13, 21, 34)))
+            world.homeserver.create_room(self._rng.sample(names, size))
+            # Events of room version 1 are named by the millisecond.
+            await trio.sleep(1)
+
+    async def _let_live(self) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._talk)
+            nursery.start_soon(self._look_at_memory)
+            for index, server in enumerate(self._world.servers):
+                nursery.start_soon(self._live_of, index, server)
+            seconds = self._world.size.seconds
+            operator = self._operator
+            for name, every_s, act in (
+                ("operator", 20 * MINUTE, operator.act),
+                ("server up", 15 * MINUTE, self._say_server_up),
+                ("restart", seconds / 3, self._restart_in_order),
+                ("malformed", seconds / 2, self._say_malformed),
+            ):
+                nursery.start_soon(self._now_and_then, name, every_s, act)
+            nursery.start_soon(self._write_to_devices)
+            nursery.start_soon(self._trouble_homeserver, seconds / 4)
+            nursery.start_soon(self._trouble_disk, seconds / 6)
+
+    async def _now_and_then(self, name: str, every_s: float, act: Callable[[], None]) -> None:
+        rng = derived(self._world.size.seed, "now and then", name)
+        while True:
+            await trio.sleep(rng.uniform(0.2, 1.4) * every_s)
+            act()
+
+    async def _talk(self) -> None:
+        """Events, one by one, in bursts, and long silences."""
+        homeserver, rng = self._world.homeserver, derived(self._world.size.seed, "talk")
+        pause_s = 86_400 / EVENTS_PER_DAY
+        while True:
+            chance = rng.random()
+            if chance < 0.01:
+                await trio.sleep(rng.uniform(5 * MINUTE, self._world.size.seconds / 10))
+            elif chance < 0.035:
+                await self._burst(rng)
+            else:
+                homeserver.act()
+            await trio.sleep(rng.expovariate(1 / pause_s))
+
+    async def _burst(self, rng: Random) -> None:
+        room, large = rng.choice(self._world.homeserver.rooms), rng.random() < 0.1
+        for _ in range(rng.randint(5, 150)):
+            self._world.homeserver.say(room, large=large)
+            if rng.random() < 0.2:
+                await trio.sleep(rng.uniform(0, 1))
+        await trio.sleep(1)
+        self._look_once()
+
+    async def _write_to_devices(self) -> None:
+        rng = derived(self._world.size.seed, "to-device")
+        while True:
+            await trio.sleep(rng.expovariate(1 / (5 * MINUTE)))
+            await self._operator.send_to_device()
+
+    def _say_malformed(self) -> None:
+        self._evidence.counts["malformed events"] += 1
+        self._world.homeserver.say_malformed(self._rng.choice(self._world.homeserver.rooms))
+
+    def _say_server_up(self) -> None:
+        server = self._rng.choice(self._world.servers).name
+        self._evidence.books.of[server].wakes.append((trio.current_time(), False))
+        self._world.replication.server_up(server)
+
+    async def _live_of(self, index: int, server: RemoteServer) -> None:
+        """One server's moods, one after the other."""
+        world, moves = self._world, 0
+        rng = derived(world.size.seed, "moods", index)
+        longest_s = max(world.size.seconds / 2, HOUR / 2)
+        for mood, seconds in life_of(server.character, rng, longest_s):
+            self._evidence.trace.note("mood", server.name, mood)
+            was, server.mood = server.mood, mood
+            self._set_dns(server, mood)
+            if server.character.moves and was != mood and mood.manners[0] is Manner.WELL:
+                moves += 1
+                move(server, world.internet, index, moves)
+            await trio.sleep(seconds)
+
+    def _set_dns(self, server: RemoteServer, mood: Mood) -> None:
+        how = {Manner.NO_DNS: "gone", Manner.DNS_SILENT: "silent"}.get(mood.manners[0])
+        for name in server.site.targets:
+            self._world.internet.unresolvable.pop(name, None)
+            if how is not None:
+                self._world.internet.unresolvable[name] = how
+
+    async def _trouble_homeserver(self, every_s: float) -> None:
+        rng = derived(self._world.size.seed, "homeserver restarts")
+        replication = self._world.replication
+        while True:
+            await trio.sleep(rng.uniform(0.2, 1.2) * every_s)
+            self._evidence.counts["homeserver restarts"] += 1
+            replication.go_down()
+            try:
+                await trio.sleep(rng.uniform(1, 10 * MINUTE))
+            finally:
+                replication.up = True
+
+    async def _trouble_disk(self, every_s: float) -> None:
+        """The database, or the ledger's disk, takes nothing for a while."""
+        rng = derived(self._world.size.seed, "disk")
+        while True:
+            await trio.sleep(rng.uniform(0.2, 1.2) * every_s)
+            life, seconds = self._life, rng.uniform(1, 3 * MINUTE)
+            if life is None:
+                continue
+            if rng.random() < 0.5:
+                await fill_ledger_disk(self._evidence, life, seconds)
+                continue
+            self._evidence.counts["database outages"] += 1
+            life.away = True
+            try:
+                await trio.sleep(seconds)
+            finally:
+                life.away = False
+
+    async def _look_at_memory(self) -> None:
+        while True:
+            await trio.sleep(LOOK_EVERY_S)
+            self._look_once()
+
+    def _look_once(self) -> None:
+        if self._life is not None and self._life.daemon is not None:
+            self._world.memory.look(self._life.daemon)
+
+    # --- how it ends ------------------------------------------------------------------------------
+
+    async def _heal(self) -> None:
+        """All are well, and the daemon dies once more: it must go on without a new event (I8)."""
+        world, evidence = self._world, self._evidence
+        evidence.trace.note("healed")
+        evidence.counts["virtual hours"] = round(trio.current_time() / HOUR)
+        evidence.disk_full = False
+        for server in world.servers:
+            server.heal()
+        world.plan.enabled = False
+        if self._life is not None:
+            self._life.crash("healed")
+        await self._opened.wait_past(self._lives)
+        self._operator.resume()
+
+    async def _wait_until_all_is_well(self) -> None:
+        ending = Ending(self._evidence)
+        started = trio.current_time()
+        while trio.current_time() < started + PATIENCE_S:
+            await trio.sleep(MINUTE)
+            self._look_once()
+            if not any(ending.missing()) and not ending.messages_waiting():
+                return
+            if trio.current_time() > started + OWN_TIMERS_S:
+                self._operator.wake_all(list(self._evidence.books.of))
+                await trio.sleep(10 * MINUTE)

@@ -1,0 +1,241 @@
+"""What happens to a daemon from outside, beside the servers it sends to: its homeserver, its disk,
+its operator."""
+
+import fcntl
+import os
+from collections.abc import Awaitable, Callable
+from random import Random
+
+import orjson
+import trio
+
+from fedsender.outside import Outside
+from fedsender.replication.commands import RemoteServerUp
+from fedsender.replication.tcp import ReplicationServer, open_replication_server
+from fedsender.replication.wire import OWN_KIND
+from fedsender.simulation.evidence import Evidence
+from fedsender.simulation.homeserver import Homeserver
+from fedsender.simulation.lives import Life
+from fedsender.simulation.streams import MemoryStream
+
+SECRET_CONTENT = "for-your-device-only"
+FULL = "/dev/full"
+GRACE_S = 5.0
+"""For so long after, what depends on a line that was lost may still be written down."""
+
+
+class Replication:
+    """The homeserver's replication endpoint; it can be down."""
+
+    certificate: tuple[str, ...] = ()
+
+    def __init__(self, homeserver: Homeserver, outside: Outside) -> None:
+        self.up = True
+        self._homeserver = homeserver
+        self._outside = outside
+        self._server: ReplicationServer | None = None
+        self._streams: list[MemoryStream] = []
+
+    def knock(self) -> str:
+        return "open" if self.up else "refused"
+
+    async def converse(self, stream: MemoryStream) -> None:
+        self._streams.append(stream)
+        assert self._server is not None
+        await self._server.serve(stream)
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve for ever."""
+        streams = {"events": self._homeserver}
+        async with open_replication_server(
+            self._homeserver.name, streams, [], self._outside, kind=OWN_KIND
+        ) as self._server:
+            task_status.started()
+            await trio.sleep_forever()
+
+    def go_down(self) -> None:
+        """Break every connection and accept none."""
+        self.up = False
+        for stream in self._streams:
+            stream.reset()
+        self._streams.clear()
+
+    def server_up(self, server: str) -> None:
+        """Tell all senders that this server is alive."""
+        if self._server is not None:
+            self._server.announce(RemoteServerUp(server))
+
+
+class Operator:
+    """Somebody who pauses, wakes, redelivers and empties the quarantine, and now and then restarts.
+
+    Everything is asked of the life that is lived; if there is none, nothing happens.
+    """
+
+    def __init__(self, evidence: Evidence, rng: Random, life: Callable[[], Life | None]) -> None:
+        self._evidence = evidence
+        self._rng = rng
+        self._life = life
+        self._messages = 0
+        self.paused: list[str] = []
+
+    def ask(self, act: Callable[[Life], Awaitable[None]]) -> None:
+        """Have this done by the daemon, unless it dies over it."""
+        life = self._life()
+        if life is not None and life.acts is not None and life.daemon is not None:
+            life.acts.start_soon(act, life)
+
+    def act(self) -> None:
+        """Do something."""
+        acts = (self.wake, self.pause, self.resume, self.redeliver, self.redeliver, self.release)
+        self._rng.choice(acts)()
+
+    def _server(self) -> str:
+        return self._rng.choice(list(self._evidence.books.of))
+
+    def wake(self) -> None:
+        """`notify_remote_server_up` for a few servers."""
+        servers = [self._server() for _ in range(self._rng.randint(1, 5))]
+        self.wake_all(servers)
+
+    def wake_all(self, servers: list[str]) -> None:
+        """The same for these."""
+        life = self._life()
+        if life is not None and life.daemon is not None and life.acts is not None:
+            for server in servers:
+                self._evidence.books.of[server].wakes.append((trio.current_time(), True))
+            life.daemon.sender.wake(servers, by_admin=True)
+            self._evidence.counts["wakes"] += len(servers)
+
+    def pause(self) -> None:
+        """Send nothing to a server until further notice."""
+        server = self._server()
+        self.paused.append(server)
+
+        async def do(life: Life) -> None:
+            assert life.daemon is not None
+            await life.daemon.sender.hold(server, paused="by hand", parked=None)
+
+        self.ask(do)
+
+    def resume(self) -> None:
+        """Send again to all that were paused."""
+        self._evidence.counts["resumed"] += len(self.paused)
+
+        async def do(life: Life) -> None:
+            assert life.daemon is not None
+            for server in list(self.paused):
+                await life.daemon.sender.hold(server, paused=None, parked=None)
+                self.paused.remove(server)
+
+        self.ask(do)
+
+    def redeliver(self) -> None:
+        """Have some events sent again to one server; also some that it must not see (I6)."""
+        book = self._evidence.books.of[self._server()]
+        known = self._evidence.homeserver.between(0, max(self._evidence.position, 0))
+        chosen = self._rng.sample(book.owed, min(len(book.owed), 5))
+        wanted = [event.event_id for event in chosen if event.token <= self._evidence.position]
+        if known:
+            wanted.append(self._rng.choice(known).event_id)
+        book.redelivered.update(wanted)
+        self._evidence.counts["redeliveries"] += len(wanted)
+
+        async def do(life: Life) -> None:
+            assert life.daemon is not None
+            await life.daemon.sender.redeliver([(book.name, event_id) for event_id in wanted])
+
+        self.ask(do)
+
+    def release(self) -> None:
+        """Try everything in quarantine again, and give up what is malformed."""
+        evidence = self._evidence
+        if evidence.disk is None or not evidence.disk.ready():
+            return
+        items = evidence.disk.quarantine()
+        hopeless = [
+            item.id
+            for item in items
+            if item.event_id in evidence.homeserver.by_id
+            and not evidence.homeserver.by_id[item.event_id].sendable
+        ]
+        others = [item.id for item in items if item.id not in hopeless and item.event_id]
+        for item in items:
+            servers = evidence.books.of if item.destination is None else [item.destination]
+            for server in servers:
+                if item.event_id is not None:
+                    evidence.books.of[server].redelivered.add(item.event_id)
+        evidence.counts["released"] += len(others)
+
+        async def do(life: Life) -> None:
+            assert life.daemon is not None
+            await life.daemon.sender.drop_quarantined(hopeless)
+            await life.daemon.sender.release(others)
+
+        self.ask(do)
+
+    async def send_to_device(self) -> None:
+        """A local client sends twice to somebody's device; the second gets the lower stream id.
+
+        Ids are given before messages are stored, and not everybody is equally fast.
+        """
+        server, number = self._server(), self._messages
+        self._messages += 2
+        self._store_message(server, number + 2)
+        await trio.sleep(self._rng.uniform(0, 1))
+        self._store_message(server, number + 1)
+
+    def _store_message(self, server: str, number: int) -> None:
+        content = {
+            "message_id": f"message-{number}",
+            "sender": f"@mia:{self._evidence.homeserver.name}",
+            "type": "m.room.encrypted",
+            "messages": {f"@ana:{server}": {"DEVICE": {"ciphertext": SECRET_CONTENT}}},
+        }
+        text = orjson.dumps(content, option=orjson.OPT_SORT_KEYS).decode()
+
+        async def do(life: Life) -> None:
+            assert life.daemon is not None
+            await life.daemon.store.homeserver.queue_to_device(server, number, text)
+            life.daemon.sender.to_device_changed(server)
+
+        self.ask(do)
+
+
+async def fill_ledger_disk(evidence: Evidence, life: Life, seconds: float) -> None:
+    """For a while the disk with the ledger takes nothing: its descriptor leads to /dev/full."""
+    descriptor = _open_segment(life)
+    if descriptor is None:
+        return
+    evidence.counts["full disks"] += 1
+    evidence.disk_full = True
+    there = os.dup(descriptor)
+    full = os.open(FULL, os.O_WRONLY)
+    os.dup2(full, descriptor)
+    os.close(full)
+    try:
+        await trio.sleep(seconds)
+    finally:
+        # The daemon may have closed it, and then the number is somebody else's.
+        if _target(descriptor) == FULL:
+            os.dup2(there, descriptor)
+        os.close(there)
+    await trio.sleep(GRACE_S)
+    evidence.disk_full = False
+
+
+def _open_segment(life: Life) -> int | None:
+    """The descriptor with which the daemon writes its ledger."""
+    for name in sorted(os.listdir("/proc/self/fd"), key=int):
+        target = _target(int(name))
+        ours = target.startswith(f"{life.directory}/") and target.endswith(".open")
+        if ours and fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_WRONLY:
+            return int(name)
+    return None
+
+
+def _target(descriptor: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""

@@ -1,0 +1,214 @@
+"""What a life of the daemon leaves on disk, read without the daemon's help.
+
+The databases are looked at through connections of our own, between two commits; the ledger is
+followed as it grows.
+"""
+
+import os
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HOMESERVER = "homeserver.sqlite3"
+SENDER = "fedsender.sqlite3"
+LEDGER = "ledger"
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinedItem:
+    """A row of the quarantine; `destination` None is an event that no server got."""
+
+    id: int
+    destination: str | None
+    kind: str
+    event_id: str | None
+    content: bytes
+    reason: str
+
+
+class Disk:
+    """The files of one life of the daemon."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._connections: dict[str, sqlite3.Connection] = {}
+        self._quarantine: list[QuarantinedItem] | None = None
+        self._by_event: dict[tuple[str | None, str], QuarantinedItem] = {}
+
+    def close(self) -> None:
+        """Look no more."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+
+    def committed(self, database: str) -> None:
+        """Something was committed: what was remembered of that database is stale."""
+        if database == "sender":
+            self._quarantine = None
+
+    def ready(self) -> bool:
+        """Whether both databases have their tables."""
+        wanted = ((HOMESERVER, "device_federation_outbox"), (SENDER, "server_states"))
+        return all(
+            (self.directory / file).exists()
+            and self._rows(file, "SELECT 1 FROM sqlite_master WHERE name = ?", table)
+            for file, table in wanted
+        )
+
+    def _rows(self, file: str, query: str, *values: object) -> list[Any]:
+        connection = self._connections.get(file)
+        if connection is None:
+            uri = f"file:{self.directory / file}?mode=ro"
+            connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+            self._connections[file] = connection
+        return connection.execute(query, values).fetchall()
+
+    # --- the homeserver's database ----------------------------------------------------------------
+
+    def position(self) -> int:
+        """Up to where the fan-out has been."""
+        query = "SELECT stream_id FROM federation_stream_position WHERE type = 'events'"
+        rows = self._rows(HOMESERVER, query)
+        return int(rows[0][0]) if rows else -1
+
+    def marks(self) -> dict[str, int]:
+        """Every destination's last successful stream ordering."""
+        query = (
+            "SELECT destination, last_successful_stream_ordering FROM destinations"
+            " WHERE last_successful_stream_ordering IS NOT NULL"
+        )
+        return dict(self._rows(HOMESERVER, query))
+
+    def owed(self, room_id: str) -> dict[str, int]:
+        """Per destination what it is owed of this room."""
+        query = "SELECT destination, stream_ordering FROM destination_rooms WHERE room_id = ?"
+        return dict(self._rows(HOMESERVER, query, room_id))
+
+    def owed_room(self, server: str, room_id: str) -> int:
+        """What one destination is owed of one room; 0: nothing."""
+        query = (
+            "SELECT stream_ordering FROM destination_rooms WHERE destination = ? AND room_id = ?"
+        )
+        rows = self._rows(HOMESERVER, query, server, room_id)
+        return int(rows[0][0]) if rows else 0
+
+    def newest_owed(self) -> int:
+        """The newest event that anybody is owed."""
+        rows = self._rows(HOMESERVER, "SELECT max(stream_ordering) FROM destination_rooms")
+        return int(rows[0][0] or 0)
+
+    def outbox(self) -> dict[tuple[str, int], str]:
+        """The to-device rows: (destination, stream id) -> content."""
+        query = "SELECT destination, stream_id, messages_json FROM device_federation_outbox"
+        return {(server, row): text for server, row, text in self._rows(HOMESERVER, query)}
+
+    # --- the sender's database --------------------------------------------------------------------
+
+    def frozen(self, server: str) -> tuple[str, bytes] | None:
+        """The recorded transaction: its id and body."""
+        query = "SELECT transaction_id, body FROM frozen_transactions WHERE destination = ?"
+        rows = self._rows(SENDER, query, server)
+        return rows[0] if rows else None
+
+    def isolating(self, server: str) -> bool:
+        """Whether a search for a poisonous item is on record."""
+        query = "SELECT isolating FROM server_states WHERE destination = ?"
+        rows = self._rows(SENDER, query, server)
+        return bool(rows) and rows[0][0] is not None
+
+    def quarantine(self) -> list[QuarantinedItem]:
+        """All of the quarantine."""
+        if self._quarantine is None:
+            query = "SELECT id, destination, kind, event_id, content, reason FROM quarantine"
+            self._quarantine = [
+                QuarantinedItem(number, destination, kind, event_id, content or b"", reason)
+                for number, destination, kind, event_id, content, reason in self._rows(
+                    SENDER, query
+                )
+            ]
+            self._by_event = {
+                (item.destination, item.event_id): item
+                for item in self._quarantine
+                if item.event_id is not None
+            }
+        return self._quarantine
+
+    def quarantined(self, server: str | None, event_id: str) -> bool:
+        """Whether this event is in quarantine for this server (None: for everybody)."""
+        self.quarantine()
+        return (server, event_id) in self._by_event
+
+    def catch_up_floor(self, server: str) -> int | None:
+        """Above which mark a catch-up under way began; None: there is none."""
+        rows = self._rows(SENDER, "SELECT floor FROM catch_ups WHERE destination = ?", server)
+        return int(rows[0][0]) if rows else None
+
+    def sent_to(self, server: str, room_id: str) -> int:
+        """Up to where a catch-up under way was answered in this room; 0: nowhere."""
+        query = "SELECT sent_to FROM catch_up_rooms WHERE destination = ? AND room_id = ?"
+        rows = self._rows(SENDER, query, server, room_id)
+        return int(rows[0][0]) if rows else 0
+
+    def redeliveries(self, server: str) -> list[str]:
+        """The events that are to be sent to this server again."""
+        query = "SELECT event_id FROM redeliveries WHERE destination = ?"
+        return [row[0] for row in self._rows(SENDER, query, server)]
+
+
+class LedgerTail:
+    """Follows the ledger of one life of the daemon after another.
+
+    It is asked at every commit, so it looks for new segments only when the one being written has
+    been closed.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, int] = {}
+        self._open: tuple[Path, int] | None = None
+
+    def forget(self) -> None:
+        """The next look is into another directory."""
+        if self._open is not None:
+            os.close(self._open[1])
+        self._open = None
+
+    def new_lines(self, directory: Path) -> list[bytes]:
+        """The whole lines that were written since the last look."""
+        if self._open is not None:
+            path, descriptor = self._open
+            lines = self._take(path.stem, descriptor)
+            if path.exists():
+                return lines
+            lines += self._take(path.stem, descriptor)
+            self.forget()
+            return lines + self._look_around(directory)
+        return self._look_around(directory)
+
+    def _look_around(self, directory: Path) -> list[bytes]:
+        lines: list[bytes] = []
+        if not directory.is_dir():
+            return lines
+        for name in sorted(os.listdir(directory)):
+            path = directory / name
+            # A segment goes from .open to .jsonl; its stem, with boot and number, stays.
+            if self._read.get(path.stem, 0) < 0:
+                continue
+            descriptor = os.open(path, os.O_RDONLY)
+            lines += self._take(path.stem, descriptor)
+            if path.suffix == ".open" and self._open is None:
+                self._open = (path, descriptor)
+                continue
+            os.close(descriptor)
+            if path.suffix == ".jsonl":
+                self._read[path.stem] = -1
+        return lines
+
+    def _take(self, stem: str, descriptor: int) -> list[bytes]:
+        at = self._read.get(stem, 0)
+        text = b""
+        while piece := os.pread(descriptor, 1 << 20, at + len(text)):
+            text += piece
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read[stem] = at + len(whole)
+        return whole.splitlines()

@@ -1,0 +1,85 @@
+"""What all checks share: the truth, the books, the files of the present life, what was found."""
+
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from fedsender.simulation.books import Books
+from fedsender.simulation.disk import Disk, LedgerTail
+from fedsender.simulation.homeserver import Homeserver
+from fedsender.simulation.virtual import Trace
+
+KEPT_VIOLATIONS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that must never be, seen at a virtual time (in seconds)."""
+
+    invariant: str
+    at: float
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.invariant} at {self.at:.3f} s: {self.text}"
+
+
+@dataclass(slots=True)
+class Evidence:
+    """See the module.
+
+    Attributes:
+        life: counts the daemon's lives.
+        alive: one is being lived.
+        disk: its files; None before the first.
+        position: the events position as last committed.
+        secrets: texts that may stand in no log line and in no line of the ledger.
+        disk_full: the ledger takes no lines at present.
+        crashed_at: when lives were cut off, in the last 24 h.
+        counts: what happened, for the report.
+        on_violation: called with each.
+    """
+
+    homeserver: Homeserver
+    books: Books
+    trace: Trace
+    tail: LedgerTail = field(default_factory=LedgerTail)
+    life: int = 0
+    alive: bool = False
+    disk: Disk | None = None
+    position: int = -1
+    secrets: tuple[bytes, ...] = ()
+    disk_full: bool = False
+    crashed_at: deque[float] = field(default_factory=deque)
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: list[Violation] = field(default_factory=list)
+    _passed: list[tuple[int, float]] = field(default_factory=list)
+    on_violation: Callable[[Violation], None] = lambda _violation: None
+
+    def moved(self, position: int) -> None:
+        """The events position was committed."""
+        self.position = position
+        self._passed.append((position, trio.current_time()))
+
+    def passed_at(self, token: int) -> float | None:
+        """When the events position went past this token; None: it has not."""
+        at = bisect_left(self._passed, (token, 0.0))
+        return self._passed[at][1] if at < len(self._passed) else None
+
+    def fail(self, invariant: str, text: str) -> None:
+        """This is how it must never be."""
+        violation = Violation(invariant, trio.current_time(), text[:600])
+        self.counts["violations"] += 1
+        self.trace.note("VIOLATION", violation)
+        if len(self.violations) < KEPT_VIOLATIONS:
+            self.violations.append(violation)
+        self.on_violation(violation)
+
+    def check_secrets(self, where: str, text: bytes) -> None:
+        """I10: no secret in what people read."""
+        for secret in self.secrets:
+            if secret in text:
+                self.fail("I10", f"a secret in {where}: {text[:200]!r}")

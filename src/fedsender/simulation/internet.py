@@ -1,0 +1,139 @@
+"""What lies beyond the daemon's sockets: names, addresses, and whoever listens there."""
+
+import errno
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+import trio
+
+from fedsender.outside import NameNotFound, Records, RecordType, ResolveFailed
+from fedsender.simulation.streams import MemoryStream, memory_connection
+
+DNS_TTL_S = 300.0
+NEVER_S = 7 * 86_400.0
+
+
+class Listener(Protocol):
+    """Who may be connected to at an address.
+
+    Attributes:
+        certificate: the names that it can prove in TLS.
+    """
+
+    @property
+    def certificate(self) -> tuple[str, ...]: ...
+
+    def knock(self) -> str:
+        """Somebody connects: "open", "refused", "silent" or "bad tls"."""
+        ...
+
+    async def converse(self, stream: MemoryStream) -> None:
+        """Serve one connection until it ends; raises nothing."""
+        ...
+
+
+@dataclass(slots=True)
+class Internet:
+    """Addresses and names of a simulated world.
+
+    Attributes:
+        nursery: where connections are served.
+        unresolvable: (domain, how): names under it get no answer ("silent") or do not exist
+            ("gone").
+    """
+
+    rng: Random
+    nursery: trio.Nursery
+    listeners: dict[tuple[str, int], Listener] = field(default_factory=dict)
+    records: dict[tuple[str, RecordType], tuple[str, ...]] = field(default_factory=dict)
+    unresolvable: dict[str, str] = field(default_factory=dict)
+
+    def round_trip_s(self) -> float:
+        """How long a packet takes there and back."""
+        return self.rng.uniform(0.01, 0.3)
+
+    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+        """Look up a name; raises NameNotFound or ResolveFailed."""
+        await trio.sleep(self.round_trip_s())
+        for domain, how in self.unresolvable.items():
+            if name == domain or name.endswith("." + domain):
+                if how == "silent":
+                    await trio.sleep(5)
+                    raise ResolveFailed(f"{name}: no name server answered")
+                raise NameNotFound(f"{name}: no such name", ttl_s=60)
+        values = self.records.get((name, rdtype))
+        if values is None:
+            raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=DNS_TTL_S)
+        return Records(values, ttl_s=DNS_TTL_S)
+
+    async def connect(self, address: str, port: int) -> MemoryStream:
+        """A connection to whoever listens there; raises OSError."""
+        await trio.sleep(self.round_trip_s())
+        listener = self.listeners.get((address, port))
+        answer = "refused" if listener is None else listener.knock()
+        if answer == "silent":
+            await trio.sleep(NEVER_S)
+        if listener is None or answer in ("refused", "silent"):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+        near, far = memory_connection()
+        near.certificate = listener.certificate
+        near.handshake_fails = answer == "bad tls"
+        self.nursery.start_soon(listener.converse, far)
+        return near
+
+
+class DaemonNetwork:
+    """The network as one life of the daemon sees it; when that life ends, all of it breaks."""
+
+    def __init__(self, internet: Internet) -> None:
+        self._internet = internet
+        self._alive = True
+        self._streams: list[MemoryStream] = []
+
+    async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        stream = await self._internet.connect(address, port)
+        self._streams = [each for each in self._streams if not each.peer_gone]
+        self._streams.append(stream)
+        if not self._alive:
+            stream.close()
+        return stream
+
+    async def open_unix(self, path: Path) -> trio.abc.Stream:
+        await trio.lowlevel.checkpoint()
+        raise FileNotFoundError(errno.ENOENT, "nobody listens", str(path))
+
+    async def start_tls(
+        self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
+    ) -> trio.abc.Stream:
+        assert isinstance(stream, MemoryStream)
+        await trio.sleep(self._internet.round_trip_s())
+        if stream.handshake_fails:
+            raise _tls_error(ssl.SSLError(1, "handshake failure"))
+        if server_hostname not in stream.certificate:
+            refusal = ssl.SSLCertVerificationError(1, "certificate verify failed")
+            refusal.verify_message = f"Hostname mismatch: {server_hostname}"
+            raise _tls_error(refusal)
+        return stream
+
+    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+        return await self._internet.resolve(name, rdtype)
+
+    def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        return [each for each in streams if isinstance(each, MemoryStream) and each.readable]
+
+    def die(self) -> None:
+        """The machine is gone: every connection ends, and none is made any more."""
+        self._alive = False
+        for stream in self._streams:
+            stream.close()
+        self._streams.clear()
+
+
+def _tls_error(error: ssl.SSLError) -> ssl.SSLError:
+    """As OpenSSL makes it."""
+    error.reason = "HANDSHAKE_FAILURE"
+    return error

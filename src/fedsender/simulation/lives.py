@@ -1,0 +1,270 @@
+"""The daemon's lives: each begins on the files that the one before left, and may end at any commit.
+
+A crash is what `kill -9` does: in one instant the files are as they are, every connection ends, and
+nothing that the old daemon does from then on is seen by anybody. So its directory is copied at that
+instant, the copy is where the next life begins, and the old life may unwind as it likes.
+"""
+
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import sqlalchemy.exc
+import trio
+
+from fedsender.config import Config
+from fedsender.daemon import Daemon, open_core, store_config
+from fedsender.outside import Outside
+from fedsender.simulation.commit_checks import CommitChecks
+from fedsender.simulation.disk import Disk
+from fedsender.simulation.evidence import Evidence
+from fedsender.simulation.internet import DaemonNetwork, Internet
+from fedsender.simulation.virtual import derived, now_ms
+from fedsender.simulation.wire_checks import WireChecks
+from fedsender.store import StoreConfig
+from fedsender.telemetry import Metrics
+
+T = TypeVar("T")
+
+COMMIT_POINTS = tuple(
+    f"{database}: {moment} commit"
+    for database in ("homeserver", "sender")
+    for moment in ("before", "after")
+)
+WIRE_POINTS = ("request began", "request arrived", "answer leaves")
+SLOW_DATABASE_S = 0.05
+
+
+class Crash(BaseException):
+    """The daemon's process is gone. No Exception, so that nobody in it takes it for an error."""
+
+
+class CrashPlan:
+    """When the daemon is cut off next: at the n-th point of some kind, so many transactions on."""
+
+    def __init__(self, seed: int, most_transactions: int) -> None:
+        self._rng = derived(seed, "crashes")
+        self._most = most_transactions
+        self._kind: str | None = None
+        self._count = 0
+        self.orderly: Callable[[], None] = lambda: None
+        self.enabled = True
+        self._next()
+
+    def _next(self) -> None:
+        self._kind = None
+        self._left = self._rng.randint(self._most // 6, self._most)
+
+    def transaction(self) -> None:
+        """One more transaction has arrived somewhere."""
+        self._left -= 1
+        if self._left > 0 or self._kind is not None or not self.enabled:
+            return
+        self._kind = self._rng.choice((*COMMIT_POINTS, *WIRE_POINTS, "starting", "draining"))
+        self._count = self._rng.randint(1, 6)
+        if self._kind in ("starting", "draining"):
+            self.orderly()
+
+    def strikes(self, kind: str) -> bool:
+        """Whether the daemon dies at this point."""
+        if kind != self._kind or not self.enabled:
+            return False
+        self._count -= 1
+        if self._count > 0:
+            return False
+        self._next()
+        return True
+
+
+class Life:
+    """One life of the daemon.
+
+    Attributes:
+        daemon: while it runs.
+        acts: where an operator's doings run: they end when it does.
+        away: its databases take no writes at present.
+        image: where the next life begins, if this one crashes.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        directory: Path,
+        config: Config,
+        *,
+        seed: int,
+        internet: Internet,
+        evidence: Evidence,
+        checks: CommitChecks,
+        wire: WireChecks,
+        plan: CrashPlan,
+        opened: Callable[[], None],
+    ) -> None:
+        self.number = number
+        self.directory = directory
+        self.image = directory.with_name(f"life-{number + 1}")
+        self.daemon: Daemon | None = None
+        self.acts: trio.Nursery | None = None
+        self.crashed = False
+        self.draining = False
+        self.away = False
+        self.ended = trio.Event()
+        self._metrics: Metrics | None = None
+        self._config = config
+        self._rng = derived(seed, "life", number)
+        self._network = DaemonNetwork(internet)
+        self._evidence = evidence
+        self._checks = checks
+        self._wire = wire
+        self._plan = plan
+        self._opened = opened
+        self._scope = trio.CancelScope()
+        self._stop = trio.Event()
+
+    async def live(self) -> None:
+        """From start to end, however it ends. Raises what ends it and should not."""
+        evidence = self._evidence
+        evidence.life, evidence.alive = self.number, True
+        evidence.disk = Disk(self.directory)
+        evidence.trace.note("life", self.number)
+        try:
+            with self._scope:
+                await self._run()
+        except BaseException as error:
+            self._bury(error)
+        if not self.crashed:
+            evidence.alive = False
+            self._checks.committed("homeserver")
+            self._wire.drained()
+            evidence.tail.forget()
+        self.ended.set()
+
+    def spills(self) -> int:
+        """How many queues it gave back to the database."""
+        if self._metrics is None:
+            return 0
+        samples = [each for metric in self._metrics.spills.collect() for each in metric.samples]
+        total = sum(sample.value for sample in samples if sample.name.endswith("_total"))
+        return round(total)
+
+    def _bury(self, error: BaseException) -> None:
+        """Let go of a crash and what came with it; raise everything else."""
+        if not self.crashed:
+            raise error
+        if isinstance(error, BaseExceptionGroup):
+            _, others = error.split((Crash, Exception))
+            if others is not None:
+                raise others
+        elif not isinstance(error, Crash | Exception):
+            raise error
+
+    async def _run(self) -> None:
+        settings = store_config(self._config)
+        settings = StoreConfig(
+            homeserver=settings.homeserver,
+            homeserver_url=settings.homeserver_url,
+            sender_url=settings.sender_url,
+            synchronous="OFF",
+        )
+        async with open_core(
+            self._config, self._outside(), store_settings=settings, faults=self._at_commit
+        ) as daemon:
+            self.daemon, self._metrics = daemon, daemon.metrics
+            self._opened()
+            async with trio.open_nursery() as self.acts:
+                await self._stop.wait()
+                self.acts.cancel_scope.cancel()
+            self.acts = None
+            self.draining = True
+        self.daemon = None
+
+    def stop(self) -> None:
+        """End in order."""
+        self._stop.set()
+
+    def _outside(self) -> Outside:
+        return Outside(
+            now_ms=now_ms,
+            random=self._rng,
+            entropy=self._rng.randbytes,
+            run_sync=self._run_sync,
+            network=self._network,
+        )
+
+    async def _run_sync(self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+        """What a worker thread would do, at some moment of a short while, and all at once."""
+        holder = object()
+        await limiter.acquire_on_behalf_of(holder)
+        try:
+            slow = self._rng.random() < 0.2
+            with trio.CancelScope(shield=True):
+                await trio.sleep(self._rng.uniform(0, SLOW_DATABASE_S) if slow else 0)
+            return function()
+        finally:
+            limiter.release_on_behalf_of(holder)
+
+    # --- its end ----------------------------------------------------------------------------------
+
+    def _at_commit(self, point: str) -> None:
+        if self.crashed:
+            raise Crash
+        database = point.partition(":")[0]
+        if self.away and point.endswith("before commit"):
+            raise _disk_full()
+        if point.endswith("after commit"):
+            self._checks.committed(database)
+        started, draining = self.daemon is not None, self.draining
+        if (
+            self._plan.strikes(point)
+            or (not started and self._plan.strikes("starting"))
+            or (draining and self._plan.strikes("draining"))
+        ):
+            self.crash(point)
+            raise Crash
+
+    def crash(self, point: str) -> None:
+        """Die now."""
+        if self.crashed:
+            return
+        evidence = self._evidence
+        evidence.trace.note("crash", point)
+        evidence.counts["crashes"] += 1
+        evidence.counts[f"crash at {_where(point, self)}"] += 1
+        evidence.crashed_at.append(trio.current_time())
+        self._checks.committed("sender")
+        self.crashed, evidence.alive = True, False
+        _copy(self.directory, self.image)
+        self._network.die()
+        evidence.tail.forget()
+        if evidence.disk is not None:
+            evidence.disk.close()
+        evidence.disk = Disk(self.image)
+        self._wire.crashed()
+        self._scope.cancel()
+
+
+def _where(point: str, life: Life) -> str:
+    if life.draining:
+        return f"drain, {point}"
+    return f"start, {point}" if life.daemon is None else point
+
+
+def _disk_full() -> sqlalchemy.exc.OperationalError:
+    cause = sqlite3.OperationalError("database or disk is full")
+    cause.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return sqlalchemy.exc.OperationalError("COMMIT", {}, cause)
+
+
+def _copy(directory: Path, image: Path) -> None:
+    """The files as they are. Closed segments of the ledger do not change any more."""
+    image.mkdir()
+    for path in sorted(directory.iterdir()):
+        if path.is_dir():
+            _copy(path, image / path.name)
+        elif path.suffix == ".jsonl":
+            os.link(path, image / path.name)
+        elif path.suffix != ".lock" and not path.name.endswith("-shm"):
+            shutil.copy2(path, image / path.name)

@@ -1,0 +1,151 @@
+"""How remote servers treat a sender, and for how long each way of it lasts."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from random import Random
+
+MINUTE = 60.0
+HOUR = 3600.0
+
+
+class Manner(Enum):
+    """One way to treat a connection or a request."""
+
+    WELL = "well"
+    SLOW = "slow"
+    REFUSES_SOME = "refuses some PDUs"
+    # no connection
+    REFUSED = "refused"
+    SILENT = "silent"
+    NO_DNS = "no DNS"
+    DNS_SILENT = "DNS silent"
+    BAD_TLS = "bad TLS"
+    # no answer
+    STALL = "stalls"
+    STALL_EARLY = "does not read"
+    DRIP = "drips"
+    BREAK_BEFORE = "breaks before"
+    BREAK_AFTER = "breaks after"
+    HALF_ANSWER = "half an answer"
+    # no proper answer
+    GARBAGE = "garbage"
+    NO_OBJECT = "no object"
+    REDIRECT = "redirect"
+    HUGE = "huge"
+    BUSY = "busy"
+    BUSY_FOR = "busy for"
+    FAILING = "failing"
+    FORBIDDEN = "forbidden"
+    NOT_THERE = "not there"
+    # a proper answer, and then
+    CLOSES = "closes"
+
+    @property
+    def processes(self) -> bool:
+        """Whether a server that behaves so takes in what it gets."""
+        return self in _PROCESSING
+
+
+_PROCESSING = (
+    # These stand in the way of new connections only.
+    Manner.NO_DNS,
+    Manner.DNS_SILENT,
+    Manner.BAD_TLS,
+    Manner.WELL,
+    Manner.SLOW,
+    Manner.REFUSES_SOME,
+    Manner.BREAK_AFTER,
+    Manner.HALF_ANSWER,
+    Manner.CLOSES,
+    Manner.DRIP,
+)
+FLAKY = (
+    *(Manner.WELL, Manner.WELL, Manner.WELL, Manner.WELL, Manner.SLOW, Manner.CLOSES),
+    *(Manner.REFUSES_SOME, Manner.BREAK_BEFORE, Manner.BREAK_AFTER, Manner.HALF_ANSWER),
+    *(Manner.FAILING, Manner.STALL, Manner.GARBAGE, Manner.BUSY_FOR, Manner.CLOSES),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Mood:
+    """What a server is like for a while: each time one of these manners is drawn."""
+
+    manners: tuple[Manner, ...]
+
+    def draw(self, rng: Random) -> Manner:
+        return self.manners[0] if len(self.manners) == 1 else rng.choice(self.manners)
+
+    def __str__(self) -> str:
+        return self.manners[0].value if len(self.manners) == 1 else "flaky"
+
+
+WELL = Mood((Manner.WELL,))
+SILENT = Mood((Manner.SILENT,))
+
+
+@dataclass(frozen=True, slots=True)
+class Character:
+    """What a server is like in the long run.
+
+    Attributes:
+        troubles: the moods it falls into; between them it is well.
+        long: whether troubles may last for a great part of the run.
+        picky: the status with which it refuses a transaction for one poisonous PDU; 0: never.
+        moves: it changes its address when it comes back.
+    """
+
+    name: str
+    troubles: tuple[Mood, ...]
+    long: bool = False
+    picky: int = 0
+    moves: bool = False
+
+
+def _moods(*manners: Manner) -> tuple[Mood, ...]:
+    return tuple(Mood((manner,)) for manner in manners)
+
+
+CHARACTERS = (
+    Character("steady", ()),
+    Character("flaky", (Mood(FLAKY),), long=True),
+    Character(
+        "away", _moods(Manner.SILENT, Manner.REFUSED, Manner.NO_DNS, Manner.DNS_SILENT), long=True
+    ),
+    Character("picky 400", (), picky=400),
+    Character("busy", _moods(Manner.BUSY, Manner.BUSY_FOR)),
+    Character(
+        "failing",
+        _moods(Manner.FAILING, Manner.STALL, Manner.DRIP, Manner.BREAK_AFTER, Manner.BREAK_BEFORE),
+    ),
+    Character("refusing", _moods(Manner.FORBIDDEN, Manner.NOT_THERE)),
+    Character("lying", _moods(Manner.GARBAGE, Manner.REDIRECT, Manner.NO_OBJECT, Manner.HUGE)),
+    Character("moving", _moods(Manner.REFUSED, Manner.BAD_TLS), moves=True),
+    Character("dead", (SILENT,), long=True),
+    Character("slow", _moods(Manner.SLOW, Manner.STALL_EARLY, Manner.CLOSES, Manner.HALF_ANSWER)),
+    Character("picky 413", (Mood((Manner.CLOSES,)),), picky=413),
+    Character("steady", ()),
+    Character("picky 403", (), picky=403),
+    Character("picky 500", (), picky=500),
+    Character("away", _moods(Manner.REFUSED, Manner.SILENT), long=True),
+)
+"""Dealt to the servers in turn, so that a world of sixteen has one of each."""
+
+
+def life_of(character: Character, rng: Random, longest_s: float) -> Iterator[tuple[Mood, float]]:
+    """The moods of such a server, one after the other, each with its length in seconds."""
+    if character.name == "dead":
+        yield WELL, rng.uniform(0, longest_s / 4)
+        while True:
+            yield SILENT, longest_s * 10
+    while True:
+        yield WELL, _log_uniform(rng, 5 * MINUTE, longest_s / 2)
+        if character.troubles:
+            end = longest_s if character.long else longest_s / 4
+            yield rng.choice(character.troubles), _log_uniform(rng, MINUTE, max(end, 2 * MINUTE))
+
+
+def _log_uniform(rng: Random, low: float, high: float) -> float:
+    """Between the two; as often below their geometric mean as above it."""
+    return math.exp(rng.uniform(math.log(low), math.log(max(high, low))))

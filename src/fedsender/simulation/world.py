@@ -1,0 +1,159 @@
+"""A whole world, put together: a homeserver, its sender's checks, the servers it sends to."""
+
+from base64 import b64encode
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedsender.config import Config, from_values
+from fedsender.demo.events import Signer
+from fedsender.demo.rules import Origin
+from fedsender.outside import Outside
+from fedsender.simulation.books import Books
+from fedsender.simulation.commit_checks import CommitChecks
+from fedsender.simulation.disasters import SECRET_CONTENT, Replication
+from fedsender.simulation.evidence import Evidence
+from fedsender.simulation.homeserver import Homeserver
+from fedsender.simulation.inspection import Inspector
+from fedsender.simulation.internet import DaemonNetwork, Internet
+from fedsender.simulation.ledger_checks import LedgerChecks
+from fedsender.simulation.lives import CrashPlan
+from fedsender.simulation.manners import CHARACTERS
+from fedsender.simulation.memory_checks import MemoryChecks
+from fedsender.simulation.receiver import RemoteServer
+from fedsender.simulation.sites import make_site, publish
+from fedsender.simulation.virtual import Trace, derived, now_ms
+from fedsender.simulation.wire_checks import WireChecks
+
+T = TypeVar("T")
+
+ORIGIN = "home.example"
+KEY_VERSION = "sim"
+FEED = ("127.0.0.1", 9092)
+MAX_BYTES = 256 * 1024
+GAP_EVENTS = 12
+MOST_TRANSACTIONS_BETWEEN_CRASHES = 350
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a world is, and for how many virtual days it is left to itself."""
+
+    seed: int
+    servers: int
+    days: float
+
+    @property
+    def seconds(self) -> float:
+        return self.days * 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All parts of a world; `course` sets them in motion.
+
+    Attributes:
+        key_file: the text of the homeserver's signing key file.
+    """
+
+    size: Size
+    directory: Path
+    key_file: str
+    homeserver: Homeserver
+    servers: list[RemoteServer]
+    internet: Internet
+    replication: Replication
+    evidence: Evidence
+    ledger: LedgerChecks
+    commits: CommitChecks
+    wire: WireChecks
+    memory: MemoryChecks
+    plan: CrashPlan
+
+
+def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
+    """A world at time 0; its connections are served in `nursery`."""
+    secret = derived(size.seed, "key").randbytes(32)
+    key = Ed25519PrivateKey.from_private_bytes(secret)
+    secret_text = b64encode(secret).decode().rstrip("=")
+    sites = [make_site(index) for index in range(size.servers)]
+    names = [site.name for site in sites]
+    homeserver = Homeserver(
+        ORIGIN,
+        Signer(ORIGIN, f"ed25519:{KEY_VERSION}", key),
+        names,
+        derived(size.seed, "homeserver"),
+        now_ms,
+    )
+    evidence = Evidence(homeserver, Books(names), Trace())
+    evidence.secrets = (secret_text.encode(), SECRET_CONTENT.encode())
+    ledger = LedgerChecks(evidence)
+    wire = WireChecks(evidence, ledger)
+    internet = Internet(derived(size.seed, "internet"), nursery)
+    replication = Replication(homeserver, _outside_of_homeserver(size, internet))
+    internet.listeners[FEED] = replication
+    origin = Origin(ORIGIN, {f"ed25519:{KEY_VERSION}": key.public_key()})
+    inspector = Inspector(homeserver, origin, MAX_BYTES)
+    servers = []
+    for index, site in enumerate(sites):
+        character = CHARACTERS[index % len(CHARACTERS)]
+        rng = derived(size.seed, "server", index)
+        server = RemoteServer(site, character, rng, internet, inspector, wire)
+        publish(site, server, internet)
+        servers.append(server)
+    return World(
+        size=size,
+        directory=directory,
+        key_file=f"ed25519 {KEY_VERSION} {secret_text}\n",
+        homeserver=homeserver,
+        servers=servers,
+        internet=internet,
+        replication=replication,
+        evidence=evidence,
+        ledger=ledger,
+        commits=CommitChecks(evidence, ledger),
+        wire=wire,
+        memory=MemoryChecks(evidence),
+        plan=CrashPlan(size.seed, MOST_TRANSACTIONS_BETWEEN_CRASHES),
+    )
+
+
+def _outside_of_homeserver(size: Size, internet: Internet) -> Outside:
+    rng = derived(size.seed, "replication")
+
+    async def run_sync(function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+        await trio.lowlevel.checkpoint()
+        return function()
+
+    network = DaemonNetwork(internet)
+    return Outside(
+        now_ms=now_ms, random=rng, entropy=rng.randbytes, run_sync=run_sync, network=network
+    )
+
+
+def configuration(directory: Path) -> Config:
+    """A sender's configuration with small bounds, so that every one of them is met."""
+    defaults = {"max_transaction_bytes": MAX_BYTES, "catch_up_gap_events": GAP_EVENTS}
+    return from_values(
+        {
+            "server_name": ORIGIN,
+            "signing_key": "signing.key",
+            "homeserver": {"database": "homeserver.sqlite3"},
+            "feed": {"tcp": {"address": f"{FEED[0]}:{FEED[1]}"}},
+            "federation": {"verify_certificates": False, "max_connections": 60},
+            "sending": {
+                "max_in_flight": 24,
+                "handshakes_per_second": 20.0,
+                "ramp_per_second": 10.0,
+                "queue_pdus": 50,
+                "window_bytes": 2**20,
+            },
+            "destinations": {"defaults": defaults},
+            "ledger": {"keep_days": 36_500},
+        },
+        directory=directory,
+    )

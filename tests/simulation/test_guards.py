@@ -1,0 +1,138 @@
+"""For each invariant, one guarding line is switched off, and the checker has to notice.
+
+A checker that stays green here would stay green over a real bug too.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import structlog
+
+from fedsender.ledger import Ledger, Line
+from fedsender.sender import failure
+from fedsender.sender.destination import Destination
+from fedsender.sender.outbox import Outbox
+from fedsender.sender.queue import PduQueue
+from fedsender.sender.sender import Sender
+from fedsender.sender.transaction import Transaction
+from fedsender.simulation import simulate
+from fedsender.store import delivery
+from fedsender.store.homeserver import HomeserverStore, Settlement
+
+SEEDS = (2, 5, 1)
+
+
+def goes_red(invariant: str) -> bool:
+    """Whether one of the fixed seeds sees this invariant broken."""
+    for seed in SEEDS:
+        report = simulate(seed, 12, 0.15, stop_at_first=True)
+        if any(violation.invariant == invariant for violation in report.violations):
+            return True
+    return False
+
+
+def test_i1_position_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "record_owed", lambda *_: set())
+
+    assert goes_red("I1")
+
+
+def test_i2_a_mark_past_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = PduQueue.fill
+
+    def too_far(self: PduQueue, draft: Any, pruned: Any) -> None:
+        fill(self, draft, pruned)
+        if draft.pdus and self._pdus:
+            draft.lsso = self._pdus[-1].stream_ordering + 5
+
+    monkeypatch.setattr(PduQueue, "fill", too_far)
+
+    assert goes_red("I2")
+
+
+def test_i3_a_failed_transaction_is_formed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def forget(self: Destination, transaction: Transaction) -> None:
+        self.frozen = None
+
+    monkeypatch.setattr(Destination, "_save_frozen", forget)
+
+    assert goes_red("I3")
+
+
+def test_i4_rows_are_deleted_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = HomeserverStore.to_device
+
+    async def read_and_delete(self: HomeserverStore, destination: str, *rest: Any) -> Any:
+        rows = await read(self, destination, *rest)
+        await self.settle([Settlement(destination, None, tuple(row for row, _ in rows))])
+        return rows
+
+    monkeypatch.setattr(HomeserverStore, "to_device", read_and_delete)
+
+    assert goes_red("I4")
+
+
+def test_i5_no_pause_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "wait_s", lambda *_: 0.0)
+    monkeypatch.setattr(failure, "MIN_GAP_SECONDS", 0.0)
+
+    assert goes_red("I5")
+
+
+def test_i6_whoever_was_once_in_a_room_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = HomeserverStore.servers_before
+    ever: dict[str, frozenset[str]] = {}
+
+    async def for_ever(self: HomeserverStore, events: Sequence[Any]) -> dict[str, Any]:
+        found: dict[str, Any] = dict(await ask(self, events))
+        for event in events:
+            now = found[event.event_id]
+            if isinstance(now, frozenset):
+                ever[event.room_id] = ever.get(event.room_id, frozenset()) | now
+                found[event.event_id] = ever[event.room_id]
+        return found
+
+    monkeypatch.setattr(HomeserverStore, "servers_before", for_ever)
+
+    assert goes_red("I6")
+
+
+def test_i7_a_queue_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = PduQueue.__init__
+    monkeypatch.setattr(PduQueue, "__init__", lambda self, limit: begin(self, 10**9))
+
+    assert goes_red("I7")
+
+
+def test_i8_a_start_that_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(self: Sender) -> None: ...
+
+    monkeypatch.setattr(Sender, "load_book", nothing)
+    monkeypatch.setattr(Sender, "sweep", nothing)
+
+    assert goes_red("I8") or goes_red("I2")
+
+
+def test_i9_an_answer_that_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Ledger.record
+
+    def not_all(self: Ledger, line: Line) -> None:
+        if line.outcome != "delivered":
+            record(self, line)
+
+    monkeypatch.setattr(Ledger, "record", not_all)
+
+    assert goes_red("I9")
+
+
+def test_i10_content_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = Outbox._fill_to_device
+
+    async def talkative(self: Outbox, draft: Any, policy: Any) -> None:
+        await fill(self, draft, policy)
+        structlog.get_logger().info("filled", rows=[edu.wire for edu in draft.edus])
+
+    monkeypatch.setattr(Outbox, "_fill_to_device", talkative)
+
+    assert goes_red("I10")
