@@ -7,6 +7,8 @@ import trio
 from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
+from fedsender.store.records import HostsUnknown
+
 R1, A, B = "!1:hs.example", "a.example", "b.example"
 
 
@@ -113,3 +115,43 @@ async def test_a_large_gap_whose_newest_event_is_refused_is_not_passed_over(
         quarantined = await world.store.sender.quarantine_list(A, 9)
     assert len(quarantined) == 1
     assert "ours 3" in world.servers[A].got, f"LSSO is {lsso}: nothing is owed any more"
+
+
+async def test_another_server_s_newer_event_stands_in_for_a_large_gap(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """C6 for a large gap: the extremity says more than our own event, and A may see it."""
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await large_gap(world, theirs(world, "tip"))
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+        behind = await world.store.homeserver.lagging()
+    assert world.servers[A].got[1:] == ["tip"]
+    assert behind == []
+
+
+async def test_an_extremity_without_full_state_is_not_waited_for(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """C7: who may see it cannot be told, so our own event goes, at once."""
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await large_gap(world, theirs(world, "partial"))
+        ask = world.store.homeserver.servers_before
+
+        async def partial(events: Any) -> Any:
+            found = dict(await ask(events))
+            for event in events:
+                if event.sender.endswith(B):
+                    found[event.event_id] = HostsUnknown("no full state yet")
+            return found
+
+        world.store.homeserver.servers_before = partial  # type: ignore[method-assign]
+        started = trio.current_time()
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+        behind = await world.store.homeserver.lagging()
+    assert world.servers[A].got[1:] == ["ours 4"]
+    assert world.servers[A].answered[-1].at - started < 5
+    assert behind == []
