@@ -1,9 +1,21 @@
-"""Servers that are started once, for the tests that ask for them."""
+"""For all tests: servers that are started once for those that ask, and a log left as found."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
+import structlog
 from tests.servers import Databases, Valkey, open_postgres, open_valkey
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was() -> Iterator[None]:
+    """What a test configures of the log does not reach the next one."""
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    structlog.reset_defaults()
+    root.handlers, root.level = handlers, level
 
 
 @pytest.fixture(scope="session")

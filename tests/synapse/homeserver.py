@@ -270,6 +270,7 @@ _TEST_SETTINGS: Mapping[str, object] = {
     },
     "rc_message": _UNLIMITED,
     "rc_registration": _UNLIMITED,
+    "rc_presence": {"per_user": _UNLIMITED},
     "rc_joins_per_room": _UNLIMITED,
     "rc_room_creation": _UNLIMITED,
     "rc_joins": {"local": _UNLIMITED, "remote": _UNLIMITED},
