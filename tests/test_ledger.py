@@ -10,20 +10,19 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fedsender.ledger import (
-    LINE_VERSION,
-    Ledger,
-    Line,
-    SentPdu,
+from fedsender.ledger import LINE_VERSION, Ledger, Line, SentPdu, open_ledger
+from fedsender.outside import Outside
+from fedsender.segments import (
     close_torn_segments,
     expired,
     last_answers,
-    open_ledger,
     read_lines,
     segments,
     torn_segments,
 )
-from fedsender.outside import Outside
+from fedsender.sender.failure import Outcome
+
+SCHEMA = Path(__file__).parents[1] / "docs" / "ledger.md"
 
 
 class Count:
@@ -87,6 +86,7 @@ async def test_a_line_has_these_fields_and_no_others(tmp_path: Path) -> None:
             reused=True,
         )
     )
+    written.settled("a.example")
     written.close()
     (path,) = segments(tmp_path)
 
@@ -147,6 +147,7 @@ async def test_a_new_segment_begins_by_time_and_by_size(
     assert len(segments(tmp_path)) == 2
     await trio.sleep(61)
     written.record(line())
+    written.settled("a.example")
     written.close()
 
     assert [len(list(read_lines(path))) for path in segments(tmp_path)] == [3, 1, 1]
@@ -171,21 +172,100 @@ async def test_rubbish_in_a_segment_costs_only_its_own_line(tmp_path: Path) -> N
     assert list(read_lines(path)) == [{"a": 1}, {"b": 2}]
 
 
+def text(destination: str, outcome: str, lsso: int) -> bytes:
+    return orjson.dumps({"destination": destination, "outcome": outcome, "lsso": lsso}) + b"\n"
+
+
 def test_the_last_answer_of_each_destination_survives_a_crash(tmp_path: Path) -> None:
-    """Also where the line was the last of the segment before the open one."""
-
-    def text(destination: str, outcome: str, lsso: int) -> bytes:
-        return orjson.dumps({"destination": destination, "outcome": outcome, "lsso": lsso}) + b"\n"
-
+    """From all segments that were left open, in the order in which they were written."""
     (tmp_path / "fed1.b.000001.jsonl").write_bytes(text("old", "delivered", 1))
-    (tmp_path / "fed1.b.000002.jsonl").write_bytes(
+    (tmp_path / "fed1.b.000009.open").write_bytes(
         text("a", "delivered", 1) + text("b", "delivered", 2)
     )
-    torn = tmp_path / "fed1.b.000003.jsonl"
-    torn.write_bytes(text("a", "delivered", 5) + text("a", "failing", 6))
+    (tmp_path / "fed1.b.000010.open").write_bytes(text("a", "delivered", 5) + text("a", "busy", 6))
 
-    answers = last_answers([torn])
+    answers = last_answers(torn_segments(tmp_path, "fed1"))
     assert {name: answer["lsso"] for name, answer in answers.items()} == {"a": 5, "b": 2}
+
+
+def test_an_instance_finds_its_own_segments_only(tmp_path: Path) -> None:
+    """Also where its name begins another's, and whatever a pattern would make of it."""
+    for name in ("a.b.0001", "a.b.b.000001", "a.boot.000001", "[a].boot.000001", "a.boot.x"):
+        (tmp_path / f"{name}.open").write_bytes(b"")
+
+    def found(instance: str) -> list[str]:
+        return [path.name for path in torn_segments(tmp_path, instance)]
+
+    assert found("a") == ["a.b.0001.open", "a.boot.000001.open"]
+    assert found("a.b") == ["a.b.b.000001.open"]
+    assert found("[a]") == ["[a].boot.000001.open"]
+    assert found("*") == []
+
+
+def test_a_torn_tail_is_cut_however_long_it_is(tmp_path: Path) -> None:
+    """A line of a full transaction can be longer than what is read at once."""
+    for number, content in enumerate([b'{"a":1}\n' + b"x" * 200_000, b"x" * 70_000, b"", b"\n"]):
+        (tmp_path / f"fed1.b.{number:06d}.open").write_bytes(content)
+    closed = close_torn_segments(torn_segments(tmp_path, "fed1"))
+
+    assert [path.read_bytes() for path in closed] == [b'{"a":1}\n', b"", b"", b"\n"]
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name.removeprefix("fed1.b00t.") for path in directory.iterdir())
+
+
+async def test_a_segment_stays_open_until_its_answers_are_settled(tmp_path: Path) -> None:
+    """And those after it: what a start finds open is then the last answer of each server."""
+    written = ledger(tmp_path, size=1)
+    written.record(line("a"))
+    written.record(Line(ms=5, destination="b", outcome="failing"))
+    written.record(line("c"))
+    written.record(line("d"))
+    assert names(tmp_path) == [f"{number:06d}.open" for number in (1, 2, 3, 4)]
+    written.settled("c")
+    written.settled("nobody")
+    assert names(tmp_path) == [f"{number:06d}.open" for number in (1, 2, 3, 4)]
+    written.settled("a")
+    assert names(tmp_path) == [
+        "000001.jsonl",
+        "000002.jsonl",
+        "000003.jsonl",
+        "000004.open",
+    ]
+    written.record(line("d"))
+    written.settled("d")
+    written.close()
+    assert {path.suffix for path in segments(tmp_path)} == {".jsonl"}
+
+
+async def test_a_daemon_that_ends_with_unsettled_answers_leaves_them_to_the_next(
+    tmp_path: Path,
+) -> None:
+    """A drain has a limit, and a database may be away for longer."""
+    written = ledger(tmp_path)
+    written.record(line("a"))
+    written.record(line("b"))
+    written.settled("b")
+    written.close()
+
+    assert names(tmp_path) == ["000001.open"]
+    assert "a" in last_answers(torn_segments(tmp_path, "fed1"))
+
+
+async def test_a_line_that_was_not_written_keeps_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: int, text: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    written = ledger(tmp_path)
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        written.record(line("a"))
+    written.close()
+
+    assert names(tmp_path) == ["000001.jsonl"]
 
 
 def test_old_segments_go_by_age_and_by_size(tmp_path: Path) -> None:
@@ -198,8 +278,14 @@ def test_old_segments_go_by_age_and_by_size(tmp_path: Path) -> None:
     by_age = expired(tmp_path, now_ms=now_ms, keep_days=2.5, keep_bytes=10**9)
     by_size = expired(tmp_path, now_ms=now_ms, keep_days=99, keep_bytes=2500)
 
+    (tmp_path / "fed1.b.000009.open").write_bytes(b"x" * 1200)
+    beside_open = expired(tmp_path, now_ms=now_ms, keep_days=99, keep_bytes=2500)
+
     assert [path.name for path in by_age] == ["fed1.b.000004.jsonl", "fed1.b.000003.jsonl"]
     assert len(by_size) == 3
+    assert [path.name for path in beside_open] == [
+        f"fed1.b.{day:06d}.jsonl" for day in (4, 3, 2, 1)
+    ]
 
 
 async def test_a_full_disk_is_counted_and_stops_nothing(
@@ -252,4 +338,40 @@ async def test_a_daemon_opens_and_closes_its_ledger(
         opened.record(line())
         opened.close_torn()
 
+        opened.settled("a.example")
+
     assert {path.suffix for path in segments(tmp_path)} == {".jsonl"}
+
+
+async def test_old_segments_go_when_one_is_closed(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A busy daemon may fill the disk long before an hour has passed."""
+    async with open_ledger(
+        tmp_path,
+        "fed1",
+        "b00t",
+        outside(),
+        keep_days=10**6,
+        keep_bytes=1500,
+        segment_seconds=3600,
+        segment_bytes=1000,
+        lost_lines=Count(),
+    ) as opened:
+        for _ in range(100):
+            opened.record(line())
+            opened.settled("a.example")
+            await trio.sleep(0.1)
+        assert sum(path.stat().st_size for path in segments(tmp_path)) < 3000
+
+
+def test_the_schema_is_written_down() -> None:
+    """Each field and each outcome of a line has its row in docs/ledger.md."""
+    said = SCHEMA.read_text()
+    rows = {row.split("`")[1] for row in said.splitlines() if row.startswith("| `")}
+    fields = {"v", "instance"} | set(Line.__dataclass_fields__)
+    outcomes = {outcome.value for outcome in Outcome} | {"unknown", "discarded"}
+
+    assert fields | outcomes <= rows
+    assert set(SentPdu.__dataclass_fields__) <= rows
+    assert f"`v` is {LINE_VERSION}" in said

@@ -1,21 +1,23 @@
 """The ledger: every attempt to reach a server leaves one JSON line, and the line is the proof.
 
 A line is handed to the kernel before the homeserver's database learns that anything was delivered,
-so that whatever the database believes can be read here too. Lines live in segments,
+so that whatever the database believes can be read here too. Lines live in segments (`segments`), a
+new one each hour or at a size. Old closed segments go by age and by size in all.
 
-    <instance>.<boot id>.<number>.open     being written, by the daemon of that boot
-    <instance>.<boot id>.<number>.jsonl    closed by rename: complete, never changed again
+A segment is closed once all its answers, and those of the segments before it, are in the databases.
+So what a crash leaves open holds every answer that they may not know of, however long they have
+been away; the next start settles them, cuts a torn last line off, and closes the segment.
 
-a new one each hour or at a size. A segment that a crash left open is cut back to its last whole
-line and closed at the next start. Old closed segments go by age and by size in all.
-
-The fields of a line, and their meaning, are those of `Line`; `v` is raised when one changes its
-meaning. Content of EDUs never enters a line, nor does anything that is secret (I10).
+The fields of a line, and their meaning, are those of `Line`, for its readers in docs/ledger.md; `v`
+is raised when one changes its meaning. Content of EDUs never enters a line, nor does anything that
+is secret (I10).
 """
 
 import json
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +28,20 @@ import structlog
 import trio
 
 from fedsender.outside import Outside
+from fedsender.segments import (
+    close_torn_segments,
+    expired,
+    last_answers,
+    read_lines,
+    segment_name,
+    segments,
+    torn_segments,
+)
+
+__all__ = ["Ledger", "Line", "SentPdu", "open_ledger", "read_lines", "segments"]
 
 LINE_VERSION = 1
+SWEEP_SECONDS = 3600.0
 
 log = structlog.get_logger()
 
@@ -102,8 +116,9 @@ def _encode(record: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(record)
     except TypeError:
-        # Lone surrogates, in what a peer said.
-        return json.dumps(record, separators=(",", ":")).encode()
+        # Lone surrogates, in what a peer said; no reader takes them.
+        text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+        return text.encode(errors="replace")
 
 
 class Counter(Protocol):
@@ -126,7 +141,7 @@ class Ledger:
         segment_bytes: int,
         lost_lines: Counter,
     ) -> None:
-        self._directory = directory
+        self.directory = self._directory = directory
         self._instance = instance
         self._boot_id = boot_id
         self._outside = outside
@@ -134,11 +149,16 @@ class Ledger:
         self._segment_bytes = segment_bytes
         self._lost_lines = lost_lines
         self._number = 0
+        self._unsettled: dict[str, int] = {}
+        self._unsettled_in: Tally[int] = Tally()
+        self._waiting: deque[int] = deque()
         self._file: int | None = None
         self._opened_at = 0.0
         self._size = 0
         self._torn = False
         self.failing: str | None = None
+        self.closed = trio.Event()
+        """Set, and replaced by another, whenever a segment has been closed."""
         self.torn: list[Path] = []
         """Segments that the last daemon left open when it was killed."""
         self.last_words: dict[str, dict[str, Any]] = {}
@@ -168,6 +188,8 @@ class Ledger:
         }
         try:
             self._append(_encode(record) + b"\n")
+            if line.outcome == "delivered":
+                self._owe(line.destination)
         except OSError as error:
             self._lost_lines.inc()
             if self.failing is None:
@@ -182,7 +204,7 @@ class Ledger:
         now = trio.current_time()
         full = self._size >= self._segment_bytes
         if self._file is not None and (full or now - self._opened_at >= self._segment_seconds):
-            self.close()
+            self._roll()
         if self._file is None:
             self._open(now)
         assert self._file is not None
@@ -195,100 +217,64 @@ class Ledger:
         if self._torn:
             raise OSError(f"only {written} of {len(text)} bytes written")
 
-    def _path(self, suffix: str) -> Path:
-        return self._directory / f"{self._instance}.{self._boot_id}.{self._number:06d}.{suffix}"
+    def _path(self, number: int, suffix: str) -> Path:
+        return self._directory / segment_name(self._instance, self._boot_id, number, suffix)
 
     def _open(self, now: float) -> None:
         self._number += 1
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file = os.open(self._path("open"), flags, 0o600)
+        self._file = os.open(self._path(self._number, "open"), flags, 0o600)
         self._opened_at, self._size, self._torn = now, 0, False
+
+    # --- answers that the databases do not know of yet --------------------------------------------
+
+    def _owe(self, destination: str) -> None:
+        """The answer just written must be found by the next start until `settled` is called."""
+        self.settled(destination)
+        self._unsettled[destination] = self._number
+        self._unsettled_in[self._number] += 1
+
+    def settled(self, destination: str) -> None:
+        """The databases know of the destination's last answer. May be called in any case."""
+        number = self._unsettled.pop(destination, None)
+        if number is None:
+            return
+        self._unsettled_in[number] -= 1
+        if not self._unsettled_in[number]:
+            del self._unsettled_in[number]
+            self._close_settled()
+
+    def _close_settled(self) -> None:
+        """Close full segments, oldest first, up to the first that holds an unsettled answer."""
+        while self._waiting and self._waiting[0] not in self._unsettled_in:
+            number = self._waiting.popleft()
+            path = self._path(number, "open")
+            try:
+                os.replace(path, self._path(number, "jsonl"))
+            except OSError as error:
+                # The next start of this instance closes it, if it is there at all.
+                log.error("ledger segment stays open", path=str(path), error=str(error))
+            self.closed.set()
+            self.closed = trio.Event()
 
     def close_torn(self) -> None:
         """What the last daemon's open segments say is in the databases now: close them."""
         close_torn_segments(self.torn)
-        self.torn = []
+        self.torn, self.last_words = [], {}
+
+    def _roll(self) -> None:
+        """No more lines into the segment being written; the next line opens another."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+            self._waiting.append(self._number)
+            self._close_settled()
 
     def close(self) -> None:
-        """Close the open segment by renaming it; the next line opens another."""
-        if self._file is None:
-            return
-        os.close(self._file)
-        self._file = None
-        try:
-            os.replace(self._path("open"), self._path("jsonl"))
-        except FileNotFoundError:
-            log.error("a ledger segment was deleted while open", path=str(self._path("open")))
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of one segment, open or closed; a torn or foreign line is passed over."""
-    with path.open("rb") as segment:
-        for text in segment:
-            if not text.endswith(b"\n"):
-                return
-            try:
-                line = orjson.loads(text)
-            except orjson.JSONDecodeError:
-                continue
-            if isinstance(line, dict):
-                yield line
-
-
-def segments(directory: Path) -> list[Path]:
-    """All segments, in the order in which they were written."""
-    found = [*directory.glob("*.jsonl"), *directory.glob("*.open")]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name))
-
-
-def torn_segments(directory: Path, instance: str) -> list[Path]:
-    """Segments that nobody closed: while no daemon runs, a crash left them."""
-    return sorted(directory.glob(f"{instance}.*.open"))
-
-
-def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
-    """Cut these segments back to their last whole line, and close them."""
-    closed = []
-    for path in torn:
-        with path.open("r+b") as segment:
-            content = segment.read()
-            segment.truncate(content.rfind(b"\n") + 1)
-        closed.append(path.with_suffix(".jsonl"))
-        os.replace(path, closed[-1])
-    return closed
-
-
-def last_answers(torn: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The last answer that each destination gave, by the segments that a crash left open.
-
-    An answer is on record here before the databases learn of it, and a destination sends nothing
-    more until they have: so this is all that they can have missed. The segment before belongs to
-    it, because a line may have been the last one there.
-    """
-    answers: dict[str, dict[str, Any]] = {}
-    for path in torn:
-        boot, number, _ = path.name.rsplit(".", 2)
-        before = path.with_name(f"{boot}.{int(number) - 1:06d}.jsonl")
-        for segment in (before, path):
-            if not segment.exists():
-                continue
-            for line in read_lines(segment):
-                if line.get("outcome") == "delivered":
-                    answers[line["destination"]] = line
-    return answers
-
-
-def expired(directory: Path, *, now_ms: int, keep_days: float, keep_bytes: int) -> list[Path]:
-    """The closed segments that age or the size of all of them sends away, oldest first."""
-    oldest_ms = now_ms - keep_days * 86_400_000
-    going: list[Path] = []
-    total = 0
-    for path in sorted(directory.glob("*.jsonl"), key=lambda p: p.stat().st_mtime_ns, reverse=True):
-        status = path.stat()
-        total += status.st_size
-        if status.st_mtime_ns / 1_000_000 < oldest_ms or total > keep_bytes:
-            going.append(path)
-    return going[::-1]
+        """Close what is settled. The rest stays open, for the next start to settle."""
+        self._roll()
+        if self._waiting:
+            log.warning("answers stay unsettled until the next start", servers=len(self._unsettled))
 
 
 @asynccontextmanager
@@ -304,7 +290,9 @@ async def open_ledger(
     segment_bytes: int,
     lost_lines: Counter,
 ) -> AsyncIterator[Ledger]:
-    """The ledger of one daemon: old segments are dropped each hour, torn ones when told.
+    """The ledger of one daemon.
+
+    Old segments go each hour and whenever one was closed; torn ones are closed when told.
 
     Raises:
         OSError: the directory cannot be made or read.
@@ -323,13 +311,15 @@ async def open_ledger(
         for path in gone:
             path.unlink(missing_ok=True)
 
-    async def sweep_for_ever() -> None:
+    async def sweep_for_ever(ledger: Ledger) -> None:
         while True:
+            closed = ledger.closed
             try:
                 await outside.run_sync(sweep, limiter=limiter)
             except OSError as error:
                 log.warning("old ledger segments stay", error=str(error))
-            await trio.sleep(3600)
+            with trio.move_on_after(SWEEP_SECONDS):
+                await closed.wait()
 
     torn, last_words = await outside.run_sync(prepare, limiter=limiter)
     ledger = Ledger(
@@ -343,7 +333,7 @@ async def open_ledger(
     )
     ledger.torn, ledger.last_words = torn, last_words
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(sweep_for_ever, name="ledger sweep")
+        nursery.start_soon(sweep_for_ever, ledger, name="ledger sweep")
         try:
             yield ledger
         finally:

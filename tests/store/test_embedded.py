@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sqlalchemy import Connection, event
 from tests.store.conftest import NewUrl
 
 from fedsender.outside import real_outside
-from fedsender.store import Store, StoreConfig, open_store
-from fedsender.store.embedded import FeedError
+from fedsender.store import Store, StoreConfig, migrations, open_store
+from fedsender.store.embedded import FeedError, apply_tokens
+from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings
+from fedsender.store.records import History
 from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
 
 ROOM = "!room:us.example"
@@ -98,6 +101,26 @@ async def test_servers_are_there_above_the_token_of_their_coming_and_upto_their_
     assert await store.homeserver.rooms_shared_with("b.example") == [ROOM]
 
 
+async def test_who_is_in_a_room_now_is_remembered_until_somebody_moves(store: Store) -> None:
+    """I6 is judged by it: what is remembered must never outlive a move, also of a failed batch."""
+    await feed(store, (1, [HostsRow(ROOM, ("a.example",), ())]))
+    for _ in range(2):
+        assert await store.homeserver.servers_now([ROOM, "!no"]) == {
+            ROOM: {"a.example"},
+            "!no": frozenset(),
+        }
+    await feed(
+        store, (2, [HostsRow("!no", ("b.example",), ()), HostsRow(ROOM, (), ("a.example",))])
+    )
+    assert await store.homeserver.servers_now([ROOM, "!no"]) == {
+        ROOM: frozenset(),
+        "!no": {"b.example"},
+    }
+    with pytest.raises(FeedError):
+        await feed(store, (3, [HostsRow(ROOM, ("a\x00",), ())]))
+    assert await store.homeserver.servers_now([ROOM]) == {ROOM: frozenset()}
+
+
 async def test_an_event_can_have_servers_of_its_own(store: Store) -> None:
     await feed(
         store,
@@ -165,11 +188,11 @@ async def test_rows_that_cannot_be_stored_change_nothing(
 
 
 async def test_the_feeds_history_has_a_name(store: Store) -> None:
-    assert await store.homeserver.feed_epoch() is None
-    await store.homeserver.set_feed_epoch("one")
-    await store.homeserver.set_feed_epoch("two")
+    assert await store.homeserver.feed_history() is None
+    await store.homeserver.begin_history(History("one", 0))
+    await store.homeserver.begin_history(History("two", 7))
 
-    assert await store.homeserver.feed_epoch() == "two"
+    assert await store.homeserver.feed_history() == History("two", 7)
 
 
 async def test_fan_out_starts_at_the_beginning_and_owes_by_room(store: Store) -> None:
@@ -224,3 +247,25 @@ async def test_intervals_agree_with_a_set_that_is_kept_by_hand(
 
         assert await before(store, *range(1, len(changes) + 1)) == expected
         assert await store.homeserver.servers_now([ROOM]) == {ROOM: here}
+
+
+async def test_a_batch_takes_few_statements_however_long_it_is(new_url: NewUrl) -> None:
+    """At one statement for each row, storing the feed cost more than sending it."""
+    statements: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        statements.append(statement)
+
+    def rows(token: int) -> list[FeedRow]:
+        hosts = HostsRow(ROOM, (f"{token}.example",), ())
+        return [pdu(token), hosts, RedactionRow(f"${token}", "$0")]
+
+    async with open_database(new_url(), real_outside(), name="test") as database:
+        await database.write(lambda connection: migrations.upgrade(connection, "homeserver"))
+
+        def apply(connection: Connection) -> None:
+            event.listen(connection, "before_cursor_execute", note)
+            apply_tokens(connection, "fed1", [(token, rows(token)) for token in range(1, 301)], 5)
+
+        await database.write(apply)
+    assert len(statements) < 25

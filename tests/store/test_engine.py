@@ -307,7 +307,7 @@ async def test_a_full_sqlite_is_waited_for(tmp_path: Path) -> None:
             connection.execute(text(f"PRAGMA max_page_count = {next(limits)}"))
             add(connection, "x" * 100_000)
 
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await database.write(add_much)
 
         assert len((await database.read(notes))[0]) == 100_000
@@ -316,7 +316,7 @@ async def test_a_full_sqlite_is_waited_for(tmp_path: Path) -> None:
 async def test_a_locked_sqlite_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedsender.store.engine.SQLITE_BUSY_S", 0.05)
+    monkeypatch.setattr("fedsender.store.connections.SQLITE_BUSY_S", 0.05)
     file = tmp_path / "locked.db"
     async with open_database(f"sqlite:///{file}", real_outside(), name="test") as database:
         await database.write(make_table)
@@ -327,7 +327,7 @@ async def test_a_locked_sqlite_is_waited_for(
         assert not database.available
         other.execute("ROLLBACK")
         other.close()
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await database.write(lambda connection: add(connection, "a"))
 
         assert await database.read(notes) == ["a"]

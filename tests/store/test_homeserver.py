@@ -329,6 +329,34 @@ async def test_a_redaction_counts_only_if_it_is_valid(
         assert (await synapse.store.events_by_id(["$1"]))["$1"].redacted is redacted
 
 
+async def test_schemas_before_94_have_redactions_too(open_synapse: OpenSynapse) -> None:
+    """No column that says which of them were looked at already: each is, now."""
+    async with open_synapse() as synapse:
+
+        def write(connection: Connection) -> None:
+            room = Room(connection, connection)
+            for sender in ("@mod:us.example", "@mod:other.example"):
+                target = room.event()
+                by = room.event(
+                    "m.room.redaction", sender=sender, metadata='{"recheck_redaction": true}'
+                )
+                room.put(
+                    tables.redactions,
+                    event_id=by,
+                    redacts=target,
+                    recheck=True,
+                    have_censored=False,
+                )
+            connection.execute(text("ALTER TABLE redactions DROP COLUMN recheck"))
+            connection.execute(text("DROP TABLE room_ban_redactions"))
+
+        await synapse.database.write(write)
+        await synapse.store.check_schema()
+        found = await synapse.store.read_events(0, 10, 10)
+
+        assert [row.event_id for row in found if row.redacted] == ["$1"]
+
+
 async def test_a_ban_that_redacts_counts_until_it_is_lifted(open_synapse: OpenSynapse) -> None:
     async with open_synapse() as synapse:
 
@@ -603,7 +631,8 @@ async def test_a_destinations_rooms_are_listed_by_id(open_synapse: OpenSynapse) 
 
 
 @pytest.mark.parametrize(
-    ("version", "compat", "fine"), [(83, 83, False), (94, 95, False), (95, 94, True)]
+    ("version", "compat", "fine"),
+    [(83, 83, False), (94, 95, False), (95, 84, False), (94, 84, True)],
 )
 async def test_only_schemas_that_we_know_are_touched(
     open_synapse: OpenSynapse, version: int, compat: int, fine: bool

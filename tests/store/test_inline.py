@@ -68,8 +68,7 @@ def test_a_crash_at_any_commit_point_can_be_started_again(tmp_path: Path, point:
 
     again = run(tmp_path, -1)
 
-    assert again[:2] == ["sender: before commit", "sender: after commit"]
-    assert "homeserver: after commit" in again
+    assert {"sender: after commit", "homeserver: after commit"} <= set(again)
 
 
 def test_the_same_writers_make_the_same_commits(tmp_path_factory: pytest.TempPathFactory) -> None:

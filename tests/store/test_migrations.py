@@ -6,12 +6,21 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import trio
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
 from tests.store import synapse_schema
 from tests.store.conftest import NewUrl
 
 from fedsender.outside import real_outside
-from fedsender.store import StoreConfig, StoreError, migrations, open_store, upgrade_databases
+from fedsender.store import (
+    LockHeld,
+    StoreConfig,
+    StoreError,
+    migrations,
+    open_store,
+    upgrade_databases,
+)
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.migrations import Line, SchemaDiffers
@@ -135,6 +144,111 @@ def test_alembic_itself_can_be_used_from_the_source_tree(tmp_path: Path) -> None
         ).stdout
 
     alembic("upgrade", "sender@head")
-    assert alembic("current") == "sender_0002 (head)\n"
+    assert alembic("current") == "sender_0003 (head)\n"
     alembic("downgrade", "sender@base")
     assert alembic("current") == ""
+
+
+# --- who may migrate ------------------------------------------------------------------------------
+
+
+def embedded(url: str, directory: Path) -> StoreConfig:
+    return StoreConfig(
+        homeserver=HomeserverSettings("embedded", "fed1", ("fed1",)),
+        homeserver_url=f"sqlite:///{directory}/homeserver.db",
+        sender_url=url,
+        synchronous="OFF",
+    )
+
+
+async def test_daemons_that_start_at_once_migrate_once(
+    new_url: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One makes the tables; the other waits for it, and finds them new."""
+    settings, migrated, upgrade = embedded(new_url(), tmp_path), [], migrations.upgrade
+
+    def noted(connection: Connection, line: Line) -> None:
+        if not migrations.is_newest(connection, line):
+            migrated.append(line)
+        upgrade(connection, line)
+
+    monkeypatch.setattr(migrations, "upgrade", noted)
+    async with trio.open_nursery() as nursery:
+        for _ in range(3):
+            nursery.start_soon(upgrade_databases, settings, real_outside())
+    assert sorted(migrated) == LINES
+    async with open_store(settings, real_outside()) as store:
+        await store.sender.take_lock("fed1", "boot1")
+
+
+async def test_tables_on_which_a_daemon_runs_are_not_migrated(
+    new_url: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by another daemon's start nor by `db upgrade`; as they are, both may go on."""
+    monkeypatch.setattr(migrations, "WAIT_SECONDS", 0.1)
+    settings = embedded(new_url(), tmp_path)
+    async with open_store(settings, real_outside()) as running:
+        await running.sender.take_lock("fed1", "boot1")
+        await upgrade_databases(settings, real_outside())
+        with monkeypatch.context() as newer:
+            newer.setattr(migrations, "head", lambda line: f"{line}_9999")
+            with pytest.raises(LockHeld, match="a daemon runs on"):
+                await upgrade_databases(settings, real_outside())
+            with pytest.raises(LockHeld, match="a daemon runs on"):
+                async with open_store(settings, real_outside()):
+                    pass
+        assert await running.sender.renew_lock()
+
+
+async def test_a_daemon_does_not_start_on_tables_that_were_migrated_meanwhile(
+    new_url: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the tables and the lock that forbids it, somebody may have done so."""
+    settings = embedded(new_url(), tmp_path)
+    async with open_store(settings, real_outside()) as store:
+        monkeypatch.setattr(migrations, "head", lambda line: f"{line}_0001")
+        with pytest.raises(SchemaDiffers, match="not of version sender_0001"):
+            await store.sender.take_lock("fed1", "boot1")
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_newest_version_is_told_by_the_names_of_files(line: Line) -> None:
+    script = ScriptDirectory.from_config(migrations.alembic_config(line))
+
+    assert script.get_heads() == [migrations.head(line)]
+
+
+async def test_old_records_survive_and_belong_to_nobody(new_url: NewUrl, tmp_path: Path) -> None:
+    """The migration that notes whose a record is; SQLite's quarantine is made anew in it."""
+    url = new_url()
+    async with open_database(url, real_outside(), name="test") as database:
+        await database.write(partial(migrations.upgrade, line="sender", to="sender_0002"))
+        await database.write(
+            lambda connection: connection.execute(
+                text(
+                    "INSERT INTO quarantine (id, destination, kind, event_id, reason, at_ms)"
+                    " VALUES (7, 'one.example', 'pdu', '$1', 'why', 5)"
+                )
+            )
+        )
+    async with open_store(embedded(url, tmp_path), real_outside()) as store:
+        assert [item.id for item in await store.sender.quarantine_list(None, 9)] == [7]
+        (foreign,) = await store.sender.foreign_records(lambda _: "fed1")
+        assert (foreign.holder, foreign.records) == (None, {"quarantine": 1})
+        taken = await store.sender.take_over_records(lambda _: True, ["fed1"])
+        assert taken.taken == {None: 1}
+        assert await store.sender.foreign_records(lambda _: "fed1") == []
+
+
+async def test_an_id_of_quarantine_is_never_given_again(new_url: NewUrl, tmp_path: Path) -> None:
+    """An operator may have read it, and drop or release something else by it."""
+    settings = embedded(new_url(), tmp_path)
+    async with open_store(settings, real_outside()) as store:
+        ids = [
+            await store.sender.quarantine_item(destination="a", kind="pdu", reason="x")
+            for _ in range(3)
+        ]
+        await store.sender.forget("a")
+    async with open_store(settings, real_outside()) as store:
+        after = await store.sender.quarantine_item(destination="b", kind="pdu", reason="x")
+        assert after > max(ids)

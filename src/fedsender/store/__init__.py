@@ -8,16 +8,19 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import trio
+from sqlalchemy import URL
 
 from fedsender.outside import Outside
+from fedsender.store.connections import checked_url
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import (
     Database,
     DatabaseOptions,
     Faults,
+    Meter,
     StoreClosed,
     StoreError,
     WrongDatabase,
@@ -25,9 +28,12 @@ from fedsender.store.engine import (
 )
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 from fedsender.store.lock import AdvisoryLock, FileLock, InstanceLock, Lock, LockHeld
-from fedsender.store.migrations import Line, SchemaDiffers, check, upgrade
+from fedsender.store.migrations import Line, SchemaDiffers, bring_up_to_date
 from fedsender.store.receipt_book import ReceiptBook
 from fedsender.store.sender import SenderStore
+
+if TYPE_CHECKING:
+    from fedsender.telemetry import Metrics
 
 __all__ = [
     "EduStore",
@@ -86,14 +92,15 @@ async def open_store(
     *,
     after_commit: Callable[[], None] | None = None,
     faults: Faults | None = None,
+    metrics: "Metrics | None" = None,
 ) -> AsyncIterator[Store]:
     """The store, open while the body runs, its tables up to date and checked.
 
     `after_commit` and `faults`: see `open_database`; here a fault's point begins with the database,
     "homeserver: before commit" and so on.
 
-    Raises SchemaDiffers, and StoreError if a homeserver's database is not one we know. Waits for a
-    database that is away.
+    Raises SchemaDiffers, LockHeld if our tables are old and a daemon runs on them, and StoreError
+    if a homeserver's database is not one we know. Waits for a database that is away.
     """
     async with AsyncExitStack() as stack:
 
@@ -102,6 +109,10 @@ async def open_store(
                 if faults is not None:
                     faults(f"{name}: {point}")
 
+            meter = None
+            if metrics is not None:
+                seconds, retries = metrics.database_seconds, metrics.database_retries
+                meter = Meter(seconds.labels(name).observe, retries.labels(name).inc)
             options = DatabaseOptions(synchronous=config.synchronous, ours=ours)
             return await stack.enter_async_context(
                 open_database(
@@ -111,6 +122,7 @@ async def open_store(
                     after_commit=after_commit,
                     options=options,
                     faults=fault,
+                    meter=meter,
                 )
             )
 
@@ -120,16 +132,17 @@ async def open_store(
         if config.state_url is not None and not embedded:
             state = await open_one(config.state_url, "state", ours=False)
         own = await open_one(config.sender_url, "sender", ours=True)
-        await bring_up_to_date(own, "sender")
+        await bring_up_to_date(own, "sender", _lock(own.url, outside))
         if embedded:
-            await bring_up_to_date(main, "homeserver")
+            # A daemon takes its share of the tables in its own database only.
+            await bring_up_to_date(main, "homeserver", _lock(own.url, outside))
         homeserver = HomeserverStore(main, outside, config.homeserver, state_database=state)
         await homeserver.check_schema()
-        lock = InstanceLock(_locks([own] if embedded else [own, main], outside))
+        lock = InstanceLock(_locks(own, main, outside, embedded=embedded))
         try:
             yield Store(
                 homeserver,
-                SenderStore(own, outside, lock),
+                SenderStore(own, outside, lock, config.homeserver.instance),
                 EduStore(main, config.homeserver),
                 ReceiptBook(own),
             )
@@ -138,31 +151,31 @@ async def open_store(
                 await lock.release()
 
 
-async def bring_up_to_date(database: Database, line: Line) -> None:
-    """Migrate the line's tables in one transaction; raises SchemaDiffers if that was not all."""
-    await database.write(lambda connection: upgrade(connection, line))
-    await database.read(lambda connection: check(connection, line))
-
-
 async def upgrade_databases(config: StoreConfig, outside: Outside) -> None:
-    """Migrate and check our own tables and nothing else: `fedsender db upgrade`."""
+    """Migrate and check our own tables and nothing else: `fedsender db upgrade`.
+
+    Raises LockHeld if there is something to migrate while a daemon runs.
+    """
     lines: list[tuple[str, Line]] = [(config.sender_url, "sender")]
     if config.homeserver.kind == "embedded":
         lines.append((config.homeserver_url, "homeserver"))
     for url, line in lines:
         async with open_database(url, outside, name=line) as database:
-            await bring_up_to_date(database, line)
+            await bring_up_to_date(database, line, _lock(checked_url(config.sender_url), outside))
 
 
-def _locks(databases: list[Database], outside: Outside) -> list[Lock]:
+def _lock(url: URL, outside: Outside) -> Lock:
+    if url.get_backend_name() == "postgresql":
+        return AdvisoryLock(url, outside)
+    return FileLock(Path(url.database or ""))
+
+
+def _locks(own: Database, main: Database, outside: Outside, *, embedded: bool) -> list[Lock]:
     """A lock in each of the databases that could be shared: on a Synapse, in the Synapse's too.
 
     A homeserver's SQLite is left alone: a file of ours beside it would be a surprise.
     """
-    locks: list[Lock] = []
-    for index, database in enumerate(databases):
-        if database.dialect == "postgresql":
-            locks.append(AdvisoryLock(database.url, outside))
-        elif index == 0:
-            locks.append(FileLock(Path(database.url.database or "")))
-    return locks
+    ours = _lock(own.url, outside)
+    if embedded or main.dialect != "postgresql":
+        return [ours]
+    return [ours, AdvisoryLock(main.url, outside)]

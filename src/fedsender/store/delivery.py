@@ -6,14 +6,12 @@ each other crosswise.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
     Table,
-    cast,
     delete,
     exists,
     func,
@@ -23,77 +21,17 @@ from sqlalchemy import (
     text,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from fedsender.store import tables
 from fedsender.store.event_rows import in_chunks
-from fedsender.store.records import (
-    Backoff,
-    Lagging,
-    Settlement,
-)
+from fedsender.store.records import Backoff, Lagging, Settlement
+from fedsender.store.rows import insert_rows, upsert
 
 destinations = tables.destinations
 destination_rooms = tables.destination_rooms
 outbox = tables.device_federation_outbox
 
 LAGGING_PAGE = 1_000
-
-
-def upsert(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
-    """An INSERT that can be given `on_conflict_do_...`, in the connection's dialect."""
-    if connection.dialect.name == "sqlite":
-        return sqlite.insert(table)
-    return postgresql.insert(table)
-
-
-def insert_rows(
-    connection: Connection,
-    table: Table,
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    raising: str | None = None,
-) -> None:
-    """Insert rows, all with the same columns and each with another key.
-
-    Where the key is there already: `raising` names a column that takes the new value if it holds a
-    smaller one or none; without it the row stays as it is.
-    """
-    if not rows:
-        return
-    names = list(rows[0])
-    if connection.dialect.name == "postgresql":
-        # One array per column: one statement, and one plan, for any number of rows.
-        arrays = [
-            cast([row[name] for row in rows], postgresql.ARRAY(table.c[name].type))
-            for name in names
-        ]
-        source = func.unnest(*arrays).table_valued(*names).render_derived()
-        statement = postgresql.insert(table).from_select(
-            names, select(*(source.c[name] for name in names))
-        )
-        connection.execute(_on_conflict(statement, table, raising))
-    else:
-        connection.execute(_sqlite_insert(table, raising), list(rows))
-
-
-@cache
-def _sqlite_insert(table: Table, raising: str | None) -> postgresql.Insert | sqlite.Insert:
-    # Made once: to make it costs as much as to run it.
-    return _on_conflict(sqlite.insert(table), table, raising)
-
-
-def _on_conflict(
-    statement: postgresql.Insert | sqlite.Insert, table: Table, raising: str | None
-) -> postgresql.Insert | sqlite.Insert:
-    if raising is None:
-        return statement.on_conflict_do_nothing()
-    stored, given = table.c[raising], statement.excluded[raising]
-    return statement.on_conflict_do_update(
-        index_elements=list(table.primary_key),
-        set_={raising: given},
-        where=or_(stored.is_(None), stored < given),
-    )
 
 
 # --- fan-out --------------------------------------------------------------------------------------
@@ -149,10 +87,7 @@ def _start_marks(
         if name not in marks
     ]
     insert_rows(connection, destinations, new)
-    unmarked = [name for name, mark in sorted(marks.items()) if mark is None]
-    for name in unmarked:
-        # The row came from a failed request of another kind, or from a Synapse that never
-        # reached it. In the second case it is owed rooms already, and its LSSO stays unknown.
+    for name in _never_owed(connection, [name for name, mark in marks.items() if mark is None]):
         connection.execute(
             update(destinations)
             .where(destinations.c.destination == name)
@@ -160,6 +95,23 @@ def _start_marks(
             .where(~exists().where(destination_rooms.c.destination == name))
             .values(last_successful_stream_ordering=first[name] - 1)
         )
+
+
+def _never_owed(connection: Connection, unmarked: Iterable[str]) -> list[str]:
+    """Those that are owed no room, of destinations that have a row and no LSSO.
+
+    The row came from a failed request of another kind, or from a Synapse that never reached it. In
+    the second case it is owed rooms already, and its LSSO stays unknown. There may be thousands.
+    """
+    found: list[str] = []
+    for chunk in in_chunks(sorted(unmarked)):
+        query = (
+            select(destinations.c.destination)
+            .where(destinations.c.destination.in_(chunk))
+            .where(~exists().where(destination_rooms.c.destination == destinations.c.destination))
+        )
+        found += connection.execute(query).scalars()
+    return sorted(found)
 
 
 def _marks(connection: Connection, names: Iterable[str]) -> dict[str, int | None]:
@@ -407,12 +359,10 @@ def changed_to_device(connection: Connection, after: int, upto: int) -> list[str
     return sorted(connection.execute(query).scalars())
 
 
-def purge(connection: Connection, destination: str, *, devices: bool) -> None:
-    """Forget the destination: what it is owed, and its row. `devices`: there are device lists."""
-    gone = [destination_rooms, outbox, destinations]
-    if devices:
-        gone += [tables.device_lists_outbound_pokes, tables.device_lists_outbound_last_success]
-    for table in gone:
+def purge(connection: Connection, destination: str) -> None:
+    """Forget the destination: what it is owed, and its row."""
+    changes = (tables.device_lists_outbound_pokes, tables.device_lists_outbound_last_success)
+    for table in (destination_rooms, outbox, destinations, *changes):
         connection.execute(delete(table).where(table.c.destination == destination))
 
 

@@ -1,6 +1,6 @@
 """What EDUs are made of, as Synapse's database has it: questions in the words of the sender.
 
-An embedded store has none of it: there, every answer is "nothing".
+An embedded store has what a relay brings of it; it does not know whose users are in which rooms.
 """
 
 from collections.abc import Collection
@@ -11,8 +11,6 @@ from fedsender.store import device_lists, presence, receipts
 from fedsender.store.engine import Database
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.records import DeviceChanges, PresenceState, Receipt
-
-NO_CHANGES = DeviceChanges((), True, {}, {}, {})
 
 
 class EduStore:
@@ -27,9 +25,8 @@ class EduStore:
 
     async def device_changes(self, destination: str, upto: int) -> DeviceChanges:
         """What the server is to hear of devices, by its oldest rows at or below `upto`."""
-        if self._embedded:
-            return NO_CHANGES
-        names = self._device_names
+        # A homeserver behind a relay has left out what others are not to know.
+        names = self._device_names or self._embedded
 
         def look(connection: Connection) -> DeviceChanges:
             return device_lists.changes(connection, destination, upto, names=names)
@@ -38,8 +35,6 @@ class EduStore:
 
     async def changed_device_lists(self, after: int, upto: int) -> list[str]:
         """The servers to be told of device changes with after < stream id <= upto."""
-        if self._embedded:
-            return []
         return await self._database.read(
             lambda connection: device_lists.poked(connection, after, upto)
         )
@@ -48,28 +43,27 @@ class EduStore:
 
     async def newest_receipt(self) -> int:
         """The newest stream id of a receipt; 0: there is none."""
-        if self._embedded:
-            return 0
         return await self._database.read(receipts.newest)
 
     async def receipts(
         self, server_name: str, after: int, upto: int | None, limit: int
     ) -> list[Receipt]:
         """Public receipts of this server's users with after < stream id (<= upto), ascending."""
-        if self._embedded:
-            return []
         return await self._database.read(
             lambda connection: receipts.read(connection, server_name, after, upto, limit)
         )
 
     # --- presence ---------------------------------------------------------------------------------
 
-    async def present(self, server_name: str) -> list[PresenceState]:
-        """The states of this server's users who are not offline."""
+    async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
+        """The states of this server's users who are not offline, and the newest stream id then."""
         if self._embedded:
-            return []
+            return [], 0
         return await self._database.read(
-            lambda connection: presence.present(connection, server_name)
+            lambda connection: (
+                presence.present(connection, server_name),
+                presence.newest(connection),
+            )
         )
 
     async def presence_said(self, server_name: str, after: int, upto: int) -> list[PresenceState]:

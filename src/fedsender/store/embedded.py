@@ -5,14 +5,18 @@ the feed goes on from there, with nothing missing and nothing twice.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Table, update
+from sqlalchemy import Connection, bindparam, select, tuple_, update
 
-from fedsender.store import positions, tables
-from fedsender.store.delivery import upsert
+from fedsender.relay.facts import DeviceListRow, RelayRow, ToDeviceRow
+from fedsender.store import edu_rows, positions, tables
 from fedsender.store.engine import StoreError
-from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
+from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
+from fedsender.store.records import DevicePoke
+from fedsender.store.rows import insert_rows, upsert
+from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 # Room versions 1 to 12; the number only matters to a Synapse, and only as "not NULL".
 _FORMATS = {"1": 1, "2": 1, "3": 2, "12": 4}
@@ -26,132 +30,224 @@ class FeedError(StoreError):
 def apply_tokens(
     connection: Connection,
     instance: str,
-    batch: Sequence[tuple[int, Sequence[FeedRow]]],
+    batch: Sequence[tuple[int, Sequence[RelayRow]]],
     now_ms: int,
 ) -> None:
-    """Store the rows of each (token, rows), ascending; what was applied before is passed over."""
+    """Store the rows of each (token, rows), ascending; what was applied before is passed over.
+
+    Nor is an event stored again that is there under another token, of another history. Rows are
+    written table by table, so that a batch takes a few statements however many rows it has.
+    """
     stored = positions.read_position(connection, "feed", instance)
     newest = stored
-    for token, rows in batch:
+    rows = _Rows(now_ms)
+    for token, told in batch:
         if token > newest:
-            _apply_token(connection, rows, token, now_ms)
+            rows.add(token, told)
             newest = token
     if newest > stored:
+        rows.store(connection)
         positions.set_position(connection, "feed", instance, newest)
 
 
-def _apply_token(connection: Connection, rows: Sequence[FeedRow], token: int, now_ms: int) -> None:
-    if not 0 < token <= _MAX_BIGINT:
-        raise FeedError(f"token {token} is out of range")
-    pdus = [row for row in rows if isinstance(row, PduRow)]
-    if len(pdus) > 1:
-        raise FeedError(f"token {token} has {len(pdus)} events; a stream ordering has one")
-    for pdu in pdus:
-        _store_pdu(connection, pdu, token, now_ms)
-    for row in rows:
-        if isinstance(row, RedactionRow):
-            _store_redaction(connection, row, token, now_ms)
-    # Last: hosts rows are about the events above this token.
-    for row in rows:
-        if isinstance(row, HostsRow):
-            _store_hosts(connection, row, token)
+class _Rows:
+    """The rows of a batch, by table. `add` raises FeedError, and nothing is stored then."""
+
+    def __init__(self, now_ms: int) -> None:
+        self._now_ms = now_ms
+        self._rooms: dict[str, str | None] = {}
+        self._events: list[dict[str, Any]] = []
+        self._texts: list[dict[str, Any]] = []
+        self._exceptions: list[dict[str, Any]] = []
+        self._redactions: list[dict[str, Any]] = []
+        self._moves: list[Move] = []
+        self._to_device: list[tuple[str, int, str, Mapping[str, object]]] = []
+        self._device_lists: list[tuple[int, DeviceListRow]] = []
+
+    def add(self, token: int, rows: Sequence[RelayRow]) -> None:
+        """Take the rows of a token."""
+        if not 0 < token <= _MAX_BIGINT:
+            raise FeedError(f"token {token} is out of range")
+        pdus = sum(isinstance(row, PduRow) for row in rows)
+        if pdus > 1:
+            raise FeedError(f"token {token} has {pdus} events; a stream ordering has one")
+        for row in rows:
+            if isinstance(row, PduRow):
+                self._add_pdu(row, token)
+            elif isinstance(row, RedactionRow):
+                self._add_redaction(row, token)
+            elif isinstance(row, HostsRow):
+                self._add_hosts(row, token)
+            elif isinstance(row, ToDeviceRow):
+                message = (row.destination, token, row.message_id, row.content)
+                self._to_device.append(message)
+            else:
+                self._device_lists.append((token, row))
+
+    def _add_pdu(self, row: PduRow, token: int) -> None:
+        event = event_values(row, token, self._now_ms)
+        version = _plain(row.room_version, token, "room_version")
+        room_id = event["room_id"]
+        self._rooms[room_id] = self._rooms.get(room_id) or version
+        self._events.append(event)
+        self._texts.append(json_values(row, token))
+        self._exceptions += exceptions_values(row, token)
+
+    def _add_redaction(self, row: RedactionRow, token: int) -> None:
+        self._redactions.append(
+            {
+                "event_id": _plain(row.event_id, token, "redaction"),
+                "redacts": _plain(row.target, token, "redacts"),
+                "recheck": False,
+                "have_censored": False,
+                "received_ts": self._now_ms,
+            }
+        )
+
+    def _add_hosts(self, row: HostsRow, token: int) -> None:
+        room_id = _plain(row.room_id, token, "room_id")
+        self._rooms.setdefault(room_id, None)
+        for server in row.left:
+            self._moves.append(Move(room_id, _plain(server, token, "left"), token, joins=False))
+        for server in row.joined:
+            self._moves.append(Move(room_id, _plain(server, token, "joined"), token, joins=True))
+
+    def store(self, connection: Connection) -> None:
+        """Write all of it."""
+        store_rooms(connection, self._rooms)
+        for table, rows in (
+            (tables.events, self._events),
+            (tables.event_json, self._texts),
+            (tables.redactions, self._redactions),
+        ):
+            for chunk in in_chunks(rows):
+                insert_rows(connection, table, chunk)
+        store_exceptions(connection, self._exceptions)
+        store_moves(connection, self._moves)
+        edu_rows.store_to_device(connection, self._to_device, self._now_ms)
+        for token, row in self._device_lists:
+            poke = DevicePoke(token, row.user_id, row.device_id)
+            edu_rows.store_device_list(connection, row.destination, poke, row.content, resync=False)
 
 
-def _store_pdu(connection: Connection, row: PduRow, token: int, now_ms: int) -> None:
+def event_values(row: PduRow, token: int, now_ms: int) -> dict[str, Any]:
+    """The event's row in `events`; raises FeedError."""
     event = row.event
-    room_id = _plain(row.room_id, token, "room_id")
-    event_id = _plain(row.event_id, token, "event_id")
     state_key = event.get("state_key")
-    _store_room(connection, room_id, _plain(row.room_version, token, "room_version"))
-    _put(
-        connection,
-        tables.events,
-        stream_ordering=token,
-        event_id=event_id,
-        room_id=room_id,
-        type=_plain(event.get("type"), token, "type"),
-        sender=_plain(event.get("sender"), token, "sender"),
-        state_key=None if state_key is None else _plain(state_key, token, "state_key"),
-        received_ts=now_ms,
-        origin_server_ts=_number(event.get("origin_server_ts", 0), token, "origin_server_ts"),
-        depth=_number(event.get("depth", 0), token, "depth"),
-        outlier=False,
-        instance_name=None,
-        rejection_reason=None,
-    )
-    _put(
-        connection,
-        tables.event_json,
-        event_id=event_id,
-        room_id=room_id,
-        internal_metadata=json.dumps(dict(row.internal_metadata or {})),
-        json=_plain(row.json, token, "json"),
-        format_version=_FORMATS.get(row.room_version, 3),
-    )
-    if row.plus or row.minus:
-        plus = [_plain(server, token, "plus") for server in row.plus]
-        minus = [_plain(server, token, "minus") for server in row.minus]
-        _put(connection, tables.event_servers, event_id=event_id, plus=plus, minus=minus)
+    return {
+        "stream_ordering": token,
+        "event_id": _plain(row.event_id, token, "event_id"),
+        "room_id": _plain(row.room_id, token, "room_id"),
+        "type": _plain(event.get("type"), token, "type"),
+        "sender": _plain(event.get("sender"), token, "sender"),
+        "state_key": None if state_key is None else _plain(state_key, token, "state_key"),
+        "received_ts": now_ms,
+        "origin_server_ts": _number(event.get("origin_server_ts", 0), token, "origin_server_ts"),
+        "depth": _number(event.get("depth", 0), token, "depth"),
+        "outlier": False,
+        "instance_name": None,
+        "rejection_reason": None,
+    }
 
 
-def _store_room(connection: Connection, room_id: str, room_version: str | None) -> None:
-    statement = upsert(connection, tables.rooms).values(room_id=room_id, room_version=room_version)
-    connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=["room_id"],
-            set_={"room_version": statement.excluded.room_version},
-            where=tables.rooms.c.room_version.is_(None)
-            & statement.excluded.room_version.is_not(None),
+def json_values(row: PduRow, token: int) -> dict[str, Any]:
+    """The event's row in `event_json`; raises FeedError."""
+    return {
+        "event_id": row.event_id,
+        "room_id": row.room_id,
+        "internal_metadata": json.dumps(dict(row.internal_metadata or {})),
+        "json": _plain(row.json, token, "json"),
+        "format_version": _FORMATS.get(row.room_version, 3),
+    }
+
+
+def exceptions_values(row: PduRow, token: int) -> list[dict[str, Any]]:
+    """The event's row in `event_servers`, if it needs one; raises FeedError.
+
+    Servers beyond, or short of, the room's that get the event.
+    """
+    if not (row.plus or row.minus):
+        return []
+    plus = [_plain(server, token, "plus") for server in row.plus]
+    minus = [_plain(server, token, "minus") for server in row.minus]
+    return [{"event_id": row.event_id, "plus": plus, "minus": minus}]
+
+
+def store_exceptions(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add rows to `event_servers`."""
+    if rows:
+        # PostgreSQL has no arrays of JSON that drivers agree on; these rows are few.
+        table = tables.event_servers
+        connection.execute(upsert(connection, table).on_conflict_do_nothing(), list(rows))
+
+
+def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> None:
+    """Add rooms; a version that was not known is noted, one that was stays."""
+    rows = [{"room_id": name, "room_version": versions[name]} for name in sorted(versions)]
+    for chunk in in_chunks(rows):
+        insert_rows(connection, tables.rooms, chunk)
+    known = [
+        {"at_room": row["room_id"], "version": row["room_version"]}
+        for row in rows
+        if row["room_version"] is not None
+    ]
+    if known:
+        table = tables.rooms
+        statement = (
+            update(table)
+            .where(table.c.room_id == bindparam("at_room"), table.c.room_version.is_(None))
+            .values(room_version=bindparam("version"))
         )
-    )
+        connection.execute(statement, known)
 
 
-def _store_redaction(connection: Connection, row: RedactionRow, token: int, now_ms: int) -> None:
-    _put(
-        connection,
-        tables.redactions,
-        event_id=_plain(row.event_id, token, "redaction"),
-        redacts=_plain(row.target, token, "redacts"),
-        recheck=False,
-        have_censored=False,
-        received_ts=now_ms,
-    )
+class Move(NamedTuple):
+    """A server's first user joins a room, or its last one leaves, at a token."""
+
+    room_id: str
+    server: str
+    token: int
+    joins: bool
 
 
-def _store_hosts(connection: Connection, row: HostsRow, token: int) -> None:
-    """Close the intervals of those that left, open one for each that joined and is not there."""
-    servers = tables.room_servers
-    room_id = _plain(row.room_id, token, "room_id")
-    _store_room(connection, room_id, None)
-    for server in row.left:
-        connection.execute(
-            update(servers)
-            .where(servers.c.room_id == room_id, servers.c.server == _plain(server, token, "left"))
-            .where(servers.c.left.is_(None))
-            .values(left=token)
+def store_moves(connection: Connection, moves: Sequence[Move]) -> None:
+    """Close the stays of those that left, open one for each that joined and is not there.
+
+    `moves` in their order. A stay holds for events above the token of its coming, up to and with
+    that of its going.
+    """
+    stays = _open_stays(connection, {(move.room_id, move.server) for move in moves})
+    changed: dict[tuple[str, str, int], int | None] = {}
+    for move in moves:
+        place = (move.room_id, move.server)
+        if not move.joins:
+            changed.update({(*place, joined): move.token for joined in stays.pop(place, ())})
+        elif place not in stays:
+            stays[place] = [move.token]
+            changed[*place, move.token] = None
+    rows = [
+        {"room_id": room_id, "server": server, "joined": joined, "left": left}
+        for (room_id, server, joined), left in changed.items()
+    ]
+    for chunk in in_chunks(rows):
+        insert_rows(connection, tables.room_servers, chunk, replacing="left")
+
+
+def _open_stays(
+    connection: Connection, places: Collection[tuple[str, str]]
+) -> dict[tuple[str, str], list[int]]:
+    """(room, server) -> since when the server is there."""
+    found: dict[tuple[str, str], list[int]] = {}
+    stay = tables.room_servers.c
+    for chunk in in_chunks(sorted(places), MAX_PARAMETERS // 2):
+        query = (
+            select(stay.room_id, stay.server, stay.joined)
+            .where(tuple_(stay.room_id, stay.server).in_(chunk))
+            .where(stay.left.is_(None))
         )
-    for server in row.joined:
-        _join(connection, room_id, _plain(server, token, "joined"), token)
-
-
-def _join(connection: Connection, room_id: str, server: str, token: int) -> None:
-    servers = tables.room_servers
-    here = servers.select().where(
-        servers.c.room_id == room_id, servers.c.server == server, servers.c.left.is_(None)
-    )
-    if connection.execute(here).first() is None:
-        statement = upsert(connection, servers).values(
-            room_id=room_id, server=server, joined=token, left=None
-        )
-        connection.execute(
-            statement.on_conflict_do_update(
-                index_elements=["room_id", "server", "joined"], set_={"left": None}
-            )
-        )
-
-
-def _put(connection: Connection, table: Table, **values: object) -> None:
-    connection.execute(upsert(connection, table).values(**values).on_conflict_do_nothing())
+        for room_id, server, joined in connection.execute(query):
+            found.setdefault((room_id, server), []).append(joined)
+    return found
 
 
 def _plain(value: object, token: int, field: str) -> str:

@@ -11,66 +11,63 @@ break after COMMIT was sent and before its answer came; the batch is then run ag
 given to `write` must come to the same when it is run twice.
 """
 
-import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import structlog
 import trio
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
-from sqlalchemy.engine.interfaces import DBAPIConnection
-from sqlalchemy.exc import ArgumentError, DBAPIError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy import URL, Connection, Engine
+from sqlalchemy.exc import DBAPIError
 
 from fedsender.outside import Outside
+from fedsender.store.connections import (
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    DatabaseOptions,
+    StoreError,
+    WrongDatabase,
+    checked_url,
+    make_engine,
+    prepare_file,
+)
+from fedsender.store.jobs import Job, run_jobs
 from fedsender.store.outages import kind_of, words
 
+__all__ = [
+    "Database",
+    "DatabaseOptions",
+    "Faults",
+    "StoreClosed",
+    "StoreError",
+    "WrongDatabase",
+    "open_database",
+]
+
 T = TypeVar("T")
+Item = TypeVar("Item")
 Faults = Callable[[str], None]
 
 log = structlog.get_logger()
 
 # A transaction of this many small writes takes some 10 ms; more would make the first one wait.
 MAX_BATCH = 256
-FIRST_PAUSE_S = 0.2
-LAST_PAUSE_S = 10.0
 # Serialization failures end by themselves; this many in a row mean that something else is wrong.
 MAX_CONFLICTS = 20
-SQLITE_BUSY_S = 5.0
-CONNECT_S = 10
-STATEMENT_MS = 60_000
-LOCK_MS = 10_000
-
-
-class StoreError(Exception):
-    """The store cannot do what was asked; the text says why, in words, without content."""
-
-
-class WrongDatabase(StoreError):
-    """There is no such database, or it does not let us in: the configuration names another one."""
-
-
-class StoreClosed(StoreError):
-    """The database was closed under a write: it was not begun, or its end is not known."""
 
 
 @dataclass(frozen=True, slots=True)
-class DatabaseOptions:
-    """How a database is opened.
+class Meter:
+    """Who counts what a database does: how long its transactions take (s), and what is retried."""
 
-    Attributes:
-        readers: connections for reads; as many worker threads wait for them.
-        synchronous: SQLite's setting. FULL survives a power cut, NORMAL a killed process.
-        ours: we may create the file and set its journal mode. False for a homeserver's own SQLite.
-    """
+    took: Callable[[float], None] = lambda _: None
+    retried: Callable[[], None] = lambda: None
 
-    readers: int = 4
-    synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
-    ours: bool = True
+
+class StoreClosed(StoreError):
+    """The database is closed. A write that was waiting was not begun, or its end is not known."""
 
 
 @dataclass(slots=True)
@@ -81,18 +78,6 @@ class _Lane:
     engine: Engine
     limiter: trio.CapacityLimiter
     away_since: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One caller's write. `running` while its transaction may be under way."""
-
-    run: Callable[[Connection], None]
-    done: trio.Event = field(default_factory=trio.Event)
-    running: bool = False
-    withdrawn: bool = False
-    alone: bool = False
-    error: Exception | None = None
 
 
 class Database:
@@ -107,6 +92,7 @@ class Database:
         options: DatabaseOptions,
         after_commit: Callable[[], None] | None,
         faults: Faults | None,
+        meter: Meter | None,
     ) -> None:
         self.url = url
         self.name = name
@@ -114,12 +100,14 @@ class Database:
         self._outside = outside
         self._after_commit = after_commit or (lambda: None)
         self._faults = faults or (lambda _: None)
+        self._meter = meter or Meter()
         self._readers = _make_lane("read", url, options.readers, options)
         self._writer = _make_lane("write", url, 1, options)
-        self._queue: deque[_Job] = deque()
-        self._running: list[_Job] = []
+        self._queue: deque[Job] = deque()
+        self._running: list[Job] = []
         self._arrived = trio.Event()
         self._worked = False
+        self._closed = False
 
     @property
     def available(self) -> bool:
@@ -129,8 +117,10 @@ class Database:
     async def read(self, fn: Callable[[Connection], T]) -> T:
         """What `fn` returns, run in a read transaction of its own (one consistent snapshot).
 
-        Waits while the database is away; raises StoreError for what waiting does not cure.
+        Waits while the database is away; raises StoreError for what waiting does not cure, and
+        StoreClosed once nothing is read or written any more.
         """
+        await self._check_open()
         lane = self._readers
 
         def look() -> T:
@@ -140,7 +130,7 @@ class Database:
         tries = 0
         while True:
             try:
-                value = await self._outside.run_sync(look, limiter=lane.limiter)
+                value = await self._timed(look, lane)
             except DBAPIError as error:
                 pause = self._pause_after(lane, error, tries)
             else:
@@ -162,9 +152,16 @@ class Database:
         raised here and undoes only its own work. If cancelled before the transaction has begun,
         nothing happens; after that it waits for the transaction's end, then raises Cancelled.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()
-        values: list[T] = []
-        job = _Job(lambda connection: values.append(fn(connection)))
+        value: T = await self._written(Job(fn))
+        return value
+
+    async def write_together(self, fn: Callable[[Connection, Sequence[Item]], T], item: Item) -> T:
+        """The same with `fn(connection, items)`, of all that wait with this `fn` when it runs."""
+        value: T = await self._written(Job(fn, [item]))
+        return value
+
+    async def _written(self, job: Job) -> Any:
+        await self._check_open()
         self._queue.append(job)
         self._arrived.set()
         try:
@@ -177,9 +174,20 @@ class Database:
             await trio.lowlevel.checkpoint()
         if job.error is not None:
             raise job.error
-        return values[-1]
+        return job.value
 
-    async def _withdraw(self, job: _Job) -> None:
+    async def _timed(self, transaction: Callable[[], T], lane: _Lane) -> T:
+        began = trio.current_time()
+        value = await self._outside.run_sync(transaction, limiter=lane.limiter)
+        self._meter.took(trio.current_time() - began)
+        return value
+
+    async def _check_open(self) -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._closed:
+            raise StoreClosed(f"the {self.name} database was closed")
+
+    async def _withdraw(self, job: Job) -> None:
         job.withdrawn = True
         if job.running:
             with trio.CancelScope(shield=True):
@@ -197,12 +205,14 @@ class Database:
                 tries = tries + 1 if pause else 0
                 await trio.sleep(pause)
         finally:
+            # Nobody is left who would do what comes from here on.
+            self._closed = True
             for job in (*self._running, *self._queue):
                 job.error = StoreClosed(f"the {self.name} database was closed")
                 job.done.set()
 
-    def _take_batch(self) -> list[_Job]:
-        batch: list[_Job] = []
+    def _take_batch(self) -> list[Job]:
+        batch: list[Job] = []
         while self._queue and len(batch) < MAX_BATCH:
             if self._queue[0].alone and batch:
                 break
@@ -216,13 +226,13 @@ class Database:
         self._running = batch
         return batch
 
-    async def _commit(self, batch: list[_Job], tries: int) -> float:
+    async def _commit(self, batch: list[Job], tries: int) -> float:
         """Run one batch in one transaction; returns the seconds to pause before the next."""
         lane = self._writer
         if not batch:
             return 0
         try:
-            await self._outside.run_sync(lambda: self._transact(batch), limiter=lane.limiter)
+            await self._timed(lambda: self._transact(batch), lane)
         except Exception as error:
             return self._settle_failure(batch, error, tries)
         self._note_back(lane)
@@ -230,14 +240,13 @@ class Database:
         self._finish(batch)
         return 0
 
-    def _transact(self, batch: list[_Job]) -> None:
+    def _transact(self, batch: list[Job]) -> None:
         with self._writer.engine.begin() as connection:
-            for job in batch:
-                job.run(connection)
+            run_jobs(connection, batch)
             self._faults("before commit")
         self._faults("after commit")
 
-    def _settle_failure(self, batch: list[_Job], error: Exception, tries: int) -> float:
+    def _settle_failure(self, batch: list[Job], error: Exception, tries: int) -> float:
         try:
             pause = self._pause_after(self._writer, error, tries)
         except Exception as final:
@@ -250,13 +259,13 @@ class Database:
         self._put_back(batch, alone=False)
         return pause
 
-    def _finish(self, batch: list[_Job]) -> None:
+    def _finish(self, batch: list[Job]) -> None:
         for job in batch:
             job.running = False
             job.done.set()
         self._running = []
 
-    def _put_back(self, batch: list[_Job], *, alone: bool) -> None:
+    def _put_back(self, batch: list[Job], *, alone: bool) -> None:
         """To the front of the queue, in order; who was cancelled meanwhile is let go."""
         self._running = []
         for job in reversed(batch):
@@ -273,9 +282,11 @@ class Database:
         """Seconds until the next try; raises what is not cured by trying again."""
         kind = kind_of(error)
         if kind == "conflict" and tries < MAX_CONFLICTS:
+            self._meter.retried()
             return min(1.0, 0.01 * 2.0**tries) * self._outside.random.uniform(0.5, 1.5)
         # One that has let us in is the right one: it is being restored, or its password changed.
         if kind == "away" or (kind == "wrong" and self._worked):
+            self._meter.retried()
             self._note_away(lane, error)
             return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10))
         if isinstance(error, DBAPIError):
@@ -312,6 +323,7 @@ async def open_database(
     after_commit: Callable[[], None] | None = None,
     options: DatabaseOptions | None = None,
     faults: Faults | None = None,
+    meter: Meter | None = None,
 ) -> AsyncIterator[Database]:
     """A database that is open while the body runs. Connects at first use.
 
@@ -325,12 +337,18 @@ async def open_database(
     Raises StoreError for a URL we cannot use. Writes are still committed while the body unwinds
     under a cancellation, for callers who shield them.
     """
-    parsed = _checked_url(url)
+    parsed = checked_url(url)
     options = options or DatabaseOptions()
     if parsed.get_backend_name() == "sqlite":
-        _prepare_file(parsed, options)
+        prepare_file(parsed, options)
     database = Database(
-        parsed, outside, name=name, options=options, after_commit=after_commit, faults=faults
+        parsed,
+        outside,
+        name=name,
+        options=options,
+        after_commit=after_commit,
+        faults=faults,
+        meter=meter,
     )
     async with _plain_errors(), trio.open_nursery() as nursery:
         scope = trio.CancelScope(shield=True)
@@ -359,102 +377,7 @@ async def _plain_errors() -> AsyncIterator[None]:
         raise group.exceptions[0] from group.exceptions[0].__cause__
 
 
-def _checked_url(url: str | URL) -> URL:
-    try:
-        parsed = make_url(url)
-    except ArgumentError:
-        raise WrongDatabase(
-            "a database URL must look like sqlite:///path or postgresql://…"
-        ) from None
-    if parsed.get_backend_name() == "postgresql":
-        return parsed.set(drivername="postgresql+psycopg")
-    if parsed.get_backend_name() != "sqlite":
-        raise WrongDatabase(f"databases are sqlite or postgresql, not {parsed.get_backend_name()}")
-    if parsed.database in (None, "", ":memory:"):
-        raise WrongDatabase("an SQLite database needs a file: sqlite:///path")
-    return parsed
-
-
-def _prepare_file(url: URL, options: DatabaseOptions) -> None:
-    """Make the file with mode 0600 before SQLite does with the umask's; its -wal follows suit."""
-    path = Path(url.database or "")
-    if path.exists():
-        return
-    if not options.ours:
-        raise WrongDatabase(f"there is no database at {path}")
-    try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
-    except OSError as error:
-        raise WrongDatabase(f"cannot create {path}: {error.strerror}") from error
-
-
 def _make_lane(
     kind: Literal["read", "write"], url: URL, size: int, options: DatabaseOptions
 ) -> _Lane:
-    make = _sqlite_engine if url.get_backend_name() == "sqlite" else _postgresql_engine
-    return _Lane(kind, make(kind, url, size, options), trio.CapacityLimiter(size))
-
-
-def _sqlite_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> Engine:
-    # isolation_level=None and our own BEGIN: with the driver's deferred one, a transaction that
-    # reads and then writes fails at once with "database is locked", whatever the busy timeout says.
-    engine = create_engine(
-        url,
-        poolclass=QueuePool,
-        pool_size=size,
-        max_overflow=0,
-        hide_parameters=True,
-        connect_args={
-            "timeout": SQLITE_BUSY_S,
-            "isolation_level": None,
-            "check_same_thread": False,
-        },
-    )
-    pragmas = [f"synchronous = {options.synchronous}", "foreign_keys = ON"]
-    if options.ours:
-        pragmas.insert(0, "journal_mode = WAL")
-    if kind == "read":
-        pragmas.append("query_only = ON")
-
-    def on_connect(connection: DBAPIConnection, _record: object) -> None:
-        cursor = connection.cursor()
-        for pragma in pragmas:
-            cursor.execute(f"PRAGMA {pragma}")
-        cursor.close()
-
-    begin = "BEGIN IMMEDIATE" if kind == "write" else "BEGIN"
-    event.listen(engine, "connect", on_connect)
-    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
-    return engine
-
-
-def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> Engine:
-    # Reads of several statements want one snapshot. Writes are upserts that judge the newest row:
-    # READ COMMITTED lets them, where REPEATABLE READ would have them fail and start again.
-    connect_args: dict[str, Any] = {
-        "connect_timeout": CONNECT_S,
-        "application_name": "fedsender",
-        "keepalives_idle": 30,
-        "keepalives_interval": 10,
-        "keepalives_count": 3,
-        "tcp_user_timeout": 60_000,
-    }
-    engine = create_engine(
-        url,
-        poolclass=QueuePool,
-        pool_size=size,
-        max_overflow=0,
-        hide_parameters=True,
-        isolation_level="REPEATABLE READ" if kind == "read" else "READ COMMITTED",
-        connect_args=connect_args,
-    )
-
-    def on_connect(connection: DBAPIConnection, _record: object) -> None:
-        cursor = connection.cursor()
-        cursor.execute(f"SET statement_timeout = {STATEMENT_MS}")
-        cursor.execute(f"SET lock_timeout = {LOCK_MS}")
-        cursor.close()
-        connection.commit()
-
-    event.listen(engine, "connect", on_connect)
-    return engine
+    return _Lane(kind, make_engine(kind, url, size, options), trio.CapacityLimiter(size))

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, Select, select, tuple_
+from sqlalchemy import Connection, Row, Select, inspect, literal, select, tuple_
 
 from fedsender.matrix import server_of
 from fedsender.store import tables
@@ -33,8 +34,34 @@ def json_object(text: str | None) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+@dataclass(frozen=True, slots=True)
+class LateSchema:
+    """What a homeserver's schema has of redactions, and older ones have not.
+
+    Attributes:
+        bans: the table `room_ban_redactions`.
+        recheck: the column `redactions.recheck` (Synapse's schema 94).
+    """
+
+    bans: bool = False
+    recheck: bool = True
+
+
+def late_schema(connection: Connection) -> LateSchema:
+    """What there is in this database."""
+    found = inspect(connection)
+    columns = {column["name"] for column in found.get_columns("redactions")}
+    return LateSchema(found.has_table("room_ban_redactions"), "recheck" in columns)
+
+
 def read_events(
-    connection: Connection, *, after: int, upto: int, limit: int, room_id: str | None, bans: bool
+    connection: Connection,
+    *,
+    after: int,
+    upto: int,
+    limit: int,
+    room_id: str | None,
+    late: LateSchema,
 ) -> list[EventRow]:
     """Events with `after` < stream ordering <= `upto`, ascending. Backfilled ones (< 1) never."""
     query = (
@@ -46,17 +73,17 @@ def read_events(
     )
     if room_id is not None:
         query = query.where(tables.events.c.room_id == room_id)
-    return _event_rows(connection, connection.execute(query).all(), bans=bans)
+    return _event_rows(connection, connection.execute(query).all(), late=late)
 
 
 def events_by_id(
-    connection: Connection, event_ids: Iterable[str], *, bans: bool
+    connection: Connection, event_ids: Iterable[str], *, late: LateSchema
 ) -> dict[str, EventRow]:
     """The events among `event_ids` that the homeserver has."""
     found: dict[str, EventRow] = {}
     for chunk in in_chunks(sorted(set(event_ids))):
         query = _event_query().where(tables.events.c.event_id.in_(chunk))
-        rows = _event_rows(connection, connection.execute(query).all(), bans=bans)
+        rows = _event_rows(connection, connection.execute(query).all(), late=late)
         found.update((row.event_id, row) for row in rows)
     return found
 
@@ -86,8 +113,10 @@ def _event_query() -> Select[Any]:
     )
 
 
-def _event_rows(connection: Connection, rows: Sequence[Row[Any]], *, bans: bool) -> list[EventRow]:
-    redacted = _redacted(connection, rows, bans=bans)
+def _event_rows(
+    connection: Connection, rows: Sequence[Row[Any]], *, late: LateSchema
+) -> list[EventRow]:
+    redacted = _redacted(connection, rows, late=late)
     return [_event_row(row, redacted=row.event_id in redacted) for row in rows]
 
 
@@ -123,22 +152,26 @@ def _metadata(text: str | None) -> dict[str, object] | None:
 # --- redactions -----------------------------------------------------------------------------------
 
 
-def _redacted(connection: Connection, rows: Sequence[Row[Any]], *, bans: bool) -> frozenset[str]:
+def _redacted(
+    connection: Connection, rows: Sequence[Row[Any]], *, late: LateSchema
+) -> frozenset[str]:
     """The event ids among `rows` with a valid redaction. Create events have none, ever."""
     targets = {row.event_id: row for row in rows if row.type != "m.room.create"}
     claims: list[tuple[str, str]] = []
     done: set[str] = set()
     for chunk in in_chunks(sorted(targets)):
         redactions = tables.redactions
-        query = select(redactions.c.event_id, redactions.c.redacts, redactions.c.recheck).where(
+        # Without the column each is looked at: its own metadata says what has to be checked.
+        recheck = redactions.c.recheck if late.recheck else literal(True)
+        query = select(redactions.c.event_id, redactions.c.redacts, recheck).where(
             redactions.c.redacts.in_(chunk)
         )
-        for redaction_id, target_id, recheck in connection.execute(query):
-            if recheck:
+        for redaction_id, target_id, unchecked in connection.execute(query):
+            if unchecked:
                 claims.append((redaction_id, target_id))
             else:
                 done.add(target_id)
-    if bans:
+    if late.bans:
         claims.extend(_redacted_by_bans(connection, targets))
     done.update(_checked(connection, targets, [claim for claim in claims if claim[1] not in done]))
     return frozenset(done)

@@ -5,44 +5,43 @@ fills. Every method is one hop into a worker thread; the functions of a connecti
 there stand in the modules beside this one.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
-import structlog
-import trio
 from sqlalchemy import Connection
 
-from fedsender.outside import Outside
+from fedsender.relay.facts import RelayRow
 from fedsender.store import (
     delivery,
     device_lists,
+    edu_rows,
     embedded,
-    event_rows,
     pages,
     positions,
+    relay_load,
     room_servers,
     tables,
 )
-from fedsender.store.engine import Database, StoreError
+from fedsender.store.engine import StoreError
+from fedsender.store.events import EventStore, HomeserverSettings
 from fedsender.store.records import (
     Backoff,
     DestinationRoomsPage,
     DestinationsPage,
     EventRow,
     Generation,
-    Hosts,
+    History,
     HostsUnknown,
     Lagging,
     Pending,
+    Receipt,
     Settlement,
 )
-from fedsender.streams import FeedRow
+from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
+from fedsender.streams import HostsRow
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
-
-log = structlog.get_logger()
 
 SORTABLE = (
     "destination",
@@ -53,66 +52,8 @@ SORTABLE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HomeserverSettings:
-    """What the homeserver's store must know of its homeserver.
-
-    Attributes:
-        instance: our name in `federation_stream_position`.
-        instances: all configured senders, ourselves among them.
-        event_writers: the instances that write the events stream.
-        device_names: whether other servers are told the names of devices.
-    """
-
-    kind: Literal["embedded", "synapse"]
-    instance: str
-    instances: tuple[str, ...]
-    event_writers: tuple[str, ...] = ("master",)
-    device_names: bool = False
-
-
-class HomeserverStore:
+class HomeserverStore(EventStore):
     """See the module. Errors: StoreError for what waiting does not cure."""
-
-    def __init__(
-        self,
-        database: Database,
-        outside: Outside,
-        settings: HomeserverSettings,
-        *,
-        state_database: Database | None = None,
-    ) -> None:
-        """`state_database`: where a Synapse keeps `state_groups_state` and its edges apart."""
-        self._database = database
-        self._state_database = state_database
-        self._now_ms = outside.now_ms
-        self._settings = settings
-        self._embedded = settings.kind == "embedded"
-        # Synapse's caches of backoff rows live in other processes only with PostgreSQL.
-        self._tells_caches = not self._embedded and database.dialect == "postgresql"
-        self._groups = room_servers.StateGroups()
-        self._groups_lock = trio.Lock()
-        self._bans = False
-
-    @property
-    def available(self) -> bool:
-        """False while the database is away."""
-        state = self._state_database
-        return self._database.available and (state is None or state.available)
-
-    async def check_schema(self) -> None:
-        """Raise StoreError if this is not a Synapse database of a version that we know.
-
-        On a Synapse it must have been called before events are read. Nothing on an embedded store.
-        """
-        if self._embedded:
-            return
-        warning = await self._database.read(positions.check_synapse_schema)
-        if warning is not None:
-            log.warning("homeserver's schema is newer", detail=warning)
-        self._bans = await self._database.read(
-            lambda connection: connection.dialect.has_table(connection, "room_ban_redactions")
-        )
 
     # --- positions --------------------------------------------------------------------------------
 
@@ -177,74 +118,6 @@ class HomeserverStore:
             return await self.feed_position()
         return min((await self.event_writer_positions()).values())
 
-    # --- events -----------------------------------------------------------------------------------
-
-    async def read_events(self, after: int, upto: int, limit: int) -> list[EventRow]:
-        """Events with `after` < stream ordering <= `upto`, ascending, the first `limit` of them.
-
-        Rejected ones too (flagged); one without JSON has `json` "".
-        """
-        return await self._read_events(after, upto, limit, None)
-
-    async def room_events(self, room_id: str, after: int, upto: int, limit: int) -> list[EventRow]:
-        """The same for one room."""
-        return await self._read_events(after, upto, limit, room_id)
-
-    async def _read_events(
-        self, after: int, upto: int, limit: int, room_id: str | None
-    ) -> list[EventRow]:
-        return await self._database.read(
-            lambda connection: event_rows.read_events(
-                connection, after=after, upto=upto, limit=limit, room_id=room_id, bans=self._bans
-            )
-        )
-
-    async def events_by_id(self, event_ids: Sequence[str]) -> dict[str, EventRow]:
-        """Those of the events that the homeserver has."""
-        return await self._database.read(
-            lambda connection: event_rows.events_by_id(connection, event_ids, bans=self._bans)
-        )
-
-    async def servers_before(self, events: Sequence[EventRow]) -> dict[str, Hosts]:
-        """Per event id the servers joined in the state before it, or why that cannot be told."""
-        if self._embedded:
-            return await self._database.read(
-                lambda connection: room_servers.embedded_servers_before(connection, events)
-            )
-
-        def look(connection: Connection) -> dict[str, Hosts]:
-            states = room_servers.load_states(connection, events)
-
-            def memberships(event_ids: Iterable[str]) -> Mapping[str, str]:
-                return room_servers.memberships_of(connection, event_ids)
-
-            if self._state_database is None:
-                return self._groups.servers_before(connection, events, states, memberships)
-            with self._state_database.reading() as state:
-                return self._groups.servers_before(state, events, states, memberships)
-
-        async with self._groups_lock:
-            return await self._database.read(look)
-
-    async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
-        """Per room the servers in it now; of a partial-state room all that may be."""
-        find = room_servers.embedded_servers_now if self._embedded else room_servers.servers_now
-        return await self._database.read(lambda connection: find(connection, set(room_ids)))
-
-    async def auth_memberships(self, events: Sequence[EventRow]) -> dict[str, str]:
-        """For memberships set by somebody else: the target's one in the event's auth events."""
-        return await self._database.read(
-            lambda connection: event_rows.auth_memberships(connection, events)
-        )
-
-    async def forward_extremities(self, room_id: str) -> list[str]:
-        """The room's newest events, the deepest ten; an embedded store knows of none."""
-        if self._embedded:
-            return []
-        return await self._database.read(
-            lambda connection: event_rows.forward_extremities(connection, room_id)
-        )
-
     # --- what destinations are owed ---------------------------------------------------------------
 
     async def commit_fan_out(
@@ -270,6 +143,14 @@ class HomeserverStore:
             return gone
 
         return await self._database.write(commit)
+
+    async def record_owed(self, owed: Mapping[tuple[str, str], int]) -> None:
+        """Record what each (destination, room) is owed, upwards only; purged rooms are left out."""
+
+        def record(connection: Connection) -> None:
+            delivery.record_owed(connection, owed, {})
+
+        await self._database.write(record)
 
     async def owed_rooms(self, destination: str, after: int, limit: int) -> list[tuple[str, int]]:
         """(room, stream ordering) above `after`, ascending by stream ordering."""
@@ -297,9 +178,7 @@ class HomeserverStore:
         return [found[name] for name in sorted(found)]
 
     async def _owing_keys(self) -> list[str]:
-        outboxes = [tables.device_federation_outbox]
-        if not self._embedded:
-            outboxes.append(tables.device_lists_outbound_pokes)
+        outboxes = [tables.device_federation_outbox, tables.device_lists_outbound_pokes]
         names: set[str] = set()
         for table in outboxes:
             start: str | None = ""
@@ -313,18 +192,18 @@ class HomeserverStore:
         """Write what answered transactions change, in one transaction.
 
         Returns, on a Synapse with PostgreSQL, per destination whose backoff was cleared the id to
-        publish on the `caches` stream.
+        publish on the `caches` stream; what others settle at the same moment is in it too.
         """
+        return await self._database.write_together(self._settle, settlements)
 
-        def settle(connection: Connection) -> dict[str, int]:
-            for item in settlements:
-                if item.pokes:
-                    device_lists.settle(
-                        connection, item.destination, item.pokes, resync=item.resync
-                    )
-            return self._tell(connection, delivery.settle(connection, settlements))
-
-        return await self._database.write(settle)
+    def _settle(
+        self, connection: Connection, groups: Sequence[Sequence[Settlement]]
+    ) -> dict[str, int]:
+        settlements = [item for group in groups for item in group]
+        for item in settlements:
+            if item.pokes:
+                device_lists.settle(connection, item.destination, item.pokes, resync=item.resync)
+        return self._tell(connection, delivery.settle(connection, settlements))
 
     async def store_backoff(
         self, destination: str, failure_ts: int | None, retry_last_ts: int, retry_interval: int
@@ -393,10 +272,7 @@ class HomeserverStore:
 
     async def pending_counts(self, destination: str) -> Pending:
         """How much the destination is owed, and since when."""
-        devices = not self._embedded
-        return await self._database.read(
-            lambda connection: pages.pending(connection, destination, devices=devices)
-        )
+        return await self._database.read(lambda connection: pages.pending(connection, destination))
 
     async def rooms_shared_with(self, destination: str) -> list[str]:
         """The rooms that the server is in now."""
@@ -409,10 +285,7 @@ class HomeserverStore:
 
     async def purge(self, destination: str) -> None:
         """Forget the destination: its row, and all that it is owed."""
-        devices = not self._embedded
-        await self._database.write(
-            lambda connection: delivery.purge(connection, destination, devices=devices)
-        )
+        await self._database.write(lambda connection: delivery.purge(connection, destination))
 
     # --- pages for the admin endpoints ------------------------------------------------------------
 
@@ -453,19 +326,25 @@ class HomeserverStore:
 
     # --- the feed (embedded only) -----------------------------------------------------------------
 
-    async def apply_feed(self, rows: Sequence[FeedRow], token: int) -> None:
+    async def apply_feed(self, rows: Sequence[RelayRow], token: int) -> None:
         """Store a token's rows and the token, as one. Nothing if the token was stored before.
 
         Raises FeedError for rows that cannot be stored.
         """
         await self.apply_feed_batch([(token, rows)])
 
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[FeedRow]]]) -> None:
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
         """The same for several tokens, ascending, in one transaction."""
         instance, now_ms = self._settings.instance, self._now_ms()
-        await self._database.write(
-            lambda connection: embedded.apply_tokens(connection, instance, batch, now_ms)
-        )
+
+        def apply(connection: Connection) -> None:
+            embedded.apply_tokens(connection, instance, batch, now_ms)
+
+        if any(isinstance(row, HostsRow) for _, rows in batch for row in rows):
+            with self._hosts_moving():
+                await self._database.write(apply)
+        else:
+            await self._database.write(apply)
 
     async def feed_position(self) -> int:
         """The token up to which the feed is stored; -1 before the first one."""
@@ -473,13 +352,32 @@ class HomeserverStore:
             lambda connection: positions.read_position(connection, "feed", self._settings.instance)
         )
 
-    async def feed_epoch(self) -> str | None:
-        """The history that the stored tokens belong to; None: not known yet."""
-        return await self._database.read(positions.feed_epoch)
+    async def feed_history(self) -> History | None:
+        """The history that the feed's tokens belong to; None: not known yet."""
+        return await self._database.read(positions.feed_history)
 
-    async def set_feed_epoch(self, epoch: str) -> None:
-        """Store the history that tokens belong to."""
-        await self._database.write(lambda connection: positions.set_feed_epoch(connection, epoch))
+    async def begin_history(self, history: History) -> None:
+        """Store the history that the feed's tokens belong to from now on."""
+        await self._database.write(
+            lambda connection: positions.set_feed_history(connection, history)
+        )
+
+    async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
+        """Keep receipts for those that do not answer now; the newest stream id that they got."""
+        return await self._database.write(
+            lambda connection: edu_rows.store_receipts(connection, receipts)
+        )
+
+    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
+        """Take a snapshot over: all of it in one transaction, or nothing. See `relay_load`.
+
+        Raises StoreError, and what `snapshot.read` raises.
+        """
+        instance, now_ms = self._settings.instance, self._now_ms()
+        with self._hosts_moving():
+            return await self._database.write(
+                lambda connection: relay_load.load(connection, instance, snapshot, handles, now_ms)
+            )
 
     async def queue_to_device(self, destination: str, stream_id: int, messages: str) -> None:
         """Put a to-device message (EDU content as JSON text) into the outbox."""

@@ -1,19 +1,27 @@
-"""One daemon per instance name: locks that their holder's death releases."""
+"""One daemon per instance name, and none on tables that are being migrated.
+
+The locks are released by their holder's death. A daemon holds its instance's, and a share in the
+tables; who migrates them holds them alone.
+"""
 
 import fcntl
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
+import structlog
 import trio
 from sqlalchemy import URL, Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from fedsender.outside import Outside
-from fedsender.store.engine import CONNECT_S, StoreError
+from fedsender.store.connections import CONNECT_S, FIRST_PAUSE_S, LAST_PAUSE_S, StoreError
+
+log = structlog.get_logger()
 
 
 class LockHeld(StoreError):
@@ -24,54 +32,90 @@ class LockUnknown(StoreError):
     """The database that holds the lock cannot be asked."""
 
 
+class SendersDiffer(StoreError):
+    """Another federation sender runs with another list of senders: two would serve one server."""
+
+
 class Lock(Protocol):
-    """A lock of one kind. Each call may be repeated."""
+    """Locks in one database. Each call may be repeated."""
 
     async def take(self, instance: str) -> None:
-        """Raises LockHeld, and LockUnknown if that cannot be told."""
+        """The instance's, and a share in the tables; raises LockHeld, and LockUnknown if that
+        cannot be told, or not yet because the tables are being migrated. Taken again, it says
+        again what was agreed on, and raises SendersDiffer as `agree` does."""
+        ...
+
+    async def take_tables(self) -> None:
+        """All of the tables, against every daemon and everybody who migrates them; the same."""
+        ...
+
+    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
+        """Say by which list we send, as long as we hold the instance's; raises SendersDiffer if
+        somebody else says another one, and LockUnknown."""
         ...
 
     async def held(self) -> bool:
-        """Whether it is still ours."""
+        """Whether what was taken is still ours."""
         ...
 
     async def release(self) -> None: ...
 
 
 class FileLock:
-    """A lock on a file beside an SQLite database: for daemons of one machine."""
+    """Locks on files beside an SQLite database: for daemons of one machine."""
 
     def __init__(self, database: Path) -> None:
         self._database = database
-        self._file: int | None = None
+        self._files: list[int] = []
 
     async def take(self, instance: str) -> None:
         await trio.lowlevel.checkpoint()
-        if self._file is not None:
+        if self._files:
             return
+        if not self._lock("schema", fcntl.LOCK_SH):
+            raise LockUnknown(f"the tables in {self._database} are being migrated")
         digest = hashlib.sha256(instance.encode()).hexdigest()[:16]
-        path = self._database.with_name(f"{self._database.name}.{digest}.lock")
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            raise LockHeld(f"another daemon runs as {instance!r} (it holds {path})") from None
-        self._file = file
+        if not self._lock(digest, fcntl.LOCK_EX):
+            await self.release()
+            raise LockHeld(f"another daemon runs as {instance!r} (it holds {self._path(digest)})")
+
+    async def take_tables(self) -> None:
+        await trio.lowlevel.checkpoint()
+        if not self._lock("schema", fcntl.LOCK_EX):
+            raise LockHeld(f"a daemon runs on {self._database}, or somebody migrates it")
+
+    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
+        """A file is nobody's but one daemon's."""
+        await trio.lowlevel.checkpoint()
 
     async def held(self) -> bool:
         await trio.lowlevel.checkpoint()
-        return self._file is not None
+        return bool(self._files)
 
     async def release(self) -> None:
         await trio.lowlevel.checkpoint()
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        while self._files:
+            os.close(self._files.pop())
+
+    def _path(self, name: str) -> Path:
+        return self._database.with_name(f"{self._database.name}.{name}.lock")
+
+    def _lock(self, name: str, kind: int) -> bool:
+        file = os.open(self._path(name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            return False
+        self._files.append(file)
+        return True
 
 
 class AdvisoryLock:
-    """A PostgreSQL advisory lock, held by a connection of its own: for all who use the database."""
+    """PostgreSQL advisory locks, held by a connection of their own: for all who use the database.
+
+    They end with the connection; who takes an instance's again takes its share in the tables again.
+    """
 
     def __init__(self, url: URL, outside: Outside) -> None:
         self._engine = create_engine(
@@ -91,10 +135,19 @@ class AdvisoryLock:
         self._outside = outside
         self._limiter = trio.CapacityLimiter(1)
         self._connection: Connection | None = None
+        self._list: dict[str, int] | None = None
 
     async def take(self, instance: str) -> None:
         if not await self.held():
             await self._outside.run_sync(lambda: self._take(instance), limiter=self._limiter)
+
+    async def take_tables(self) -> None:
+        await self._outside.run_sync(self._take_tables, limiter=self._limiter)
+
+    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
+        # Two numbers that everybody can see: of the homeserver, and of its list.
+        said = {"of": _number(homeserver), "list": _number("\n".join(senders))}
+        await self._outside.run_sync(lambda: self._agree(said), limiter=self._limiter)
 
     async def held(self) -> bool:
         return await self._outside.run_sync(self._held, limiter=self._limiter)
@@ -103,18 +156,55 @@ class AdvisoryLock:
         await self._outside.run_sync(self._close, limiter=self._limiter)
 
     def _take(self, instance: str) -> None:
-        digest = hashlib.sha256(b"fedsender instance " + instance.encode()).digest()
-        key = int.from_bytes(digest[:8], "big", signed=True)
+        self._open()
+        if not self._try("pg_try_advisory_lock_shared", "schema"):
+            self._close()
+            raise LockUnknown("the tables are being migrated")
+        if not self._try("pg_try_advisory_lock", f"instance {instance}"):
+            self._close()
+            raise LockHeld(f"another daemon runs as {instance!r} on this database")
+        if self._list is not None:
+            # Somebody may have started while nobody could see ours.
+            self._agree(self._list)
+
+    def _agree(self, said: dict[str, int]) -> None:
+        self._ask(_SAY_LIST, said)
+        if self._ask(_OTHER_LISTS, said):
+            self._ask(_TAKE_LIST_BACK, said)
+            raise SendersDiffer(
+                "another federation sender runs with another federation_sender_instances:"
+                " stop them all, change the list for all, start them again"
+            )
+        self._list = said
+
+    def _take_tables(self) -> None:
+        self._open()
+        if not self._try("pg_try_advisory_lock", "schema"):
+            self._close()
+            raise LockHeld("a daemon runs on this database, or somebody migrates it")
+
+    def _open(self) -> None:
+        self._close()
         try:
             self._connection = self._engine.connect()
             self._connection.execute(text("SET statement_timeout = 10000"))
-            free = self._connection.scalar(text("SELECT pg_try_advisory_lock(:key)"), {"key": key})
         except DBAPIError as error:
             self._close()
-            raise LockUnknown(f"the instance lock cannot be taken: {error.orig}") from error
-        if not free:
+            raise LockUnknown(f"the lock cannot be taken: {error.orig}") from error
+
+    def _try(self, function: str, name: str) -> bool:
+        digest = hashlib.sha256(f"fedsender {name}".encode()).digest()
+        key = int.from_bytes(digest[:8], "big", signed=True)
+        return self._ask(f"SELECT {function}(:key)", {"key": key})
+
+    def _ask(self, question: str, values: dict[str, int]) -> bool:
+        if self._connection is None:
+            raise LockUnknown("the connection that held the lock is gone")
+        try:
+            return bool(self._connection.scalar(text(question), values))
+        except DBAPIError as error:
             self._close()
-            raise LockHeld(f"another daemon runs as {instance!r} on this database")
+            raise LockUnknown(f"the lock cannot be taken: {error.orig}") from error
 
     def _held(self) -> bool:
         if self._connection is None:
@@ -136,6 +226,46 @@ class AdvisoryLock:
             self._connection = None
 
 
+_SAY_LIST = "SELECT pg_try_advisory_lock_shared(:of, :list)"
+_TAKE_LIST_BACK = "SELECT pg_advisory_unlock_shared(:of, :list)"
+_OTHER_LISTS = """
+SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2 AND granted
+ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+ AND classid::bigint = :of AND objid::bigint <> :list)
+"""
+
+
+def _number(name: str) -> int:
+    """Of 31 bits: the two halves of a lock are signed, and shown unsigned."""
+    digest = hashlib.sha256(f"fedsender senders {name}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+@asynccontextmanager
+async def tables_held(lock: Lock, wait_s: float) -> AsyncIterator[None]:
+    """The tables to ourselves while the body runs, to migrate them.
+
+    Raises LockHeld if they are not free within `wait_s` seconds. Waits for a database that is away.
+    """
+    pause, give_up = FIRST_PAUSE_S, trio.current_time() + wait_s
+    while True:
+        try:
+            await lock.take_tables()
+            break
+        except LockHeld:
+            if trio.current_time() >= give_up:
+                raise
+        except LockUnknown as error:
+            log.warning("tables cannot be locked", error=str(error))
+            pause = min(LAST_PAUSE_S, 2 * pause)
+        await trio.sleep(pause)
+    try:
+        yield
+    finally:
+        with trio.CancelScope(shield=True):
+            await lock.release()
+
+
 class InstanceLock:
     """All the locks that a daemon must hold: held only if every one of them is."""
 
@@ -151,6 +281,11 @@ class InstanceLock:
             with trio.CancelScope(shield=True):
                 await self.release()
             raise
+
+    async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
+        """With everybody who sends for this homeserver, on the list of senders: see `Lock`."""
+        for lock in self._locks:
+            await lock.agree(homeserver, senders)
 
     async def held(self) -> bool:
         """Whether every one is still ours."""

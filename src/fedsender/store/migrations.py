@@ -1,27 +1,32 @@
 """Alembic over the live connection: our tables, made and brought up to date, then looked at.
 
+Nobody migrates tables on which a daemon runs, and no two do at once: see `bring_up_to_date`.
+
 There are two version lines, `homeserver` (the embedded store's tables) and `sender`. Their scripts
 ship inside the wheel.
 """
 
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from alembic import command
-from alembic.autogenerate import compare_metadata
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Inspector, Table, UniqueConstraint, inspect, text
+from sqlalchemy.types import TypeEngine
 
 import fedsender
-from fedsender.store import tables
-from fedsender.store.engine import StoreError
+from fedsender.store import sender_tables, tables
+from fedsender.store.engine import Database, StoreError
+from fedsender.store.lock import Lock, tables_held
+
+if TYPE_CHECKING:
+    from alembic.config import Config
 
 Line = Literal["homeserver", "sender"]
 
-METADATA = {"homeserver": tables.homeserver, "sender": tables.sender}
-# Two daemons that start together on one PostgreSQL migrate it one after the other.
-_LOCK = 0x66656473
+METADATA = {"homeserver": tables.homeserver, "sender": sender_tables.sender}
+# A migration takes seconds; who waits for longer waits for a daemon that runs.
+WAIT_SECONDS = 20.0
 
 
 class SchemaDiffers(StoreError):
@@ -35,8 +40,46 @@ def scripts() -> Path:
     return shipped if shipped.is_dir() else package.parents[1] / "alembic"
 
 
-def alembic_config(line: Line) -> Config:
+@cache
+def head(line: Line) -> str:
+    """The newest version of the line: files are called NUMBER_words, versions LINE_NUMBER."""
+    newest = max(path.name for path in (scripts() / line / "versions").glob("[0-9]*_*.py"))
+    return f"{line}_{newest.split('_')[0]}"
+
+
+def is_newest(connection: Connection, line: Line) -> bool:
+    """Whether the line's tables are of the newest version, by what Alembic has noted."""
+    table = f"fedsender_{line}_version"
+    if not inspect(connection).has_table(table):
+        return False
+    return set(connection.execute(text(f"SELECT version_num FROM {table}")).scalars()) == {
+        head(line)
+    }
+
+
+def refuse_old_tables(connection: Connection, line: Line) -> None:
+    """Raise SchemaDiffers if somebody has migrated the tables to another version than ours."""
+    if not is_newest(connection, line):
+        raise SchemaDiffers(f"the {line} tables are not of version {head(line)}")
+
+
+async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
+    """Migrate the line's tables, if they are old, in one transaction; and look at them.
+
+    Raises:
+        LockHeld: they are old, and a daemon runs on them.
+        SchemaDiffers: they are newer, or not what they are said to be.
+    """
+    if not await database.read(lambda connection: is_newest(connection, line)):
+        async with tables_held(lock, WAIT_SECONDS):
+            await database.write(lambda connection: upgrade(connection, line))
+    await database.read(lambda connection: check(connection, line))
+
+
+def alembic_config(line: Line) -> "Config":
     """The configuration of one version line, with no file behind it."""
+    from alembic.config import Config
+
     config = Config()
     root = str(scripts()).replace("%", "%%")
     config.set_main_option("script_location", root)
@@ -46,38 +89,69 @@ def alembic_config(line: Line) -> Config:
     return config
 
 
-def upgrade(connection: Connection, line: Line) -> None:
+def upgrade(connection: Connection, line: Line, to: str = "head") -> None:
     """Bring the line's tables to the newest version, in the connection's transaction."""
+    from alembic import command
+
     if connection.dialect.name == "postgresql":
         connection.execute(text("SET LOCAL statement_timeout = 0"))
-        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
     config = alembic_config(line)
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    command.upgrade(config, to)
 
 
 def revise(connection: Connection, line: Line, message: str) -> None:
     """Write the next version's script from the differences to `tables`, for a developer to edit."""
+    from alembic import command
+
     config = alembic_config(line)
     config.attributes["connection"] = connection
     command.revision(config, message, autogenerate=True)
 
 
 def check(connection: Connection, line: Line) -> None:
-    """Raise SchemaDiffers, naming each difference, unless the tables are as `tables` has them."""
-    metadata = METADATA[line]
-
-    def ours(name: str | None, kind: str, _parents: object) -> bool:
-        return kind != "table" or name in metadata.tables
-
-    context = MigrationContext.configure(
-        connection, opts={"compare_type": True, "include_name": ours}
-    )
-    differences = compare_metadata(context, metadata)
+    """Raise SchemaDiffers, naming each difference, unless the tables are as `METADATA` has them."""
+    differences = [
+        difference
+        for table in METADATA[line].sorted_tables
+        for difference in _differences(inspect(connection), table)
+    ]
     if differences:
-        # The whole objects print as whole tables; their names are what an operator needs.
-        names = "; ".join(str(difference)[:200] for difference in differences[:5])
         raise SchemaDiffers(
             f"the {line} tables differ from what this version expects"
-            f" ({len(differences)} differences): {names}"
+            f" ({len(differences)} differences): {'; '.join(differences[:5])}"
         )
+
+
+def _differences(there: Inspector, table: Table) -> Iterator[str]:
+    """In words. Alembic's own comparison would stay in memory for as long as the daemon runs."""
+    if not there.has_table(table.name):
+        yield f"there is no table {table.name}"
+        return
+    found = {column["name"]: column for column in there.get_columns(table.name)}
+    for name in sorted(found.keys() - table.c.keys()):
+        yield f"{table.name}.{name} is none of ours"
+    for column in table.c:
+        if column.name not in found:
+            yield f"{table.name}.{column.name} is missing"
+            continue
+        wanted = (_type_name(there, column.type), bool(column.nullable))
+        is_there = (
+            _type_name(there, found[column.name]["type"]),
+            bool(found[column.name]["nullable"]),
+        )
+        if wanted != is_there:
+            yield f"{table.name}.{column.name} is {is_there}, and should be {wanted}"
+    indexes = {index["name"] for index in there.get_indexes(table.name)}
+    unique = {constraint["name"] for constraint in there.get_unique_constraints(table.name)}
+    for index in table.indexes:
+        if index.name not in indexes:
+            yield f"{table.name} has no index {index.name}"
+    for constraint in table.constraints:
+        if isinstance(constraint, UniqueConstraint) and constraint.name not in unique:
+            yield f"{table.name} has no constraint {constraint.name}"
+
+
+def _type_name(there: Inspector, kind: TypeEngine[Any]) -> str:
+    name = kind.compile(dialect=there.dialect)
+    return {"FLOAT": "DOUBLE PRECISION"}.get(name, name)

@@ -2,10 +2,13 @@
 
 import re
 import sqlite3
-from typing import Literal
+import sys
+from typing import TYPE_CHECKING, Literal
 
-import psycopg
 from sqlalchemy.exc import DBAPIError
+
+if TYPE_CHECKING:
+    import psycopg
 
 # SQLSTATE: serialization failure, deadlock. The transaction was rolled back; run it again at once.
 _CONFLICTS = {"40001", "40P01"}
@@ -43,16 +46,30 @@ def kind_of(error: Exception) -> Literal["conflict", "away", "wrong"] | None:
         if code in _SQLITE_WRONG:
             return "wrong"
         return "away" if code in _SQLITE_AWAY else None
-    state = cause.sqlstate if isinstance(cause, psycopg.Error) else None
+    failed = _psycopg_error(cause)
+    state = None if failed is None else failed.sqlstate
     if state in _CONFLICTS:
         return "conflict"
     if error.connection_invalidated or state in _AWAY or (state or "")[:2] in _AWAY_CLASSES:
         return "away"
     # Without a code it did not come from a session: refused, reset, no such host, not let in.
-    gone = state is None and isinstance(cause, psycopg.OperationalError | psycopg.InterfaceError)
+    gone = state is None and _is_of_connection(failed)
     if gone and _REFUSED.search(str(cause)):
         return "wrong"
     return "away" if gone else None
+
+
+def _psycopg_error(cause: BaseException | None) -> "psycopg.Error | None":
+    """`cause`, if it is psycopg's; without importing what somebody with SQLite never needs."""
+    driver = sys.modules.get("psycopg")
+    return cause if driver is not None and isinstance(cause, driver.Error) else None
+
+
+def _is_of_connection(failed: "psycopg.Error | None") -> bool:
+    if failed is None:
+        return False
+    driver = sys.modules["psycopg"]
+    return isinstance(failed, driver.OperationalError | driver.InterfaceError)
 
 
 def words(error: Exception) -> str:

@@ -17,8 +17,8 @@ destination_rooms = tables.destination_rooms
 outbox = tables.device_federation_outbox
 
 
-def pending(connection: Connection, destination: str, *, devices: bool) -> Pending:
-    """How much the destination is owed, and since when. `devices`: there are device lists."""
+def pending(connection: Connection, destination: str) -> Pending:
+    """How much the destination is owed, and since when."""
     pokes = tables.device_lists_outbound_pokes
     changes = select(func.count()).where(pokes.c.destination == destination)
     mark = (
@@ -38,7 +38,7 @@ def pending(connection: Connection, destination: str, *, devices: bool) -> Pendi
         oldest_stream_ordering=oldest,
         oldest_received_ts=connection.execute(received).scalar(),
         to_device=connection.execute(messages).scalar_one(),
-        device_lists=connection.execute(changes).scalar_one() if devices else 0,
+        device_lists=connection.execute(changes).scalar_one(),
     )
 
 

@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from sqlalchemy import Connection, delete, func, select, text, update
 
 from fedsender.store import tables
-from fedsender.store.delivery import upsert
 from fedsender.store.engine import StoreError
-from fedsender.store.records import Generation
+from fedsender.store.records import Generation, History
+from fedsender.store.rows import upsert
 
 positions = tables.federation_stream_position
 
@@ -155,22 +155,29 @@ def _has_table(connection: Connection, name: str) -> bool:
 # --- the feed of an embedded store ----------------------------------------------------------------
 
 
-def feed_epoch(connection: Connection) -> str | None:
-    """The history that the stored tokens belong to; None before the first one is known."""
-    return connection.execute(select(tables.stream_epoch.c.epoch)).scalar()
+def feed_history(connection: Connection) -> History | None:
+    """The history that the feed's tokens belong to; None before the first one is known."""
+    row = connection.execute(select(tables.stream_epoch)).first()
+    return None if row is None else History(row.epoch, row.base)
 
 
-def set_feed_epoch(connection: Connection, epoch: str) -> None:
-    """Store the epoch in place of any other."""
+def set_feed_history(connection: Connection, history: History) -> None:
+    """Store the history in place of any other."""
     connection.execute(delete(tables.stream_epoch))
-    connection.execute(upsert(connection, tables.stream_epoch).values(epoch=epoch))
+    connection.execute(
+        upsert(connection, tables.stream_epoch).values(epoch=history.epoch, base=history.base)
+    )
 
 
 # --- Synapse's schema -----------------------------------------------------------------------------
 
 
-def check_synapse_schema(connection: Connection) -> str | None:
-    """Raise StoreError if this Synapse's schema is not one we know; a warning in words, or None."""
+def check_synapse_schema(connection: Connection) -> None:
+    """Raise StoreError if this Synapse's schema is outside the range that was tested.
+
+    Both ways: on an older one something that we read may be missing, on a newer one something may
+    have changed its meaning. Synapse's own workers are as strict.
+    """
     for table in ("schema_version", "schema_compat_version", "destination_rooms"):
         if not _has_table(connection, table):
             raise StoreError(f"this is not a Synapse database: it has no table {table}")
@@ -181,11 +188,8 @@ def check_synapse_schema(connection: Connection) -> str | None:
             f"Synapse's schema is version {version}; the oldest one supported is {OLDEST_SCHEMA}:"
             " upgrade Synapse"
         )
-    if compat is None or compat > NEWEST_SCHEMA:
+    if compat is None or version > NEWEST_SCHEMA or compat > NEWEST_SCHEMA:
         raise StoreError(
-            f"Synapse's schema asks for software that knows version {compat}; this one was tested"
-            f" up to {NEWEST_SCHEMA}: upgrade fedsender"
+            f"Synapse's schema is version {version} (compatible with {compat}); this fedsender was"
+            f" tested up to {NEWEST_SCHEMA}: upgrade fedsender, or let Synapse's own worker send"
         )
-    if version > NEWEST_SCHEMA:
-        return f"Synapse's schema version {version} is newer than the newest tested {NEWEST_SCHEMA}"
-    return None

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
-from sqlalchemy import ColumnElement, Connection, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from fedsender.store import tables
 from fedsender.store.event_rows import in_chunks
@@ -20,6 +20,11 @@ def present(connection: Connection, server_name: str) -> list[PresenceState]:
     """The states of the server's users who are not offline."""
     local = table.c.user_id.endswith(":" + server_name, autoescape=True)
     return _states(connection, local & (table.c.state != "offline"))
+
+
+def newest(connection: Connection) -> int:
+    """The stream id of the state written last; 0: there is none."""
+    return connection.execute(select(func.max(table.c.stream_id))).scalar() or 0
 
 
 def said(connection: Connection, server_name: str, after: int, upto: int) -> list[PresenceState]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, delete, select
 
-from fedsender.store import tables
-from fedsender.store.delivery import upsert
+from fedsender.store import sender_tables as tables
 from fedsender.store.engine import Database
 from fedsender.store.event_rows import in_chunks
+from fedsender.store.rows import upsert
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,12 @@ class ReceiptBook:
                 connection.execute(delete(table).where(table.c.destination.in_(chunk)))
             for name, after in sorted(debts.items()):
                 statement = upsert(connection, tables.receipt_debts).values(
-                    destination=name, stream_id=after
+                    destination=name, stream_id=after, instance_name=instance
                 )
-                changed = {"stream_id": statement.excluded.stream_id}
+                changed = {
+                    "stream_id": statement.excluded.stream_id,
+                    "instance_name": statement.excluded.instance_name,
+                }
                 connection.execute(
                     statement.on_conflict_do_update(index_elements=["destination"], set_=changed)
                 )

@@ -33,6 +33,17 @@ class EventRow:
     redacted: bool
 
 
+STANDS_ABOVE = "fedsender.stands_above"
+"""In `internal_metadata`, in an embedded store only: see `stands_above`."""
+
+
+def stands_above(internal_metadata: Mapping[str, object]) -> int | None:
+    """Of an event that came with a snapshot: it stands in for what its room had above this stream
+    ordering, which we never got. None for any other event."""
+    value = internal_metadata.get(STANDS_ABOVE)
+    return value if isinstance(value, int) else None
+
+
 @dataclass(frozen=True, slots=True)
 class HostsUnknown:
     """The servers in the room before an event cannot be told, and why."""
@@ -195,6 +206,20 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """Whose tokens a feed counts, and how they are ours.
+
+    Attributes:
+        epoch: names the history; a relay that lost or replaced its own begins another.
+        base: a token of the history, and this, is our stream ordering. So our positions never go
+            back, whatever becomes of the relay's.
+    """
+
+    epoch: str
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
     """What a destination is owed, counted."""
 
@@ -230,3 +255,79 @@ class DestinationRoomsPage:
 
     rows: tuple[tuple[str, int], ...]
     total: int
+
+
+# --- the sender's own database --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenRecord:
+    """A transaction that may have left: sent again unchanged until it is answered (I3).
+
+    Attributes:
+        body: the exact bytes.
+        manifest: what it holds, as JSON values; `sender.transaction` writes and reads it.
+        frozen_ms: when it was made.
+        attempts: so far.
+    """
+
+    destination: str
+    transaction_id: str
+    body: bytes
+    manifest: Mapping[str, Any]
+    frozen_ms: int
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class CatchUp:
+    """A catch-up under way.
+
+    Attributes:
+        floor: LSSO when it began.
+        newest_only: LSSO was unknown: no gaps are sent.
+        rooms: room -> stream ordering up to which that room was answered.
+    """
+
+    floor: int
+    newest_only: bool
+    rooms: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Something that was taken out of the way.
+
+    Attributes:
+        destination: None: an event that no server got.
+        kind: "pdu", or the EDU's type.
+        content: an EDU's bytes; a PDU stays with the homeserver.
+    """
+
+    id: int
+    destination: str | None
+    kind: str
+    event_id: str | None
+    room_id: str | None
+    stream_ordering: int | None
+    content: bytes | None
+    reason: str
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Redelivery:
+    """An event that a server is to get once more, or at last."""
+
+    destination: str
+    event_id: str
+    room_id: str
+    stream_ordering: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGeneration:
+    """The homeserver's database as we last left it: see `Generation`."""
+
+    events_position: int
+    mark: str

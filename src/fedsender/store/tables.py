@@ -1,9 +1,9 @@
-"""The tables: the homeserver's, by Synapse's names, and the sender's own.
+"""The homeserver's tables, by Synapse's names.
 
 `homeserver` describes only the columns that we read or write. On a Synapse they are used in place
 and never migrated; in the embedded default Alembic makes them (with some of our own, of which
-`room_servers` and `event_servers` stand in for Synapse's state groups). `sender` is always ours, in
-a database of its own.
+`room_servers` and `event_servers` stand in for Synapse's state groups). The sender's own tables are
+in `sender_tables`, and in a database of their own.
 
 Times in columns named `*_ts` and `*_ms` are milliseconds since the epoch.
 """
@@ -13,26 +13,17 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
-    Float,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     Table,
     Text,
     UniqueConstraint,
 )
 
-# Constraints with names, so that a later migration can take hold of them on SQLite too.
-NAMES = {
-    "uq": "%(table_name)s_%(column_0_N_name)s_key",
-    "ix": "%(table_name)s_%(column_0_N_name)s_idx",
-}
-homeserver = MetaData(naming_convention=NAMES)
-sender = MetaData(naming_convention=NAMES)
+from fedsender.store.names import NAMES, RowId
 
-# Row ids: SQLite only counts an INTEGER primary key up by itself.
-RowId = BigInteger().with_variant(Integer, "sqlite")
+homeserver = MetaData(naming_convention=NAMES)
 
 # --- the homeserver's tables, as Synapse has them -------------------------------------------------
 
@@ -119,6 +110,66 @@ device_federation_outbox = Table(
     Column("instance_name", Text),
     Index("device_federation_outbox_destination_id", "destination", "stream_id"),
 )
+device_lists_outbound_pokes = Table(
+    "device_lists_outbound_pokes",
+    homeserver,
+    Column("destination", Text, nullable=False),
+    Column("stream_id", BigInteger, nullable=False),
+    Column("user_id", Text, nullable=False),
+    Column("device_id", Text, nullable=False),
+    Index("device_lists_outbound_pokes_id", "destination", "stream_id"),
+)
+device_lists_outbound_last_success = Table(
+    "device_lists_outbound_last_success",
+    homeserver,
+    Column("destination", Text, primary_key=True),
+    Column("user_id", Text, primary_key=True),
+    Column("stream_id", BigInteger, nullable=False, comment="the user's last update it was sent"),
+)
+devices = Table(
+    "devices",
+    homeserver,
+    Column("user_id", Text, primary_key=True),
+    Column("device_id", Text, primary_key=True),
+    Column("display_name", Text),
+    Column("hidden", Boolean, default=False, comment="stands for a cross-signing key"),
+)
+e2e_device_keys_json = Table(
+    "e2e_device_keys_json",
+    homeserver,
+    Column("user_id", Text, primary_key=True),
+    Column("device_id", Text, primary_key=True),
+    Column("key_json", Text, nullable=False),
+)
+e2e_cross_signing_keys = Table(
+    "e2e_cross_signing_keys",
+    homeserver,
+    Column("user_id", Text, primary_key=True),
+    Column("keytype", Text, primary_key=True, comment="master, self_signing, user_signing"),
+    Column("stream_id", BigInteger, primary_key=True, autoincrement=False),
+    Column("keydata", Text, nullable=False),
+)
+e2e_cross_signing_signatures = Table(
+    "e2e_cross_signing_signatures",
+    homeserver,
+    Column("user_id", Text, nullable=False, comment="who signed"),
+    Column("key_id", Text, nullable=False),
+    Column("target_user_id", Text, nullable=False),
+    Column("target_device_id", Text, nullable=False),
+    Column("signature", Text, nullable=False),
+)
+receipts_linearized = Table(
+    "receipts_linearized",
+    homeserver,
+    Column("stream_id", BigInteger, nullable=False, index=True),
+    Column("room_id", Text, nullable=False),
+    Column("receipt_type", Text, nullable=False),
+    Column("user_id", Text, nullable=False),
+    Column("event_id", Text, nullable=False),
+    Column("thread_id", Text, comment="NULL: of the whole room"),
+    Column("data", Text, nullable=False, comment="JSON object"),
+    Index("receipts_linearized_user", "user_id", "room_id"),
+)
 # Embedded only: Synapse keeps what these say in state groups.
 room_servers = Table(
     "room_servers",
@@ -140,7 +191,8 @@ event_servers = Table(
 stream_epoch = Table(
     "stream_epoch",
     homeserver,
-    Column("epoch", Text, primary_key=True, comment="the history that the stored tokens belong to"),
+    Column("epoch", Text, primary_key=True, comment="the history that the feed's tokens belong to"),
+    Column("base", BigInteger, nullable=False, comment="added to its tokens, they are ours"),
 )
 generation_marks = Table(
     "generation_marks",
@@ -158,6 +210,12 @@ event_to_state_groups = Table(
     synapse,
     Column("event_id", Text, primary_key=True),
     Column("state_group", BigInteger, nullable=False),
+)
+state_groups = Table(
+    "state_groups",
+    synapse,
+    Column("id", BigInteger, primary_key=True, autoincrement=False),
+    Column("room_id", Text, nullable=False),
 )
 state_groups_state = Table(
     "state_groups_state",
@@ -214,65 +272,6 @@ room_ban_redactions = Table(
     Column("redacting_event_id", Text, nullable=False),
     Column("redact_end_ordering", BigInteger, comment="the unban; NULL: still banned"),
 )
-device_lists_outbound_pokes = Table(
-    "device_lists_outbound_pokes",
-    synapse,
-    Column("destination", Text, nullable=False),
-    Column("stream_id", BigInteger, nullable=False),
-    Column("user_id", Text, nullable=False),
-    Column("device_id", Text, nullable=False),
-    Index("device_lists_outbound_pokes_id", "destination", "stream_id"),
-)
-device_lists_outbound_last_success = Table(
-    "device_lists_outbound_last_success",
-    synapse,
-    Column("destination", Text, primary_key=True),
-    Column("user_id", Text, primary_key=True),
-    Column("stream_id", BigInteger, nullable=False, comment="the user's last update it was sent"),
-)
-devices = Table(
-    "devices",
-    synapse,
-    Column("user_id", Text, primary_key=True),
-    Column("device_id", Text, primary_key=True),
-    Column("display_name", Text),
-    Column("hidden", Boolean, default=False, comment="stands for a cross-signing key"),
-)
-e2e_device_keys_json = Table(
-    "e2e_device_keys_json",
-    synapse,
-    Column("user_id", Text, primary_key=True),
-    Column("device_id", Text, primary_key=True),
-    Column("key_json", Text, nullable=False),
-)
-e2e_cross_signing_keys = Table(
-    "e2e_cross_signing_keys",
-    synapse,
-    Column("user_id", Text, primary_key=True),
-    Column("keytype", Text, primary_key=True, comment="master, self_signing, user_signing"),
-    Column("stream_id", BigInteger, primary_key=True, autoincrement=False),
-    Column("keydata", Text, nullable=False),
-)
-e2e_cross_signing_signatures = Table(
-    "e2e_cross_signing_signatures",
-    synapse,
-    Column("user_id", Text, nullable=False, comment="who signed"),
-    Column("key_id", Text, nullable=False),
-    Column("target_user_id", Text, nullable=False),
-    Column("target_device_id", Text, nullable=False),
-    Column("signature", Text, nullable=False),
-)
-receipts_linearized = Table(
-    "receipts_linearized",
-    synapse,
-    Column("stream_id", BigInteger, nullable=False, index=True),
-    Column("room_id", Text, nullable=False),
-    Column("receipt_type", Text, nullable=False),
-    Column("user_id", Text, nullable=False),
-    Column("event_id", Text, nullable=False),
-    Column("thread_id", Text, comment="NULL: of the whole room"),
-    Column("data", Text, nullable=False, comment="JSON object"),
-)
 presence_stream = Table(
     "presence_stream",
     synapse,
@@ -289,107 +288,4 @@ stream_positions = Table(
     Column("stream_name", Text, primary_key=True),
     Column("instance_name", Text, primary_key=True),
     Column("stream_id", BigInteger, nullable=False),
-)
-
-# --- the sender's own -----------------------------------------------------------------------------
-
-frozen_transactions = Table(
-    "frozen_transactions",
-    sender,
-    Column("destination", Text, primary_key=True),
-    Column("transaction_id", Text, nullable=False),
-    Column("body", LargeBinary, nullable=False, comment="the exact bytes that left or may have"),
-    Column("manifest", JSON, nullable=False, comment="what it holds: see sender.transaction"),
-    Column("frozen_ms", BigInteger, nullable=False),
-    Column("attempts", Integer, nullable=False),
-)
-server_states = Table(
-    "server_states",
-    sender,
-    Column("destination", Text, primary_key=True),
-    Column("failing_since_ms", BigInteger, comment="first failure of this streak; NULL: healthy"),
-    Column("failures", Integer, nullable=False, default=0, comment="in this streak"),
-    Column("last_attempt_ms", BigInteger),
-    Column("next_attempt_ms", BigInteger, comment="by our own timer"),
-    Column("last_success_ms", BigInteger),
-    Column("outcome", Text, comment="class of the last failure: see sender.failure"),
-    Column("reason", Text, comment="the last failure in words, at most 500 characters"),
-    Column("wake_tokens", Float, nullable=False, comment="wakes left in this server's bucket"),
-    Column("wake_tokens_ms", BigInteger, nullable=False, comment="when wake_tokens was true"),
-    Column(
-        "stubborn", Integer, nullable=False, default=0, comment="failures that may be content's"
-    ),
-    Column("stubborn_since_ms", BigInteger),
-    Column("shared_interval_ms", BigInteger, nullable=False, default=0),
-    Column("isolating", Integer, comment="items per transaction while looking for a poisonous one"),
-    Column("paused", Text, comment="an operator's reason; NULL: not paused"),
-    Column("parked", Text, comment="why nothing is tried; NULL: not parked"),
-)
-catch_ups = Table(
-    "catch_ups",
-    sender,
-    Column("destination", Text, primary_key=True),
-    Column("floor", BigInteger, nullable=False, comment="LSSO when it began"),
-    Column("newest_only", Boolean, nullable=False, comment="LSSO was unknown: no gaps"),
-)
-catch_up_rooms = Table(
-    "catch_up_rooms",
-    sender,
-    Column("destination", Text, primary_key=True),
-    Column("room_id", Text, primary_key=True),
-    Column("sent_to", BigInteger, nullable=False, comment="stream ordering answered in this room"),
-)
-quarantine = Table(
-    "quarantine",
-    sender,
-    Column("id", RowId, primary_key=True, autoincrement=True),
-    Column("destination", Text, comment="NULL: an event that no server got", index=True),
-    Column("kind", Text, nullable=False, comment="pdu, or the EDU's type"),
-    Column("event_id", Text),
-    Column("room_id", Text, index=True),
-    Column("stream_ordering", BigInteger),
-    Column("content", LargeBinary, comment="an EDU's bytes; a PDU stays with the homeserver"),
-    Column("reason", Text, nullable=False),
-    Column("at_ms", BigInteger, nullable=False),
-    UniqueConstraint("destination", "event_id"),
-)
-redeliveries = Table(
-    "redeliveries",
-    sender,
-    Column("destination", Text, primary_key=True),
-    Column("event_id", Text, primary_key=True),
-    Column("room_id", Text, nullable=False),
-    Column("stream_ordering", BigInteger, nullable=False),
-    Column("added_ms", BigInteger, nullable=False),
-)
-receipt_positions = Table(
-    "receipt_positions",
-    sender,
-    Column("instance_name", Text, primary_key=True),
-    Column(
-        "stream_id",
-        BigInteger,
-        nullable=False,
-        comment="up to here each receipt is answered, or covered by receipt_debts",
-    ),
-)
-receipt_debts = Table(
-    "receipt_debts",
-    sender,
-    Column("destination", Text, primary_key=True),
-    Column("stream_id", BigInteger, nullable=False, comment="it is owed receipts above this one"),
-)
-generation = Table(
-    "generation",
-    sender,
-    Column("instance_name", Text, primary_key=True),
-    Column("events_position", BigInteger, nullable=False, comment="as we last left it"),
-    Column("mark", Text, nullable=False, comment="the mark that stands in both databases"),
-)
-instance_lock = Table(
-    "instance_lock",
-    sender,
-    Column("instance_name", Text, primary_key=True),
-    Column("holder", Text, nullable=False, comment="boot id of the daemon that runs"),
-    Column("seen_ms", BigInteger, nullable=False),
 )

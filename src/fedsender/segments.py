@@ -1,0 +1,136 @@
+"""The files of the ledger: their names, their lines, which of them are whole, which may go.
+
+    <instance>.<boot id>.<number>.open     being written, or waiting for an answer to be settled
+    <instance>.<boot id>.<number>.jsonl    closed by rename: complete, never changed again
+
+An instance's name may have dots in it; a boot id and a number have none.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+DAY_MS = 86_400_000
+
+
+def segment_name(instance: str, boot_id: str, number: int, suffix: str) -> str:
+    """What a segment is called."""
+    return f"{instance}.{boot_id}.{number:06d}.{suffix}"
+
+
+def _owner(path: Path) -> tuple[str, str, int] | None:
+    """Instance, boot id and number of a segment; None: it is no segment."""
+    parts = path.name.rsplit(".", 3)
+    if len(parts) != 4 or not (parts[2].isascii() and parts[2].isdigit()):
+        return None
+    return parts[0], parts[1], int(parts[2])
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of one segment, open or closed; a torn or foreign line is passed over."""
+    with path.open("rb") as segment:
+        for text in segment:
+            if not text.endswith(b"\n"):
+                return
+            try:
+                line = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(line, dict):
+                yield line
+
+
+def _with_status(directory: Path, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
+    """The files with these suffixes. One that goes, or is closed, while we look is left out."""
+    found = []
+    for path in directory.iterdir():
+        if path.suffix in suffixes:
+            try:
+                found.append((path, path.stat()))
+            except FileNotFoundError:
+                continue
+    return found
+
+
+def segments(directory: Path) -> list[Path]:
+    """All segments, in the order in which they were last written to.
+
+    One that is closed while we look may be there under its old name, or under both.
+    """
+    found = _with_status(directory, ".jsonl", ".open")
+    return [path for path, _ in sorted(found, key=lambda f: (f[1].st_mtime_ns, f[0].name))]
+
+
+def torn_segments(directory: Path, instance: str) -> list[Path]:
+    """Open segments of this instance, in the order of their lines: no daemon runs, so that the
+    last one has left them, by a crash or with answers that it could not settle."""
+    found = []
+    newest: dict[str, int] = {}
+    for path, status in _with_status(directory, ".open"):
+        owner = _owner(path)
+        if owner is not None and owner[0] == instance:
+            _, boot_id, number = owner
+            newest[boot_id] = max(status.st_mtime_ns, newest.get(boot_id, 0))
+            found.append((boot_id, number, path))
+    found.sort(key=lambda each: (newest[each[0]], each[0], each[1]))
+    return [path for _, _, path in found]
+
+
+def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
+    """Cut these segments back to their last whole line, and close them."""
+    closed = []
+    for path in torn:
+        with path.open("r+b") as segment:
+            segment.truncate(_whole_bytes(path))
+        closed.append(path.with_suffix(".jsonl"))
+        os.replace(path, closed[-1])
+    return closed
+
+
+def _whole_bytes(path: Path) -> int:
+    """How far the file's whole lines go, found from its end."""
+    piece = 1 << 16
+    with path.open("rb") as segment:
+        end = segment.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - piece)
+            segment.seek(start)
+            last = segment.read(end - start).rfind(b"\n")
+            if last >= 0:
+                return start + last + 1
+            end = start
+    return 0
+
+
+def last_answers(torn: Sequence[Path]) -> dict[str, dict[str, Any]]:
+    """The last answer that each destination gave, by the segments that were left open.
+
+    An answer is on record here before the databases learn of it, its segment stays open until they
+    have, and a destination sends nothing more before that: so this is all they can have missed.
+    """
+    answers: dict[str, dict[str, Any]] = {}
+    for path in torn:
+        for line in read_lines(path):
+            if line.get("outcome") == "delivered":
+                answers[line["destination"]] = line
+    return answers
+
+
+def expired(directory: Path, *, now_ms: int, keep_days: float, keep_bytes: int) -> list[Path]:
+    """The closed segments that age or the size of all of them sends away, oldest first.
+
+    Open ones count, and stay: the newest of their lines may be needed by a start.
+    """
+    oldest_ms = now_ms - keep_days * DAY_MS
+    found = _with_status(directory, ".jsonl", ".open")
+    total = sum(status.st_size for path, status in found if path.suffix == ".open")
+    closed = [each for each in found if each[0].suffix == ".jsonl"]
+    going: list[Path] = []
+    for path, status in sorted(closed, key=lambda f: (f[1].st_mtime_ns, f[0].name), reverse=True):
+        total += status.st_size
+        if status.st_mtime_ns / 1_000_000 < oldest_ms or total > keep_bytes:
+            going.append(path)
+    return going[::-1]

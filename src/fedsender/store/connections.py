@@ -1,0 +1,145 @@
+"""Connections to a database: which URLs there are, and how each kind is set up."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import QueuePool
+
+# Between two tries to reach a database that is away.
+FIRST_PAUSE_S = 0.2
+LAST_PAUSE_S = 10.0
+SQLITE_BUSY_S = 5.0
+CONNECT_S = 10
+STATEMENT_MS = 60_000
+LOCK_MS = 10_000
+
+
+class StoreError(Exception):
+    """The store cannot do what was asked; the text says why, in words, without content."""
+
+
+class WrongDatabase(StoreError):
+    """There is no such database, or it does not let us in: the configuration names another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class DatabaseOptions:
+    """How a database is opened.
+
+    Attributes:
+        readers: connections for reads; as many worker threads wait for them.
+        synchronous: SQLite's setting. FULL survives a power cut, NORMAL a killed process.
+        ours: we may create the file and set its journal mode. False for a homeserver's own SQLite.
+    """
+
+    readers: int = 4
+    synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
+    ours: bool = True
+
+
+def checked_url(url: str | URL) -> URL:
+    """The URL with its driver; raises WrongDatabase for one that we cannot use."""
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise WrongDatabase(
+            "a database URL must look like sqlite:///path or postgresql://…"
+        ) from None
+    if parsed.get_backend_name() == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if parsed.get_backend_name() != "sqlite":
+        raise WrongDatabase(f"databases are sqlite or postgresql, not {parsed.get_backend_name()}")
+    if parsed.database in (None, "", ":memory:"):
+        raise WrongDatabase("an SQLite database needs a file: sqlite:///path")
+    return parsed
+
+
+def prepare_file(url: URL, options: DatabaseOptions) -> None:
+    """Make the file with mode 0600 before SQLite does with the umask's; its -wal follows suit."""
+    path = Path(url.database or "")
+    if path.exists():
+        return
+    if not options.ours:
+        raise WrongDatabase(f"there is no database at {path}")
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    except OSError as error:
+        raise WrongDatabase(f"cannot create {path}: {error.strerror}") from error
+
+
+def make_engine(
+    kind: Literal["read", "write"], url: URL, size: int, options: DatabaseOptions
+) -> Engine:
+    """At most `size` connections for reading, or for writing."""
+    make = _sqlite_engine if url.get_backend_name() == "sqlite" else _postgresql_engine
+    return make(kind, url, size, options)
+
+
+def _sqlite_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> Engine:
+    # isolation_level=None and our own BEGIN: with the driver's deferred one, a transaction that
+    # reads and then writes fails at once with "database is locked", whatever the busy timeout says.
+    engine = create_engine(
+        url,
+        poolclass=QueuePool,
+        pool_size=size,
+        max_overflow=0,
+        hide_parameters=True,
+        connect_args={
+            "timeout": SQLITE_BUSY_S,
+            "isolation_level": None,
+            "check_same_thread": False,
+        },
+    )
+    pragmas = [f"synchronous = {options.synchronous}", "foreign_keys = ON"]
+    if options.ours:
+        pragmas.insert(0, "journal_mode = WAL")
+    if kind == "read":
+        pragmas.append("query_only = ON")
+
+    def on_connect(connection: DBAPIConnection, _record: object) -> None:
+        cursor = connection.cursor()
+        for pragma in pragmas:
+            cursor.execute(f"PRAGMA {pragma}")
+        cursor.close()
+
+    begin = "BEGIN IMMEDIATE" if kind == "write" else "BEGIN"
+    event.listen(engine, "connect", on_connect)
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    return engine
+
+
+def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> Engine:
+    # Reads of several statements want one snapshot. Writes are upserts that judge the newest row:
+    # READ COMMITTED lets them, where REPEATABLE READ would have them fail and start again.
+    connect_args: dict[str, Any] = {
+        "connect_timeout": CONNECT_S,
+        "application_name": "fedsender",
+        "keepalives_idle": 30,
+        "keepalives_interval": 10,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 60_000,
+    }
+    engine = create_engine(
+        url,
+        poolclass=QueuePool,
+        pool_size=size,
+        max_overflow=0,
+        hide_parameters=True,
+        isolation_level="REPEATABLE READ" if kind == "read" else "READ COMMITTED",
+        connect_args=connect_args,
+    )
+
+    def on_connect(connection: DBAPIConnection, _record: object) -> None:
+        cursor = connection.cursor()
+        cursor.execute(f"SET statement_timeout = {STATEMENT_MS}")
+        cursor.execute(f"SET lock_timeout = {LOCK_MS}")
+        cursor.close()
+        connection.commit()
+
+    event.listen(engine, "connect", on_connect)
+    return engine

@@ -1,0 +1,79 @@
+"""Writing rows in the dialect of either database: functions of a connection."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sqlalchemy import Connection, Table, cast, func, or_, select
+from sqlalchemy.dialects import sqlite
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql
+
+Insert: TypeAlias = "postgresql.Insert | sqlite.Insert"
+
+
+def upsert(connection: Connection, table: Table) -> Insert:
+    """An INSERT that can be given `on_conflict_do_...`, in the connection's dialect."""
+    if connection.dialect.name == "sqlite":
+        return sqlite.insert(table)
+    from sqlalchemy.dialects import postgresql  # 3 MB that SQLite has no use for
+
+    return postgresql.insert(table)
+
+
+def insert_rows(
+    connection: Connection,
+    table: Table,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    raising: str | None = None,
+    replacing: str | None = None,
+) -> None:
+    """Insert rows, all with the same columns and each with another key.
+
+    Where the key is there already: `raising` names a column that takes the new value if it holds a
+    smaller one or none, `replacing` one that takes it in any case; without them the row stays as
+    it is.
+    """
+    if not rows:
+        return
+    names = list(rows[0])
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
+        # One array per column: one statement, and one plan, for any number of rows.
+        arrays = [
+            cast([row[name] for row in rows], postgresql.ARRAY(table.c[name].type))
+            for name in names
+        ]
+        source = func.unnest(*arrays).table_valued(*names).render_derived()
+        statement = postgresql.insert(table).from_select(
+            names, select(*(source.c[name] for name in names))
+        )
+        connection.execute(_on_conflict(statement, table, raising, replacing))
+    else:
+        connection.execute(_sqlite_insert(table, raising, replacing), list(rows))
+
+
+@cache
+def _sqlite_insert(table: Table, raising: str | None, replacing: str | None) -> Insert:
+    # Made once: to make it costs as much as to run it.
+    return _on_conflict(sqlite.insert(table), table, raising, replacing)
+
+
+def _on_conflict(
+    statement: Insert,
+    table: Table,
+    raising: str | None,
+    replacing: str | None,
+) -> Insert:
+    name = raising or replacing
+    if name is None:
+        return statement.on_conflict_do_nothing()
+    stored, given = table.c[name], statement.excluded[name]
+    return statement.on_conflict_do_update(
+        index_elements=list(table.primary_key),
+        set_={name: given},
+        where=or_(stored.is_(None), stored < given) if raising is not None else None,
+    )

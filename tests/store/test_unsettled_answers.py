@@ -1,0 +1,79 @@
+"""An answer that the databases do not know of is not forgotten, however long they are away."""
+
+import shutil
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+import trio
+from sqlalchemy.exc import OperationalError
+from tests.sender.harness import Request, World, answer
+from trio.testing import MockClock
+
+from fedsender.federation.client import Answer
+
+R1, R2 = "!1:hs.example", "!2:hs.example"
+# In the past: segments, which the real clock dates, are not to be old.
+EPOCH_MS = 1_700_000_000_000
+GOOD, BAD = "good.example", "bad.example"
+
+
+def world(directory: Path) -> World:
+    directory.mkdir(exist_ok=True)
+    made = World(directory)
+    made.outside = replace(
+        made.outside, now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
+    )
+    return made
+
+
+def full() -> OperationalError:
+    cause = sqlite3.OperationalError("database or disk is full")
+    cause.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return OperationalError("COMMIT", {}, cause)
+
+
+def redirect(request: Request) -> Answer:
+    """A failure that is no business of the homeserver's database."""
+    return answer(302)
+
+
+async def test_an_answer_that_waits_for_hours_is_known_after_a_kill(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I3, I9: a segment of the ledger stays open while an answer in it is not in the databases.
+
+    The homeserver's database takes nothing for five hours, in which the ledger begins several
+    segments because of a server that fails; then kill -9.
+    """
+    before = world(tmp_path / "before")
+    away = False
+
+    def faults(point: str) -> None:
+        if away and point == "homeserver: before commit":
+            raise full()
+
+    before.faults = faults
+    good = before.server(GOOD)
+    async with before.run():
+        await before.join(R1, GOOD)
+        await before.join(R2, BAD)
+        before.servers[BAD].reply = redirect
+        await before.say(R2, "nobody gets this")
+        await before.say(R1, "one")
+        good.latency = 5
+        await trio.sleep(2)
+        away = True
+        await trio.sleep(5 * 3600)
+        assert [request.bodies for request in good.requests] == [["one"]]
+        segments = sorted((before.directory / "ledger").iterdir())
+        assert len(segments) >= 3
+        shutil.copytree(before.directory, tmp_path / "after")
+        away = False
+
+    after = world(tmp_path / "after")
+    after.servers = before.servers
+    async with after.run():
+        await trio.sleep(600)
+        assert good.got == ["one"]
+        assert await after.store.homeserver.lsso(GOOD) == 4
