@@ -8,9 +8,11 @@ import hashlib
 import json
 import random
 from base64 import urlsafe_b64encode
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,7 @@ class RemoteServer:
     requests: list[Request] = field(default_factory=list)
     answered: list[Request] = field(default_factory=list)
     in_flight: int = 0
+    connecting: Callable[[], object] | None = None
 
     @property
     def got(self) -> list[str]:
@@ -105,9 +108,14 @@ class FakePeer:
     def __init__(self, server: RemoteServer) -> None:
         self.server = server
 
+    def at_hand(self) -> None:
+        """Each attempt connects."""
+
     async def connect(self) -> "FakeLink":
         await trio.sleep(0.01)
         self.server.attempts.append(trio.current_time())
+        if self.server.connecting is not None:
+            self.server.connecting()
         if self.server.down:
             raise Unreachable("refused", "connection refused")
         return FakeLink(self.server)
@@ -146,11 +154,13 @@ class FakeLink:
 class FakeClient:
     def __init__(self, servers: dict[str, RemoteServer]) -> None:
         self.servers = servers
+        self.opened: defaultdict[str, list[Policy]] = defaultdict(list)
 
     def forget(self, name: str) -> None: ...
 
     @asynccontextmanager
     async def peer(self, name: str, policy: Policy) -> AsyncIterator[FakePeer]:
+        self.opened[name].append(policy)
         yield FakePeer(self.servers[name])
 
 
@@ -171,6 +181,7 @@ class World:
         self.store: Store
         self.metrics: Metrics
         self.faults: Callable[[str], None] | None = None
+        self.doubt: Callable[[str], int] = lambda server: 0
         rng = random.Random(1)
         self.outside = Outside(
             now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000),
@@ -202,6 +213,8 @@ class World:
     async def run(self) -> AsyncIterator[Sender]:
         """The sender, until the body is left; leave it by `kill` to leave as kill -9 would."""
         config = self.config()
+        self.policies = _Policies(config)
+        self.client = FakeClient(self.servers)
         self.metrics = Metrics(HS)
         async with (
             self.open() as store,
@@ -210,7 +223,7 @@ class World:
                 "fedsender",
                 self.outside.entropy(4).hex(),
                 self.outside,
-                keep_days=14,
+                keep_days=3650,
                 keep_bytes=2**30,
                 segment_seconds=3600,
                 segment_bytes=2**26,
@@ -222,19 +235,25 @@ class World:
                 sending=config.sending,
                 presence=config.homeserver.presence,
                 federation=config.federation,
-                policies=_Policies(config),
+                policies=self.policies,
                 outside=self.outside,
                 store=store,
-                client=FakeClient(self.servers),  # type: ignore[arg-type]  # no sockets
+                client=self.client,  # type: ignore[arg-type]  # no sockets
                 ledger=ledger,
                 metrics=self.metrics,
                 admission=Admission(max_in_flight=100, slow_share=0.25, handshakes_per_second=100),
                 announcer=Silence(),
+                doubt=self.doubt,
             ) as self.sender,
         ):
             self.token = max(self.token, await store.homeserver.feed_position())
             self.sender.events.advance(self.token)
             yield self.sender
+
+    def reload(self, sender: Sender) -> None:
+        """Take over the settings as they are now."""
+        self.policies.use(self.config())
+        sender.use_policies()
 
     # --- the homeserver ---
 
@@ -324,10 +343,15 @@ class World:
 
 class _Policies:
     def __init__(self, config: Config) -> None:
+        self._policy_for: Callable[[str], Policy]
+        self.use(config)
+
+    def use(self, config: Config) -> None:
         self._config = config
+        self._policy_for = lru_cache(1000)(config.policy_for)
 
     def policy_for(self, server: str) -> Policy:
-        return self._config.policy_for(server)
+        return self._policy_for(server)
 
     def handles(self, server: str) -> bool:
         return self._config.handles(server)

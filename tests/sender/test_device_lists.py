@@ -332,17 +332,20 @@ async def test_an_answer_on_record_is_not_forgotten_by_a_kill(
 ) -> None:
     """From the ledger's line; and where the attempt was a repeated one, also its stored record."""
     server = world.servers[A]
+
+    def last(request: Any) -> Any:
+        world.kill_at = "homeserver: before commit"  # The next is what this answer moves.
+        return ok(request)
+
     with killed():
         async with world.run() as sender:
-            if failed_before:
-                server.reply = lambda _: answer(500)
+            server.reply = (lambda _: answer(500)) if failed_before else last
             await world.poke(ALICE, "D1", servers=[A])
             await trio.sleep(1)
-            if failed_before:
-                server.reply = ok
-                sender.wake([A], by_admin=True)
-            world.kill_at = "homeserver: before commit"
+            server.reply = last
+            sender.wake([A], by_admin=True)
             await trio.sleep(10)
+    server.reply = ok
     if not failed_before:
         assert len(server.answered) == 1
     async with world.run() as sender:

@@ -20,11 +20,12 @@ from fedsender.sender.failure import (
     fewer_items,
     judge_status,
     more_items,
-    proves_poison,
     shared_interval_ms,
     take_wake,
     wait_s,
 )
+from fedsender.sender.suspicion import Next, Suspicion
+from fedsender.sender.transaction import Draft, Edu, Transaction, freeze
 
 NOW = 1_800_000_000_000
 
@@ -202,15 +203,62 @@ def test_five_answers_5xx_over_half_an_hour_make_the_content_a_suspect() -> None
     assert content_is_suspect(late, failing, pdus=1, now_ms=NOW + 30 * 60_000)
 
 
-def test_what_a_server_refuses_that_refuses_everything_proves_nothing() -> None:
-    """A single item is poison only if the attempt before it was answered."""
-    rejecting = Verdict(Outcome.REJECTING, "400", 400, sent=True)
-    never_well = fail(state(), rejecting)
-    after_answer = fail(state(last_success_ms=NOW), rejecting)
+def single_item() -> Transaction:
+    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
+    draft.add_edu(Edu("m.direct_to_device", b"{}", outbox_ids=(1,)))
+    return freeze(draft, transaction_id="t", origin="o", now_ms=NOW, lsso_before=None)
 
-    assert not proves_poison(never_well)
-    assert proves_poison(after_answer)
-    assert not proves_poison(fail(after_answer, rejecting))
+
+@pytest.mark.parametrize(
+    ("probed_ago_ms", "then"),
+    [(None, Next.REFORM), (1_000, Next.QUARANTINE), (61_000, Next.REFORM)],
+)
+def test_a_single_item_is_poison_only_straight_after_an_answered_probe(
+    probed_ago_ms: int | None, then: Next
+) -> None:
+    """W13: a server, or a proxy before it, that refuses everything proves nothing about it."""
+    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
+    probe = freeze(draft, transaction_id="p", origin="o", now_ms=NOW, lsso_before=None)
+    rejecting = Verdict(Outcome.REJECTING, "answered 400", 400, sent=True)
+    suspicion = Suspicion()
+    suspicion.answered(single_item() if probed_ago_ms is None else probe, NOW)
+    later = NOW + (probed_ago_ms or 1_000)
+    failed = fail(state(last_success_ms=NOW), rejecting, later)
+
+    step = suspicion.refused(single_item(), failed, rejecting, later, alive=False)
+    again = suspicion.refused(single_item(), failed, rejecting, later, alive=False)
+
+    assert step.next is then
+    assert step.items == 0
+    assert again.next is Next.REFORM, "one probe clears one item"
+
+
+def test_a_server_that_was_well_lately_is_tried_steadily_and_then_less_and_less() -> None:
+    policy = Backoff(jitter=0.0)
+    now, waits, current = NOW, [], state(last_success_ms=NOW)
+    while now < NOW + 3600_000:
+        current = after_failure(policy, current, REFUSED, now, random.Random(0))
+        assert current.next_attempt_ms is not None
+        waits.append((current.next_attempt_ms - now) // 1000)
+        now = current.next_attempt_ms
+
+    assert waits[:12] == [10] * 12
+    assert waits[12:17] == [20, 40, 80, 160, 320]
+
+
+def test_attempts_that_take_long_end_the_steady_time_all_the_same() -> None:
+    """Twelve time-outs of a minute each would hold a place in the slow lane for a quarter hour."""
+    since = state(last_success_ms=NOW, failing_since_ms=NOW, failures=3)
+
+    assert wait_s(Backoff(jitter=0.0), since, REFUSED, NOW + 119_000, random.Random(0)) == 10.0
+    assert wait_s(Backoff(jitter=0.0), since, REFUSED, NOW + 240_000, random.Random(0)) == 140.0
+
+
+def test_a_clock_that_was_set_back_does_not_make_the_steady_time_last() -> None:
+    """I5: the count of failures bounds it too."""
+    later = state(last_success_ms=NOW, failing_since_ms=NOW, failures=30)
+
+    assert wait_s(Backoff(jitter=0.0), later, REFUSED, NOW - DAY_MS, random.Random(0)) == 3600.0
 
 
 def test_after_a_probe_one_item_and_then_twice_as_many_each_time() -> None:

@@ -281,14 +281,19 @@ async def test_a_server_that_never_answers_sees_few_attempts_a_day(
     world.server(A, down=True)
     world.server(B, down=True)
     async with world.run() as sender:
-        await world.join(R1, A, B)
-        for _ in range(24 * 60):
-            await world.say(R1, "tick")
+        await world.join(R1, A, B, C)
+        await world.say(R1, "C is well")
+        await trio.sleep(60)
+        world.servers[C].down, well = True, len(world.servers[C].attempts)
+        for tick in range(24 * 12):
+            if tick % 4 == 0:
+                await world.say(R1, "tick")
             sender.wake([B])
-            await trio.sleep(60)
+            await trio.sleep(300)
 
     assert 10 < len(world.servers[A].attempts) <= 60
     assert 60 < len(world.servers[B].attempts) <= 300
+    assert 10 < len(world.servers[C].attempts) - well <= 60
 
 
 async def test_retry_after_is_kept(world: World, autojump_clock: MockClock) -> None:

@@ -9,7 +9,7 @@ else wants its place.
 
 import math
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import trio
 
@@ -95,24 +95,9 @@ class Admission:
         """Whether half of the fast lane or more is taken."""
         return self._fast.borrowed_tokens * 2 >= self._fast.total_tokens
 
-    @asynccontextmanager
-    async def fast_place(self) -> AsyncIterator[None]:
+    def fast_place(self) -> "FastPlace":
         """A place for one transaction to a server that is well."""
-        holder = object()
-        with self._in_line():
-            await self.gate.passed()
-            await self._take_fast(holder)
-        self._since[holder] = trio.current_time()
-        try:
-            await self.gate.passed()
-            yield
-        finally:
-            del self._since[holder]
-            self._fast.release_on_behalf_of(holder)
-            if holder in self._moved:
-                self._moved.discard(holder)
-                self._fast.total_tokens -= 1
-                self._slow.total_tokens += 1
+        return FastPlace(self)
 
     @asynccontextmanager
     async def slow_place(self) -> AsyncIterator[None]:
@@ -135,6 +120,25 @@ class Admission:
             self._fewer.set()
 
     async def _take_fast(self, holder: object) -> None:
+        await self.gate.passed()
+        with suppress(trio.WouldBlock):
+            # Not past those who wait: it would block.
+            self._fast.acquire_on_behalf_of_nowait(holder)
+            self._since[holder] = trio.current_time()
+            return
+        with self._in_line():
+            await self._wait_for_fast(holder)
+        self._since[holder] = trio.current_time()
+
+    def _leave_fast(self, holder: object) -> None:
+        del self._since[holder]
+        self._fast.release_on_behalf_of(holder)
+        if holder in self._moved:
+            self._moved.discard(holder)
+            self._fast.total_tokens -= 1
+            self._slow.total_tokens += 1
+
+    async def _wait_for_fast(self, holder: object) -> None:
         while True:
             with trio.move_on_after(SLOW_AFTER_S / 2):
                 await self._fast.acquire_on_behalf_of(holder)
@@ -163,3 +167,24 @@ class Admission:
         """The right to open one connection."""
         await self._handshakes.wait()
         yield
+
+
+class FastPlace:
+    """A place in the fast lane, while inside. Made for each transaction, so no generator."""
+
+    __slots__ = ("_admission",)
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+
+    async def __aenter__(self) -> None:
+        admission = self._admission
+        await admission._take_fast(self)
+        try:
+            await admission.gate.passed()
+        except BaseException:
+            admission._leave_fast(self)
+            raise
+
+    async def __aexit__(self, *_: object) -> None:
+        self._admission._leave_fast(self)

@@ -25,6 +25,7 @@ import structlog
 from fedsender.matrix import BadEvent, Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
 from fedsender.sender.transaction import Draft, Outgoing
+from fedsender.store.records import stands_above
 
 PAGE = 50
 """Rooms looked at for one transaction."""
@@ -96,9 +97,8 @@ class CatchUp:
         """Put one room's gap into the draft; whether the room is done once that is answered."""
         after = max(self.floor, self.answered.get(room_id, self.floor))
         while after < value:
-            outgoing, upto = await self._next_of_room(room_id, after, value)
+            outgoing, upto, standing_in = await self._next_of_room(room_id, after, value)
             # Several extremities stand in together or not at all, unless they never fit together.
-            standing_in = bool(outgoing) and outgoing[0].supersedes is not None
             if standing_in and not draft.empty and not draft.takes(len(outgoing)):
                 return False
             for number, one in enumerate(outgoing):
@@ -106,15 +106,16 @@ class CatchUp:
                     if standing_in and number > 0:
                         break
                     return False
-                if one.supersedes is None:
+                if not standing_in:
                     draft.rooms_done[room_id] = one.pdu.stream_ordering
             draft.rooms_done[room_id] = after = upto
         return True
 
     async def _next_of_room(
         self, room_id: str, after: int, value: int
-    ) -> tuple[list[Outgoing], int]:
-        """What to send of the gap (after, value], and up to where that covers it."""
+    ) -> tuple[list[Outgoing], int, bool]:
+        """What to send of the gap (after, value]; up to where that covers it; whether it does so
+        only as a whole, by standing in for the gap."""
         whole = self.whole or await self._newest_refused(room_id, value)
         if whole or not self.newest_only:
             rows = await self.homeserver.room_events(room_id, after, value, SCAN)
@@ -122,8 +123,8 @@ class CatchUp:
             if whole or upto == value:
                 owed = await self._ours(rows)
                 if whole or len(owed) <= self.gap_events:
-                    return [Outgoing(item.pdu, "catch_up") for item in owed], upto
-        return await self._stand_in(room_id, after, value), value
+                    return _one_by_one(owed, rows, after), upto, False
+        return await self._stand_in(room_id, after, value), value, True
 
     async def _newest_refused(self, room_id: str, value: int) -> bool:
         if not self.refused:
@@ -188,3 +189,21 @@ class CatchUp:
                 except BadEvent:
                     continue  # Somebody else's event, and not ours to quarantine.
         return visible
+
+
+def _one_by_one(owed: Sequence[Routed], rows: Sequence[EventRow], after: int) -> list[Outgoing]:
+    """The events of a gap above `after`, each for itself.
+
+    But of what came with a snapshot only the newest, which stands in for all that never came.
+    """
+    marks = {row.event_id: stands_above(row.internal_metadata) for row in rows}
+    outgoing: list[Outgoing] = []
+    covered_above: int | None = None
+    for item in reversed(owed):
+        stream_ordering, mark = item.pdu.stream_ordering, marks.get(item.pdu.event_id)
+        if covered_above is not None and stream_ordering > covered_above:
+            continue
+        covered_above = mark
+        supersedes = None if mark is None else (max(after, mark) + 1, stream_ordering)
+        outgoing.append(Outgoing(item.pdu, "catch_up", supersedes))
+    return outgoing[::-1]

@@ -50,8 +50,9 @@ class Rule:
     """What follows from one kind of failure.
 
     Attributes:
-        shared: written to the homeserver's own backoff columns, for its other workers.
-        first_factor: the first wait is this many times the configured one.
+        shared: written to the homeserver's own backoff columns, for its other workers. It is also
+            how a server fails that is being restarted: one that was well lately is tried steadily.
+        first_factor: waits are this many times the configured ones.
     """
 
     shared: bool
@@ -133,10 +134,6 @@ class BackoffPolicy(Protocol):
     """The part of a destination's policy that says how long to wait; all times in seconds."""
 
     @property
-    def first(self) -> float: ...
-    @property
-    def multiplier(self) -> float: ...
-    @property
     def jitter(self) -> float: ...
     @property
     def ceiling_healthy(self) -> float: ...
@@ -144,6 +141,7 @@ class BackoffPolicy(Protocol):
     def ceiling(self) -> float: ...
     @property
     def ceiling_dead(self) -> float: ...
+    def wait(self, failures: int, elapsed: float, *, steady: bool) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +194,11 @@ class ServerState:
         return self.failing_since_ms is None
 
 
+def well_lately(state: ServerState, now_ms: int) -> bool:
+    """Whether the server answered within the last 24 h."""
+    return state.last_success_ms is not None and now_ms - state.last_success_ms <= DAY_MS
+
+
 def ceiling_s(policy: BackoffPolicy, last_success_ms: int | None, now_ms: int) -> float:
     """The longest wait, in seconds, by how lately the server was healthy."""
     if last_success_ms is None:
@@ -210,10 +213,12 @@ def wait_s(
     policy: BackoffPolicy, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
 ) -> float:
     """Seconds until the next attempt by our own timer, after `state.failures` earlier failures."""
+    rule = RULES[verdict.outcome]
     ceiling = ceiling_s(policy, state.last_success_ms, now_ms)
-    first = policy.first * RULES[verdict.outcome].first_factor
-    # 2**40 seconds is past every ceiling; without the bound the power overflows in a long outage.
-    grown = first * policy.multiplier ** min(state.failures, 40)
+    since_ms = now_ms if state.failing_since_ms is None else state.failing_since_ms
+    steady = rule.shared and well_lately(state, now_ms)
+    elapsed = max(0, now_ms - since_ms) / 1000
+    grown = policy.wait(state.failures, elapsed, steady=steady) * rule.first_factor
     jittered = min(grown, ceiling) * rng.uniform(1 - policy.jitter, 1 + policy.jitter)
     if verdict.retry_after_s is not None:
         jittered = max(jittered, min(verdict.retry_after_s, policy.ceiling_healthy))
@@ -293,10 +298,7 @@ def content_is_suspect(state: ServerState, verdict: Verdict, *, pdus: int, now_m
         case Isolate.AT_ONCE:
             return True
         case Isolate.IF_HEALTHY:
-            recently = state.last_success_ms is not None and (
-                now_ms - state.last_success_ms <= DAY_MS
-            )
-            return pdus > 0 and recently
+            return pdus > 0 and well_lately(state, now_ms)
         case Isolate.IF_STUBBORN:
             since = state.stubborn_since_ms
             # Once the search has begun, each step need not take as long as it took to begin.
@@ -325,16 +327,6 @@ def more_items(isolating: int, most: int) -> int | None:
     """
     more = max(1, isolating * 2)
     return more if more < most else None
-
-
-def proves_poison(state: ServerState) -> bool:
-    """Whether a single item refused by this failure is to be quarantined.
-
-    Only if the attempt before it was answered. A server (or a proxy before it) that refuses
-    everything proves nothing about what it refuses, so it is probed with empty transactions until
-    it answers one; only then is the item tried again.
-    """
-    return state.failures == 1 and state.last_success_ms is not None
 
 
 def fewer_items(items: int, first_suspect: int | None) -> int:

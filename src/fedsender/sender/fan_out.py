@@ -19,12 +19,16 @@ import trio
 
 from fedsender.matrix import Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
+from fedsender.store.records import stands_above
 from fedsender.streams import Watermark
 
 log = structlog.get_logger()
 
 NEWEST = 2**63
 """Beyond every stream ordering."""
+
+
+REDACT_EVENTS = ("redact_events", "org.matrix.msc4293.redact_events")
 
 
 class Homeserver(Protocol):
@@ -56,6 +60,12 @@ class Window:
     def __contains__(self, event_id: str) -> bool:
         return event_id in self._rooms
 
+    def sent_by(self, user_id: str, room_id: str) -> list[str]:
+        """The events of this user in this room."""
+        return [
+            pdu.event_id for pdu in self._pdus if pdu.sender == user_id and pdu.room_id == room_id
+        ]
+
     def add(self, pdu: Pdu) -> int | None:
         """Take the PDU in; the stream ordering up to which others had to go, if any had."""
         self._pdus.append(pdu)
@@ -75,6 +85,7 @@ class Downstream(Protocol):
     """Where the fan-out's results go: the sender. Every call is synchronous."""
 
     def offer(self, server: str, pdu: Pdu) -> None: ...
+    def owe(self, server: str, pdu: Pdu) -> None: ...
     def spill_before(self, stream_ordering: int) -> None: ...
     def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None: ...
 
@@ -127,6 +138,9 @@ class FanOut:
             for server in item.servers:
                 owed[server, item.pdu.room_id] = item.pdu.stream_ordering
                 first.setdefault(server, item.pdu.stream_ordering)
+        standing_in = {
+            row.event_id for row in rows if stands_above(row.internal_metadata) is not None
+        }
         gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
         # From here to the end nothing may wait: whoever sees the new position also sees the PDUs.
         self.position = position
@@ -136,8 +150,11 @@ class FanOut:
             # Sorted, because a set's order would differ from one run to the next.
             if item.pdu.room_id in gone_rooms:
                 continue
+            # What stands in for events that never came is catch-up's to send: it can say for which.
+            stands_in = item.pdu.event_id in standing_in
+            tell = self._downstream.owe if stands_in else self._downstream.offer
             for server in sorted(item.servers):
-                self._downstream.offer(server, item.pdu)
+                tell(server, item.pdu)
         if gone is not None:
             self._downstream.spill_before(gone)
         self._downstream.fanned_out(position, len(rows), routed)
@@ -163,14 +180,16 @@ class FanOut:
 
     async def _notice_redactions(self, rows: Sequence[EventRow]) -> None:
         """Queued PDUs that a valid redaction in these rows names go out pruned from now on."""
-        if not any(row.type == "m.room.redaction" for row in rows):
-            return
-        targets = [
-            target
-            for row in rows
-            if row.type == "m.room.redaction" and not row.rejected
-            for target in _redacts(row)
-        ]
+        targets: list[str] = []
+        for row in rows:
+            if row.rejected:
+                continue
+            if row.type == "m.room.redaction":
+                targets += _redacts(row)
+            elif row.type == "m.room.member" and _redacts_all(row):
+                # Not only what is queued: any of the target's events may be remembered.
+                self._router.clear()
+                targets += self.window.sent_by(row.state_key or "", row.room_id)
         for target in targets:
             self._router.forget(target)
         queued = [target for target in targets if target in self.window]
@@ -184,14 +203,30 @@ class FanOut:
         self._blocked.pop(room_id, None)
 
 
-def _redacts(row: EventRow) -> list[str]:
-    """What a redaction names: at the top level, or in its content since room version 11."""
+def _content(row: EventRow) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An event and its content; empty, where they are no objects."""
     try:
         event = orjson.loads(row.json)
     except orjson.JSONDecodeError:
-        return []
+        return {}, {}
     if not isinstance(event, dict):
-        return []
+        return {}, {}
     content = event.get("content")
-    named = [event.get("redacts"), content.get("redacts") if isinstance(content, dict) else None]
-    return [name for name in named if isinstance(name, str)]
+    return event, content if isinstance(content, dict) else {}
+
+
+def _redacts(row: EventRow) -> list[str]:
+    """What a redaction names: at the top level, or in its content since room version 11."""
+    event, content = _content(row)
+    return [
+        name for name in (event.get("redacts"), content.get("redacts")) if isinstance(name, str)
+    ]
+
+
+def _redacts_all(row: EventRow) -> bool:
+    """Whether a kick or ban redacts all that its target has said (MSC4293)."""
+    if row.state_key == row.sender:
+        return False
+    _, content = _content(row)
+    asked = any(content.get(name) is True for name in REDACT_EVENTS)
+    return asked and content.get("membership") in ("leave", "ban")

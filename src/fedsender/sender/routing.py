@@ -93,13 +93,17 @@ def is_ours(row: EventRow, server_name: str) -> bool:
     """Rule 1, as far as it can be told without parsing the event."""
     if row.rejected or row.outlier:
         return False
-    metadata = row.internal_metadata
+    return is_sent_by(server_name, row.sender, row.internal_metadata)
+
+
+def is_sent_by(server_name: str, sender: str, metadata: Mapping[str, object]) -> bool:
+    """The same, of an event that was taken in: by its sender and the homeserver's notes."""
     if metadata.get("out_of_band_membership") or metadata.get("proactively_send") is False:
         return False
     if metadata.get("send_on_behalf_of"):
         return True
     try:
-        return server_of(row.sender) == server_name
+        return server_of(sender) == server_name
     except ValueError:
         return False
 
@@ -175,7 +179,8 @@ class Router:
             pdu, event = parsed[row.event_id]
             servers = before[row.event_id]
             if not isinstance(servers, frozenset):
-                known[row.event_id] = _bad(row, f"servers before it are unknown: {servers}")
+                why = getattr(servers, "reason", servers)
+                known[row.event_id] = _bad(row, f"servers before it are unknown: {why}")
                 continue
             target = _target_outside(row, memberships.get(row.event_id), event.get("content"))
             routed = Routed(pdu, self._narrow(row, servers, target), row.received_ts)

@@ -1,18 +1,29 @@
 """Taking over: what the last daemon, or Synapse's own worker, left behind.
 
-Before anything is sent, three questions are answered. Is the homeserver's database as we left it?
-Which answers are in the ledger that the databases did not get to know of? And which frozen
-transactions may still be repeated?
+Before anything is sent, these questions are answered. Is the homeserver's database as we left it?
+Which answers are in the ledger that the databases did not get to know of? Which attempts were cut
+off? And which frozen transactions may still be repeated?
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import trio
 
 from fedsender.ledger import Ledger, Line
 from fedsender.outside import Outside
+from fedsender.sender import failure
+from fedsender.sender.under_way import cut_off
 from fedsender.store import Store
 from fedsender.store.records import DevicePoke, Settlement
 from fedsender.store.sender import StoredGeneration
+
+T = TypeVar("T")
+
+AT_ONCE = 128
+"""So many servers are seen to side by side: their writes are committed in groups."""
 
 
 async def take_over(
@@ -21,35 +32,35 @@ async def take_over(
     outside: Outside,
     instance: str,
     is_mine: Callable[[str], bool],
+    newcomers: Collection[str] = (),
 ) -> set[str]:
-    """Answer the three questions; the servers whose frozen transaction is to be repeated.
+    """Answer the questions; the servers whose frozen transaction is to be repeated.
 
     `is_mine`: whether a server belongs to this shard; others' records are left alone.
+    `newcomers`: servers that have come to it now; what is on record of them another sender left,
+    whose events position was another one.
 
     All frozen transactions are void if the homeserver's database has moved without us (Synapse's
     own worker ran, a backup was restored); one is if its server's LSSO is not what it was. Void
     ones are discarded, each with a line in the ledger.
     """
+    takeover = _Takeover(store, ledger, outside, is_mine, frozenset(newcomers))
+    await takeover.note_cut_off(instance)
     left = await store.sender.load_generation(instance)
-    moved = await _moved_without_us(store, left)
+    frozen = {
+        name: manifest
+        for name, manifest in (await store.sender.frozen_manifests()).items()
+        if is_mine(name)
+    }
+    moved = await takeover.moved_without_us(left, frozen)
+    await takeover.note_well()
     if moved is None:
-        for answer in ledger.last_words.values():
-            await _settle_from_ledger(store, answer)
+        await _for_each(ledger.last_words.values(), takeover.settle)
     else:
-        # What they say was answered, the homeserver's database may not know of.
-        for name in await store.sender.catching_up():
-            if is_mine(name):
-                await store.sender.end_catch_up(name)
+        mine = [name for name in await store.sender.catching_up() if is_mine(name)]
+        await _for_each(mine, takeover.catch_up_anew)
     ledger.close_torn()
-    valid = set()
-    for name in await store.sender.frozen_destinations():
-        if not is_mine(name):
-            continue
-        reason = moved or await _void(store, name)
-        if reason is None:
-            valid.add(name)
-        else:
-            await _discard(store, ledger, outside, name, reason)
+    valid = await takeover.sift(frozen, moved)
     keep_mark = left is not None and moved is None
     mark = left.mark if left is not None and keep_mark else outside.entropy(8).hex()
     # Ours first: a crash between the two is taken for a move, with nothing left to discard.
@@ -59,25 +70,15 @@ async def take_over(
 
 
 async def hand_over(store: Store, instance: str) -> None:
-    """Remember how we leave the homeserver's database."""
+    """Remember how far the homeserver's database has come: at the end, and now and then."""
     left = await store.sender.load_generation(instance)
     if left is not None:
-        position = await store.homeserver.events_position()
-        await store.sender.save_generation(instance, position, left.mark)
+        there = await store.homeserver.generation()
+        await store.sender.save_generation(instance, there.position, left.mark)
 
 
-async def _void(store: Store, name: str) -> str | None:
-    """Why this server's frozen transaction must not be repeated; None: it may be."""
-    record = await store.sender.load_frozen(name)
-    if record is None:
-        return "its record is gone"
-    lsso, before = await store.homeserver.lsso(name), record.manifest.get("lsso_before")
-    if lsso == before:
-        return None
-    return f"LSSO is {lsso}, and was {before} when it was frozen"
-
-
-async def _discard(store: Store, ledger: Ledger, outside: Outside, name: str, reason: str) -> None:
+async def discard(store: Store, ledger: Ledger, outside: Outside, name: str, reason: str) -> None:
+    """Give up the frozen transaction of this server, with a line in the ledger that says why."""
     record = await store.sender.load_frozen(name)
     if record is None:
         return
@@ -93,36 +94,124 @@ async def _discard(store: Store, ledger: Ledger, outside: Outside, name: str, re
     await store.sender.drop_frozen(name)
 
 
-async def _settle_from_ledger(store: Store, line: Mapping[str, Any]) -> None:
-    """Move what this recorded answer moves, in the order of `Destination._settle`, or again."""
-    name = line["destination"]
-    rooms: dict[str, int] = {}
-    for pdu in line["pdus"]:
-        if pdu["lane"] == "catch_up":
-            upto = pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
-            rooms[pdu["room_id"]] = max(upto, rooms.get(pdu["room_id"], 0))
-    if rooms and await store.sender.catch_up(name) is not None:
-        await store.sender.catch_up_sent(name, rooms)
-    pokes = tuple(DevicePoke(*poke) for poke in line.get("device_lists", ()))
-    outbox = tuple(line["outbox"])
-    await store.homeserver.settle([Settlement(name, line["lsso"], outbox, pokes=pokes)])
-    again = [pdu["event_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
-    if again:
-        await store.sender.redelivered(name, again)
-    record = await store.sender.load_frozen(name)
-    if record is not None and record.transaction_id == line["transaction_id"]:
-        await store.sender.drop_frozen(name)
+async def _for_each(items: Iterable[T], task: Callable[[T], Awaitable[object]]) -> None:
+    """Run the task on each of the items, many at a time."""
+    waiting = list(items)
+    for start in range(0, len(waiting), AT_ONCE):
+        async with trio.open_nursery() as nursery:
+            for item in waiting[start : start + AT_ONCE]:
+                nursery.start_soon(task, item)
 
 
-async def _moved_without_us(store: Store, left: StoredGeneration | None) -> str | None:
-    """Why the homeserver's database is not as we left it; None: it is, or we never had it."""
-    there = await store.homeserver.generation()
-    if left is None:
+@dataclass(frozen=True, slots=True)
+class _Takeover:
+    store: Store
+    ledger: Ledger
+    outside: Outside
+    is_mine: Callable[[str], bool]
+    newcomers: frozenset[str]
+
+    async def note_cut_off(self, instance: str) -> None:
+        """A line for each attempt that was under way when the last daemon was killed (I9)."""
+        limiter = trio.CapacityLimiter(1)
+        find = partial(cut_off, self.ledger.directory, instance, list(self.ledger.torn))
+        lines, files = await self.outside.run_sync(find, limiter=limiter)
+        for line in lines:
+            self.ledger.record(line)
+        for path in files:
+            path.unlink(missing_ok=True)
+
+    async def moved_without_us(
+        self, left: StoredGeneration | None, frozen: Mapping[str, Mapping[str, Any]]
+    ) -> str | None:
+        """Why the homeserver's database is not as we left it; None: it is, or we never had it."""
+        there = await self.store.homeserver.generation()
+        if left is None:
+            return None
+        if there.ours is not None and there.ours != there.position:
+            return f"the events position is {there.position}, and was {there.ours} when we left it"
+        if there.mark is not None and there.mark != left.mark:
+            return "the homeserver's database is not the one that we left"
+        known = max(left.events_position, await self._newest_known(frozen))
+        if there.position < known:
+            return f"the events position went back to {there.position} from {known}"
         return None
-    if there.ours is not None and there.ours != there.position:
-        return f"the events position is {there.position}, and was {there.ours} when we left it"
-    if there.position < left.events_position:
-        return f"the events position went back to {there.position} from {left.events_position}"
-    if there.mark is not None and there.mark != left.mark:
-        return "the homeserver's database is not the one that we left"
-    return None
+
+    async def _newest_known(self, frozen: Mapping[str, Mapping[str, Any]]) -> int:
+        """The newest event that we know to have been fanned out, by what we have on record."""
+        marks = (await self.store.sender.catch_up_marks()).items()
+        ours = {name: mark for name, mark in marks if self.is_mine(name)}
+        newest = max((ours[name] for name in ours.keys() - self.newcomers), default=-1)
+        lines = (line for line in self.ledger.last_words.values())
+        known = (frozen[name] for name in frozen.keys() - self.newcomers)
+        for sent in (*known, *lines):
+            orderings = (
+                # What stands in for others may be newer than all that was fanned out.
+                pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
+                for pdu in sent["pdus"]
+                if pdu["lane"] != "redelivery"
+            )
+            newest = max(newest, *orderings, sent["lsso"] or -1)
+        return newest
+
+    async def note_well(self) -> None:
+        """Who has answered since its state was written down has nothing to wait for."""
+        found = (await self.store.sender.all_server_states()).items()
+        states = {name: state for name, state in found if self.is_mine(name)}
+
+        async def note(line: Mapping[str, Any]) -> None:
+            state = states.get(line["destination"])
+            if state is not None and not state.healthy and line["ms"] >= state.last_attempt_ms:
+                await self.store.sender.save_server_state(failure.after_success(state, line["ms"]))
+
+        await _for_each(self.ledger.last_words.values(), note)
+
+    async def settle(self, line: Mapping[str, Any]) -> None:
+        """Move what this recorded answer moves, as `Outbox.settle` would, or again."""
+        store, name = self.store, line["destination"]
+        rooms: dict[str, int] = {}
+        for pdu in line["pdus"]:
+            if pdu["lane"] == "catch_up":
+                upto = pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
+                rooms[pdu["room_id"]] = max(upto, rooms.get(pdu["room_id"], 0))
+        if rooms and await store.sender.catch_up(name) is not None:
+            await store.sender.catch_up_sent(name, rooms)
+        pokes = tuple(DevicePoke(*poke) for poke in line.get("device_lists", ()))
+        outbox = tuple(line["outbox"])
+        await store.homeserver.settle([Settlement(name, line["lsso"], outbox, pokes=pokes)])
+        again = [pdu["event_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
+        if again:
+            # Not what an operator has asked for since.
+            await store.sender.redelivered(name, again, upto_ms=line["ms"])
+        record = await store.sender.load_frozen(name)
+        if record is not None and record.transaction_id == line["transaction_id"]:
+            await store.sender.drop_frozen(name)
+
+    async def catch_up_anew(self, name: str) -> None:
+        """What this catch-up was answered, the homeserver's database may not know of, or may name
+        other events by the same numbers. But LSSO had passed what is still owed above the floor.
+        """
+        lsso = await self.store.homeserver.lsso(name)
+        if lsso is None:
+            await self.store.sender.end_catch_up(name)
+        else:
+            await self.store.sender.restart_catch_up(name, lsso)
+
+    async def sift(self, frozen: Mapping[str, Mapping[str, Any]], moved: str | None) -> set[str]:
+        """The servers whose frozen transaction may be repeated; the others' are discarded."""
+        valid: set[str] = set()
+
+        async def look(name: str) -> None:
+            reason = moved
+            if reason is None:
+                lsso, before = await self.store.homeserver.lsso(name), frozen[name]["lsso_before"]
+                if lsso != before:
+                    reason = f"LSSO is {lsso}, and was {before} when it was frozen"
+            if reason is None:
+                valid.add(name)
+            else:
+                await discard(self.store, self.ledger, self.outside, name, reason)
+
+        there = set(await self.store.sender.frozen_destinations())
+        await _for_each(sorted(name for name in frozen if name in there), look)
+        return valid

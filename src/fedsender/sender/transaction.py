@@ -150,6 +150,15 @@ class Transaction:
     drafted: Draft | None = None
 
     @property
+    def put_away(self) -> bool:
+        """Whether its body is in the database only, to be loaded when its time comes."""
+        return not self.body
+
+    def put_away_body(self) -> None:
+        """Let go of everything but what its answer moves; its record must be durable."""
+        self.body, self.drafted = b"", None
+
+    @property
     def items(self) -> int:
         """How many PDUs and EDUs it carries."""
         return len(self.pdus) + sum(self.edu_types.values())
@@ -215,6 +224,18 @@ def freeze(
     )
 
 
+def sent_pdu(entry: Mapping[str, Any]) -> SentPdu:
+    """What `SentPdu.as_json` made an entry of."""
+    supersedes = entry.get("supersedes")
+    return SentPdu(
+        entry["event_id"],
+        entry["room_id"],
+        entry["stream_ordering"],
+        entry["lane"],
+        None if supersedes is None else (supersedes[0], supersedes[1]),
+    )
+
+
 def thaw(
     transaction_id: str, body: bytes, manifest: Mapping[str, Any], frozen_ms: int, attempts: int
 ) -> Transaction:
@@ -222,16 +243,7 @@ def thaw(
     return Transaction(
         id=transaction_id,
         body=body,
-        pdus=[
-            SentPdu(
-                pdu["event_id"],
-                pdu["room_id"],
-                pdu["stream_ordering"],
-                pdu["lane"],
-                tuple(pdu["supersedes"]) if "supersedes" in pdu else None,
-            )
-            for pdu in manifest["pdus"]
-        ],
+        pdus=[sent_pdu(pdu) for pdu in manifest["pdus"]],
         edu_types=manifest["edu_types"],
         outbox_ids=manifest["outbox_ids"],
         pokes=[DevicePoke(*poke) for poke in manifest.get("device_lists", ())],

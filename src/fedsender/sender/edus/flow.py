@@ -10,24 +10,23 @@ a large room does not open thousands of connections at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
-import structlog
 import trio
 
 from fedsender.config import Policy
 from fedsender.matrix import server_of
-from fedsender.sender.destination import Context, Destination
+from fedsender.sender.context import Context
+from fedsender.sender.destination import Destination
 from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
 from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
 from fedsender.sender.edus.typing import Typing, TypingRooms
+from fedsender.sender.keep_going import keep_going
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.streams import Watermark
-
-log = structlog.get_logger()
 
 RECEIPT_PAGE = 500
 SAVE_EVERY_S = 5.0
@@ -38,8 +37,6 @@ MAX_TRICKLING = 100_000
 MAX_PENDING = 10_000
 """Changes of typing, or of presence, whose servers are still to be asked for."""
 TYPING_SWEEP_S = 5.0
-PAUSE_S = 30.0
-"""After an error in this program."""
 
 
 class Book(Protocol):
@@ -75,11 +72,14 @@ class EduFlow:
         self._policies = policies
         self._book = book
         self._seen = 0
+        self._plain = 0
         self._saved: tuple[int, dict[str, int]] = (-1, {})
+        self._unsaved = trio.Event()
         self._later: OrderedDict[str, dict[Key, Receipt | PresenceState]] = OrderedDict()
         self._trickling = 0
         self._line_grew = trio.Event()
         self._rooms = TypingRooms()
+        self._rooms_known = trio.Event()
         self._typing: dict[Key, Typing] = {}
         self._typing_news = trio.Event()
         granularity_s = context.presence.last_active_granularity
@@ -87,6 +87,7 @@ class EduFlow:
         self._changed: dict[str, PresenceState] = {}
         self._wanted: set[tuple[str, str]] = set()
         self._gap: tuple[int, int] | None = None
+        self._known_upto: int | None = None
         self._presence_news = trio.Event()
 
     async def load(self) -> None:
@@ -111,25 +112,20 @@ class EduFlow:
         }
         if self._context.presence.enabled:
             tasks["presence"] = self._follow_presence
+        context = self._context
         async with trio.open_nursery() as nursery:
             for name, task in tasks.items():
-                nursery.start_soon(self._isolated, task, name, name=name)
-
-    async def _isolated(self, task: Callable[[], Awaitable[None]], name: str) -> None:
-        """For ever; what goes wrong with one kind of EDU stops neither the others nor PDUs."""
-        while True:
-            try:
-                await task()
-            except Exception:
-                log.exception("EDUs stopped for a moment", kind=name)
-                self._context.metrics.crashes.inc()
-            await trio.sleep(PAUSE_S)
+                # What goes wrong with one kind of EDU stops neither the others nor PDUs.
+                nursery.start_soon(
+                    keep_going, task, name, context.metrics, context.troubles, name=name
+                )
 
     # --- Servers that come and go: synchronous ----------------------------------------------------
 
     def entered(self, destination: Destination) -> None:
         """It is active from now on."""
         destination.outbox.receipts.owe(self.debts.pop(destination.name, None))
+        self._unsaved.set()
 
     def left(self, destination: Destination) -> None:
         """It is not active any more; what it is still owed waits in the database."""
@@ -137,6 +133,12 @@ class EduFlow:
         owed = destination.outbox.receipts.owed_above
         if owed is not None:
             self.debts[destination.name] = owed
+        self._unsaved.set()
+
+    def forget(self, server: str) -> None:
+        """It is owed nothing any more."""
+        self.debts.pop(server, None)
+        self._unsaved.set()
 
     # --- Device lists -----------------------------------------------------------------------------
 
@@ -169,6 +171,7 @@ class EduFlow:
                     self._put_receipt(receipt, sorted(first))
                     self._put_off(receipt, sorted(wanted - first))
                 self._seen = page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
+                self._unsaved.set()
 
     async def _servers_of(self, page: Sequence[Receipt]) -> dict[str, frozenset[str]]:
         """By room, the servers that get receipts, from us."""
@@ -236,6 +239,7 @@ class EduFlow:
         """These users, and no others, type in the room now; of two tokens the larger is newer."""
         ours = [user for user in users if self._is_ours(user)]
         self._tell_typing(self._rooms.update(room_id, ours, token, trio.current_time()))
+        self._rooms_known.set()
 
     def typing_reset(self) -> None:
         """Tokens begin anew, and so does what is known of who types."""
@@ -252,18 +256,25 @@ class EduFlow:
     async def _keep_typing(self) -> None:
         """Say again who types, before receivers forget it."""
         while True:
+            # A room is known for a while after its last user has stopped; without one, we rest.
+            if not self._rooms:
+                self._rooms_known = trio.Event()
+                await self._rooms_known.wait()
             await trio.sleep(TYPING_SWEEP_S)
             self._tell_typing(self._rooms.due(trio.current_time()))
 
     async def _follow_typing(self) -> None:
         while True:
-            await self._typing_news.wait()
+            if not self._typing:
+                await self._typing_news.wait()
             self._typing_news = trio.Event()
-            changes, self._typing = self._typing, {}
+            changes = dict(self._typing)
             rooms = sorted({change.room_id for change in changes.values()})
             # In a room whose state is not all known, those known of: who waits is late (W25).
             servers = await self._context.homeserver.servers_now(rooms)
-            for change in changes.values():
+            for key, change in changes.items():
+                if self._typing.get(key) is change:
+                    del self._typing[key]
                 for server in sorted(servers[change.room_id]):
                     if self._wants(server, "typing"):
                         destination = self._book.reach(server)
@@ -300,35 +311,68 @@ class EduFlow:
             self._wanted.add((server, user_id))
             self._presence_news.set()
 
+    def edu(
+        self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
+    ) -> None:
+        """This server is to get this EDU; a newer one of the same key takes its place."""
+        destination = self._book.reach(server)
+        if destination is None:
+            return
+        self._plain += 1
+        place = ("", str(self._plain)) if key is None else (edu_type, *key)
+        try:
+            destination.put_edu(place, edu_type, content)
+        except ValueError:
+            # What is no canonical JSON, no receiver takes.
+            self._context.metrics.dropped_edus.labels("unsendable").inc()
+
     async def _follow_presence(self) -> None:
         context = self._context
-        for state in await context.edus.present(context.origin):
-            self._states.note(state)
+        if self._known_upto is None:
+            known, upto = await context.edus.present(context.origin)
+            for state in known:
+                if self._states.get(state.user_id) is None:
+                    self._states.note(state)
+            self._known_upto = upto
         while True:
-            await self._presence_news.wait()
+            # What an error has kept from being told is still there.
+            if not (self._gap or self._changed or self._wanted):
+                await self._presence_news.wait()
             self._presence_news = trio.Event()
-            if self._gap is not None:
-                (after, upto), self._gap = self._gap, None
-                for state in await context.edus.presence_said(context.origin, after, upto):
-                    self.presence(state)
+            await self._make_up(self._known_upto)
             await self._tell_changes()
             await self._tell_wanted()
 
+    async def _make_up(self, known_upto: int) -> None:
+        """Read what was missed; what was said before we began is known, and not news."""
+        gap = self._gap
+        if gap is None:
+            return
+        after, upto = max(gap[0], known_upto), gap[1]
+        if after < upto:
+            for state in await self._context.edus.presence_said(self._context.origin, after, upto):
+                self.presence(state)
+        if self._gap == gap:
+            self._gap = None
+
     async def _tell_changes(self) -> None:
-        changed, self._changed = self._changed, {}
+        changed = dict(self._changed)
         excluded = self._context.presence.excluded_rooms
         servers = await self._context.edus.servers_of(changed.keys(), excluded) if changed else {}
         for user_id, state in changed.items():
+            if self._changed.get(user_id) is state:
+                del self._changed[user_id]
             wanting = [name for name in sorted(servers[user_id]) if self._wants(name, "presence")]
             self._put_off(state, wanting)
 
     async def _tell_wanted(self) -> None:
         """Whoever asks for a user is told, whatever was told before."""
-        wanted, self._wanted = self._wanted, set()
+        wanted = set(self._wanted)
         unknown = {user for _, user in wanted if self._states.get(user) is None}
         if unknown:
             for state in await self._context.edus.presence_of(unknown):
                 self._states.note(state)
+        self._wanted -= wanted
         for server, user_id in sorted(wanted):
             self._put_off(self._states.get(user_id) or PresenceState(user_id), [server])
 
@@ -348,11 +392,20 @@ class EduFlow:
 
     async def _save_for_ever(self) -> None:
         while True:
+            self._unsaved = trio.Event()
             await trio.sleep(SAVE_EVERY_S)
             for destination in self._book.active.values():
                 if not destination.state.healthy:
                     destination.outbox.receipts.give_up()
             await self.save()
+            if not self._receipts_on_their_way:
+                await self._unsaved.wait()
+
+    @property
+    def _receipts_on_their_way(self) -> bool:
+        """Whether what is owed changes without a word to us: by an answer, or a turn that comes."""
+        owed = (item.outbox.receipts.owed_above for item in self._book.active.values())
+        return bool(self._later) or any(above is not None for above in owed)
 
     async def save(self) -> None:
         """Write down which receipts are still owed, if that has changed."""

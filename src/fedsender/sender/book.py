@@ -1,0 +1,356 @@
+"""The book of destinations: who is active, who is behind, and the timer that brings them back.
+
+A server is in one of three places. `active`: it has an object and a task. `behind`: it owes
+something, but nothing is to be tried before some time (or before an operator says so); only its
+name and that time are in memory. In neither: everything it owes will be offered, so it is level,
+and the next PDU makes an object for it.
+
+At start-up all that owe something are behind, and due at once: they are brought back at the
+configured pace, the most useful first (I8).
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import structlog
+import trio
+
+from fedsender.config import Policy
+from fedsender.matrix import matches
+from fedsender.sender.admission import Pace
+from fedsender.sender.context import Context
+from fedsender.sender.destination import Destination
+from fedsender.sender.failure import ServerState, take_wake
+from fedsender.store.records import Lagging
+
+log = structlog.get_logger()
+
+NEVER = math.inf
+"""The time at which a paused or parked server is due."""
+
+
+class Policies(Protocol):
+    """What the sender asks of the configuration about one server."""
+
+    def policy_for(self, server: str) -> Policy: ...
+    def may_send_to(self, server: str) -> bool: ...
+    def handles(self, server: str) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """One destination as it is in memory now; `why` adds what the databases know.
+
+    Attributes:
+        phase: what it is doing, in words.
+        for_s: seconds since it began doing that.
+        queued: live PDUs in memory.
+        retry_in_s: seconds until our own timer tries again; None: not by a timer.
+        in_flight: the frozen transaction's id, if there is one in memory.
+    """
+
+    destination: str
+    phase: str
+    for_s: float
+    level: bool
+    queued: int
+    retry_in_s: float | None
+    in_flight: str | None
+    state: ServerState
+
+
+class Neighbour(Protocol):
+    """Who is told of destinations that come and go; calls that cannot wait."""
+
+    def entered(self, destination: Destination) -> None: ...
+    def left(self, destination: Destination) -> None: ...
+
+
+class Book:
+    """See the module. Its own calls are synchronous but for `bring_back` and `write_down`.
+
+    Attributes:
+        unsaved: of destinations that have left with something to write down, the last by name.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        policies: Policies,
+        nursery: trio.Nursery,
+        neighbour: Neighbour,
+    ) -> None:
+        self.active: dict[str, Destination] = {}
+        self.unsaved: dict[str, Destination] = {}
+        self.draining = False
+        self.policies = policies
+        self._context = context
+        self._nursery = nursery
+        self._neighbour = neighbour
+        self._states: dict[str, ServerState] = {}
+        self._frozen: set[str] = set()
+        self._behind: dict[str, float] = {}
+        self._timer: list[tuple[float, int, str]] = []
+        self._rescheduled = trio.Event()
+        self._rank = 0
+
+    # --- What is known ----------------------------------------------------------------------------
+
+    def state_of(self, server: str) -> ServerState:
+        """What is remembered of this server."""
+        destination = self.active.get(server)
+        if destination is not None:
+            return destination.state
+        return self._states.get(server) or ServerState(server)
+
+    def is_behind(self, server: str) -> bool:
+        """Whether it owes something and waits for its time."""
+        return server in self._behind
+
+    def known(self, pattern: str) -> list[str]:
+        """Servers that are active or owe something, by glob."""
+        names = {*self.active, *self._behind, *self._states}
+        return sorted(name for name in names if matches(pattern, name))
+
+    def status(self, server: str) -> Status | None:
+        """What is going on with this server; None: nothing, and nothing is owed that we know of."""
+        destination = self.active.get(server)
+        now = trio.current_time()
+        if destination is not None:
+            return Status(
+                destination=server,
+                phase=destination.phase.value,
+                for_s=now - destination.since,
+                level=destination.outbox.level,
+                queued=len(destination.outbox.queue),
+                retry_in_s=destination.retry_in_s,
+                in_flight=destination.frozen.id if destination.frozen else None,
+                state=destination.state,
+            )
+        state = self._states.get(server)
+        due = self._behind.get(server)
+        if due is None and state is None:
+            return None
+        state = state or ServerState(server)
+        phase = "level" if due is None else "waiting"
+        if state.paused or state.parked:
+            phase = "paused" if state.paused else "parked"
+        wait = None if due is None or due == NEVER else max(0.0, due - now)
+        return Status(server, phase, 0.0, due is None, 0, wait, None, state)
+
+    # --- Who becomes active -----------------------------------------------------------------------
+
+    def reach(
+        self, server: str, *, level: bool = True, though_behind: bool = False
+    ) -> Destination | None:
+        """Its object, made if it has none: the one place that activates. None: not now.
+
+        What must not be lost is then found in the database when its time comes.
+
+        Args:
+            level: the database owes it nothing that will not be offered.
+            though_behind: its time has come, or somebody says so.
+        """
+        destination = self.active.get(server)
+        if destination is not None:
+            return destination
+        if self.draining or (server in self._behind and not though_behind):
+            return None
+        if not self.policies.may_send_to(server):
+            return None
+        self._behind.pop(server, None)
+        policy = self.policies.policy_for(server)
+        destination = Destination(server, policy, self._context, self.state_of(server), level=level)
+        left = self.unsaved.pop(server, None)
+        destination.frozen = None if left is None else left.frozen
+        self.active[server] = destination
+        self._neighbour.entered(destination)
+        self._nursery.start_soon(self._supervise, destination, name=f"destination {server}")
+        return destination
+
+    def wake(self, server: str, *, by_admin: bool) -> bool:
+        """Try it now; False: it owes nothing, is held, or was woken too often lately (I5)."""
+        destination = self.active.get(server)
+        state = self.state_of(server)
+        if self.draining or state.paused or state.parked:
+            return False
+        if destination is not None:
+            return destination.wake(by_admin=by_admin)
+        if server not in self._behind or not self.policies.may_send_to(server):
+            return False
+        if not state.healthy and not by_admin:
+            state, granted = take_wake(state, self._context.outside.now_ms())
+            self._states[server] = state
+            if not granted:
+                return False
+        destination = self.reach(server, level=False, though_behind=True)
+        return destination is not None and destination.wake(by_admin=True)
+
+    def hold(self, server: str, *, paused: str | None, parked: str | None) -> ServerState:
+        """Set or clear an operator's reasons not to send; the state to make durable."""
+        destination = self.active.get(server)
+        if destination is not None:
+            destination.hold(paused=paused, parked=parked)
+            return destination.state
+        state = replace(self.state_of(server), paused=paused, parked=parked)
+        self._states[server] = state
+        if paused or parked:
+            self.put_off(server)
+        elif server in self._behind:
+            self.schedule(server, trio.current_time())
+        return state
+
+    def forget(self, server: str) -> None:
+        """Nothing is owed to it, and nothing known of it."""
+        self._behind.pop(server, None)
+        self._states.pop(server, None)
+        self.unsaved.pop(server, None)
+        self._frozen.discard(server)
+
+    def use_policies(self) -> None:
+        """They have changed: those that are active follow them, those denied until now are due."""
+        for destination in self.active.values():
+            name = destination.name
+            allowed = self.policies.may_send_to(name)
+            destination.use_policy(self.policies.policy_for(name), allowed=allowed)
+        now, now_ms = trio.current_time(), self._context.outside.now_ms()
+        for server in list(self._behind):
+            state = self.state_of(server)
+            if not (state.paused or state.parked) and self.policies.may_send_to(server):
+                self.schedule(server, min(self._behind[server], now + state.wait_s(now_ms)))
+
+    def begin_drain(self) -> None:
+        """Take nothing more on."""
+        self.draining = True
+        for destination in self.active.values():
+            destination.begin_drain()
+
+    # --- Who leaves -------------------------------------------------------------------------------
+
+    async def _supervise(self, destination: Destination) -> None:
+        """Run a destination; its failure is its own."""
+        try:
+            await destination.run(frozen=destination.name in self._frozen)
+        except Exception:
+            log.exception("destination crashed", destination=destination.name)
+            self._context.metrics.crashes.inc()
+            destination.crashed()
+            await self.write_down(destination)
+        finally:
+            # Without an await since the destination left: what is offered from here on finds no
+            # object, and makes one or is remembered.
+            self._strike(destination)
+
+    async def write_down(self, destination: Destination) -> None:
+        """Make durable what an ended task knew of its transaction; a failure is its own."""
+        try:
+            await destination.write_down()
+        except Exception:
+            log.exception("transaction not written down", destination=destination.name)
+
+    def _strike(self, destination: Destination) -> None:
+        name, state = destination.name, destination.state
+        del self.active[name]
+        self._neighbour.left(destination)
+        destination.gone.set()
+        if state == ServerState(name):
+            self._states.pop(name, None)
+        else:
+            self._states[name] = state
+        if destination.frozen is None:
+            self._frozen.discard(name)
+        else:
+            self._frozen.add(name)
+        if destination.unwritten:
+            self.unsaved[name] = destination
+        if state.paused or state.parked:
+            self.put_off(name)
+        elif destination.owes:
+            self.schedule(name, trio.current_time() + destination.retry_in_s)
+
+    # --- The timer --------------------------------------------------------------------------------
+
+    def put_off(self, server: str) -> None:
+        """It is behind until somebody says otherwise."""
+        self._behind[server] = NEVER
+
+    def schedule(self, server: str, at: float) -> None:
+        """Bring this server back at `at` (on trio's clock); those of one moment in this order."""
+        self._behind[server] = at
+        self._rank += 1
+        heapq.heappush(self._timer, (at, self._rank, server))
+        if len(self._timer) > 2 * len(self._behind) + 16:
+            # Each wake leaves an entry that is no longer true.
+            self._timer = [entry for entry in self._timer if self._behind.get(entry[2]) == entry[0]]
+            heapq.heapify(self._timer)
+        self._rescheduled.set()
+
+    async def bring_back(self, pace: Pace) -> None:
+        """For ever: activate who is due, at the given pace."""
+        while True:
+            now = trio.current_time()
+            if not self._timer or self._timer[0][0] > now:
+                with trio.move_on_at(self._timer[0][0] if self._timer else NEVER):
+                    await self._rescheduled.wait()
+                self._rescheduled = trio.Event()
+                continue
+            at, _, server = heapq.heappop(self._timer)
+            if self._behind.get(server) != at:
+                continue  # Woken, paused or rescheduled since.
+            await pace.wait()
+            await self._context.admission.uncrowded()
+            if self._behind.get(server) == at:
+                destination = self.reach(server, level=False, though_behind=True)
+                if destination is not None:
+                    destination.come_due()
+
+    def take_in(self, states: Mapping[str, ServerState], frozen: Iterable[str]) -> None:
+        """What the last daemon left: before anything else.
+
+        `frozen`: the servers with a frozen transaction in the database.
+        """
+        self._states.update(states)
+        self._frozen.update(frozen)
+
+    def open_with(
+        self,
+        lagging: Mapping[str, Lagging],
+        others: Iterable[str],
+        rank: Callable[[str], int],
+        doubt: Callable[[str], int] = lambda server: 0,
+    ) -> None:
+        """At start-up: all that owe something are behind, the most useful first.
+
+        Args:
+            lagging: what the homeserver's database owes.
+            others: servers that are owed something else.
+            rank: the operator's word on a server, the smallest first.
+            doubt: how much its last day speaks against a server, the smallest first.
+        """
+
+        def usefulness(server: str) -> tuple[int, bool, int, int, bool, int, str]:
+            """The operator's word; lately healthy; waiting for keys; small backlogs."""
+            state, lag = self.state_of(server), lagging.get(server)
+            return (
+                rank(server),
+                not state.healthy,
+                doubt(server),
+                -(state.last_success_ms or 0) // 3_600_000,
+                not (lag is not None and lag.owes_keys),
+                lag.rooms if lag is not None else 0,
+                server,
+            )
+
+        now, now_ms = trio.current_time(), self._context.outside.now_ms()
+        for server in sorted(set(lagging) | self._frozen | set(others), key=usefulness):
+            state = self.state_of(server)
+            if state.paused or state.parked or not self.policies.may_send_to(server):
+                self.put_off(server)
+            else:
+                self.schedule(server, now + state.wait_s(now_ms))
+        for server, state in self._states.items():
+            if state.paused or state.parked:
+                self.put_off(server)

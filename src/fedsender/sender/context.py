@@ -1,0 +1,76 @@
+"""What all destinations of one sender share, and the words for what one of them is doing."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from fedsender.config import Presence, Sending
+from fedsender.federation.client import FederationClient
+from fedsender.ledger import Ledger
+from fedsender.matrix import Pdu
+from fedsender.outside import Outside
+from fedsender.sender.admission import Admission
+from fedsender.sender.routing import Router
+from fedsender.sender.transaction import TransactionIds
+from fedsender.sender.under_way import UnderWay
+from fedsender.store.edus import EduStore
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.receipt_book import ReceiptBook
+from fedsender.store.sender import SenderStore
+from fedsender.streams import Watermark
+from fedsender.telemetry import Metrics
+
+
+class Announcer(Protocol):
+    """Tells the homeserver's other workers what we found out about a server."""
+
+    async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None: ...
+    async def publish_server_up(self, server: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What all destinations of one sender share.
+
+    Attributes:
+        connect_deadline: seconds for finding and reaching a server, all its addresses included.
+        request_timeout: seconds for one transaction, unless the destination's policy says other.
+        device_lists: up to where rows of device lists may be read.
+        pruned: event id -> the PDU to send in place of one that was redacted while queued.
+        troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
+    """
+
+    origin: str
+    sending: Sending
+    connect_deadline: float
+    request_timeout: float
+    outside: Outside
+    homeserver: HomeserverStore
+    store: SenderStore
+    edus: EduStore
+    receipts: ReceiptBook
+    instance: str
+    device_lists: Watermark
+    presence: Presence
+    router: Router
+    client: FederationClient
+    admission: Admission
+    ledger: Ledger
+    under_way: UnderWay
+    metrics: Metrics
+    ids: TransactionIds
+    announcer: Announcer
+    pruned: dict[str, Pdu]
+    troubles: dict[str, float] = field(default_factory=dict)
+
+
+class Phase(Enum):
+    """What a destination is doing, in the operator's words."""
+
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    SENDING = "sending"
+    WAITING = "waiting"
+    QUEUED = "waiting for a free place"
+    CATCHING_UP = "catching up"
+    LEAVING = "leaving"

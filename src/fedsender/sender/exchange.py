@@ -1,0 +1,61 @@
+"""One attempt on the wire: to find the server, and to hand it a transaction."""
+
+import trio
+
+from fedsender.federation.client import Answer, Link, Peer, SendFailed, Unreachable
+from fedsender.sender import failure
+from fedsender.sender.failure import Outcome, Verdict
+from fedsender.sender.transaction import Transaction
+
+
+class Exchange:
+    """What one destination has under way; somebody else may end it early."""
+
+    def __init__(self) -> None:
+        self._scope: trio.CancelScope | None = None
+
+    def give_up(self) -> bool:
+        """End what is under way, for another attempt; False if nothing is."""
+        if self._scope is None:
+            return False
+        self._scope.cancel()
+        return True
+
+    async def connect(self, peer: Peer) -> Link:
+        """A connection. The client has a deadline for each step; waiting for our limits has none.
+
+        Raises:
+            Unreachable: there is none to be had.
+        """
+        link = peer.at_hand()
+        if link is not None:
+            return link
+        with trio.CancelScope() as self._scope:
+            return await peer.connect()
+        raise Unreachable("timeout", self._why_ended("no connection"))
+
+    async def put(
+        self, link: Link, transaction: Transaction, timeout_s: float
+    ) -> tuple[Answer | None, Verdict]:
+        """Send it and hear what the server says; the answer, if there was one, and the verdict."""
+        try:
+            with trio.fail_after(timeout_s) as self._scope:
+                answer = await link.put_transaction(transaction.id, transaction.body)
+        except trio.TooSlowError:
+            reason = self._why_ended("no answer")
+            outcome = Outcome.FAILING if link.sent else Outcome.UNREACHABLE
+            return None, Verdict(outcome, reason, sent=link.sent)
+        except SendFailed as error:
+            outcome = Outcome.FAILING if error.sent else Outcome.UNREACHABLE
+            return None, Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
+        return answer, failure.judge_status(
+            answer.status,
+            is_answer=answer.content is not None,
+            retry_after_s=answer.retry_after_s,
+            text=answer.text,
+        )
+
+    def _why_ended(self, what: str) -> str:
+        assert self._scope is not None
+        woken = self._scope.deadline > trio.current_time()
+        return f"{what} until it was woken" if woken else f"{what} in time"

@@ -1,0 +1,122 @@
+"""What an operator repairs by hand: events sent again, quarantine released, servers forgotten."""
+
+from collections.abc import Callable, Sequence
+
+from fedsender.sender.book import Book
+from fedsender.sender.context import Context
+from fedsender.sender.routing import Bad, Routed
+from fedsender.store.sender import Quarantined, Redelivery
+
+Refusal = tuple[str, str, str]
+"""Server ("*" if no server got it), event id (or the EDU's type), and why."""
+
+
+class Repairs:
+    """See the module. Everything is durable on return."""
+
+    def __init__(self, context: Context, book: Book, unblock: Callable[[str], None]) -> None:
+        """`unblock` is told of each room whose quarantine is empty again."""
+        self._context = context
+        self._book = book
+        self._unblock = unblock
+
+    async def redeliver(
+        self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()
+    ) -> list[Refusal]:
+        """Send these (server, event id) pairs again; those refused, each with the reason.
+
+        `released`: items that leave quarantine for it, if nothing was refused.
+        """
+        routed = await self._context.router.load([event_id for _, event_id in pairs])
+        accepted: list[Redelivery] = []
+        refused: list[Refusal] = []
+        for server, event_id in pairs:
+            item = routed.get(event_id)
+            if item is None:
+                refused.append((server, event_id, "not an event that this server sends"))
+            elif isinstance(item, Bad):
+                refused.append((server, event_id, item.reason))
+            elif server not in item.servers:
+                refused.append((server, event_id, "not for this server (or not of this shard)"))
+            else:
+                pdu = item.pdu
+                accepted.append(Redelivery(server, event_id, pdu.room_id, pdu.stream_ordering))
+        store = self._context.store
+        await store.add_redeliveries(accepted, released=() if refused else released)
+        for server in sorted({item.destination for item in accepted}):
+            destination = self._book.reach(server)
+            if destination is not None:
+                destination.owe_redeliveries()
+        return refused
+
+    async def owe(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
+        """These (server, event id) pairs are missing from `destination_rooms`: write them there,
+        upwards only, and send them; those refused, each with the reason.
+
+        They go through the redelivery lane whatever the low-water mark says: it may have passed
+        them by, or be about to.
+        """
+        refused = await self.redeliver(pairs)
+        without = {(server, event_id) for server, event_id, _ in refused}
+        rows = await self._context.homeserver.events_by_id([event_id for _, event_id in pairs])
+        owed: dict[tuple[str, str], int] = {}
+        for server, event_id in pairs:
+            if (server, event_id) not in without:
+                row = rows[event_id]
+                key = (server, row.room_id)
+                owed[key] = max(row.stream_ordering, owed.get(key, 0))
+        if owed:
+            await self._context.homeserver.record_owed(owed)
+        return refused
+
+    async def release(self, ids: Sequence[int]) -> list[Refusal]:
+        """Try quarantined PDUs again, through the redelivery lane; those that stay, and why."""
+        kept: list[Refusal] = []
+        gone: list[Quarantined] = []
+        for item in await self._context.store.quarantined(ids):
+            refused = await self._release_one(item)
+            kept += refused
+            if not refused:
+                gone.append(item)
+        await self._unblock_rooms({item.room_id for item in gone if item.room_id is not None})
+        return kept
+
+    async def _release_one(self, item: Quarantined) -> list[Refusal]:
+        if item.event_id is None:
+            return [(item.destination or "*", item.kind, "an EDU cannot be sent again")]
+        if item.destination is not None:
+            return await self.redeliver([(item.destination, item.event_id)], released=[item.id])
+        routed = (await self._context.router.load([item.event_id])).get(item.event_id)
+        if not isinstance(routed, Routed):
+            return [("*", item.event_id, "it still cannot be sent")]
+        pairs = [(server, item.event_id) for server in sorted(routed.servers)]
+        return await self.redeliver(pairs, released=[item.id])
+
+    async def drop(self, ids: Sequence[int]) -> None:
+        """Give quarantined items up for good."""
+        items = await self._context.store.quarantined(ids)
+        await self._context.store.drop(ids)
+        await self._unblock_rooms({item.room_id for item in items if item.room_id is not None})
+
+    async def _unblock_rooms(self, room_ids: set[str]) -> None:
+        still = await self._context.store.quarantined_rooms()
+        for room_id in sorted(room_ids - set(still)):
+            self._unblock(room_id)
+
+    async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
+        """Set or clear an operator's reasons not to send to this server."""
+        state = self._book.hold(server, paused=paused, parked=parked)
+        await self._context.store.save_server_state(state)
+
+    async def purge(self, server: str, *, force: bool) -> list[str]:
+        """Forget this server and all it is owed. The rooms shared with it, if they forbid that."""
+        shared = await self._context.homeserver.rooms_shared_with(server)
+        if shared and not force:
+            return shared
+        await self.hold(server, paused=None, parked="being purged")
+        while server in self._book.active:
+            await self._book.active[server].gone.wait()
+        await self._context.store.forget(server)
+        await self._context.homeserver.purge(server)
+        self._book.forget(server)
+        return []

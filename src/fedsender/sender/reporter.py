@@ -1,0 +1,149 @@
+"""What a destination says of itself: to the ledger, to metrics, to the log, to the homeserver."""
+
+import structlog
+
+from fedsender.federation.client import Answer
+from fedsender.ledger import Line
+from fedsender.sender.context import Context
+from fedsender.sender.failure import Outcome, ServerState, Verdict
+from fedsender.sender.transaction import Transaction
+
+log = structlog.get_logger()
+
+STOPPED = "the daemon stopped"
+
+
+class Reporter:
+    """One destination's voice; it decides nothing."""
+
+    def __init__(self, destination: str, context: Context) -> None:
+        self._destination = destination
+        self._context = context
+        metrics = context.metrics
+        # A label is looked up once: it costs as much as all the rest of a line.
+        self._delivered = metrics.attempts.labels(Outcome.DELIVERED.value)
+
+    def attempt(
+        self,
+        transaction: Transaction | None,
+        verdict: Verdict | None,
+        *,
+        took_s: float = 0.0,
+        answer: Answer | None = None,
+        cut_off: str = STOPPED,
+    ) -> None:
+        """The ledger's line for this attempt, before anything else is written (I9).
+
+        Args:
+            verdict: None: it was cut off, as `cut_off` says.
+        """
+        if verdict is not None and verdict.outcome is Outcome.DELIVERED and transaction is not None:
+            self._answered(transaction, took_s, answer)
+            return
+        outcome = "unknown" if verdict is None else verdict.outcome.value
+        line = Line(
+            ms=self._context.outside.now_ms(),
+            destination=self._destination,
+            outcome=outcome,
+            transaction_id=transaction.id if transaction else None,
+            attempt=transaction.attempts if transaction else 0,
+            pdus=transaction.pdus if transaction else (),
+            edus=transaction.edu_types if transaction else None,
+            outbox=transaction.outbox_ids if transaction else (),
+            device_lists=transaction.pokes if transaction else (),
+            bytes=len(transaction.body) if transaction else 0,
+            status=verdict.status if verdict else None,
+            reason=verdict.reason or None if verdict else cut_off,
+            took_ms=round(took_s * 1000),
+            reused=answer.reused if answer is not None else False,
+        )
+        self._record(line)
+        self._context.metrics.attempts.labels(outcome).inc()
+        if verdict is not None:
+            self._context.metrics.attempt_seconds.observe(took_s)
+
+    def _answered(self, transaction: Transaction, took_s: float, answer: Answer | None) -> None:
+        refused = answer.refused if answer is not None else {}
+        line = Line(
+            ms=self._context.outside.now_ms(),
+            destination=self._destination,
+            outcome=Outcome.DELIVERED.value,
+            transaction_id=transaction.id,
+            attempt=transaction.attempts,
+            pdus=transaction.pdus,
+            edus=transaction.edu_types,
+            outbox=transaction.outbox_ids,
+            device_lists=transaction.pokes,
+            bytes=len(transaction.body),
+            status=200,
+            refused=refused,
+            lsso=transaction.lsso,
+            took_ms=round(took_s * 1000),
+            reused=answer.reused if answer is not None else False,
+        )
+        self._record(line)
+        self._delivered.inc()
+        metrics = self._context.metrics
+        metrics.attempt_seconds.observe(took_s)
+        metrics.delivery_seconds.observe(max(0, line.ms - transaction.frozen_ms) / 1000)
+        self._count(transaction, refused=len(refused))
+
+    def _record(self, line: Line) -> None:
+        self._context.ledger.record(line)
+        if self._context.ledger.failing is None:
+            self._context.metrics.ledger_lines.inc()
+
+    def _count(self, transaction: Transaction, *, refused: int) -> None:
+        metrics = self._context.metrics
+        metrics.sent_transactions.inc()
+        if transaction.pdus:
+            metrics.sent_pdus.inc(len(transaction.pdus))
+        if refused:
+            metrics.refused_pdus.inc(refused)
+        last_pdu_ms = transaction.frozen_ms if transaction.pdus else None
+        metrics.delivered_to(self._destination, len(transaction.pdus), last_pdu_ms)
+        for edu_type, count in transaction.edu_types.items():
+            metrics.sent_edus.inc(count)
+            metrics.sent_edus_by_type.labels(edu_type).inc(count)
+
+    def failed(self, state: ServerState, verdict: Verdict, retry_in_s: float) -> None:
+        """An attempt has failed; loud at first, then hardly ever."""
+        log.log(
+            30 if state.failures == 3 else 20 if state.failures in (1, 10) else 10,
+            "attempt failed",
+            destination=self._destination,
+            outcome=verdict.outcome.value,
+            reason=verdict.reason,
+            failures=state.failures,
+            next_attempt_in_s=round(retry_in_s, 1),
+        )
+
+    def well_again(self) -> None:
+        """It answers, after failures."""
+        log.info("server answers again", destination=self._destination)
+
+    def isolated(self) -> None:
+        """One step of the search for a poisonous item."""
+        self._context.metrics.isolations.inc()
+
+    async def backoff(self, state: ServerState, interval_ms: int | None) -> None:
+        """Write the homeserver's backoff columns (Synapse's meaning) and tell its other workers.
+
+        Args:
+            interval_ms: None: it is well.
+        """
+        context = self._context
+        now_ms = context.outside.now_ms()
+        failing_since = None if interval_ms is None else state.failing_since_ms
+        stream_id = await context.homeserver.store_backoff(
+            self._destination, failing_since, 0 if interval_ms is None else now_ms, interval_ms or 0
+        )
+        if stream_id is not None:
+            await context.announcer.publish_backoff(self._destination, stream_id, now_ms)
+
+    async def clear_backoff(self, state: ServerState) -> None:
+        """Take back what the homeserver's backoff columns say of it, whoever wrote it there."""
+        row = await self._context.homeserver.backoff(self._destination)
+        if row is not None and row.retry_interval:
+            await self.backoff(state, None)
+            await self._context.announcer.publish_server_up(self._destination)

@@ -1,0 +1,164 @@
+"""Attempts whose end is not on record yet, in a file that outlives a kill (I9).
+
+The ledger has a line for each attempt once it has ended. What is under way when the process is
+killed has none; so each attempt is noted here before its first byte leaves, in a slot that is
+wiped when the line is written. The next start writes a line with outcome "unknown" for each slot
+that was not. Nothing here is needed to send: a disk that takes no more is of no consequence.
+
+The file stands beside the ledger's segments as `<instance>.<boot>.attempts`, mode 0600. It is
+mapped into memory, as it is written twice for each attempt and need only outlive the process: the
+disk is asked for room now and then, and for nothing else.
+"""
+
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from fedsender.ledger import Line, read_lines
+from fedsender.sender.transaction import Transaction, sent_pdu
+
+SLOT_BYTES = 12_288
+"""Enough for 50 PDUs; what is longer is noted without its content."""
+MAX_SLOTS = 4096
+SLOTS_AT_ONCE = 64
+"""The file grows by so many."""
+_LENGTH_BYTES = 4
+_EMPTY = bytes(_LENGTH_BYTES)
+
+
+class UnderWay:
+    """The slots of this boot. Made by `open_under_way`."""
+
+    def __init__(self, file: int | None) -> None:
+        """`file`: None where there is no room for one; then nothing is noted."""
+        self._file = file
+        self._map: mmap.mmap | None = None
+        self._free: list[int] = []
+        self._slots = 0
+
+    def begin(self, destination: str, transaction: Transaction, now_ms: int) -> int | None:
+        """Note that this attempt is about to leave; what to give to `end`."""
+        if not self._free:
+            self._grow()
+        if self._map is None or not self._free:
+            return None
+        head = [destination, transaction.id, transaction.attempts, now_ms, len(transaction.body)]
+        pdus = [pdu.as_json() for pdu in transaction.pdus]
+        rows = [list(transaction.outbox_ids), [list(poke) for poke in transaction.pokes]]
+        note = orjson.dumps([*head, dict(transaction.edu_types), pdus, *rows])
+        if len(note) > SLOT_BYTES - _LENGTH_BYTES:
+            note = orjson.dumps([*head, {}, [], [], []])
+        slot = self._free.pop()
+        at = slot * SLOT_BYTES
+        self._map[at : at + _LENGTH_BYTES + len(note)] = len(note).to_bytes(_LENGTH_BYTES) + note
+        return slot
+
+    def end(self, slot: int | None) -> None:
+        """The ledger has the line."""
+        if slot is None or self._map is None:
+            return
+        at = slot * SLOT_BYTES
+        self._map[at : at + _LENGTH_BYTES] = _EMPTY
+        self._free.append(slot)
+
+    def _grow(self) -> None:
+        """Ask the disk for room for more slots, as long as it has any."""
+        if self._file is None or self._slots >= MAX_SLOTS:
+            return
+        size, more = self._slots * SLOT_BYTES, SLOTS_AT_ONCE * SLOT_BYTES
+        try:
+            # A hole in the file that turned out not to fit would end the process at a touch.
+            os.posix_fallocate(self._file, size, more)
+            if self._map is None:
+                self._map = mmap.mmap(self._file, size + more)
+            else:
+                self._map.resize(size + more)
+        except OSError:
+            return
+        self._free += range(self._slots + SLOTS_AT_ONCE - 1, self._slots - 1, -1)
+        self._slots += SLOTS_AT_ONCE
+
+    def close(self) -> None:
+        """Note nothing more."""
+        if self._map is not None:
+            self._map.close()
+        if self._file is not None:
+            os.close(self._file)
+        self._map = self._file = None
+        self._free.clear()
+
+
+@contextmanager
+def open_under_way(directory: Path, instance: str, boot: str) -> Iterator[UnderWay]:
+    """Slots for this boot. An end in order leaves no file: every attempt has its line."""
+    path = directory / f"{instance}.{boot}.attempts"
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        file: int | None = os.open(path, flags, 0o600)
+    except OSError:
+        file = None
+    under_way = UnderWay(file)
+    try:
+        yield under_way
+    except Exception:
+        # The attempts that this cut off have their lines.
+        path.unlink(missing_ok=True)
+        raise
+    else:
+        path.unlink(missing_ok=True)
+    finally:
+        under_way.close()
+
+
+def cut_off(directory: Path, instance: str, torn: Sequence[Path]) -> tuple[list[Line], list[Path]]:
+    """The attempts that a kill cut off, as lines, and the files to delete once they are written.
+
+    Args:
+        torn: the ledger's segments that the same kill left open; an attempt with a line there is
+            left out.
+    """
+    # An instance's name may have dots in it, and so may another's that begins alike.
+    found = (path for path in directory.iterdir() if path.suffix == ".attempts")
+    paths = sorted(path for path in found if path.stem.rpartition(".")[0] == instance)
+    notes = [note for path in paths for note in _notes(path)]
+    wanted = {(note[1], note[2]) for note in notes}
+    known = {
+        key
+        for path in (torn if wanted else ())
+        for line in read_lines(path)
+        if (key := (line.get("transaction_id"), line.get("attempt"))) in wanted
+    }
+    lines = [_line(note) for note in notes if (note[1], note[2]) not in known]
+    return sorted(lines, key=lambda line: (line.ms, line.destination)), paths
+
+
+def _notes(path: Path) -> Iterator[list[Any]]:
+    with path.open("rb") as file:
+        while slot := file.read(SLOT_BYTES):
+            length = int.from_bytes(slot[:_LENGTH_BYTES])
+            with suppress(orjson.JSONDecodeError):
+                note = orjson.loads(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]) if length else []
+                if isinstance(note, list) and len(note) == 9:
+                    yield note
+
+
+def _line(note: list[Any]) -> Line:
+    destination, transaction_id, attempt, ms, size, edus, pdus, outbox, pokes = note
+    return Line(
+        ms=ms,
+        destination=destination,
+        outcome="unknown",
+        transaction_id=transaction_id,
+        attempt=attempt,
+        pdus=[sent_pdu(pdu) for pdu in pdus],
+        edus=edus,
+        outbox=outbox,
+        device_lists=[(row[0], row[1], row[2]) for row in pokes],
+        bytes=size,
+        reason="the daemon was killed",
+    )

@@ -1,0 +1,318 @@
+"""Errors that must not end anything, refusals that prove nothing, and reloads that take effect."""
+
+import itertools
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from tests.sender.harness import HS, Request, World, answer, ok
+from tests.sender.synapse_world import ALICE, SynapseWorld
+from trio.testing import MockClock
+
+from fedsender.config import Policy
+from fedsender.federation.client import Answer
+from fedsender.sender.keep_going import keep_going
+from fedsender.store import tables
+from fedsender.store.records import PresenceState
+from fedsender.streams import RedactionRow
+from fedsender.telemetry import Metrics
+
+R1, A = "!1:hs.example", "a.example"
+
+
+@contextmanager
+def broken_table(database: Path, name: str) -> Iterator[None]:
+    """While the body runs, who asks for this table gets an error that waiting does not cure."""
+    with sqlite3.connect(database) as connection:
+        connection.execute(f"ALTER TABLE {name} RENAME TO gone")
+    yield
+    with sqlite3.connect(database) as connection:
+        connection.execute(f"ALTER TABLE gone RENAME TO {name}")
+
+
+def crashes(world: World) -> float:
+    return sum(
+        sample.value
+        for metric in world.metrics.crashes.collect()
+        for sample in metric.samples
+        if sample.name.endswith("_total")
+    )
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+async def test_a_loop_goes_on_after_errors_and_ends_when_it_is_cancelled(
+    autojump_clock: MockClock,
+) -> None:
+    """Pauses grow from 1 s to 30 s; Cancelled is nobody's to swallow."""
+    began: list[float] = []
+    metrics = Metrics(HS)
+    troubles: dict[str, float] = {}
+
+    async def failing() -> None:
+        began.append(trio.current_time())
+        raise ValueError("no")
+
+    with trio.move_on_after(100) as scope:
+        await keep_going(failing, "failing", metrics, troubles)
+
+    assert scope.cancelled_caught
+    assert troubles == {"failing": began[-1]}
+    gaps = [round(b - a) for a, b in itertools.pairwise(began)]
+    assert gaps == [1, 2, 4, 8, 16, 30, 30]
+
+
+async def test_a_database_error_in_the_sweep_does_not_end_the_sender(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """W16: it is counted and tried again, and what a lost hint left is found all the same."""
+    async with world.run():
+        await world.join(R1, A)
+        await trio.sleep(60)
+        with broken_table(world.directory / "homeserver.sqlite3", "device_federation_outbox"):
+            await trio.sleep(400)
+        assert crashes(world) > 0
+        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        await trio.sleep(400)
+
+    assert [edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus]
+
+
+async def test_a_database_error_in_the_fan_out_costs_no_event(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I1, W16: what was to be fanned out is, once the database can."""
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(5)
+        with broken_table(world.directory / "homeserver.sqlite3", "destination_rooms"):
+            await world.say(R1, "two")
+            await trio.sleep(20)
+        await world.say(R1, "three")
+        await trio.sleep(60)
+
+    assert crashes(world) > 0
+    assert world.servers[A].got == ["one", "two", "three"]
+
+
+async def test_presence_is_told_after_a_database_error(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """What the loop had taken in when the error came is not lost with it."""
+    world = SynapseWorld(tmp_path)
+    async with world.run() as sender:
+        await world.members(R1, ALICE, f"@x:{A}")
+        with broken_table(tmp_path / "synapse.db", "current_state_events"):
+            sender.edus.presence(online(1))
+            await trio.sleep(5)
+        assert crashes(world) > 0
+        await trio.sleep(60)
+
+    assert [edu["push"][0]["user_id"] for edu in world.edus(A, "m.presence")] == [ALICE]
+
+
+async def test_presence_said_before_the_feed_is_there_is_told(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Between the sender's look at who is online and the stream's first POSITION."""
+    world = SynapseWorld(tmp_path)
+    async with world.run() as sender:
+        await world.members(R1, ALICE, f"@x:{A}")
+        await trio.sleep(1)
+        row = {"stream_id": 5, "user_id": ALICE, "state": "online", "last_active_ts": 1}
+        await world.write(tables.presence_stream, {**row, "currently_active": True})
+        sender.edus.presence_missed(-1, 5)
+        await trio.sleep(10)
+    first = len(world.edus(A, "m.presence"))
+    async with world.run() as sender:
+        await trio.sleep(1)
+        sender.edus.presence_missed(-1, 5)
+        await trio.sleep(10)
+
+    assert first == 1
+    assert len(world.edus(A, "m.presence")) == 1, "what is known at the start is no news"
+
+
+def online(ms: int) -> PresenceState:
+    return PresenceState(ALICE, "online", ms, None, True)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "refusals"),
+    [(400, 1), (400, 3), (400, 10_000), (401, 1), (403, 3), (403, 10_000), (413, 1), (413, 10_000)],
+)
+async def test_a_proxy_that_refuses_everything_for_a_while_costs_no_pdu(
+    world: World, autojump_clock: MockClock, status: int, refusals: int
+) -> None:
+    """W13: only what is refused straight after an answered empty transaction is poison."""
+    server = world.server(A)
+    left = refusals
+
+    def proxy(request: Request) -> Answer:
+        nonlocal left
+        left -= 1
+        return answer(status) if left >= 0 else ok(request)
+
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await trio.sleep(60)
+        server.reply = proxy
+        await world.say(R1, "one")
+        await trio.sleep(3 * 3600 if refusals == 10_000 else 1200)
+        assert await world.store.sender.quarantine_list(A, 10) == []
+        left = 0
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+
+    assert server.got == ["before", "one"]
+
+
+async def test_a_single_refused_pdu_is_quarantined_after_a_probe(
+    world: World, autojump_clock: MockClock
+) -> None:
+    server = world.server(A, reply=lambda r: answer(403) if "poison" in r.bodies else ok(r))
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await trio.sleep(60)
+        await world.say(R1, "poison")
+        await trio.sleep(60)
+        await world.say(R1, "after")
+        await trio.sleep(60)
+        (item,) = await world.store.sender.quarantine_list(A, 10)
+
+    assert item.reason == "answered 403"
+    assert server.got == ["before", "after"]
+    answered = [request.bodies for request in server.answered]
+    assert answered[:2] == [["before"], []]
+
+
+# --- the gate, reloads, memory --------------------------------------------------------------------
+
+
+async def test_no_attempt_starts_while_the_gate_is_shut_not_even_one_that_has_connected(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """While the instance lock is in doubt, another sender may be at work."""
+    server = world.server(A, down=True)
+    async with world.run() as sender:
+        gate = sender.context.admission.gate
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(5)
+        server.down = False
+        server.connecting = gate.shut
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+        assert server.requests == []
+        server.connecting = None
+        gate.reopen()
+        await trio.sleep(60)
+
+    assert server.got == ["one"]
+
+
+async def test_a_busy_destination_follows_a_reload_to_another_address(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Its task never ends; the way to the server does, with the policy it was made for."""
+    world.server(A, latency=1.0)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        for number in range(5):
+            await world.say(R1, str(number))
+            await trio.sleep(0.9)
+        world.settings["destinations"] = {
+            "overrides": [{"match": A, "address": "192.0.2.7:8448", "max_pdus": 7}]
+        }
+        world.reload(sender)
+        for number in range(5):
+            await world.say(R1, str(number))
+            await trio.sleep(0.9)
+        await trio.sleep(5)
+
+    opened: list[Policy] = world.client.opened[A]
+    assert [None if each.address is None else str(each.address) for each in opened] == [
+        None,
+        "192.0.2.7:8448",
+    ]
+
+
+async def test_the_frozen_body_of_a_failing_server_does_not_stay_in_memory(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I7, I3: it is in the database, and comes back unchanged."""
+    server = world.server(A, reply=lambda _: answer(500))
+    async with world.run() as sender:
+        await world.join(R1, A)
+        for number in range(20):
+            await world.say(R1, f"{number} {'x' * 1000}")
+        sizes = []
+        for _ in range(200):
+            await trio.sleep(1)
+            destination = sender.active.get(A)
+            if destination is not None and destination.frozen is not None:
+                sizes.append(len(destination.frozen.body))
+        server.reply = ok
+        await trio.sleep(300)
+
+    assert sizes.count(0) > 100
+    assert len({request.id for request in server.requests[:5]}) == 1
+    assert len({request.body for request in server.requests[:5]}) == 1
+    assert len(server.got) == 20
+
+
+async def test_what_a_ban_redacts_goes_out_pruned_though_it_was_queued(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """MSC4293: the ban itself is the redaction."""
+    server = world.server(A, latency=3.0)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "first")
+        await trio.sleep(1)
+        secret = world.pdu(R1, "secret", sender=f"@bad:{HS}")
+        await world.apply(secret)
+        await trio.sleep(0.5)
+        ban = world.pdu(
+            R1,
+            "ban",
+            type="m.room.member",
+            state_key=f"@bad:{HS}",
+            content={"membership": "ban", "org.matrix.msc4293.redact_events": True},
+        )
+        await world.apply(ban, RedactionRow(ban.event_id, secret.event_id))
+        await trio.sleep(10)
+
+    sent = b"".join(request.body for request in server.answered)
+    assert b"secret" not in sent
+    assert server.got[:2] == ["first", "m.room.message"]
+
+
+async def test_a_server_that_was_well_is_tried_steadily_and_then_less_and_less(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I5: about every ten seconds for two minutes, then doubling."""
+    server = world.server(A)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await trio.sleep(60)
+        server.down = True
+        start = trio.current_time()
+        await world.say(R1, "one")
+        await trio.sleep(3600)
+        early = [at - start for at in server.attempts if start <= at <= start + 120]
+        late = [at - start for at in server.attempts if at > start + 120]
+
+    assert 9 <= len(early) <= 16
+    assert len(late) <= 9

@@ -1,0 +1,253 @@
+"""What a kill, a backup that is put back, or an error out of the body must not cost."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from tests.sender.harness import Request, World, answer, ok
+from tests.sender.synapse_world import Killed, killed
+from trio.testing import MockClock
+
+from fedsender.federation.client import Answer
+
+R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
+A = "a.example"
+
+
+class Taken(Exception):
+    """Out of the body, as from the feed when somebody else speaks under our name."""
+
+
+async def test_a_kill_right_after_an_answer_does_not_bring_the_old_wait_back(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I8: the ledger has the answer that ended an outage; the state on record has not."""
+    server = world.server(A, down=True)
+
+    def answered(request: Request) -> Answer:
+        world.faults = kill
+        return ok(request)
+
+    def kill(point: str) -> None:
+        raise Killed
+
+    def pass_on(point: str) -> None:
+        if world.faults is kill:
+            raise Killed
+
+    world.faults = pass_on
+    with killed():
+        async with world.run() as sender:
+            await world.join(R1, A)
+            await world.say(R1, "one")
+            await trio.sleep(4 * 3600)
+            server.down, server.reply = False, answered
+            sender.wake([A], by_admin=True)
+            await trio.sleep(60)
+    world.faults, server.reply = None, ok
+    async with world.run():
+        await world.say(R1, "two")
+        await trio.sleep(20)
+
+        assert server.got == ["one", "two"]
+
+
+@pytest.mark.parametrize("failed_before", [False, True])
+async def test_a_kill_while_an_attempt_is_under_way_leaves_a_line(
+    world: World, autojump_clock: MockClock, failed_before: bool
+) -> None:
+    """I9: nobody knows how it ended, and the ledger says so."""
+    server = world.server(A, reply=lambda _: answer(500))
+    with trio.CancelScope() as life:
+        with killed():
+            async with world.run() as sender:
+                await world.join(R1, A)
+                if failed_before:
+                    await world.say(R1, "one")
+                    await trio.sleep(1)
+                server.latency = 1000
+                await world.say(R1, "two")
+                sender.wake([A], by_admin=True)
+                await trio.sleep(5)
+                keep(world.directory)
+                raise Killed
+        assert not life.cancel_called
+    put_back(world.directory)
+    before = world.ledger(A)
+    server.latency, server.reply = 0.01, ok
+    async with world.run():
+        await trio.sleep(60)
+    after = world.ledger(A)[len(before) :]
+
+    under_way = server.requests[1 if failed_before else 0]
+    assert outcomes(after) == ["unknown", *["delivered"] * (2 if failed_before else 1)]
+    assert after[0]["transaction_id"] == under_way.id
+    assert after[0]["attempt"] == (2 if failed_before else 1)
+    assert [pdu["room_id"] for pdu in after[0]["pdus"]] == [R1]
+
+
+async def test_an_error_out_of_the_body_still_writes_down_what_is_in_flight(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I3: the transaction that may have arrived is repeated, and not formed anew."""
+    server = world.server(A, latency=1000)
+    with pytest.RaisesGroup(Taken, flatten_subgroups=True, allow_unwrapped=True):
+        async with world.run():
+            await world.join(R1, A)
+            await world.say(R1, "one")
+            await trio.sleep(2)
+            raise Taken
+    server.latency = 0.01
+    async with world.run():
+        await world.say(R1, "two")
+        await trio.sleep(20)
+
+    first, second, third = server.requests
+    assert (second.id, second.body) == (first.id, first.body)
+    assert third.bodies == ["two"]
+
+
+async def test_what_the_ledger_knows_of_many_servers_is_settled_together(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I8: thousands of answers are not thousands of commits one after the other."""
+    names = [f"s{number:03}.example" for number in range(120)]
+    answers = 0
+    commits = 0
+
+    def count(point: str) -> None:
+        nonlocal commits
+        if answers >= len(names):
+            raise Killed
+        commits += 1
+
+    def answered(request: Request) -> Answer:
+        nonlocal answers
+        answers += 1
+        return ok(request)
+
+    world.faults = count
+    with killed():
+        async with world.run():
+            await world.join(R1, *names)
+            for name in names:
+                world.server(name).reply = answered
+                world.server(name).latency = 5.0
+            await world.say(R1, "one")
+            await trio.sleep(60)
+    for name in names:
+        world.server(name).reply = ok
+    answers = commits = 0
+    async with world.run():
+        at_start = commits
+        await trio.sleep(5)
+        assert await world.store.homeserver.lagging() == []
+
+    assert at_start < 40
+    assert all(world.servers[name].got == ["one"] for name in names)
+
+
+async def test_a_backup_of_the_homeserver_s_database_from_amid_a_catch_up_loses_nothing(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I2: what a catch-up in progress still owes below LSSO is on record, and stays owed."""
+    world.settings["destinations"] = {"defaults": {"max_pdus": 2}}
+    server = world.server(A, latency=1.0)
+    async with world.run() as sender:
+        for room in (R1, R2):
+            await world.join(room, A)
+        await world.say(R1, "before")
+        await trio.sleep(5)
+        server.down = True
+        for text in ("a", "b", "c", "d"):
+            await world.say(R1, text)
+        await world.say(R2, "e")
+        await world.say(R1, "f")
+        await trio.sleep(8000)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        e_arrived = trio.Event()
+        server.reply = lambda request: arrived(request, e_arrived)
+        await e_arrived.wait()
+        server.down, server.reply = True, ok
+        await trio.sleep(10)
+        assert "f" not in server.got
+    keep(world.directory)
+    async with world.run():
+        await world.say(R2, "g")
+        await trio.sleep(1)
+    # Only the homeserver's database is put back: what its position says was not there before.
+    put_back(world.directory, "homeserver.sqlite3")
+    server.got.clear()
+    server.answered.clear()
+    server.down = False
+    async with world.run() as sender:
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+
+    assert set(server.got) >= {"c", "d", "f"}
+
+
+async def test_a_history_that_was_set_back_does_not_count_as_answered(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I2: the stream orderings of an old history come again, and stand for other events."""
+    server = world.server(A)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "before")
+        await trio.sleep(5)
+    keep(world.directory)
+    with killed():
+        async with world.run():
+            for text in ("old 1", "old 2", "old 3"):
+                await world.say(R1, text)
+            await trio.sleep(5)
+            raise Killed
+    put_back(world.directory, "homeserver.sqlite3")
+    world.token = 0
+    server.down = True
+    async with world.run():
+        for text in ("new 1", "new 2"):
+            await world.say(R1, text)
+        await trio.sleep(5)
+    server.down = False
+    async with world.run():
+        await trio.sleep(60)
+
+    assert server.got == ["before", "old 1", "old 2", "old 3", "new 1", "new 2"]
+
+
+def arrived(request: Request, e_arrived: trio.Event) -> Answer:
+    if "e" in request.bodies:
+        e_arrived.set()
+    return ok(request)
+
+
+def keep(directory: Path) -> None:
+    """A copy of every file, as of now."""
+    shutil.rmtree(copy_of(directory), ignore_errors=True)
+    shutil.copytree(directory, copy_of(directory))
+
+
+def put_back(directory: Path, *only: str) -> None:
+    """The files as they were when they were kept; `only` those databases, if any are named."""
+    if not only:
+        shutil.rmtree(directory)
+        shutil.copytree(copy_of(directory), directory)
+        return
+    for name in only:
+        for path in directory.glob(f"{name}*"):
+            path.unlink()
+        for path in copy_of(directory).glob(f"{name}*"):
+            shutil.copy2(path, directory / path.name)
+
+
+def copy_of(directory: Path) -> Path:
+    return directory.with_name(directory.name + ".copy")
+
+
+def outcomes(lines: list[dict[str, Any]]) -> list[str]:
+    return [line["outcome"] for line in lines]

@@ -1,0 +1,27 @@
+"""EDUs that the homeserver has made itself, and tells us of over its `federation` stream."""
+
+from pathlib import Path
+
+import trio
+from tests.sender.synapse_world import ALICE, SynapseWorld
+from trio.testing import MockClock
+
+B = "b.example"
+
+
+async def test_they_are_sent_as_they_are_and_a_newer_one_replaces_an_older_one(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """And what is no canonical JSON stops nothing: the feed's calls cannot fail."""
+    world = SynapseWorld(tmp_path)
+    async with world.run() as sender:
+        await world.members("!r:hs.example", f"@b:{B}")
+        sender.edus.edu(B, "m.test", {"n": 1}, None)
+        sender.edus.edu(B, "m.test", {"n": 2}, None)
+        sender.edus.edu(B, "m.keyed", {"n": 3}, ["!r", ALICE])
+        sender.edus.edu(B, "m.keyed", {"n": 4}, ["!r", ALICE])
+        sender.edus.edu(B, "m.test", {"n": 0.5}, None)
+        await trio.sleep(5)
+
+        assert world.edus(B, "m.test") == [{"n": 1}, {"n": 2}]
+        assert world.edus(B, "m.keyed") == [{"n": 4}]

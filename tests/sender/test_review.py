@@ -1,0 +1,209 @@
+"""What a start makes of the records that a killed daemon, or another sender, has left behind."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+from tests.sender.harness import World
+from tests.sender.test_under_way import transaction, until_killed
+from trio.testing import MockClock
+
+from fedsender.ledger import Ledger, Line, SentPdu, open_ledger, read_lines
+from fedsender.outside import real_outside
+from fedsender.sender.failure import ServerState
+from fedsender.sender.takeover import hand_over, take_over
+from fedsender.sender.under_way import cut_off
+from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store.sender import FrozenRecord, Redelivery
+from fedsender.telemetry import Metrics
+
+A, B, R = "a.example", "b.example", "!r:hs"
+
+
+@asynccontextmanager
+async def a_store(directory: Path, *instances: str) -> AsyncIterator[Store]:
+    config = StoreConfig(
+        homeserver=HomeserverSettings("embedded", "fed1", instances or ("fed1",)),
+        homeserver_url=f"sqlite:///{directory}/homeserver.db",
+        sender_url=f"sqlite:///{directory}/sender.db",
+        synchronous="OFF",
+    )
+    async with open_store(config, real_outside()) as store:
+        yield store
+
+
+@asynccontextmanager
+async def a_ledger(directory: Path, boot: str) -> AsyncIterator[Ledger]:
+    async with open_ledger(
+        directory / "ledger",
+        "fed1",
+        boot,
+        real_outside(),
+        keep_days=9,
+        keep_bytes=10**9,
+        segment_seconds=3600,
+        segment_bytes=10**6,
+        lost_lines=Metrics("hs").ledger_failures,
+    ) as ledger:
+        yield ledger
+
+
+def answered(**values: Any) -> Line:
+    given = {"ms": 1_000, "destination": A, "transaction_id": "t", "attempt": 1, **values}
+    return Line(outcome="delivered", **given)
+
+
+async def start(
+    store: Store, directory: Path, boot: str, is_mine: Callable[[str], bool] = lambda _: True
+) -> set[str]:
+    async with a_ledger(directory, boot) as ledger:
+        return await take_over(store, ledger, real_outside(), "fed1", is_mine)
+
+
+def frozen(manifest: Mapping[str, Any]) -> FrozenRecord:
+    return FrozenRecord(A, "t2", b"{}", manifest, 5, 1)
+
+
+async def test_extremities_ahead_of_the_fan_out_are_no_sign_of_a_move(tmp_path: Path) -> None:
+    """I3: catch-up sends forward extremities, which may be newer than all that is fanned out. Who
+    is killed while his fan-out lags repeats what was frozen, and knows what was answered."""
+    ahead = SentPdu("$e", R, 900, "catch_up", (3, 10))
+    async with a_store(tmp_path) as store:
+        await store.homeserver.events_position()
+        await store.homeserver.commit_fan_out(10, {})
+        await start(store, tmp_path, "b1")
+        async with a_ledger(tmp_path, "b2") as ledger:
+            ledger.record(answered(pdus=[ahead], lsso=10))
+        manifest = {"pdus": [ahead.as_json()], "lsso": 10, "lsso_before": 10}
+        await store.sender.save_frozen(frozen(manifest))
+        assert await start(store, tmp_path, "b3") == {A}
+        assert await store.homeserver.lsso(A) == 10
+
+
+async def test_a_sender_that_has_not_started_yet_sets_nobody_back(tmp_path: Path) -> None:
+    """I1: a sender looks at its own position, and leaves it alone, while another one is added."""
+    async with a_store(tmp_path, "fed1", "fed2", "fed3") as store:
+        await store.homeserver.events_position()
+        await store.homeserver.commit_fan_out(50, {})
+        await start(store, tmp_path, "b1")
+        # fed2 lags; fed3 has no row before its first start.
+        await store.homeserver._database.write(
+            lambda connection: connection.exec_driver_sql(
+                "INSERT INTO federation_stream_position (type, instance_name, stream_id)"
+                " VALUES ('events', 'fed2', 7), ('federation', 'fed2', 7)"
+            )
+        )
+        await hand_over(store, "fed1")
+        assert (await store.homeserver.generation()).position == 50
+        left = await store.sender.load_generation("fed1")
+        assert left is not None
+        assert left.events_position == 50
+
+
+async def test_what_is_to_be_sent_once_more_outlives_a_kill(tmp_path: Path) -> None:
+    """A redelivery that was asked for after the last answer is not what that answer was for."""
+    async with a_store(tmp_path) as store:
+        await store.homeserver.events_position()
+        await start(store, tmp_path, "b1")
+        async with a_ledger(tmp_path, "b2") as ledger:
+            again = SentPdu("$e", R, 3, "redelivery")
+            ledger.record(answered(ms=real_outside().now_ms() - 1_000, pdus=[again]))
+        await store.sender.add_redeliveries([Redelivery(A, "$e", R, 3)])
+        await start(store, tmp_path, "b3")
+        assert [item.event_id for item in await store.sender.redeliveries(A, 9)] == ["$e"]
+
+
+async def test_the_state_of_anothers_server_is_left_alone(tmp_path: Path) -> None:
+    """Whoever has it now knows better what our last answer from it meant."""
+    state = ServerState(A, failing_since_ms=1, failures=9, last_attempt_ms=5)
+    async with a_store(tmp_path) as store:
+        await store.homeserver.events_position()
+        await start(store, tmp_path, "b1")
+        async with a_ledger(tmp_path, "b2") as ledger:
+            ledger.record(answered())
+        await store.sender.save_server_state(state)
+        await start(store, tmp_path, "b3", lambda _: False)
+        assert await store.sender.server_state(A) == state
+        async with a_ledger(tmp_path, "b4") as ledger:
+            ledger.record(answered())
+        await start(store, tmp_path, "b5")
+        found = await store.sender.server_state(A)
+        assert found is not None
+        assert found.healthy
+
+
+async def test_last_answers_are_not_kept_in_memory(tmp_path: Path) -> None:
+    """I7: there is one for each server that answered within an hour, with all its events."""
+    async with a_store(tmp_path) as store:
+        await store.homeserver.events_position()
+        async with a_ledger(tmp_path, "b1") as ledger:
+            ledger.record(answered())
+        async with a_ledger(tmp_path, "b2") as ledger:
+            assert ledger.last_words
+            await take_over(store, ledger, real_outside(), "fed1", lambda _: True)
+            assert not ledger.last_words
+
+
+async def test_an_answer_with_half_a_surrogate_pair_is_known_after_a_kill(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I9: whatever a peer says, the line about it can be read again."""
+    async with a_ledger(tmp_path, "b1") as ledger:
+        ledger.record(answered(refused={"$e": "no \ud800"}))
+    async with a_ledger(tmp_path, "b2") as ledger:
+        assert ledger.last_words[A]["refused"].keys() == {"$e"}
+        (path,) = ledger.torn
+        assert len([*read_lines(path)]) == 1
+        assert json.loads(path.read_bytes())["destination"] == A
+    await trio.lowlevel.checkpoint()
+
+
+def test_an_instance_whose_name_begins_alike_keeps_its_attempts(tmp_path: Path) -> None:
+    """Two senders may write to one directory, and an instance's name may have dots in it."""
+    with until_killed(tmp_path, "fed.eu") as under_way:
+        under_way.begin("a.example", transaction(1), 7)
+    assert cut_off(tmp_path, "fed", []) == ([], [])
+    lines, files = cut_off(tmp_path, "fed.eu", [])
+    assert (len(lines), len(files)) == (1, 1)
+
+
+class Looks(dict[str, Any]):
+    """The active destinations, and how often somebody looked at all of them."""
+
+    times = 0
+
+    def values(self) -> Any:
+        self.times += 1
+        return super().values()
+
+
+async def test_a_full_window_does_not_ask_every_queue_about_every_event(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """With 10,000 active destinations that would cost more than the event; and yet none keeps an
+    event that has left the window (I7)."""
+    world = World(tmp_path)
+    busy = world.server(B, latency=50)
+    async with world.run():
+        await world.join("!a:hs.example", A)
+        await world.join("!b:hs.example", B)
+        await trio.sleep(1)
+        await world.say("!b:hs.example", "in flight")
+        await trio.sleep(1)
+        await world.say("!b:hs.example", "queued")
+        sender = world.sender
+        wire = len(sender.fan_out.window._pdus[-1].wire)
+        sender.fan_out.window._limit = 20 * wire
+        sender.book.active = looks = Looks(sender.book.active)
+        for number in range(60):
+            await world.say("!a:hs.example", str(number))
+            await trio.sleep(0.1)
+        # The receipts look now and then, too.
+        assert looks.times < 20
+        assert not sender.active[B].outbox.level
+        await trio.sleep(200)
+    assert busy.got[-2:] == ["in flight", "queued"]
+    assert world.servers[A].got[-60:] == [str(number) for number in range(60)]

@@ -1,0 +1,82 @@
+"""What is under way when the process is killed is on record, and nothing else is (I9)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fedsender.ledger import SentPdu
+from fedsender.sender.transaction import Transaction
+from fedsender.sender.under_way import SLOTS_AT_ONCE, UnderWay, cut_off, open_under_way
+
+
+def transaction(number: int, *, pdus: int = 1) -> Transaction:
+    return Transaction(
+        id=f"boot.{number}",
+        body=b"{}",
+        pdus=[SentPdu(f"${number}.{n}" + "x" * 40, "!r:hs", n, "live") for n in range(pdus)],
+        edu_types={"m.typing": 1},
+        outbox_ids=[number],
+        pokes=[],
+        ephemeral=[],
+        receipts_upto=None,
+        lsso=None,
+        lsso_before=None,
+        rooms_done={},
+        frozen_ms=0,
+        attempts=1,
+    )
+
+
+class Killed(BaseException):
+    """The process is."""
+
+
+@contextmanager
+def until_killed(directory: Path, instance: str = "fedsender") -> Iterator[UnderWay]:
+    """The process is killed where the body ends."""
+    with suppress(Killed), open_under_way(directory, instance, "boot") as under_way:
+        yield under_way
+        raise Killed
+
+
+def test_a_kill_leaves_those_that_have_no_line(tmp_path: Path) -> None:
+    """More at once than the file begins with room for; slots are used again."""
+    with until_killed(tmp_path) as under_way:
+        slots = [
+            under_way.begin(f"{n}.example", transaction(n), n) for n in range(3 * SLOTS_AT_ONCE)
+        ]
+        assert len(set(slots)) == len(slots)
+        assert None not in slots
+        for slot in slots[5:-5]:
+            under_way.end(slot)
+        assert under_way.begin("again.example", transaction(999), 999) in slots
+    lines, files = cut_off(tmp_path, "fedsender", [])
+    first, last = range(5), range(3 * SLOTS_AT_ONCE - 5, 3 * SLOTS_AT_ONCE)
+    assert [line.transaction_id for line in lines] == [f"boot.{n}" for n in (*first, *last, 999)]
+    assert lines[1].pdus[0].event_id == "$1.0" + "x" * 40
+    assert (lines[1].outcome, lines[1].edus, lines[1].outbox) == ("unknown", {"m.typing": 1}, [1])
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o600]
+
+
+def test_what_does_not_fit_is_noted_without_its_content(tmp_path: Path) -> None:
+    with until_killed(tmp_path) as under_way:
+        assert under_way.begin("a.example", transaction(1, pdus=500), 7) is not None
+    (line,), _ = cut_off(tmp_path, "fedsender", [])
+    assert (line.destination, line.transaction_id, line.ms, line.pdus) == (
+        "a.example",
+        "boot.1",
+        7,
+        [],
+    )
+
+
+def test_an_end_in_order_leaves_nothing(tmp_path: Path) -> None:
+    with open_under_way(tmp_path, "fedsender", "boot") as under_way:
+        under_way.end(under_way.begin("a.example", transaction(1), 7))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_takes_nothing_is_of_no_consequence(tmp_path: Path) -> None:
+    with open_under_way(tmp_path / "absent", "fedsender", "boot") as under_way:
+        assert under_way.begin("a.example", transaction(1), 7) is None
+        under_way.end(None)
