@@ -145,6 +145,8 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
         ("federation: {minimum_tls_version: 1.1}", "must be '1.2' or '1.3'"),
         ('federation: {user_agent_suffix: "a\\nb"}', "has characters that are not allowed"),
         ("feed: {tcp: {address: localhost}}", "must be an address such as"),
+        ("feed: {relay: {name: Sender 1}}", "feed.relay.name: has characters that are not allowed"),
+        ("feed: {relay: {fetch_parallel: 17}}", "must be less than or equal to 16"),
         ("feed: {tcp: {address: 'unix:run/x'}}", "must be an address such as"),
         ("homeserver: {database: 'mysql://h/d'}", "must be a path, or a URL of"),
         ("homeserver: {domain_whitelist: [a b]}", "not a server name"),
@@ -206,9 +208,11 @@ def test_what_is_no_plain_yaml_is_refused(text: str, expected: str) -> None:
         ("homeserver: {state_database: x}", "3:30", "is for kind synapse only"),
         ("homeserver: {event_writers: [a, a]}", "3:29", "names one instance twice"),
         ("feed: {kind: redis}", "3:14", "homeserver.kind embedded needs tcp"),
+        ("feed: {kind: relay}", "3:7", "feed.relay.secret_file: must be set"),
         ("feed: {redis: {path: /r, port: 1}}", "3:22", "only one of them can be used"),
         ("feed: {redis: {path: /r, tls: true}}", "3:31", "cannot be used on a Unix socket"),
         ("feed: {redis: {ca_file: /ca}}", "3:25", "has no use without tls: true"),
+        ("feed: {relay: {ca_file: /ca}}", "3:25", "has no use without tls: true"),
         ("feed: {redis: {username: u}}", "3:26", "needs a password_file"),
         (
             "homeserver: {federation_sender_instances: [fed1]}",
@@ -487,20 +491,31 @@ def test_every_setting_of_a_policy_names_the_line_that_set_it() -> None:
     assert sources["edus.typing"] == (False, "f.yaml:12")
     assert sources["edus.presence"] == (False, "f.yaml:17")
     assert sources["edus.receipts"] == (True, "default")
-    assert len(lines) == 21
+    assert len(lines) == 24
 
 
 @given(
+    steady=st.floats(1, 600),
+    steady_for=st.floats(0, 3600),
     first=st.floats(1, 7200),
     multiplier=st.floats(1, 10),
     ceiling=st.floats(1, 86_400),
     jitter=st.floats(0, 0.5),
-    draws=st.lists(st.floats(-1, 1), min_size=70, max_size=70),
+    draws=st.lists(st.tuples(st.floats(-1, 1), st.booleans()), min_size=70, max_size=70),
 )
 def test_no_draw_of_jitter_makes_more_attempts_than_the_worst_case(
-    first: float, multiplier: float, ceiling: float, jitter: float, draws: list[float]
+    steady: float,
+    steady_for: float,
+    first: float,
+    multiplier: float,
+    ceiling: float,
+    jitter: float,
+    draws: list[tuple[float, bool]],
 ) -> None:
+    """Whatever the server was like before, and in whatever way each attempt fails."""
     backoff = Backoff(
+        steady=steady,
+        steady_for=steady_for,
         first=first,
         multiplier=multiplier,
         ceiling_healthy=ceiling,
@@ -509,9 +524,9 @@ def test_no_draw_of_jitter_makes_more_attempts_than_the_worst_case(
         jitter=jitter,
     )
     attempts, elapsed = 1, 0.0
-    for failures, draw in enumerate(draws):
-        wait = min(first * multiplier**failures, ceiling) * (1 + jitter * draw)
-        elapsed += max(1.0, wait)
+    for failures, (draw, was_well) in enumerate(draws):
+        wait = backoff.wait(failures, elapsed, steady=was_well)
+        elapsed += max(1.0, min(wait, ceiling) * (1 + jitter * draw))
         if elapsed > 86_400 or attempts > MAX_DAILY_ATTEMPTS:
             break
         attempts += 1
@@ -520,18 +535,30 @@ def test_no_draw_of_jitter_makes_more_attempts_than_the_worst_case(
 
 def test_a_backoff_that_could_harass_a_dead_server_is_refused() -> None:
     """I5: at most 60 attempts in 24 h, also where an override only seems harmless."""
-    assert Backoff().daily_attempts() == 39
+    assert Backoff().daily_attempts() == 59
     assert config("destinations: {defaults: {backoff: {first: 30m, multiplier: 1, jitter: 0.1}}}")
     line = problem("destinations: {defaults: {backoff: {ceiling_healthy: 20m}}}")
     assert "more than 60 attempts in 24 h" in line
     line = problem(
         """\
         destinations:
-          defaults: {backoff: {jitter: 0.5}}
+          defaults: {backoff: {jitter: 0.1}}
           overrides: [{match: x.example, backoff: {multiplier: 1.01}}]
         """
     )
     assert line.startswith("f.yaml:5:43: destinations.overrides[0].backoff: ")
+
+
+@pytest.mark.parametrize("backoff", ["jitter: 0.5", "steady_for: 10m", "steady: 2s"])
+def test_an_override_of_one_setting_is_checked_with_the_rest_of_the_defaults(backoff: str) -> None:
+    line = problem(
+        f"""\
+        destinations:
+          overrides: [{{match: x.example, backoff: {{{backoff}}}}}]
+        """
+    )
+    assert "destinations.overrides[0].backoff: " in line
+    assert "more than 60 attempts in 24 h" in line
 
 
 def test_a_configuration_cannot_be_changed() -> None:

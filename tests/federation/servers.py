@@ -215,6 +215,6 @@ async def one_server(
 
 async def send(peer: Peer, transaction_id: str = "t1", body: bytes = BODY) -> Answer:
     """One attempt."""
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         link = await peer.connect()
         return await link.put_transaction(transaction_id, body)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 import trio
+from tests.servers import Valkey
 
 from fedsender.replication.resp import NEED_DATA, Reply, ReplyReader, request
 
@@ -126,6 +128,33 @@ class Process:
                         self.heard.append(words(one)[2])
             # Deaf, but it can still speak.
             await trio.sleep_forever()
+
+
+@asynccontextmanager
+async def forwarding(
+    listeners: Sequence[trio.abc.Listener[trio.abc.Stream]], valkey: Valkey
+) -> AsyncIterator[None]:
+    """Pass what connects to `listeners` on to the Valkey."""
+
+    async def pump(source: trio.abc.Stream, sink: trio.abc.Stream) -> None:
+        while data := await source.receive_some(4096):
+            await sink.send_all(data)
+
+    async def carry(stream: trio.abc.Stream) -> None:
+        onward = await trio.open_tcp_stream(valkey.host, valkey.port)
+        async with stream, onward:
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(pump, stream, onward)
+                    await pump(onward, stream)
+                    nursery.cancel_scope.cancel()
+            except* trio.BrokenResourceError:
+                pass
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(trio.serve_listeners, carry, list(listeners)))
+        yield
+        nursery.cancel_scope.cancel()
 
 
 def is_said(process: Process | FakeRedis, line: str) -> Callable[[], bool]:

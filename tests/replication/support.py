@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import trio
 import trio.testing
@@ -53,7 +53,7 @@ class Netcat:
     _buffer: bytearray
 
     @classmethod
-    def on(cls, stream: trio.abc.Stream) -> Netcat:
+    def on(cls, stream: trio.abc.Stream) -> Self:
         return cls(stream, bytearray())
 
     async def say(self, *lines: str) -> None:
@@ -99,6 +99,7 @@ class RecordingEduSink:
         self.states: list[PresenceState] = []
         self.gaps: list[tuple[int, int]] = []
         self.wanted: list[tuple[str, str]] = []
+        self.sent: list[tuple[str, str, Any, Any]] = []
 
     def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
         self.typed.append((room_id, list(users), token))
@@ -114,6 +115,11 @@ class RecordingEduSink:
 
     def presence_wanted(self, server: str, user_id: str) -> None:
         self.wanted.append((server, user_id))
+
+    def edu(
+        self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
+    ) -> None:
+        self.sent.append((server, edu_type, content, key))
 
 
 class RecordingSink:
@@ -176,6 +182,6 @@ def outside_with(network: HandNetwork) -> Outside:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait until `condition` holds, of things that other tasks and processes do."""
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         while not condition():  # noqa: ASYNC110  (it is about another process, too)
             await trio.sleep(0.005)

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import pytest
 import trio
+import trio.lowlevel
 import trio.testing
-from tests.replication.support import HandNetwork, RecordingEduSink, outside_with
+from tests.replication.support import ANYWHERE, HandNetwork, RecordingEduSink, outside_with
 
-from fedsender.config import TcpAddress
 from fedsender.replication.commands import Json, Position
 from fedsender.replication.edu_streams import EduStreams
 from fedsender.replication.missed import NotFetched, Peers, fetch_missed
@@ -30,6 +30,11 @@ class Writer:
     rows: list[tuple[int, Json]] = field(default_factory=list)
     asked: list[tuple[str, str, int, int]] = field(default_factory=list)
     failures: int = 0
+    acknowledged: list[int] = field(default_factory=list)
+
+    async def acknowledge(self, token: int) -> None:
+        await trio.lowlevel.checkpoint()
+        self.acknowledged.append(token)
 
     async def fetch(
         self, stream: str, instance: str, after: int, upto: int
@@ -45,7 +50,7 @@ class Writer:
 @asynccontextmanager
 async def streams(writer: Writer) -> AsyncIterator[tuple[EduStreams, RecordingEduSink]]:
     sink = RecordingEduSink()
-    made = EduStreams(sink, writer.fetch)
+    made = EduStreams(sink, writer.fetch, writer.acknowledge)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.run)
         yield made, sink
@@ -125,7 +130,37 @@ async def test_presence_is_taken_as_it_comes_and_a_gap_is_left_to_the_database(
         edus.position(Position("presence", "master", 15, 16))
 
     assert sink.states == [PresenceState(ALICE, "online", 5, None, True)]
-    assert sink.gaps == [(12, 16)]
+    # The first: what was written since the sender looked.
+    assert sink.gaps == [(-1, 9), (12, 16)]
+
+
+async def test_nothing_is_acknowledged_while_a_gap_is_open(autojump_clock: Clock) -> None:
+    """Its writer forgets what is acknowledged, and with it the rows that are being asked for."""
+    edu = {"edu_type": "m.x", "destination": "b.example", "content": {}}
+    writer = Writer(rows=[(4, ["e", edu])], failures=2)
+    async with streams(writer) as (edus, sink):
+        edus.position(Position("federation", "master", 5, 5))
+        await trio.sleep(0.5)
+        assert edus.rows("federation", "master", 6, [["e", edu]])
+        await trio.sleep(0.5)
+        assert writer.acknowledged == []
+        await trio.sleep(20)
+        assert set(writer.acknowledged) == {6}
+        assert len(sink.sent) == 2
+
+
+async def test_a_gap_that_could_not_be_closed_is_asked_for_with_the_next(
+    autojump_clock: Clock,
+) -> None:
+    """A newer gap of the same writer does not take the place of an older one."""
+    writer = Writer(failures=1)
+    async with streams(writer) as (edus, _sink):
+        edus.position(Position("presence_federation", "master", 3, 3))
+        await trio.lowlevel.checkpoint()
+        edus.position(Position("presence_federation", "master", 6, 7))
+        await trio.sleep(20)
+
+    assert writer.asked[-1] == ("presence_federation", "master", 0, 7)
 
 
 # --- the endpoint ---------------------------------------------------------------------------------
@@ -154,7 +189,7 @@ class Endpoint:
 
 async def fetched(endpoint: Endpoint, secret: str | None = "s3cret") -> list[tuple[int, Json]]:
     network = HandNetwork()
-    peers = Peers({"master": TcpAddress("192.0.2.1", 9093)}, secret)
+    peers = Peers({"master": ANYWHERE}, secret)
     failed: NotFetched | None = None
     rows: list[tuple[int, Json]] = []
     async with trio.open_nursery() as nursery:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from fedsender.replication.tcp import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.streams import FeedRow
 
 
 def configured(directory: Path, **feed: Any) -> Config:
@@ -175,7 +174,19 @@ class SynapseTables(Tables):
     async def feed_position(self) -> int:
         raise NotImplementedError
 
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[FeedRow]]]) -> None:
+    async def apply_feed_batch(self, batch: Any) -> None:
+        raise NotImplementedError
+
+    async def feed_history(self) -> Any:
+        raise NotImplementedError
+
+    async def begin_history(self, history: Any) -> None:
+        raise NotImplementedError
+
+    async def load_snapshot(self, snapshot: Any, handles: Any) -> Any:
+        raise NotImplementedError
+
+    async def store_receipts(self, receipts: Any) -> int:
         raise NotImplementedError
 
 

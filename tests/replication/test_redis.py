@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import trio
 import trio.testing
 import trustme
-from tests.replication.pubsub import FakeRedis, Process
+from tests.replication.pubsub import FakeRedis, Process, forwarding
 from tests.replication.support import ANYWHERE, SERVER, HandNetwork, outside_with, until
 from tests.servers import Valkey
 
@@ -58,33 +57,6 @@ async def hearing(
 
 def at(valkey: Valkey, channel: str) -> RedisSettings:
     return RedisSettings(Endpoint(TcpAddress(valkey.host, valkey.port)), channel)
-
-
-@asynccontextmanager
-async def forwarding(
-    listeners: Sequence[trio.abc.Listener[trio.abc.Stream]], valkey: Valkey
-) -> AsyncIterator[None]:
-    """Pass what connects to `listeners` on to the Valkey."""
-
-    async def pump(source: trio.abc.Stream, sink: trio.abc.Stream) -> None:
-        while data := await source.receive_some(4096):
-            await sink.send_all(data)
-
-    async def carry(stream: trio.abc.Stream) -> None:
-        onward = await trio.open_tcp_stream(valkey.host, valkey.port)
-        async with stream, onward:
-            try:
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(pump, stream, onward)
-                    await pump(onward, stream)
-                    nursery.cancel_scope.cancel()
-            except* trio.BrokenResourceError:
-                pass
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(trio.serve_listeners, carry, list(listeners)))
-        yield
-        nursery.cancel_scope.cancel()
 
 
 # --- on a real server -----------------------------------------------------------------------------

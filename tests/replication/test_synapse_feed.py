@@ -369,7 +369,9 @@ async def test_federation_stream_is_acknowledged_once_per_row_and_position(
         await world.hear(
             'RDATA federation master batch ["e",{}]', 'RDATA federation master 2 ["e",{}]'
         )
-        assert world.redis.said[2:] == ["FEDERATION_ACK fed1 2"]
+        assert world.redis.said[2:] == ["REPLICATE "]
+        await world.hear("POSITION federation master 0 0", 'RDATA federation master 2 ["zz",{}]')
+        assert world.redis.said[3:] == ["FEDERATION_ACK fed1 0", "FEDERATION_ACK fed1 2"]
 
 
 async def test_shadow_says_nothing_but_replicate(autojump_clock: Clock) -> None:

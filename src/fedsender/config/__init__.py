@@ -6,7 +6,7 @@ file, line, column and setting. Whoever needs a part of it gets that section, no
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,19 @@ from fedsender.config.document import (
     parse_document,
     read_document,
 )
+from fedsender.config.feed import Feed, HttpFeed, RedisFeed, RelayFeed, TcpFeed
+from fedsender.config.pipeline import Pipeline, Spark
 from fedsender.config.policy import Backoff, Destinations, EduKinds, Override, Policy, Section
+from fedsender.config.relay import Relay
 from fedsender.config.sections import (
     Admin,
     Federation,
-    Feed,
     Homeserver,
     Ledger,
     Log,
     Metrics,
     Presence,
-    RedisFeed,
     Sending,
-    TcpFeed,
 )
 from fedsender.config.values import (
     Address,
@@ -64,16 +64,21 @@ __all__ = [
     "Federation",
     "Feed",
     "Homeserver",
+    "HttpFeed",
     "Ledger",
     "Log",
     "Metrics",
     "Override",
+    "Pipeline",
     "Policy",
     "PolicyLine",
     "Presence",
     "RedisFeed",
+    "Relay",
+    "RelayFeed",
     "Section",
     "Sending",
+    "Spark",
     "TcpAddress",
     "TcpFeed",
     "UnixAddress",
@@ -140,6 +145,8 @@ class Config(Section):
     )
     destinations: Destinations = Field(default_factory=Destinations)
     ledger: Ledger = Field(default_factory=Ledger)
+    pipeline: Pipeline = Field(default_factory=Pipeline)
+    relay: Relay = Field(default_factory=Relay)
     admin: Admin = Field(default_factory=Admin)
     metrics: Metrics = Field(default_factory=Metrics)
     log: Log = Field(default_factory=Log)
@@ -166,10 +173,12 @@ class Config(Section):
 
     def handles(self, server: str) -> bool:
         """Whether `server` is ours among the federation senders, by Synapse's hash."""
-        senders = self.homeserver.federation_sender_instances
-        if not senders:
-            return True
-        return senders[shard_of(server, len(senders))] == self.instance_name
+        return self.sender_of(server) == self.instance_name
+
+    def sender_of(self, server: str) -> str:
+        """Which of the federation senders handles `server`."""
+        senders = self.homeserver.federation_sender_instances or (self.instance_name,)
+        return senders[shard_of(server, len(senders))]
 
     def with_reloadable(self, newer: "Config") -> "Config":
         """This configuration, with those settings of `newer` that can change while running.
@@ -180,7 +189,7 @@ class Config(Section):
         update = {name: getattr(newer, name) for name in _RELOADABLE}
         mixed = self.model_copy(update=update)
         mixed._document = newer._document
-        found = [newer._problem(place, text) for place, text in mixed._contradictions()]
+        found = [newer.problem(place, text) for place, text in mixed._contradictions()]
         if found:
             raise ConfigError(*found)
         return mixed
@@ -201,17 +210,24 @@ class Config(Section):
     def _source(self, location: Location) -> str | None:
         return None if self._document is None else self._document.source(location)
 
-    def file_problems(self) -> list[str]:
-        """What is wrong with the secrets' files, one line each; for a check before the start."""
+    def file_problems(self, *sections: str) -> list[str]:
+        """What is wrong with the secrets' files, one line each; for a check before the start.
+
+        Args:
+            sections: only in these; without any, in all.
+        """
         problems = []
         for location, path in _secret_files(self):
+            if sections and location[0] not in sections:
+                continue
             try:
                 read_secret(path)
             except ConfigError as error:
-                problems.append(self._problem(location, str(error)))
+                problems.append(self.problem(location, str(error)))
         return problems
 
-    def _problem(self, location: Location, text: str) -> str:
+    def problem(self, location: Location, text: str) -> str:
+        """`text` as a line that names the file, the place of a setting, and the setting."""
         document = self._document or Document("configuration", {}, {}, {})
         return document.problem(location, text)
 
@@ -229,7 +245,12 @@ class Config(Section):
                 for place, text in section.contradictions():
                     yield (name, *place), text
         if self.homeserver.kind == "embedded" and self.feed.kind == "redis":
-            yield ("feed", "kind"), "redis is Synapse's: homeserver.kind embedded needs tcp"
+            yield (
+                ("feed", "kind"),
+                "redis is Synapse's: homeserver.kind embedded needs tcp or relay",
+            )
+        if self.homeserver.kind == "synapse" and self.feed.kind == "relay":
+            yield ("feed", "kind"), "a relay fills tables of ours: homeserver.kind must be embedded"
         senders = self.homeserver.federation_sender_instances
         if senders and self.instance_name not in senders:
             place = ("homeserver", "federation_sender_instances")
@@ -240,15 +261,21 @@ class Config(Section):
             yield ("sending", "window_bytes"), "is smaller than one transaction"
 
 
-def load(path: Path) -> Config:
+def load(path: Path, *, signs: bool = True) -> Config:
     """Read and check a configuration file.
 
     Files that it names are not opened: see `Config.file_problems`.
 
+    Args:
+        signs: whether it is for a process that sends; another needs no signing key.
+
     Raises:
         ConfigError: it cannot be used; one line for each problem found.
     """
-    return _checked(read_document(path), path.absolute().parent)
+    document = read_document(path)
+    if not signs and "signing_key" not in document.values:
+        document = replace(document, values={**document.values, "signing_key": "none"})
+    return _checked(document, path.absolute().parent)
 
 
 def loads(text: str, *, directory: Path, file: str = "configuration") -> Config:
@@ -339,7 +366,7 @@ def _differences(ours: Section, theirs: Section, at: Location = ()) -> Iterator[
             yield (*at, name)
 
 
-_SECRET_FILES = ("signing_key", "password_file", "token_file", "secret_file")
+_SECRET_FILES = ("signing_key", "password_file", "token_file", "secret_file", "private_key_file")
 
 
 def _secret_files(section: Section, location: Location = ()) -> Iterator[tuple[Location, Path]]:

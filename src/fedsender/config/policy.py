@@ -6,6 +6,7 @@ comes from the defaults), so that every back-off that can take effect is checked
 loaded.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, TypeVar
 
@@ -17,8 +18,14 @@ from fedsender.matrix import MAX_EDUS, MAX_PDUS, matches
 
 MAX_DAILY_ATTEMPTS: Final = 60
 """Attempts in any 24 h to a server that never answers, by our own timers (I5)."""
+QUICK_ATTEMPTS: Final = 6
+"""So many of them may follow a refusal at once, to find a poisonous item: no wait counts them."""
 
 _DAY: Final = 86_400.0
+
+
+Contradictions = Iterator[tuple[Location, str]]
+"""What values get wrong together, as (place below the section, sentence)."""
 
 
 class Section(BaseModel):
@@ -38,7 +45,20 @@ class Section(BaseModel):
 class Backoff(Section):
     """How long to wait after failed attempts in a row."""
 
-    first: Seconds = Field(default=5.0, ge=1, description="Wait after the first failed attempt.")
+    steady: Seconds = Field(
+        default=10.0,
+        ge=1,
+        description="Wait between the first attempts at a server that was healthy in the last 24 h;"
+        " or first, if that is longer.",
+    )
+    steady_for: Seconds = Field(
+        default=120.0,
+        ge=0,
+        description="For so long; then waits grow from there. 0 is not at all.",
+    )
+    first: Seconds = Field(
+        default=5.0, ge=1, description="Wait after the first failed attempt at any other server."
+    )
     multiplier: float = Field(
         default=2.0,
         ge=1,
@@ -74,23 +94,47 @@ class Backoff(Section):
             yield (
                 "",
                 f"a server that never answers would see more than {MAX_DAILY_ATTEMPTS} attempts in"
-                " 24 h: raise first, multiplier or ceiling_healthy, or lower jitter",
+                " 24 h: raise steady, first, multiplier or ceiling_healthy, or lower steady_for or"
+                " jitter",
             )
+
+    def wait(self, failures: int, elapsed: float, *, steady: bool) -> float:
+        """Seconds to wait after a failed attempt, before ceiling and jitter.
+
+        Args:
+            failures: in a row, before this one.
+            elapsed: seconds since the first of them.
+            steady: the server was healthy lately, and fails as one does that is restarted.
+        """
+        # 2**40 seconds is past every ceiling; without the bound the power overflows.
+        if not steady or not self.steady_for:
+            return self.first * self.multiplier ** min(failures, 40)
+        pause = max(self.steady, self.first)
+        most = math.ceil(self.steady_for / max(1.0, pause * (1 - self.jitter)))
+        if elapsed < self.steady_for and failures < most:
+            return pause
+        # By time, because attempts may last as long as waits; by count, because clocks are set.
+        later = elapsed - self.steady_for
+        by_time = pause * self.multiplier + later * (self.multiplier - 1)
+        by_count: float = pause * self.multiplier ** min(max(0, failures - most), 40)
+        return max(by_time, by_count)
 
     def daily_attempts(self) -> int:
         """The most attempts in any 24 h to a server that never answers; counts no further than 61.
 
-        With every wait as short as jitter allows, and each attempt failing at once. Waits never
-        shrink, so the first 24 h are the worst, and in those the ceiling is that of a server that
-        was healthy until now.
+        With every wait as short as jitter allows and each attempt failing at once, in whichever way
+        is retried sooner. Waits never shrink, so the first 24 h are the worst, and in those the
+        ceiling is that of a server that was healthy until now.
         """
-        attempts, elapsed, wait = 1, 0.0, self.first
+        attempts, elapsed = 1 + QUICK_ATTEMPTS, 0.0
+        failures = 0
         while attempts <= MAX_DAILY_ATTEMPTS:
-            elapsed += max(1.0, min(wait, self.ceiling_healthy) * (1 - self.jitter))
+            sooner = min(self.wait(failures, elapsed, steady=kind) for kind in (True, False))
+            elapsed += max(1.0, min(sooner, self.ceiling_healthy) * (1 - self.jitter))
             if elapsed > _DAY:
                 break
             attempts += 1
-            wait *= self.multiplier
+            failures += 1
         return attempts
 
 
@@ -146,6 +190,11 @@ class Policy(Section):
     ca_file: FilePath | None = Field(
         default=None,
         description="Certificates to trust for this destination; null takes federation's.",
+    )
+    verify_certificates: bool | None = Field(
+        default=None,
+        description="Whether to check its certificate; null takes federation's"
+        " (Synapse's federation_certificate_verification_whitelist).",
     )
     deny: bool = Field(default=False, description="Never send anything there.")
     priority: int = Field(

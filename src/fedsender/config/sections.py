@@ -3,17 +3,13 @@
 `config.example.yaml` shows the same settings, defaults and sentences; a test compares the two.
 """
 
-import ipaddress
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
-from fedsender.config.document import Location
-from fedsender.config.policy import Section
+from fedsender.config.policy import Contradictions, Section
 from fedsender.config.values import (
-    Address,
     Bytes,
     Database,
     FilePath,
@@ -26,11 +22,9 @@ from fedsender.config.values import (
     ServerName,
     TcpAddress,
     is_in,
+    is_loopback,
     parse_network,
 )
-
-Contradictions = Iterator[tuple[Location, str]]
-"""What values get wrong together, as (place below the section, sentence)."""
 
 MIB: Final = 2**20
 
@@ -67,6 +61,10 @@ class Homeserver(Section):
         default=None,
         description="Where Synapse keeps its state groups, if in a database of their own.",
     )
+    state_database_password_file: SecretPath | None = Field(
+        default=None,
+        description="File with the password there; null takes database_password_file.",
+    )
     event_writers: tuple[InstanceName, ...] = Field(
         default=("master",),
         min_length=1,
@@ -95,84 +93,12 @@ class Homeserver(Section):
             yield ("database",), "must be set when kind is synapse"
         if self.kind == "embedded" and self.state_database is not None:
             yield ("state_database",), "is for kind synapse only"
+        if self.state_database is None and self.state_database_password_file is not None:
+            yield ("state_database_password_file",), "has no use without a state_database"
         for name in ("event_writers", "federation_sender_instances"):
             values: tuple[str, ...] = getattr(self, name)
             if len(set(values)) < len(values):
                 yield (name,), "names one instance twice"
-
-
-class TcpFeed(Section):
-    """Replication over the TCP line protocol."""
-
-    address: Address = Field(
-        default=TcpAddress("127.0.0.1", 9092),
-        description='Where to connect: "host:port" or "unix:/path".',
-    )
-    name: InstanceName | None = Field(
-        default=None, description="The name we give ourselves there; null takes instance_name."
-    )
-
-
-class RedisFeed(Section):
-    """Replication over Redis, as Synapse with workers does it."""
-
-    host: str = Field(
-        default="localhost", min_length=1, description="Name or IP of the Redis server."
-    )
-    port: int = Field(default=6379, ge=1, le=65_535, description="Its port.")
-    path: FilePath | None = Field(
-        default=None, description="Its Unix socket, instead of host and port."
-    )
-    username: str | None = Field(default=None, description="Redis user, where it has users.")
-    password_file: SecretPath | None = Field(
-        default=None, description="File with the Redis password."
-    )
-    tls: bool = Field(default=False, description="Whether to speak TLS.")
-    ca_file: FilePath | None = Field(
-        default=None, description="Certificates to trust there; null takes the system's."
-    )
-
-    def contradictions(self) -> Contradictions:
-        if self.path is not None and (self.host, self.port) != ("localhost", 6379):
-            yield ("path",), "stands beside host or port: only one of them can be used"
-        if self.path is not None and self.tls:
-            yield ("tls",), "cannot be used on a Unix socket"
-        if self.ca_file is not None and not self.tls:
-            yield ("ca_file",), "has no use without tls: true"
-        if self.username is not None and self.password_file is None:
-            yield ("username",), "needs a password_file"
-
-
-class HttpFeed(Section):
-    """Synapse's replication listeners, which are asked for what was missed and is in no
-    database."""
-
-    instances: dict[InstanceName, Address] = Field(
-        default_factory=dict,
-        description='Their addresses by name, "host:port" or "unix:/path" (Synapse\'s instance_map;'
-        " its main is master).",
-    )
-    secret_file: SecretPath | None = Field(
-        default=None, description="File with Synapse's worker_replication_secret."
-    )
-
-
-class Feed(Section):
-    """How the homeserver tells us what is new."""
-
-    kind: Literal["tcp", "redis"] = Field(
-        default="tcp", description="tcp: the line protocol; redis: Synapse's pub/sub."
-    )
-    tcp: TcpFeed = Field(default_factory=TcpFeed, description="Used when kind is tcp.")
-    redis: RedisFeed = Field(default_factory=RedisFeed, description="Used when kind is redis.")
-    http: HttpFeed = Field(
-        default_factory=HttpFeed,
-        description="With redis: who is asked for typing and presence that we missed.",
-    )
-
-    def contradictions(self) -> Contradictions:
-        for place, text in self.redis.contradictions():
-            yield ("redis", *place), text
 
 
 _PRIVATE: Final = tuple(
@@ -200,6 +126,9 @@ class Federation(Section):
     )
     ca_file: FilePath | None = Field(
         default=None, description="Certificates to trust instead of the system's."
+    )
+    more_ca_files: tuple[FilePath, ...] = Field(
+        default=(), max_length=100, description="More such files, beside ca_file."
     )
     minimum_tls_version: Annotated[Literal["1.2", "1.3"], BeforeValidator(_tls_version)] = Field(
         default="1.2", description="Oldest TLS version that is spoken."
@@ -250,6 +179,8 @@ class Federation(Section):
     def contradictions(self) -> Contradictions:
         if self.ca_file is not None and not self.verify_certificates:
             yield ("ca_file",), "has no use with verify_certificates: false"
+        if self.more_ca_files and self.ca_file is None:
+            yield ("more_ca_files",), "has no use without ca_file"
 
 
 class Sending(Section):
@@ -354,15 +285,8 @@ class Admin(Section):
     )
 
     def contradictions(self) -> Contradictions:
-        if isinstance(self.listen, TcpAddress) and not _is_loopback(self.listen.host):
+        if isinstance(self.listen, TcpAddress) and not is_loopback(self.listen.host):
             yield ("listen",), "must be a loopback IP or a Unix socket: there is no TLS on it"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Metrics(Section):

@@ -98,11 +98,39 @@ def parse_address(value: object) -> TcpAddress | UnixAddress:
         if len(os.fsencode(path)) > 107:
             raise ValueError("path of a Unix socket may have 107 bytes")
         return UnixAddress(path)
-    if isinstance(value, str) and is_server_name(value):
-        host, port = parse_server_name(value)
+    # Names inside a container network often have an underscore, which no server name may have.
+    if isinstance(value, str) and is_server_name(value.replace("_", "-")):
+        host, port = parse_server_name(value.replace("_", "-"))
         if port is not None:
-            return TcpAddress(host, port)
+            return TcpAddress(value[: len(host)] if "_" in value else host, port)
     raise ValueError("must be an address such as 127.0.0.1:9092, [::1]:9092 or unix:/run/x.sock")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpPeer:
+    """Where HTTP is spoken, and whether inside TLS."""
+
+    address: TcpAddress | UnixAddress
+    tls: bool = False
+
+    def __str__(self) -> str:
+        return f"https://{self.address}" if self.tls else str(self.address)
+
+
+def parse_http_peer(value: object) -> HttpPeer:
+    """From `host:port`, `https://host:port` or `unix:/path`; raises ValueError."""
+    if isinstance(value, HttpPeer):
+        return value
+    if isinstance(value, str) and value.startswith("https://"):
+        address = parse_address(value.removeprefix("https://"))
+        if isinstance(address, TcpAddress):
+            return HttpPeer(address, tls=True)
+    try:
+        return HttpPeer(parse_address(value))
+    except ValueError:
+        raise ValueError(
+            "must be an address such as 127.0.0.1:9093, https://hs.example:9093 or unix:/run/x.sock"
+        ) from None
 
 
 def parse_listen_address(value: object) -> TcpAddress | UnixAddress:
@@ -171,6 +199,14 @@ def is_in(address: str, networks: Iterable[IpNetwork]) -> bool:
             if ip in network
         ]
     return any(form in network for form in forms for network in networks)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an IP that leads nowhere but to this machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _resolve(value: object, info: ValidationInfo) -> Path:
@@ -259,6 +295,7 @@ def _pattern(value: str) -> str:
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 Address = Annotated[TcpAddress | UnixAddress, PlainValidator(parse_address), PlainSerializer(str)]
+HttpAddress = Annotated[HttpPeer, PlainValidator(parse_http_peer), PlainSerializer(str)]
 ListenAddress = Annotated[
     TcpAddress | UnixAddress, PlainValidator(parse_listen_address), PlainSerializer(str)
 ]

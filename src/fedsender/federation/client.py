@@ -215,10 +215,12 @@ class Peer:
         self._client = client
         self._address = None if policy.address is None else str(policy.address)
         config = client.config
+        verify = policy.verify_certificates
         self._tls = TlsPolicy(
             policy.ca_file or config.ca_file,
             config.minimum_tls_version,
-            config.verify_certificates,
+            config.verify_certificates if verify is None else verify,
+            () if policy.ca_file else config.more_ca_files,
         )
         self._ranges = IPRanges(config.ip_deny, config.ip_allow)
         self._opened_by = (self._address, self._tls)
@@ -235,6 +237,12 @@ class Peer:
         if self._held is None:
             self._held = await self._open()
         return Link(self, self._held)
+
+    def at_hand(self) -> "Link | None":
+        """The live connection, if it was in use a moment ago: there is nothing to wait for."""
+        if self._held is None:
+            self._held = self._client.connections.take_fresh(self.destination, self._opened_by)
+        return None if self._held is None else Link(self, self._held)
 
     async def version_answers(self) -> bool:
         """Whether the server answers an unsigned `GET /_matrix/federation/v1/version`.

@@ -84,6 +84,16 @@ class Connections:
             return None
         return live
 
+    def take_fresh(self, destination: str, opened_by: Hashable) -> Live | None:
+        """The same, if it has been idle for so short a time that it need not be looked at."""
+        live = self._idle.get(destination)
+        if live is None or live.opened_by != opened_by:
+            return None
+        if trio.current_time() - live.idle_since >= _FRESH_S:
+            return None
+        live.reused = True
+        return self._idle.pop(destination)
+
     def give_back(self, destination: str, live: Live) -> None:
         """Keep a connection for later, unless it is spent or somebody waits for its place."""
         if not live.connection.reusable or self._places.statistics().tasks_waiting:

@@ -7,7 +7,7 @@ at a time and is closed after any error or cancellation, so what a request finds
 connection in a known state or none.
 
 `HttpsTransport` puts such connections behind httpx, for requests where redirects and URLs matter
-more than speed. This is the only module that imports httpx.
+more than speed. This is the only module of the daemon that imports httpx.
 """
 
 import re

@@ -6,6 +6,7 @@ the lines that they make.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +56,12 @@ class Replicate:
     Attributes:
         stream: a stream's name, or `ALL`.
         token: what the client has; None is `NOW`.
+        epoch: the history that the token belongs to, where the server is a relay.
     """
 
     stream: str | None = None
     token: int | None = None
+    epoch: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +181,104 @@ class Sync:
     text: str
 
 
+# --- between a relay and its consumers ------------------------------------------------------------
+
+
+class Reason(enum.StrEnum):
+    """Why a position is refused, and a snapshot needed.
+
+    Attributes:
+        GAP: what follows it is not in the log any more.
+        AHEAD: the log does not reach that far: the relay has lost its newest part.
+        EPOCH: it belongs to another history.
+        NONE: a consumer that has nothing, and a log that does not begin at the beginning.
+    """
+
+    GAP = "GAP"
+    AHEAD = "AHEAD"
+    EPOCH = "EPOCH"
+    NONE = "NONE"
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """The second line of a relay's greeting: which history it has, and what of it.
+
+    Attributes:
+        epoch: 16 hexadecimal characters.
+        first: the oldest token that the log still holds; head + 1 where it holds none.
+        head: the newest durable token.
+    """
+
+    version: int
+    epoch: str
+    stream: str
+    first: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A consumer holds everything up to and including `token` durably."""
+
+    stream: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """A position is refused, or was lost; what is next is `Join`, on the same connection."""
+
+    stream: str
+    reason: Reason
+    first: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A consumer asks for a snapshot."""
+
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot is ready, and the log behind it is kept.
+
+    Attributes:
+        id: names it in `Fetch`.
+        token: where to go on after it.
+        files, bytes: of all files but the manifest.
+        sha256: of the manifest, in hexadecimal.
+    """
+
+    stream: str
+    id: str
+    token: int
+    files: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Asks for a file of a snapshot from this offset on."""
+
+    id: str
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Exactly `length` bytes of the file follow: all from `offset` to its end."""
+
+    file: str
+    offset: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class Unknown:
     """A word that this side does not know; new ones appear over time."""
@@ -206,5 +307,12 @@ Command = (
     | InvalidateCache
     | RemovePusher
     | Sync
+    | Relay
+    | Ack
+    | Resync
+    | Join
+    | Snapshot
+    | Fetch
+    | File
     | Unknown
 )

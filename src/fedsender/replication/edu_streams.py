@@ -2,8 +2,12 @@
 
 Receipts and device lists stand in the database: only their position is followed. Presence stands
 there too, but most of it is other servers' and of no use, so its rows are taken as they come, and
-only a gap is left to the database. Typing, and who is to be told of presence, only their writer
-has: a gap is asked of it, and when it starts anew it counts from 0 again.
+only a gap is left to the database. Typing, who is to be told of presence, and the EDUs of the
+`federation` stream only their writer has: a gap is asked of it, and when it starts anew it counts
+from 0 again.
+
+The writer of `federation` keeps what it has for five minutes, or until every sender has said that
+it holds it. So that is said when the rows are with the sink, and not while a gap is asked for.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from dataclasses import dataclass
 import structlog
 import trio
 
+from fedsender.matrix import is_server_name
 from fedsender.replication.commands import Json, Position
 from fedsender.replication.missed import NotFetched
 from fedsender.replication.sink import EduSink
@@ -22,17 +27,24 @@ from fedsender.streams import HeardPositions
 
 log = structlog.get_logger()
 
-EDU_STREAMS = frozenset(("device_lists", "receipts", "typing", "presence", "presence_federation"))
+EDU_STREAMS = frozenset(
+    ("device_lists", "receipts", "typing", "presence", "presence_federation", "federation")
+)
 STORED_AS = {"device_lists": "device_lists_stream", "receipts": "receipts"}
 """Streams that are followed by position alone, and their names in `stream_positions`."""
-IN_MEMORY = frozenset(("typing", "presence_federation"))
+IN_MEMORY = frozenset(("typing", "presence_federation", "federation"))
 FETCH_S = 60.0
 FETCHES = 4
 MAX_TYPISTS = 1000
 """Users typing in one room; beyond, the others are not told of."""
+MAX_HOSTS = 10_000
+"""Servers that one row of presence may name; beyond, the others are not told."""
 
 Fetch = Callable[[str, str, int, int], Awaitable[Sequence[tuple[int, Json]]]]
 """Asks a writer for missed rows: (stream, instance, after, upto). Raises NotFetched."""
+
+Acknowledge = Callable[[int], Awaitable[None]]
+"""Says that we hold the `federation` stream up to this token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,19 +53,28 @@ class _Missed:
     after: int
     upto: int
 
+    def with_older(self, older: _Missed) -> _Missed:
+        """Both in one, unless the writer is another one now, or counts anew."""
+        if older.instance != self.instance or older.upto > self.after:
+            return self
+        return _Missed(self.instance, older.after, self.upto)
+
 
 class EduStreams:
     """See the module. `run` is for what takes time; everything else returns at once."""
 
-    def __init__(self, sink: EduSink, fetch: Fetch) -> None:
+    def __init__(self, sink: EduSink, fetch: Fetch, acknowledge: Acknowledge) -> None:
         self._sink = sink
         self._fetch = fetch
+        self._acknowledge = acknowledge
         self._heard = {stream: HeardPositions() for stream in STORED_AS}
         # Of the others, which have one writer at a time: who it is, and where it stands.
         self._tokens: dict[str, tuple[str | None, int]] = {}
         self._connected: set[str] = set()
         self._missed: dict[str, _Missed] = {}
+        self._asking: str | None = None
         self._news = trio.Event()
+        self._held = trio.Event()
 
     def start(self, stream: str, stored: Mapping[str, int]) -> None:
         """Where the writers of one of `STORED_AS` stand by the database."""
@@ -80,7 +101,10 @@ class EduStreams:
         self._tokens[stream] = (said.instance, said.token)
         self._connected.add(stream)
         if stream == "presence":
-            if known is not None and known[1] < said.previous:
+            if known is None:
+                # What was written since the sender looked, it has to look for itself.
+                self._sink.presence_missed(-1, said.token)
+            elif known[1] < said.previous:
                 self._sink.presence_missed(known[1], said.token)
             return
         anew = known is None or known[0] != said.instance or known[1] > said.token
@@ -88,8 +112,12 @@ class EduStreams:
             self._sink.typing_reset()
         after = 0 if anew or known is None else known[1]
         if after < said.token and (anew or after < said.previous):
-            self._missed[stream] = _Missed(said.instance or "", after, said.token)
+            gap = _Missed(said.instance or "", after, said.token)
+            older = self._missed.get(stream)
+            self._missed[stream] = gap if anew or older is None else gap.with_older(older)
             self._news.set()
+        elif stream == "federation":
+            self._held.set()
 
     def rows(self, stream: str, instance: str | None, token: int, rows: Sequence[Json]) -> bool:
         """Rows of one token. False: its writer counts anew, and must be asked where it stands."""
@@ -107,16 +135,36 @@ class EduStreams:
             self._tokens[stream] = (instance, token)
             for row in rows:
                 self._tell(stream, token, row)
+            if stream == "federation":
+                self._held.set()
         return True
 
     async def run(self) -> None:
-        """Ask for what was missed, for ever."""
+        """Ask for what was missed and say what we hold, for ever."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._make_up_for_ever)
+            nursery.start_soon(self._acknowledge_for_ever)
+
+    async def _make_up_for_ever(self) -> None:
         while True:
             await self._news.wait()
             self._news = trio.Event()
-            missed, self._missed = self._missed, {}
-            for stream, gap in missed.items():
-                await self._make_up(stream, gap)
+            while self._missed:
+                self._asking = next(iter(self._missed))
+                stream = self._asking
+                await self._make_up(stream, self._missed.pop(stream))
+                self._asking = None
+                if stream == "federation":
+                    self._held.set()
+
+    async def _acknowledge_for_ever(self) -> None:
+        while True:
+            await self._held.wait()
+            self._held = trio.Event()
+            _, token = self._tokens.get("federation", (None, 0))
+            # With a gap open, this is woken again when it is closed.
+            if self._asking != "federation" and "federation" not in self._missed:
+                await self._acknowledge(token)
 
     async def _make_up(self, stream: str, gap: _Missed) -> None:
         reason = ""
@@ -133,7 +181,9 @@ class EduStreams:
                 for token, row in found:
                     self._tell(stream, token, row)
                 return
-            if stream in self._missed:
+            newer = self._missed.get(stream)
+            if newer is not None:
+                self._missed[stream] = newer.with_older(gap)
                 return
         log.warning("missed rows are lost", stream=stream, writer=gap.instance, reason=reason)
 
@@ -149,3 +199,25 @@ class EduStreams:
             ):
                 told = PresenceState(user_id, state, active, status, currently)
                 self._sink.presence(told)
+            case [str(kind), dict(data)] if stream == "federation":
+                self._tell_federation(kind, data)
+
+    def _tell_federation(self, kind: str, data: Mapping[str, Json]) -> None:
+        """A row of `federation`: an EDU, one with a key, or presence for certain servers."""
+        match kind, data:
+            case "e", {"edu_type": str(), "destination": str()}:
+                self._tell_edu(data, None)
+            case "k", {"key": [*key], "edu": dict(edu)} if all(isinstance(k, str) for k in key):
+                self._tell_edu(edu, key)
+            case "pd", {"state": {"user_id": str(user_id)}, "dests": [*servers]}:
+                for server in servers[:MAX_HOSTS]:
+                    if isinstance(server, str) and is_server_name(server):
+                        self._sink.presence_wanted(server, user_id)
+            case _:
+                log.debug("row of federation passed over", kind=kind[:20])
+
+    def _tell_edu(self, edu: Mapping[str, Json], key: Sequence[str] | None) -> None:
+        match edu:
+            case {"edu_type": str(kind), "destination": str(server), "content": dict(content)}:
+                if is_server_name(server):
+                    self._sink.edu(server, kind, content, key)

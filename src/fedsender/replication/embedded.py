@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from fedsender.matrix import is_server_name
 from fedsender.outside import Outside
+from fedsender.relay.facts import RelayRow
+from fedsender.replication.commands import RemoteServerUp
 from fedsender.replication.link import (
     HistoryLost,
     Received,
@@ -29,7 +32,7 @@ class EmbeddedStore(Protocol):
 
     async def feed_position(self) -> int: ...
 
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[FeedRow]]]) -> None: ...
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None: ...
 
 
 class TcpFeed(Feed):
@@ -66,7 +69,11 @@ class TcpFeed(Feed):
         self._position = max(0, await self._store.feed_position())
         self._sink.events.advance(self._position)
         async with open_tcp_link(
-            self._settings, self._outside, lambda: self._position, connected=self.connected
+            self._settings,
+            self._outside,
+            lambda: self._position,
+            on_connect=self.note_connected,
+            server_up=self._take_server_up,
         ) as link:
             self._link = link
             try:
@@ -76,10 +83,20 @@ class TcpFeed(Feed):
                 self.stop_events(str(stop))
         self._link = None
 
+    async def publish_server_up(self, server: str) -> None:
+        """Tell whoever feeds us; it tells its other clients. Nothing is queued for it."""
+        if self._link is not None:
+            await self._link.send(RemoteServerUp(server))
+
+    def _take_server_up(self, server: str) -> None:
+        if is_server_name(server):
+            self._sink.server_up(server)
+
     async def _apply(self, facts: Sequence[Received]) -> None:
         """Store whole tokens in one transaction, and then let the sender see them."""
         batch = [(fact.token, self._parse(fact)) for fact in facts]
         await self._store.apply_feed_batch(batch)
+        self.note_rows("events", sum(len(fact.rows) for fact in facts))
         self._position = facts[-1].token
         self._sink.events.advance(self._position)
 

@@ -13,43 +13,100 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 
-from fedsender.config import Config, TcpAddress, UnixAddress, read_secret
+from fedsender.config import (
+    Config,
+    ConfigError,
+    RedisFeed,
+    TcpAddress,
+    UnixAddress,
+    read_secret,
+)
 from fedsender.outside import Outside
 from fedsender.replication.embedded import EmbeddedStore, TcpFeed
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.link import TcpLinkSettings
 from fedsender.replication.missed import Peers
 from fedsender.replication.redis import RedisSettings
+from fedsender.replication.relay_feed import RelayFeed, RelayStore
+from fedsender.replication.relay_link import RelaySettings, connect_relay
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
-from fedsender.replication.wire import OWN_KIND
+from fedsender.replication.wire import OWN_KIND, Wire
+
+if TYPE_CHECKING:
+    from fedsender.replication.relay_fetch import Fetcher
+    from fedsender.telemetry import Metrics
 
 __all__ = ["Feed", "FeedStatus", "FeedStore", "InstanceTaken", "Sink", "open_feed"]
 
 
-class FeedStore(EmbeddedStore, SynapseStore, Protocol):
+class FeedStore(EmbeddedStore, SynapseStore, RelayStore, Protocol):
     """What either feed needs of the store."""
 
 
 def tcp_settings(config: Config) -> TcpLinkSettings:
     """Where the homeserver's facts come from. Only our own kind has the rows of an embedded store,
-    so its limits hold."""
+    so its limits hold. Raises ConfigError."""
+    tcp = config.feed.tcp
     return TcpLinkSettings(
-        endpoint=Endpoint(config.feed.tcp.address),
+        endpoint=Endpoint(tcp.address, _tls(tcp.ca_file) if tcp.tls else None),
         server_name=config.server_name,
-        instance=config.feed.tcp.name or config.instance_name,
+        instance=tcp.name or config.instance_name,
         kind=OWN_KIND,
+        secret=read_secret(tcp.secret_file) if tcp.secret_file else None,
+    )
+
+
+def relay_settings(config: Config) -> RelaySettings:
+    """Which relay, and who we are to it. Raises ConfigError."""
+    relay = config.feed.relay
+    secret_file = relay.secret_file
+
+    def secret() -> str | None:
+        return None if secret_file is None else read_secret(secret_file)
+
+    secret()
+    return RelaySettings(
+        endpoint=Endpoint(relay.address, _tls(relay.ca_file) if relay.tls else None),
+        server_name=config.server_name,
+        consumer=relay.name or config.instance_name,
+        secret=secret,
+        fetch_parallel=relay.fetch_parallel,
+    )
+
+
+def _relay_feed(config: Config, outside: Outside, store: FeedStore, sink: Sink) -> RelayFeed:
+    directory = config.feed.relay.directory
+
+    def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+        # Only a full sync needs it, and the libraries behind it.
+        from fedsender.relay.disk import RealDisk
+        from fedsender.replication.relay_fetch import Fetcher
+
+        async def open_wire(nursery: trio.Nursery) -> Wire:
+            return (await connect_relay(settings, outside, nursery))[0]
+
+        return Fetcher(directory, RealDisk(), outside, open_wire, settings.fetch_parallel)
+
+    return RelayFeed(
+        relay_settings(config),
+        outside,
+        store,
+        sink,
+        handles=config.handles,
+        make_fetcher=make_fetcher,
     )
 
 
 def redis_settings(config: Config) -> RedisSettings:
     """Which Redis, its password read from its file. Raises ConfigError."""
     redis = config.feed.redis
-    tls = ssl.create_default_context(cafile=redis.ca_file) if redis.tls else None
+    tls = _redis_tls(redis) if redis.tls else None
     address: TcpAddress | UnixAddress = TcpAddress(redis.host, redis.port)
     if redis.path is not None:
         address = UnixAddress(redis.path)
@@ -65,12 +122,47 @@ def peers(config: Config) -> Peers:
     """Who can be asked for what was missed, the secret read from its file. Raises ConfigError."""
     http = config.feed.http
     secret = read_secret(http.secret_file) if http.secret_file else None
-    return Peers(dict(http.instances), secret)
+    tls = _tls(http.ca_file) if any(each.tls for each in http.instances.values()) else None
+    endpoints = {
+        name: Endpoint(each.address, tls if each.tls else None)
+        for name, each in http.instances.items()
+    }
+    return Peers(endpoints, secret)
+
+
+def _redis_tls(redis: RedisFeed) -> ssl.SSLContext:
+    context = _tls(redis.ca_file, redis.ca_directory)
+    if not redis.verify_certificate:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if redis.certificate_file is not None:
+        try:
+            # A key with a passphrase must not make OpenSSL ask for it on the terminal.
+            context.load_cert_chain(redis.certificate_file, redis.private_key_file, password="")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{redis.certificate_file}: {_why(error)}") from None
+    return context
+
+
+def _tls(ca_file: Path | None, ca_directory: Path | None = None) -> ssl.SSLContext:
+    """Checks the other side's certificate by these authorities. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cafile=ca_file, capath=ca_directory)
+    except OSError as error:
+        raise ConfigError(f"{ca_file}: {_why(error)}") from None
+
+
+def _why(error: OSError | ValueError) -> str:
+    if isinstance(error, ssl.SSLError) or not isinstance(error, OSError):
+        return "holds no certificates that can be used"
+    return f"cannot be read: {error.strerror}"
 
 
 def _make_feed(
     config: Config, outside: Outside, store: FeedStore, sink: Sink, *, shadow: bool
 ) -> Feed:
+    if config.feed.kind == "relay":
+        return _relay_feed(config, outside, store, sink)
     if config.feed.kind == "tcp":
         return TcpFeed(tcp_settings(config), outside, store, sink)
     return SynapseFeed(
@@ -93,6 +185,7 @@ async def open_feed(
     sink: Sink,
     *,
     shadow: bool = False,
+    metrics: Metrics | None = None,
 ) -> AsyncIterator[Feed]:
     """The configured feed, running for as long as the body does.
 
@@ -100,6 +193,7 @@ async def open_feed(
     body, as soon as somebody else speaks under our name.
     """
     feed = _make_feed(config, outside, store, sink, shadow=shadow)
+    feed.metrics = metrics
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run, name="feed")
         yield feed

@@ -25,6 +25,7 @@ from fedsender.replication.commands import (
     Name,
     Position,
     Rdata,
+    RemoteServerUp,
     Replicate,
     Server,
 )
@@ -86,17 +87,20 @@ class TcpLink:
         settings: TcpLinkSettings,
         outside: Outside,
         held: Callable[[], int],
-        connected: trio.Event,
+        on_connect: Callable[[], None],
         nursery: trio.Nursery,
+        server_up: Callable[[str], None],
     ) -> None:
         self.level = False
         self.head = 0
         self.last_error: str | None = None
+        self._complaint: str | None = None
         self._settings = settings
         self._outside = outside
         self._held = held
-        self._ever_connected = connected
+        self._on_connect = on_connect
         self._nursery = nursery
+        self._server_up = server_up
         self._wire: Wire | None = None
         self._token = 0
         self._batches = Batches(max_bytes=MAX_UNTAKEN_BYTES)
@@ -158,8 +162,10 @@ class TcpLink:
                     self._token = whole[0]
             case Position(stream, _, _, token) if stream == self._settings.stream:
                 self._take_position(token, facts)
+            case RemoteServerUp(server):
+                self._server_up(server)
             case Error(text):
-                self.last_error = f"the server says: {text[:200]}"
+                self.last_error = self._complaint = f"the server says: {text[:200]}"
                 log.warning("replication_server_error", text=text[:200])
         self.head = max(self.head, self._token)
 
@@ -203,7 +209,7 @@ class TcpLink:
 
     def _use(self, wire: Wire) -> Wire:
         self._wire = wire
-        self._ever_connected.set()
+        self._on_connect()
         self._nursery.start_soon(self._keep_alive, wire)
         log.info("replication_connected", to=str(self._settings.endpoint.address))
         return wire
@@ -234,7 +240,8 @@ class TcpLink:
 
     async def _drop(self, wire: Wire, reason: str) -> None:
         log.info("replication_disconnected", reason=reason)
-        self.last_error = reason
+        # That the connection was closed says less than what the server said before it closed it.
+        self.last_error, self._complaint = self._complaint or reason, None
         self.level = False
         self._wire = None
         await wire.aclose()
@@ -246,14 +253,14 @@ async def open_tcp_link(
     outside: Outside,
     held: Callable[[], int],
     *,
-    connected: trio.Event | None = None,
+    on_connect: Callable[[], None] = lambda: None,
+    server_up: Callable[[str], None] = lambda _server: None,
 ) -> AsyncIterator[TcpLink]:
     """A link that follows `settings.stream` from the token that `held` gives, when pulled.
 
-    `connected` is set once the right server has been reached for the first time.
+    `on_connect` is told whenever the right server has been reached, `server_up` of every
+    REMOTE_SERVER_UP, as it was said; neither may wait.
     """
     async with trio.open_nursery() as nursery:
-        yield TcpLink(
-            settings, outside, held, trio.Event() if connected is None else connected, nursery
-        )
+        yield TcpLink(settings, outside, held, on_connect, nursery, server_up)
         nursery.cancel_scope.cancel()

@@ -14,7 +14,6 @@ from typing import Any
 import orjson
 import trio
 
-from fedsender.config.values import TcpAddress, UnixAddress
 from fedsender.federation.transport import Bounds, Connection, ExchangeFailed
 from fedsender.outside import Outside
 from fedsender.replication.commands import Json
@@ -34,11 +33,11 @@ class Peers:
     """The homeserver's processes that can be asked.
 
     Attributes:
-        addresses: by instance name, where each one's replication listener is.
+        endpoints: by instance name, where each one's replication listener is.
         secret: what they ask for, if anything.
     """
 
-    addresses: Mapping[str, TcpAddress | UnixAddress] = field(default_factory=dict)
+    endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
     secret: str | None = field(default=None, repr=False)
 
 
@@ -49,11 +48,11 @@ async def fetch_missed(
 
     The deadline is the caller's. Raises NotFetched.
     """
-    address = peers.addresses.get(instance)
-    if address is None:
+    endpoint = peers.endpoints.get(instance)
+    if endpoint is None:
         raise NotFetched(f"no address is configured for {instance!r}")
     try:
-        stream_to_it = await connect(Endpoint(address), outside)
+        stream_to_it = await connect(endpoint, outside)
     except Disconnected as error:
         raise NotFetched(str(error)) from error
     async with aclosing(stream_to_it):

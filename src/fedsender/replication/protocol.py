@@ -12,7 +12,8 @@ two dialects, and both are in use:
 Rows that share one token are sent one after the other, all but the last with the word `batch` in
 the token's place.
 
-`parse_command` and `format_command` know the words, `Connection` knows where lines end. Bytes go
+`parse_command` and `format_command` know the words, in modules of their own, and `Connection` knows
+where lines end. Bytes go
 in by `receive_data`, commands come out of `next_command`, and `encode` makes the bytes of a
 command. An error from `next_command` is the peer's fault (`BadLine`), one from `encode` is ours
 (`UnsendableCommand`).
@@ -20,355 +21,29 @@ command. An error from `next_command` is the peer's fault (`BadLine`), one from 
 
 from __future__ import annotations
 
-import enum
-import json
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
-from fedsender.replication.commands import (
-    Auth,
-    CancelTask,
-    ClearUserSync,
-    Command,
-    Error,
-    FederationAck,
-    InvalidateCache,
-    Json,
-    LockReleased,
-    Name,
-    NewActiveTask,
-    Ping,
-    Position,
-    Rdata,
-    RemoteServerUp,
-    RemovePusher,
-    Replicate,
-    Server,
-    Sync,
-    Unknown,
-    UserIp,
-    UserSync,
-)
+from fedsender.replication.commands import Command, Json, Rdata
+from fedsender.replication.formatting import UnsendableCommand, format_command
+from fedsender.replication.parsing import BadLine, Dialect, parse_command
+
+__all__ = [
+    "OWN_MAX_LINE",
+    "SYNAPSE_MAX_LINE",
+    "BadLine",
+    "Batches",
+    "Connection",
+    "Dialect",
+    "UnsendableCommand",
+    "format_command",
+    "parse_command",
+]
 
 # Synapse's own limit on both sides, without the newline.
 SYNAPSE_MAX_LINE = 16_384
 # Rows of our own kind hold a whole PDU: 65,536 bytes by the specification, up to three times that
 # when every character is escaped.
 OWN_MAX_LINE = 262_144
-
-_MAX_TOKEN = 2**63 - 1
-_INTEGER = re.compile(r"-?[0-9]{1,19}\Z")
-
-
-class Dialect(enum.Enum):
-    """Which of the two forms a line has."""
-
-    OLD = "old"
-    TODAY = "today"
-
-
-class BadLine(ValueError):
-    """The peer sent a line that is not a command; says which word, never the row's content."""
-
-
-class UnsendableCommand(ValueError):
-    """A command of ours that cannot be a line: a field with a space in it, or too long."""
-
-
-# --- a line in: the fields behind the word --------------------------------------------------------
-
-
-def _fields(rest: str, count: int) -> list[str]:
-    """Exactly `count` fields; the last one may hold spaces."""
-    parts = rest.split(" ", count - 1)
-    if len(parts) != count or not all(parts):
-        raise BadLine(f"expected {count} fields")
-    return parts
-
-
-def _word(text: str) -> str:
-    if not text or " " in text:
-        raise BadLine("expected one word")
-    return text
-
-
-def _integer(text: str) -> int:
-    if not _INTEGER.match(text) or abs(int(text)) > _MAX_TOKEN:
-        # Without the text: in the wrong dialect it is the row, which may hold an access token.
-        raise BadLine("the token is not a number")
-    return int(text)
-
-
-def _token(text: str) -> int | None:
-    return None if text == "batch" else _integer(text)
-
-
-def _no_constant(name: str) -> Json:
-    raise BadLine(f"{name} is not JSON")
-
-
-_decode_json = json.JSONDecoder(parse_constant=_no_constant).decode
-
-
-def _json(text: str) -> Json:
-    # A line of only '[' exhausts the stack of the parser; that too is the peer's mistake.
-    try:
-        return _decode_json(text)
-    except (ValueError, RecursionError) as bad:
-        raise BadLine("the row is not JSON") from bad
-
-
-def _parse_replicate_old(rest: str) -> Replicate:
-    if not rest.strip():
-        return Replicate()
-    stream, token = _fields(rest, 2)
-    return Replicate(stream, None if token.upper() == "NOW" else _integer(token))
-
-
-def _parse_position_old(rest: str) -> Position:
-    stream, token = _fields(rest, 2)
-    return Position(stream, None, _integer(token), _integer(token))
-
-
-def _parse_position_today(rest: str) -> Position:
-    stream, instance, previous, token = _fields(rest, 4)
-    return Position(stream, instance, _integer(previous), _integer(token))
-
-
-def _parse_rdata_old(rest: str) -> Rdata:
-    stream, token, row = _fields(rest, 3)
-    return Rdata(stream, None, _token(token), _json(row))
-
-
-def _parse_rdata_today(rest: str) -> Rdata:
-    stream, instance, token, row = _fields(rest, 4)
-    return Rdata(stream, instance, _token(token), _json(row))
-
-
-def _parse_ack_old(rest: str) -> FederationAck:
-    return FederationAck(None, _integer(rest))
-
-
-def _parse_ack_today(rest: str) -> FederationAck:
-    instance, token = _fields(rest, 2)
-    return FederationAck(instance, _integer(token))
-
-
-def _syncing(text: str) -> bool:
-    if text not in ("start", "end"):
-        raise BadLine("expected start or end")
-    return text == "start"
-
-
-def _parse_user_sync_old(rest: str) -> UserSync:
-    user, state, last_sync = _fields(rest, 3)
-    return UserSync(user, _syncing(state), _integer(last_sync))
-
-
-def _parse_user_sync_today(rest: str) -> UserSync:
-    instance_id, user, device, state, last_sync = _fields(rest, 5)
-    known = None if device == "None" else device
-    return UserSync(user, _syncing(state), _integer(last_sync), instance_id, known)
-
-
-def _parse_user_ip(rest: str) -> UserIp:
-    user, details = _fields(rest, 2)
-    return UserIp(user, _json(details))
-
-
-def _parse_lock_released(rest: str) -> LockReleased:
-    names = _json(rest)
-    if not (isinstance(names, list) and len(names) == 3 and all(isinstance(n, str) for n in names)):
-        raise BadLine("expected three names")
-    return LockReleased(*names)
-
-
-def _parse_invalidate_cache(rest: str) -> InvalidateCache:
-    cache, keys = _fields(rest, 2)
-    return InvalidateCache(cache, _json(keys))
-
-
-Parser = Callable[[str], Command]
-
-_PARSERS: Mapping[str, Parser] = {
-    "SERVER": lambda rest: Server(_word(rest)),
-    "PING": Ping,
-    "NAME": lambda rest: Name(*_fields(rest, 1)),
-    "AUTH": lambda rest: Auth(*_fields(rest, 1)),
-    "ERROR": Error,
-    "REPLICATE": _parse_replicate_old,
-    "REMOTE_SERVER_UP": lambda rest: RemoteServerUp(_word(rest)),
-    "CLEAR_USER_SYNC": lambda rest: ClearUserSync(_word(rest)),
-    "USER_IP": _parse_user_ip,
-    "LOCK_RELEASED": _parse_lock_released,
-    "NEW_ACTIVE_TASK": lambda rest: NewActiveTask(*_fields(rest, 1)),
-    "CANCEL_TASK": lambda rest: CancelTask(*_fields(rest, 1)),
-}
-_PARSERS_BY_DIALECT: Mapping[Dialect, Mapping[str, Parser]] = MappingProxyType(
-    {
-        Dialect.OLD: {
-            **_PARSERS,
-            "POSITION": _parse_position_old,
-            "RDATA": _parse_rdata_old,
-            "FEDERATION_ACK": _parse_ack_old,
-            "USER_SYNC": _parse_user_sync_old,
-            "INVALIDATE_CACHE": _parse_invalidate_cache,
-            "REMOVE_PUSHER": lambda rest: RemovePusher(*_fields(rest, 3)),
-            "SYNC": Sync,
-        },
-        Dialect.TODAY: {
-            **_PARSERS,
-            "POSITION": _parse_position_today,
-            "RDATA": _parse_rdata_today,
-            "FEDERATION_ACK": _parse_ack_today,
-            "USER_SYNC": _parse_user_sync_today,
-        },
-    }
-)
-
-
-def parse_command(line: str, dialect: Dialect) -> Command | None:
-    """The command in one line without its end; None for a blank one.
-
-    A word that is not known is `Unknown`, whatever follows. Raises BadLine, which names the word
-    and what is wrong but not the content.
-    """
-    if not line.strip():
-        return None
-    word, _, rest = line.partition(" ")
-    parser = _PARSERS_BY_DIALECT[dialect].get(word)
-    if parser is None:
-        return Unknown(word, rest)
-    try:
-        return parser(rest)
-    except BadLine as bad:
-        raise BadLine(f"failed to parse line: {word}: {bad}") from bad
-
-
-# --- a line out -----------------------------------------------------------------------------------
-
-
-def _encode_json(value: Json) -> str:
-    try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as bad:
-        raise UnsendableCommand(f"a row that is not JSON: {bad}") from bad
-
-
-def _name(text: str) -> str:
-    """One field: not empty, no white space that would end it."""
-    if not text or " " in text:
-        raise UnsendableCommand("a field that is empty or has a space in it")
-    return text
-
-
-def _rest(text: str) -> str:
-    """The last field: not empty, spaces are its own."""
-    if not text:
-        raise UnsendableCommand("an empty field")
-    return text
-
-
-def _format_replicate(command: Replicate) -> str:
-    if command.stream is None:
-        # With the space behind it, as Synapse sends it.
-        return "REPLICATE "
-    token = "NOW" if command.token is None else command.token
-    return f"REPLICATE {_name(command.stream)} {token}"
-
-
-def _format_position(command: Position) -> str:
-    if command.instance is None:
-        return f"POSITION {_name(command.stream)} {command.token}"
-    writer = f"{_name(command.stream)} {_name(command.instance)}"
-    return f"POSITION {writer} {command.previous} {command.token}"
-
-
-def _format_rdata(command: Rdata) -> str:
-    token = "batch" if command.token is None else command.token
-    writer = _name(command.stream)
-    if command.instance is not None:
-        writer += " " + _name(command.instance)
-    return f"RDATA {writer} {token} {_encode_json(command.row)}"
-
-
-def _format_ack(command: FederationAck) -> str:
-    if command.instance is None:
-        return f"FEDERATION_ACK {command.token}"
-    return f"FEDERATION_ACK {_name(command.instance)} {command.token}"
-
-
-def _format_user_sync(command: UserSync) -> str:
-    state = "start" if command.syncing else "end"
-    if command.instance_id is None:
-        return f"USER_SYNC {_name(command.user)} {state} {command.last_sync_ms}"
-    device = "None" if command.device is None else _name(command.device)
-    who = f"{_name(command.instance_id)} {_name(command.user)} {device}"
-    return f"USER_SYNC {who} {state} {command.last_sync_ms}"
-
-
-def _format_plain(command: Command) -> str:
-    """The commands whose layout is the same everywhere and needs no second thought."""
-    match command:
-        case Server(name):
-            return f"SERVER {_name(name)}"
-        case Ping(text):
-            return f"PING {text}"
-        case Name(name):
-            return f"NAME {_rest(name)}"
-        case Auth(secret):
-            return f"AUTH {_rest(secret)}"
-        case Error(text):
-            return f"ERROR {text}"
-        case RemoteServerUp(server):
-            return f"REMOTE_SERVER_UP {_name(server)}"
-        case ClearUserSync(instance_id):
-            return f"CLEAR_USER_SYNC {_name(instance_id)}"
-        case NewActiveTask(task):
-            return f"NEW_ACTIVE_TASK {_rest(task)}"
-        case CancelTask(task):
-            return f"CANCEL_TASK {_rest(task)}"
-        case UserIp(user, details):
-            return f"USER_IP {_name(user)} {_encode_json(details)}"
-        case LockReleased(instance, lock, key):
-            return f"LOCK_RELEASED {_encode_json([instance, lock, key])}"
-        case InvalidateCache(cache, keys):
-            return f"INVALIDATE_CACHE {_name(cache)} {_encode_json(keys)}"
-        case RemovePusher(app_id, pushkey, user):
-            return f"REMOVE_PUSHER {_name(app_id)} {_name(pushkey)} {_rest(user)}"
-        case Sync(text):
-            return f"SYNC {text}"
-        case Unknown(word, rest):
-            return f"{_name(word)} {rest}"
-    raise UnsendableCommand(f"{type(command).__name__} has no line")
-
-
-def format_command(command: Command) -> str:
-    """The line of a command, without its end. Raises UnsendableCommand.
-
-    The dialect follows from the command: with an instance it is today's.
-    """
-    match command:
-        case Replicate():
-            line = _format_replicate(command)
-        case Position():
-            line = _format_position(command)
-        case Rdata():
-            line = _format_rdata(command)
-        case FederationAck():
-            line = _format_ack(command)
-        case UserSync():
-            line = _format_user_sync(command)
-        case _:
-            line = _format_plain(command)
-    if "\n" in line or "\r" in line:
-        raise UnsendableCommand(f"{type(command).__name__} with a line end in it")
-    return line
-
-
-# --- bytes ----------------------------------------------------------------------------------------
 
 
 class Connection:
@@ -404,6 +79,13 @@ class Connection:
             if command is not None:
                 return command
         return None
+
+    def take_raw(self, most: int) -> bytes:
+        """Up to `most` of the bytes that are here, as they are: those behind a `File`."""
+        piece = bytes(self._buffer[:most])
+        del self._buffer[:most]
+        self._searched = 0
+        return piece
 
     def encode(self, command: Command) -> bytes:
         """The bytes of a command, line end included. Raises UnsendableCommand."""

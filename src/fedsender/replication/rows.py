@@ -29,9 +29,9 @@ def parse_row(row: Json) -> FeedRow:
         case ["pdu", [room_id, event_id, dict(event), dict(about)]]:
             return _pdu(room_id, event_id, event, about)
         case ["hosts", [room_id, joined, left]]:
-            return HostsRow(_id(room_id, "room id"), _servers(joined), _servers(left))
+            return HostsRow(id_of(room_id, "room id"), _servers(joined), _servers(left))
         case ["redaction", [event_id, target]]:
-            return RedactionRow(_id(event_id, "redaction"), _id(target, "target"))
+            return RedactionRow(id_of(event_id, "redaction"), id_of(target, "target"))
         case [str(kind), *_] if kind in ("pdu", "hosts", "redaction"):
             raise BadRow(f"a {kind} row with other fields than it should have")
     raise BadRow("neither a pdu nor a hosts nor a redaction row")
@@ -42,8 +42,8 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
     if not isinstance(metadata, dict):
         raise BadRow("internal_metadata is not an object")
     return PduRow(
-        room_id=_id(room_id, "room id"),
-        event_id=_id(event_id, "event id"),
+        room_id=id_of(room_id, "room id"),
+        event_id=id_of(event_id, "event id"),
         # Escaped, so that no database has to hold what is no text. Python's own parser and this
         # keep every number as it was written, but for fractions that no digits can tell apart.
         json=json.dumps(event, separators=(",", ":")),
@@ -55,7 +55,8 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
     )
 
 
-def _id(value: Json, what: str) -> str:
+def id_of(value: Json, what: str) -> str:
+    """An id of the Matrix specification. Raises BadRow, which calls it `what`."""
     return _text(value, what, MAX_ID_BYTES)
 
 

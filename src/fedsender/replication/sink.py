@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 import trio
@@ -13,10 +13,23 @@ import trio
 from fedsender.store.records import PresenceState
 from fedsender.streams import Watermark
 
+if TYPE_CHECKING:
+    from fedsender.telemetry import Metrics
+
 log = structlog.get_logger()
 
 
-class EduSink(Protocol):
+class MadeEduSink(Protocol):
+    """Who takes EDUs that the homeserver has made itself, and holds for nobody but us."""
+
+    def edu(
+        self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
+    ) -> None:
+        """This server is to get this EDU; a newer one of the same key takes its place."""
+        ...
+
+
+class EduSink(MadeEduSink, Protocol):
     """Who is fed with what EDUs are made of. All calls return at once and cannot fail.
 
     Users of other servers are in it too; the sink knows whose are ours.
@@ -88,6 +101,7 @@ class FeedStatus:
         position: the events position that the sender was given.
         head: the newest events position that we have heard of.
         held: what has kept `position` below `head` for 30 s, in words.
+        held_s: for how long it has been so, in seconds; 0.0: it is not.
         stopped: why no event will ever come until somebody acts, in words.
         last_error: why the last connection ended or failed.
     """
@@ -98,6 +112,7 @@ class FeedStatus:
     position: int
     head: int
     held: str | None = None
+    held_s: float = 0.0
     stopped: str | None = None
     last_error: str | None = None
 
@@ -108,11 +123,30 @@ class Feed(ABC):
     Attributes:
         connected: set once the homeserver's side has been reached for the first time.
         stopped: why events have stopped for good; None while they flow.
+        metrics: where connections and rows are counted, if anywhere.
     """
 
     def __init__(self) -> None:
         self.connected = trio.Event()
         self.stopped: str | None = None
+        self.metrics: Metrics | None = None
+
+    def note_connected(self) -> None:
+        """The homeserver's side has been reached, once more."""
+        self.connected.set()
+        if self.metrics is not None:
+            self.metrics.feed_connects.inc()
+
+    def note_full_sync(self, reason: str, *, alarm: bool) -> None:
+        """A snapshot is asked for; `reason` must be one that we know: it becomes a label."""
+        if self.metrics is not None:
+            self.metrics.full_syncs.labels(reason).inc()
+            self.metrics.full_sync_alarms.inc(alarm)
+
+    def note_rows(self, stream: str, rows: int = 1) -> None:
+        """So many rows came. `stream` must be one that we know: it becomes a label."""
+        if self.metrics is not None and rows:
+            self.metrics.inbound_rdata.labels(stream).inc(rows)
 
     @abstractmethod
     def status(self) -> FeedStatus:

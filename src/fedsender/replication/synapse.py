@@ -50,7 +50,7 @@ MAX_ANNOUNCEMENTS = 10_000
 MAX_WRITERS = 1000
 
 # Streams whose rows are looked at.
-ROW_STREAMS = EDU_STREAMS | {"caches", "to_device", "federation"}
+ROW_STREAMS = EDU_STREAMS | {"caches", "to_device"}
 
 BACKOFF_CACHE = "get_destination_retry_timings"
 
@@ -138,7 +138,8 @@ class SynapseFeed(Feed):
         self._events = StreamPositions(self._writers)
         # Writers of events that have said POSITION on this connection.
         self._heard_from: set[str | None] = set()
-        self._edus = EduStreams(sink.edus, partial(fetch_missed, peers, outside))
+        fetch = partial(fetch_missed, peers, outside)
+        self._edus = EduStreams(sink.edus, fetch, self._acknowledge_federation)
         # Where each writer of hints stands. Outlives a connection, so that the gap shows.
         self._tokens: dict[tuple[str, str | None], int] = {}
         self._batches = Batches()
@@ -158,6 +159,7 @@ class SynapseFeed(Feed):
             position=self._sink.events.value,
             head=events.head,
             held=self._held(events.hold()),
+            held_s=_held_s(events.hold()),
             stopped=self.stopped,
             last_error=link.last_error if link is not None else None,
         )
@@ -218,6 +220,9 @@ class SynapseFeed(Feed):
         if last is not None:
             await self._publish(Position("caches", self._instance, last, last))
 
+    async def _acknowledge_federation(self, token: int) -> None:
+        await self._publish(FederationAck(self._instance, token))
+
     async def _publish(self, command: Command) -> None:
         """Say it if there is a connection; what nobody hears is healed by the next POSITION."""
         if self._link is None or (self._shadow and command != Replicate()):
@@ -245,7 +250,7 @@ class SynapseFeed(Feed):
         self._heard_from.clear()
         self._batches.clear()
         self._edus.begin()
-        self.connected.set()
+        self.note_connected()
         await self._publish(Replicate())
         await self._say_position()
 
@@ -276,8 +281,10 @@ class SynapseFeed(Feed):
                 self._batches.discard(command.stream, command.instance)
                 await self._take_position(command)
             case Rdata("events"):
+                self.note_rows("events")
                 self._take_events(command)
             case Rdata(stream) if stream in ROW_STREAMS:
+                self.note_rows(stream)
                 await self._take_rows(command)
 
     async def _take_position(self, command: Position) -> None:
@@ -290,11 +297,10 @@ class SynapseFeed(Feed):
                 self._edus.position(command)
             case "caches" | "to_device":
                 known = self._tokens.get(key, command.token)
-                self._note(key, max(known, command.token))
+                # A writer knows best: a forged row must not make us deaf to it (W41).
+                self._note(key, command.token)
                 if known < command.previous:
                     await self._fetch(command.stream, command.instance, known, command.token)
-            case "federation":
-                await self._publish(FederationAck(self._instance, command.token))
 
     def _take_events(self, command: Rdata) -> None:
         """An event was written. Only the token matters, and only the last one of a batch has it."""
@@ -326,8 +332,6 @@ class SynapseFeed(Feed):
         if command.stream in EDU_STREAMS:
             if not self._edus.rows(command.stream, command.instance, token, rows):
                 await self._publish(Replicate())
-        elif command.stream == "federation":
-            await self._publish(FederationAck(self._instance, token))
         elif token > self._tokens.get(key, -1):
             self._note(key, token)
             self._apply_hints(command.stream, rows)
@@ -355,10 +359,14 @@ class SynapseFeed(Feed):
                 self._sink.to_device_changed(server)
 
     def _held(self, hold: Hold | None) -> str | None:
-        if hold is None or trio.current_time() - hold.since < NAMED_AFTER_S:
+        seconds = _held_s(hold)
+        if hold is None or seconds < NAMED_AFTER_S:
             return None
-        seconds = trio.current_time() - hold.since
         return (
             f"writer {', '.join(hold.writers)} has held events at id {hold.missing} for"
             f" {seconds:.0f} s (others are at {hold.head})"
         )
+
+
+def _held_s(hold: Hold | None) -> float:
+    return 0.0 if hold is None else max(0.0, trio.current_time() - hold.since)

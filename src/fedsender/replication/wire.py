@@ -6,12 +6,12 @@ has taken the bytes, and a peer that does not take them in time is disconnected.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterable, Callable
 from dataclasses import dataclass
 
 import trio
 
-from fedsender.replication.commands import Command, Ping
+from fedsender.replication.commands import Command, File, Ping
 from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.protocol import OWN_MAX_LINE, SYNAPSE_MAX_LINE, Connection, Dialect
 
@@ -23,6 +23,10 @@ SEND_PIECE = 65_536
 RECEIVE_PIECE = 65_536
 
 
+class TooSlow(Disconnected):
+    """It did not take what was sent in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerKind:
     """What may be expected of a peer.
@@ -30,10 +34,12 @@ class PeerKind:
     Attributes:
         max_line: bytes in a line, both ways.
         dead_after_s: silence after which it is taken for dead, once it has sent a PING.
+        send_s: what it may take for SEND_PIECE bytes.
     """
 
     max_line: int
     dead_after_s: float
+    send_s: float = SEND_S
 
 
 # Towards our own kind the limits of the protocol's documentation hold, and lines have room for a
@@ -59,6 +65,7 @@ class Wire:
         self._armed = False
         # Half a line may be out, or the last one is: nothing that we add would be read.
         self._torn = False
+        self._too_slow = False
 
     def speak(self, dialect: Dialect) -> None:
         """Read the peer's next lines in this dialect."""
@@ -78,6 +85,18 @@ class Wire:
             await self._transmit(lines)
             self._torn = False
 
+    async def send_file(self, file: File, pieces: AsyncIterable[bytes]) -> None:
+        """Send `file` and the bytes that it announces, and nothing in between.
+
+        Raises Disconnected, and what `pieces` raises: no more can be sent then.
+        """
+        async with self._sending:
+            await self._transmit(self.encode(file))
+            async for piece in pieces:
+                self._torn = False
+                await self._transmit(piece)
+            self._torn = False
+
     async def send_last(self, command: Command) -> None:
         """Send a command, and nothing after it; raises as `send` does."""
         async with self._sending:
@@ -87,12 +106,17 @@ class Wire:
         """Wait for the peer's next command.
 
         Raises BadLine, and Disconnected: also when a peer that has sent a PING is silent for too
-        long. Only silence while we listen counts.
+        long. Only silence while we listen counts, and any byte ends it: a long line may be slow.
         """
-        listening_since = trio.current_time()
         while (command := self.buffered_command()) is None:
-            await self._read(listening_since)
+            await self._read()
         return command
+
+    async def next_piece(self, most: int) -> bytes:
+        """Wait for 1 to `most` of the raw bytes that follow a `File`; raises Disconnected."""
+        while not (piece := self._connection.take_raw(most)):
+            await self._read()
+        return piece
 
     def buffered_command(self) -> Command | None:
         """The peer's next command if it is here already; raises BadLine."""
@@ -119,30 +143,39 @@ class Wire:
         self._torn = True
         await trio.aclose_forcefully(self._stream)
 
-    async def _transmit(self, lines: bytes | bytearray) -> None:
+    async def _transmit(self, data: bytes | bytearray) -> None:
         if self._torn:
             raise Disconnected("the connection is closed")
         self._torn = True
+        view = memoryview(data)
         try:
-            with trio.fail_after(SEND_S):
-                await self._stream.send_all(lines)
+            for start in range(0, len(view), SEND_PIECE):
+                with trio.fail_after(self._kind.send_s):
+                    await self._stream.send_all(view[start : start + SEND_PIECE])
         except trio.TooSlowError as slow:
+            # Whoever reads finds the connection closed, and may be the first to say so.
+            self._too_slow = True
             await self.aclose()
-            raise Disconnected(f"nothing was taken for {SEND_S:.0f} s") from slow
+            raise self._gone() from slow
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             await self.aclose()
-            raise Disconnected("the connection broke") from error
+            raise self._gone() from error
         self._last_sent = trio.current_time()
 
-    async def _read(self, listening_since: float) -> None:
-        dead_at = listening_since + self._kind.dead_after_s if self._armed else float("inf")
+    def _gone(self) -> Disconnected:
+        if self._too_slow:
+            return TooSlow(f"nothing was taken for {self._kind.send_s:.0f} s")
+        return Disconnected("the connection broke")
+
+    async def _read(self) -> None:
+        patience = self._kind.dead_after_s if self._armed else float("inf")
         try:
-            with trio.fail_at(dead_at):
+            with trio.fail_after(patience):
                 data = await self._stream.receive_some(RECEIVE_PIECE)
         except trio.TooSlowError as slow:
             raise Disconnected("ping timeout") from slow
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            raise Disconnected("the connection broke") from error
+            raise self._gone() from error
         if not data:
             raise Disconnected("the peer closed the connection")
         self._connection.receive_data(bytes(data))

@@ -1,0 +1,171 @@
+"""How the homeserver tells us what is new: the settings of the feed."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from fedsender.config.policy import Contradictions, Section
+from fedsender.config.values import (
+    Address,
+    FilePath,
+    HttpAddress,
+    InstanceName,
+    SecretPath,
+    TcpAddress,
+    UnixAddress,
+    is_loopback,
+)
+
+
+class TcpFeed(Section):
+    """Replication over the TCP line protocol."""
+
+    address: Address = Field(
+        default=TcpAddress("127.0.0.1", 9092),
+        description='Where to connect: "host:port" or "unix:/path".',
+    )
+    name: InstanceName | None = Field(
+        default=None, description="The name we give ourselves there; null takes instance_name."
+    )
+    secret_file: SecretPath | None = Field(
+        default=None, description="File with the secret that is asked for there."
+    )
+    tls: bool = Field(default=False, description="Whether to speak TLS.")
+    ca_file: FilePath | None = Field(
+        default=None, description="Certificates to trust there; null takes the system's."
+    )
+
+    def contradictions(self) -> Contradictions:
+        yield from _tls_contradictions(
+            self.tls, isinstance(self.address, UnixAddress), self.ca_file
+        )
+        if (
+            self.secret_file is not None
+            and not self.tls
+            and isinstance(self.address, TcpAddress)
+            and self.address.host != "localhost"
+            and not is_loopback(self.address.host)
+        ):
+            yield ("secret_file",), "would be sent in clear: needs tls, or a loopback address"
+
+
+def _tls_contradictions(tls: bool, unix: bool, ca_file: Path | None) -> Contradictions:
+    if tls and unix:
+        yield ("tls",), "cannot be used on a Unix socket"
+    if ca_file is not None and not tls:
+        yield ("ca_file",), "has no use without tls: true"
+
+
+class RelayFeed(TcpFeed):
+    """Following a relay, with snapshots for what its log does not hold any more."""
+
+    address: Address = Field(
+        default=TcpAddress("127.0.0.1", 9093),
+        description='Where it listens: "host:port" or "unix:/path".',
+    )
+    name: InstanceName | None = Field(
+        default=None,
+        pattern=r"^[a-z0-9_.-]{1,64}$",
+        description="The name by which it remembers us; null takes instance_name.",
+    )
+    fetch_parallel: int = Field(
+        default=4, ge=1, le=16, description="Connections that fetch a snapshot."
+    )
+    directory: FilePath = Field(
+        default=Path("snapshot"), description="Where a snapshot's files wait until they are loaded."
+    )
+
+    def contradictions_in_use(self) -> Contradictions:
+        """What is wrong only where a relay is followed."""
+        if isinstance(self.address, TcpAddress) and self.secret_file is None:
+            yield ("secret_file",), "must be set: only a Unix socket is followed without a secret"
+
+
+class RedisFeed(Section):
+    """Replication over Redis, as Synapse with workers does it."""
+
+    host: str = Field(
+        default="localhost", min_length=1, description="Name or IP of the Redis server."
+    )
+    port: int = Field(default=6379, ge=1, le=65_535, description="Its port.")
+    path: FilePath | None = Field(
+        default=None, description="Its Unix socket, instead of host and port."
+    )
+    username: str | None = Field(default=None, description="Redis user, where it has users.")
+    password_file: SecretPath | None = Field(
+        default=None, description="File with the Redis password."
+    )
+    tls: bool = Field(default=False, description="Whether to speak TLS.")
+    verify_certificate: bool = Field(
+        default=True, description="Check its certificate, and that it is of this host."
+    )
+    ca_file: FilePath | None = Field(
+        default=None, description="Certificates to trust there; null takes the system's."
+    )
+    ca_directory: FilePath | None = Field(
+        default=None, description="Directory of certificates to trust there, by their hashes."
+    )
+    certificate_file: FilePath | None = Field(
+        default=None, description="Our certificate, where it asks for one."
+    )
+    private_key_file: SecretPath | None = Field(
+        default=None, description="The key of our certificate."
+    )
+
+    def contradictions(self) -> Contradictions:
+        if self.path is not None and (self.host, self.port) != ("localhost", 6379):
+            yield ("path",), "stands beside host or port: only one of them can be used"
+        yield from _tls_contradictions(self.tls, self.path is not None, self.ca_file)
+        for name in ("ca_directory", "certificate_file", "private_key_file"):
+            if getattr(self, name) is not None and not self.tls:
+                yield (name,), "has no use without tls: true"
+        if self.private_key_file is not None and self.certificate_file is None:
+            yield ("private_key_file",), "needs a certificate_file"
+        if self.username is not None and self.password_file is None:
+            yield ("username",), "needs a password_file"
+
+
+class HttpFeed(Section):
+    """Synapse's replication listeners, which are asked for what was missed and is in no
+    database."""
+
+    instances: dict[InstanceName, HttpAddress] = Field(
+        default_factory=dict,
+        description='Their addresses by name, "host:port", "https://host:port" or "unix:/path"'
+        " (Synapse's instance_map; its main is master).",
+    )
+    secret_file: SecretPath | None = Field(
+        default=None, description="File with Synapse's worker_replication_secret."
+    )
+    ca_file: FilePath | None = Field(
+        default=None, description="Certificates to trust there; null takes the system's."
+    )
+
+    def contradictions(self) -> Contradictions:
+        if self.ca_file is not None and not any(each.tls for each in self.instances.values()):
+            yield ("ca_file",), "has no use without an https:// address"
+
+
+class Feed(Section):
+    """How the homeserver tells us what is new."""
+
+    kind: Literal["tcp", "redis", "relay"] = Field(
+        default="tcp",
+        description="tcp: the line protocol; redis: Synapse's pub/sub; relay: fedsender's own hub.",
+    )
+    tcp: TcpFeed = Field(default_factory=TcpFeed, description="Used when kind is tcp.")
+    relay: RelayFeed = Field(default_factory=RelayFeed, description="Used when kind is relay.")
+    redis: RedisFeed = Field(default_factory=RedisFeed, description="Used when kind is redis.")
+    http: HttpFeed = Field(
+        default_factory=HttpFeed,
+        description="With redis: who is asked for typing and presence that we missed.",
+    )
+
+    def contradictions(self) -> Contradictions:
+        for name in ("tcp", "relay", "redis", "http"):
+            for place, text in getattr(self, name).contradictions():
+                yield (name, *place), text
+        if self.kind == "relay":
+            for place, text in self.relay.contradictions_in_use():
+                yield ("relay", *place), text

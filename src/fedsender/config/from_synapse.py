@@ -1,0 +1,303 @@
+"""A configuration of ours from Synapse's files: `fedsender config from-synapse`.
+
+What it prints is checked as any configuration is. What could not be carried over is said, setting
+by setting; no value of a secret is: the configuration names a file for each, which is Synapse's own
+where it has one.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from fedsender.config import ConfigError, loads
+from fedsender.config.synapse_database import SynapseDatabase, databases_of
+from fedsender.config.synapse_federation import clamped, destinations_of, federation_of
+from fedsender.config.synapse_roles import Roles, roles_of
+from fedsender.config.synapse_yaml import Settings, read_synapse
+from fedsender.matrix import is_server_name
+
+MAX_PER_DESTINATION: Final = 100
+
+_NOTHING_LIKE_IT: Final = {
+    "http_proxy": "connections to other servers are made directly",
+    "https_proxy": "connections to other servers are made directly",
+    "worker_log_config": "the log goes to standard error: see log",
+    "worker_listeners": "metrics and health are at admin.listen",
+    "use_insecure_ssl_client_just_for_testing_do_not_use": "see federation.verify_certificates",
+}
+_RETRY_WITHIN_A_REQUEST: Final = (
+    "max_long_retries",
+    "max_long_retry_delay",
+    "max_short_retries",
+    "max_short_retry_delay",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """A secret that stands in Synapse's file itself.
+
+    Attributes:
+        file: the file that the configuration names for it.
+    """
+
+    setting: str
+    file: str
+    value: str = field(repr=False)
+
+
+@dataclass(slots=True)
+class Converted:
+    """The configuration as YAML, and what is to be said about it.
+
+    Attributes:
+        notes: what could not be carried over, or must be done, one line each.
+        secrets: those whose files somebody has to write.
+    """
+
+    text: str = ""
+    notes: list[str] = field(default_factory=list)
+    secrets: list[Secret] = field(default_factory=list)
+
+
+def from_synapse(
+    files: Sequence[Path], *, instance: str | None = None, secrets: Path | None = None
+) -> Converted:
+    """What these files say, as a configuration of ours.
+
+    Args:
+        files: Synapse's, in the order in which Synapse is given them.
+        instance: the federation sender to be, where the files leave a choice.
+        secrets: the directory for files with secrets; None: that of the configuration.
+
+    Raises:
+        ConfigError: one of them cannot be used, or it is not a Synapse that we can send for.
+    """
+    settings = read_synapse(files)
+    made = _Making(settings, Converted(), secrets)
+    values = made.values(roles_of(settings, instance, made.done.notes))
+    heading = "# Made from Synapse's configuration by `fedsender config from-synapse`.\n"
+    made.done.text = heading + yaml.safe_dump(values, sort_keys=False, width=100)
+    # In its own words what is still wrong: it should not be, whatever the files hold.
+    loads(made.done.text, directory=Path("/"), file="the configuration made of them")
+    made.say_what_is_left_out()
+    return made.done
+
+
+def write_secrets(secrets: Sequence[Secret]) -> None:
+    """Write each secret into its file, for its owner alone. Raises ConfigError."""
+    for secret in secrets:
+        path = Path(secret.file)
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise ConfigError(f"{path}: is there already, and is not overwritten") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
+        with os.fdopen(opened, "w") as file:
+            file.write(secret.value + "\n")
+
+
+@dataclass(slots=True)
+class _Making:
+    settings: Settings
+    done: Converted
+    directory: Path | None
+
+    def note(self, setting: str, text: str) -> None:
+        self.done.notes.append(f"{setting}: {text}")
+
+    def secret(self, setting: str, file: str, value: str) -> str:
+        """The file to name for a secret that stands in Synapse's own file."""
+        path = file if self.directory is None else str(self.directory.absolute() / file)
+        self.done.secrets.append(Secret(setting, path, value))
+        return path
+
+    def secret_or_path(self, settings: Settings, name: str, path: str, file: str) -> str | None:
+        """Of a secret that Synapse takes from its settings or from a file: the file to name."""
+        value = settings.text(name)
+        if value is not None and path in settings:
+            raise settings.wrong(name, f"stands beside {path}: only one of them can be used")
+        if value is not None:
+            return self.secret(settings.name_of(name), file, value)
+        return settings.path(path)
+
+    def values(self, roles: Roles) -> dict[str, Any]:
+        """The whole configuration."""
+        settings = self.settings
+        server_name = settings.text("server_name")
+        if server_name is None or not is_server_name(server_name):
+            raise settings.wrong("server_name", "must be set, to a server name")
+        path = settings.path("signing_key_path")
+        if "signing_key" in settings:
+            key = settings.text("signing_key") or ""
+            path = self.secret("signing_key", "signing.key", key)
+        if path is None:
+            path = str(settings.source("server_name").absolute().parent / server_name)
+            path += ".signing.key"
+        values: dict[str, Any] = {
+            "server_name": server_name,
+            "instance_name": roles.instance,
+            "signing_key": path,
+            "homeserver": self.homeserver(roles),
+            "feed": {"kind": "redis", "redis": self.redis()} | self.http(roles),
+            "federation": federation_of(settings, self.note),
+            "sending": self.sending(),
+            "destinations": destinations_of(settings, self.note),
+            "metrics": self.metrics(),
+        }
+        return {name: value for name, value in values.items() if value not in ({}, [], None)}
+
+    # --- the homeserver ---------------------------------------------------------------------------
+
+    def homeserver(self, roles: Roles) -> dict[str, Any]:
+        settings = self.settings
+        main, state = databases_of(settings)
+        values: dict[str, Any] = {
+            "kind": "synapse",
+            **self.database("database", main),
+            **(self.database("state_database", state) if state is not None else {}),
+            "event_writers": list(roles.event_writers),
+            "federation_sender_instances": list(roles.senders),
+        }
+        allowed = settings.texts("federation_domain_whitelist")
+        if allowed is not None:
+            values["domain_whitelist"] = [name for name in allowed if is_server_name(name)]
+            if len(values["domain_whitelist"]) < len(allowed):
+                self.note("federation_domain_whitelist", "what is no server name is left out")
+        presence = self.presence()
+        if presence:
+            values["presence"] = presence
+        if settings.flag("allow_device_name_lookup_over_federation", False):
+            values["device_names"] = True
+        return values
+
+    def database(self, name: str, database: SynapseDatabase) -> dict[str, str]:
+        values = {name: database.url}
+        if database.password is not None:
+            file = f"{name.replace('_', '-')}-password"
+            path = self.secret(database.setting, file, database.password)
+            values[f"{name}_password_file"] = path
+        for setting in database.left_out:
+            self.note(setting, "is left out")
+        return values
+
+    def presence(self) -> dict[str, Any]:
+        section = self.settings.section("presence")
+        values: dict[str, Any] = {}
+        # "untracked" leaves it to modules, whose word is sent all the same.
+        enabled = section.values.get("enabled") == "untracked" or section.flag(
+            "enabled", self.settings.flag("use_presence", True)
+        )
+        if not enabled:
+            values["enabled"] = False
+        seconds = section.seconds("last_active_granularity")
+        if seconds is not None:
+            values["last_active_granularity"] = max(1.0, clamped(seconds))
+        rooms = self.settings.texts("exclude_rooms_from_presence")
+        if rooms:
+            values["excluded_rooms"] = list(rooms)
+        if "presence_router" in section:
+            self.note("presence.presence_router", "what a module routes cannot be known here")
+        return values
+
+    # --- the feed ---------------------------------------------------------------------------------
+
+    def redis(self) -> dict[str, Any]:
+        redis = self.settings.section("redis")
+        if not redis.flag("enabled", False):
+            must = "must be true: it is how Synapse tells other processes what is new"
+            raise redis.wrong("enabled", must)
+        values: dict[str, Any] = {}
+        path = redis.path("path")
+        if path is not None:
+            values["path"] = path
+        else:
+            values["host"] = redis.text("host") or "localhost"
+            values["port"] = redis.integer("port", 6379, least=1, most=65_535)
+        username = redis.text("username")
+        password = self.secret_or_path(redis, "password", "password_path", "redis-password")
+        if password is not None:
+            values["password_file"] = password
+        if username is not None:
+            if password is None:
+                raise redis.wrong("username", "needs a password")
+            values["username"] = username
+        values |= self.redis_tls(redis, over_unix=path is not None)
+        return values
+
+    def redis_tls(self, redis: Settings, *, over_unix: bool) -> dict[str, Any]:
+        if not redis.flag("use_tls", False):
+            return {}
+        if over_unix:
+            self.note("redis.use_tls", "is left out: TLS is not spoken on a Unix socket")
+            return {}
+        ours = {
+            "ca_file": "ca_file",
+            "ca_path": "ca_directory",
+            "certificate_file": "certificate_file",
+            "private_key_file": "private_key_file",
+        }
+        found = {name: redis.path(theirs) for theirs, name in ours.items()}
+        if found["private_key_file"] is not None and found["certificate_file"] is None:
+            raise redis.wrong("private_key_file", "needs a certificate_file")
+        self.note(
+            "redis.use_tls",
+            "the certificate is checked, which Synapse does not do; if it is not of a trusted"
+            " authority, name that in feed.redis.ca_file, or set verify_certificate: false",
+        )
+        return {"tls": True} | {name: path for name, path in found.items() if path is not None}
+
+    def http(self, roles: Roles) -> dict[str, Any]:
+        if not roles.peers:
+            return {}
+        values: dict[str, Any] = {"instances": dict(roles.peers)}
+        names = ("worker_replication_secret", "worker_replication_secret_path")
+        secret = self.secret_or_path(self.settings, *names, "worker-replication-secret")
+        if secret is not None:
+            values["secret_file"] = secret
+        return {"http": values}
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    def sending(self) -> dict[str, Any]:
+        pace = self.settings.number("federation_rr_transactions_per_room_per_second")
+        return {} if pace is None else {"trickle_per_second": min(max(pace, 0.01), 10_000.0)}
+
+    def metrics(self) -> dict[str, Any]:
+        names = [
+            name
+            for name in self.settings.texts("federation_metrics_domains") or ()
+            if is_server_name(name)
+        ]
+        if len(names) > MAX_PER_DESTINATION:
+            self.note("federation_metrics_domains", f"only the first {MAX_PER_DESTINATION}")
+        return {"per_destination": names[:MAX_PER_DESTINATION]} if names else {}
+
+    # --- what is left out -------------------------------------------------------------------------
+
+    def say_what_is_left_out(self) -> None:
+        """Note what has nothing like it here, and what stands in files that nobody has written."""
+        settings = self.settings
+        for name, text in _NOTHING_LIKE_IT.items():
+            if name in settings:
+                self.note(name, f"is left out: {text}")
+        federation = settings.section("federation")
+        for name in _RETRY_WITHIN_A_REQUEST:
+            if name in federation:
+                text = "is left out: every attempt is followed by destinations.defaults.backoff"
+                self.note(federation.name_of(name), text)
+        if settings.section("experimental_features").values.get("msc4354_enabled") is True:
+            self.note("experimental_features.msc4354_enabled", "sticky events are not caught up")
+        for secret in self.done.secrets:
+            if self.directory is None:
+                self.note(
+                    secret.setting,
+                    f"is a secret: write it into the file {secret.file} beside the configuration,"
+                    " for its user alone (or use --secrets DIR)",
+                )

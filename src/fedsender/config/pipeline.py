@@ -1,0 +1,55 @@
+"""The configuration of the data pipeline: where the lake is, and on which Spark jobs run."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from pydantic import Field
+
+from fedsender.config.policy import Contradictions, Section
+from fedsender.config.values import FilePath
+
+_SETTING: Final = re.compile(r"spark\.[A-Za-z0-9_.-]{1,200}")
+_OURS: Final = ("spark.master", "spark.app.name")
+
+
+class Spark(Section):
+    """Which Spark runs the jobs."""
+
+    master: str = Field(
+        default="local[*]",
+        min_length=1,
+        max_length=1000,
+        description="local[N] runs them here on N cores; or a cluster's URL, such as"
+        " spark://host:7077.",
+    )
+    settings: dict[str, str] = Field(
+        default_factory=dict,
+        description="Spark's own settings, by their names, such as spark.driver.memory: 4g.",
+    )
+
+    def contradictions(self) -> Contradictions:
+        for name in self.settings:
+            if not _SETTING.fullmatch(name):
+                yield ("settings", name), "must be a name such as spark.driver.memory"
+            elif name in _OURS:
+                yield ("settings", name), "is not set here (spark.master is pipeline.spark.master)"
+
+
+class Pipeline(Section):
+    """The data pipeline: `fedsender pipeline`."""
+
+    lake: FilePath = Field(
+        default=Path("lake"),
+        description="Directory of the lake; on a cluster, one that every worker sees too.",
+    )
+    health: FilePath = Field(
+        default=Path("health.sqlite3"),
+        description="What `pipeline health` found out about servers; the daemon reads it, if it is"
+        " there.",
+    )
+    spark: Spark = Field(default_factory=Spark, description="Which Spark runs the jobs.")
+
+    def contradictions(self) -> Contradictions:
+        for place, text in self.spark.contradictions():
+            yield ("spark", *place), text
