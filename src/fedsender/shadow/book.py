@@ -1,0 +1,207 @@
+"""What should go to whom, held against what Synapse's worker has recorded.
+
+An event is written down when the shadow reads it. It is compared once the worker's own events
+position has passed it: by then `destination_rooms` must name, for every server that should get the
+event, this event or a newer one of the room, and must name this event for no other server. After
+that the servers that should get it are watched until LSSO says that they have.
+
+Pure: no I/O, no clock. What it cannot hold in its bounds it counts.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedsender.shadow.questions import Stand
+
+# Events that wait for the worker. It is stopped, or hours behind: later ones are not compared.
+MAX_UNCOMPARED = 100_000
+# Events per server that wait for LSSO; between the first and the newest the rest is not timed.
+MAX_UNANSWERED = 200
+MAX_SERVERS = 50_000
+LATE_S = 60.0
+"""A server that is neither failing nor told within this many seconds is called late."""
+
+Kind = Literal["not owed", "owed too", "late", "late to-device"]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """An event that we would have sent.
+
+    Attributes:
+        servers: to whom; none: it is not ours to send.
+        target: the server of the user whose membership it sets, if it is a membership.
+    """
+
+    event_id: str
+    room_id: str
+    stream_ordering: int
+    servers: frozenset[str]
+    target: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where the worker differs from us.
+
+    Attributes:
+        kind: "not owed": we would have sent it, Synapse does not mean to. "owed too": the other way
+            round. "late": Synapse has had LATE_S seconds and is not waiting for the server's sake.
+        because: the number of the weakness that explains it (docs/weaknesses.md); None: nothing
+            does.
+    """
+
+    kind: Kind
+    server: str
+    room_id: str | None
+    event_id: str | None
+    stream_ordering: int | None
+    because: str | None
+
+    @property
+    def explained(self) -> bool:
+        """Whether an operator need not look into it: lateness is Synapse's own affair."""
+        return self.because is not None or self.kind in ("late", "late to-device")
+
+
+@dataclass(slots=True)
+class _Unanswered:
+    """What a server has yet to answer: (stream ordering, seconds when it was read)."""
+
+    events: deque[tuple[int, float]]
+    called_late: bool = False
+
+
+class Book:
+    """See the module. Times are in seconds of one clock, the caller's."""
+
+    def __init__(self, start: int, handles: Callable[[str], bool]) -> None:
+        """`start`: the worker's position when we began; `handles`: whether a server is ours."""
+        self._start = start
+        self._handles = handles
+        self._open: deque[tuple[Expected, float]] = deque()
+        self._unanswered: OrderedDict[str, _Unanswered] = OrderedDict()
+        self._late_to_device: set[str] = set()
+        self.compared = 0
+        """Events that have been held against Synapse's tables."""
+        self.passed_over = 0
+        """Events, or waits for an answer, that had to be left out for want of room."""
+        self.answer_s: deque[float] = deque(maxlen=10_000)
+        """Seconds from our reading of an event to its server's answer, the latest ones."""
+
+    @property
+    def uncompared(self) -> int:
+        """Events that wait for Synapse's worker."""
+        return len(self._open)
+
+    def expect(self, event: Expected, now_s: float) -> None:
+        """Write an event down; stream orderings ascend."""
+        if len(self._open) >= MAX_UNCOMPARED:
+            self.passed_over += 1
+            return
+        self._open.append((event, now_s))
+
+    def due(self, position: int, limit: int) -> list[tuple[Expected, float]]:
+        """Take out the first `limit` events that the worker's position has passed."""
+        found: list[tuple[Expected, float]] = []
+        while self._open and self._open[0][0].stream_ordering <= position and len(found) < limit:
+            found.append(self._open.popleft())
+        return found
+
+    def compare(
+        self,
+        due: Sequence[tuple[Expected, float]],
+        owed: Mapping[str, Mapping[str, int]],
+        partial: set[str],
+    ) -> list[Difference]:
+        """Hold these events against `destination_rooms`.
+
+        Args:
+            owed: by room and server; a room that is not in it is gone, and nothing is owed there.
+            partial: rooms whose state Synapse has in part only.
+        """
+        found: list[Difference] = []
+        by_id = {event.stream_ordering: event for event, _ in due}
+        for event, read_s in due:
+            self.compared += 1
+            recorded = owed.get(event.room_id)
+            if recorded is None:
+                continue
+            for server in sorted(event.servers):
+                if recorded.get(server, -1) < event.stream_ordering:
+                    found.append(
+                        _difference("not owed", server, event, _reason(event, server, partial))
+                    )
+                else:
+                    self._await_answer(server, event.stream_ordering, read_s)
+        for room_id, recorded in owed.items():
+            for server, stream_ordering in sorted(recorded.items()):
+                named = by_id.get(stream_ordering)
+                if named is None or named.room_id != room_id or stream_ordering <= self._start:
+                    continue
+                if server not in named.servers and self._handles(server):
+                    found.append(_difference("owed too", server, named, None))
+        return found
+
+    def _await_answer(self, server: str, stream_ordering: int, read_s: float) -> None:
+        waiting = self._unanswered.get(server)
+        if waiting is None:
+            if len(self._unanswered) >= MAX_SERVERS:
+                self.passed_over += 1
+                return
+            waiting = self._unanswered[server] = _Unanswered(deque())
+        if len(waiting.events) >= MAX_UNANSWERED:
+            # The newest is what shows that it has caught up.
+            waiting.events.pop()
+            self.passed_over += 1
+        waiting.events.append((stream_ordering, read_s))
+
+    def awaited(self) -> list[str]:
+        """The servers that have yet to answer for something."""
+        return list(self._unanswered)
+
+    def answered(self, stands: Mapping[str, Stand], now_s: float) -> list[Difference]:
+        """See how far each server is; those that are late without a reason, each told once."""
+        found: list[Difference] = []
+        for server, stand in stands.items():
+            waiting = self._unanswered.get(server)
+            if waiting is None:
+                continue
+            events = waiting.events
+            while events and stand.lsso is not None and events[0][0] <= stand.lsso:
+                self.answer_s.append(now_s - events.popleft()[1])
+            if not events:
+                del self._unanswered[server]
+            elif stand.waiting:
+                waiting.called_late = False
+            elif now_s - events[0][1] > LATE_S and not waiting.called_late:
+                waiting.called_late = True
+                found.append(Difference("late", server, None, None, events[0][0], None))
+        return found
+
+    def to_device(
+        self, oldest_ms: Mapping[str, int], stands: Mapping[str, Stand], now_ms: int
+    ) -> list[Difference]:
+        """The servers whose direct-to-device messages lie about without a reason, told once."""
+        late = {
+            server
+            for server, queued_ms in oldest_ms.items()
+            if now_ms - queued_ms > LATE_S * 1000
+            and self._handles(server)
+            and not (server in stands and stands[server].waiting)
+        }
+        fresh = sorted(late - self._late_to_device)
+        self._late_to_device = late
+        return [Difference("late to-device", server, None, None, None, None) for server in fresh]
+
+
+def _difference(kind: Kind, server: str, event: Expected, because: str | None) -> Difference:
+    return Difference(kind, server, event.room_id, event.event_id, event.stream_ordering, because)
+
+
+def _reason(event: Expected, server: str, partial: set[str]) -> str | None:
+    if server == event.target:
+        return "W26"
+    return "W24" if event.room_id in partial else None

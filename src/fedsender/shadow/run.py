@@ -1,0 +1,264 @@
+"""`fedsender run --shadow`: follow a live Synapse whose own worker sends.
+
+Nothing is written but the report, and nothing is said on Redis but REPLICATE: the worker under
+whose name the configuration runs goes on and never notices.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import structlog
+import trio
+from rich.console import Console
+
+from fedsender.config import Config, ConfigError, load
+from fedsender.daemon import Policies, store_config
+from fedsender.matrix import server_of
+from fedsender.orders import Orders
+from fedsender.outside import Outside, real_outside
+from fedsender.replication.feed import Feed, open_feed
+from fedsender.sender.routing import Bad, Router
+from fedsender.shadow import questions
+from fedsender.shadow.book import Book, Expected
+from fedsender.shadow.report import Report
+from fedsender.store.engine import Database, DatabaseOptions, open_database
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.records import EventRow, PresenceState
+from fedsender.streams import Watermark
+from fedsender.systemd import Notifier, real_notifier
+from fedsender.telemetry import configure_logging
+
+log = structlog.get_logger()
+
+CHUNK = 500
+COMPARE_EVERY_S = 5.0
+COMPARE_AT_ONCE = 1000
+STOP_PATIENCE_S = 15.0
+"""For the last comparison; a database may be away for ever."""
+CACHE_BYTES = 16 * 1024 * 1024
+
+
+class _Hints:
+    """A sink for what a feed tells: events rise, everything else is counted."""
+
+    def __init__(self, report: Report) -> None:
+        self.events = Watermark()
+        self.edus = self
+        self.device_lists = Watermark()
+        self.receipts = Watermark()
+        self._heard = report.heard
+
+    def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
+        self._heard["typing changes heard"] += 1
+
+    def typing_reset(self) -> None: ...
+
+    def presence(self, state: PresenceState) -> None:
+        self._heard["presence changes heard"] += 1
+
+    def presence_missed(self, after: int, upto: int) -> None: ...
+
+    def presence_wanted(self, server: str, user_id: str) -> None:
+        self._heard["presence changes heard"] += 1
+
+    def edu(
+        self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
+    ) -> None:
+        self._heard[f"{edu_type} EDUs heard"] += 1
+
+    def server_up(self, server: str) -> None:
+        self._heard["servers said to be up"] += 1
+
+    def backoff_changed(self, server: str) -> None: ...
+
+    def to_device_changed(self, server: str) -> None:
+        self._heard["direct-to-device hints heard"] += 1
+
+
+class Shadow:
+    """Reads what is new, and holds it against what Synapse's worker does with it."""
+
+    def __init__(
+        self,
+        config: Config,
+        outside: Outside,
+        database: Database,
+        homeserver: HomeserverStore,
+        report: Report,
+        start: int,
+    ) -> None:
+        """`start`: the worker's events position; what is above it is looked at."""
+        policies = Policies(config)
+        self.book = Book(start, policies.may_send_to)
+        self.report = report
+        self.position = start
+        self._start = start
+        self._outside = outside
+        self._database = database
+        self._homeserver = homeserver
+        self._router = Router(
+            homeserver, config.server_name, policies.may_send_to, cache_bytes=CACHE_BYTES
+        )
+
+    async def follow(self, events: Watermark) -> None:
+        """Read every event that appears, for ever, and write down who should get it."""
+        while True:
+            upto = await events.wait_past(self.position)
+            rows = await self._homeserver.read_events(self.position, upto, CHUNK)
+            await self._read(rows)
+            self.position = rows[-1].stream_ordering if len(rows) == CHUNK else upto
+
+    async def _read(self, rows: Sequence[EventRow]) -> None:
+        now_s, now_ms = trio.current_time(), self._outside.now_ms()
+        routed = await self._router.route(rows)
+        servers = {item.pdu.event_id: item.servers for item in routed if not isinstance(item, Bad)}
+        bad = [item for item in routed if isinstance(item, Bad)]
+        expected = [
+            Expected(
+                row.event_id,
+                row.room_id,
+                row.stream_ordering,
+                servers.get(row.event_id, frozenset()),
+                _target(row),
+            )
+            for row in rows
+            if row.event_id not in {item.event_id for item in bad}
+        ]
+        self.report.quarantined(((i.event_id, i.room_id, i.reason) for i in bad), now_ms)
+        self.report.would_send((event for event in expected if event.servers), now_ms)
+        for event in expected:
+            self.book.expect(event, now_s)
+
+    async def keep_comparing(self) -> None:
+        """Compare, for ever, once every few seconds."""
+        while True:
+            await self.compare()
+            await trio.sleep(COMPARE_EVERY_S)
+
+    async def compare(self) -> None:
+        """Hold what Synapse's worker has passed against its tables, and see who has answered."""
+        position = (await self._homeserver.generation()).position
+        while due := self.book.due(position, COMPARE_AT_ONCE):
+            rooms = sorted({event.room_id for event, _ in due})
+            above = max(self._start, due[0][0].stream_ordering - 1)
+            owed = await self._database.read(partial(questions.owed, room_ids=rooms, above=above))
+            in_part = await self._database.read(partial(questions.partial_rooms, room_ids=rooms))
+            self.report.differ(self.book.compare(due, owed, in_part), self._outside.now_ms())
+        await self._see_who_answered()
+
+    async def _see_who_answered(self) -> None:
+        oldest = await self._database.read(questions.oldest_to_device)
+        servers = sorted({*self.book.awaited(), *oldest})
+        stands = await self._database.read(partial(questions.stands, servers=servers))
+        now_ms = self._outside.now_ms()
+        late = self.book.answered(stands, trio.current_time())
+        self.report.differ([*late, *self.book.to_device(oldest, stands, now_ms)], now_ms)
+
+
+def _target(row: EventRow) -> str | None:
+    """The server of the user whose membership somebody else sets (W26)."""
+    if row.type != "m.room.member" or row.state_key is None or row.state_key == row.sender:
+        return None
+    try:
+        return server_of(row.state_key)
+    except ValueError:
+        return None
+
+
+def shadow_name(config: Config) -> str:
+    """Our name among the homeserver's processes, which must be nobody else's."""
+    return f"{config.instance_name}-shadow"
+
+
+async def run(path: Path, outside: Outside | None = None, notifier: Notifier | None = None) -> int:
+    """Be the shadow of this configuration file until SIGTERM or SIGINT; see `run_shadow`."""
+    config = load(path)
+    outside = outside or real_outside()
+    notifier = notifier or real_notifier()
+    configure_logging(config.log, now_ms=outside.now_ms)
+    orders = Orders(STOP_PATIENCE_S)
+    report, code = Report(config.ledger.directory), 0
+    async with orders.obeyed(notifier):
+        code = await run_shadow(config, outside, report, orders, notifier, Console())
+    return code or orders.exit_code(notifier, "stopped without a last look: a database is away")
+
+
+async def run_shadow(
+    config: Config,
+    outside: Outside,
+    report: Report,
+    orders: Orders,
+    notifier: Notifier,
+    console: Console,
+) -> int:
+    """Follow until told to stop, then print the summary; the exit code.
+
+    0: nothing that a weakness of Synapse does not explain. 1: there were differences.
+
+    Raises:
+        ConfigError: the configuration is not one of a Synapse.
+        StoreError: its database is not one that we know, or does not let us read.
+    """
+    if config.homeserver.kind != "synapse" or config.feed.kind != "redis":
+        raise ConfigError("a shadow follows a Synapse: homeserver.kind synapse, feed.kind redis")
+    settings = store_config(config)
+    own = config.model_copy(update={"instance_name": shadow_name(config)})
+    async with (
+        open_database(
+            settings.homeserver_url, outside, name="homeserver", options=DatabaseOptions(ours=False)
+        ) as database,
+        _open_state(settings.state_url, outside) as state,
+    ):
+        homeserver = HomeserverStore(database, outside, settings.homeserver, state_database=state)
+        await homeserver.check_schema()
+        start = (await homeserver.generation()).position
+        if start < 0:
+            raise ConfigError(
+                f"Synapse has no sender {config.instance_name!r}: instance_name must be the name of"
+                " the worker to follow"
+            )
+        shadow = Shadow(config, outside, database, homeserver, report, start)
+        hints = _Hints(report)
+        async with (
+            open_feed(own, outside, homeserver, hints, shadow=True) as feed,
+            trio.open_nursery() as nursery,
+        ):
+            nursery.start_soon(shadow.follow, hints.events, name="follow")
+            nursery.start_soon(shadow.keep_comparing, name="compare")
+            nursery.start_soon(_announce, feed, config, notifier, name="ready")
+            nursery.start_soon(_refuse_to_reload, orders, name="reload")
+            orders.started = True
+            await orders.stop.wait()
+            notifier.stopping("summing up")
+            nursery.cancel_scope.cancel()
+        await shadow.compare()
+    report.show(shadow.book, console)
+    return 1 if report.unexplained else 0
+
+
+async def _refuse_to_reload(orders: Orders) -> None:
+    while True:
+        await orders.told_to_reload()
+        log.warning("a shadow does not reload: restart it")
+
+
+async def _announce(feed: Feed, config: Config, notifier: Notifier) -> None:
+    """READY once something can be heard."""
+    notifier.status("waiting for the feed to connect")
+    await feed.connected.wait()
+    log.info("following", worker=config.instance_name, name=shadow_name(config))
+    notifier.ready(f"following {config.instance_name} of {config.server_name}")
+
+
+@asynccontextmanager
+async def _open_state(url: str | None, outside: Outside) -> AsyncIterator[Database | None]:
+    """A Synapse's `state` database, if it is split."""
+    if url is None:
+        yield None
+        return
+    options = DatabaseOptions(ours=False)
+    async with open_database(url, outside, name="state", options=options) as state:
+        yield state
