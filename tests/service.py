@@ -135,6 +135,48 @@ class Service:
         return found
 
 
+@asynccontextmanager
+async def open_service(
+    directory: Path, arguments: Sequence[str], number: int, *, watchdog_s: float | None = None
+) -> AsyncIterator[Service]:
+    """`fedsender` with these arguments, started; killed at the end if it still runs.
+
+    Args:
+        number: of this start in this directory.
+    """
+    manager = Manager(directory / f"notify.{number}")
+    log_file = directory / f"log.{number}"
+    environ = {**os.environ, "NOTIFY_SOCKET": str(manager.path)}
+    if watchdog_s is not None:
+        environ["WATCHDOG_USEC"] = str(int(watchdog_s * 1e6))
+    command = [sys.executable, "-m", "fedsender", *arguments]
+    async with trio.open_nursery() as nursery:
+        await nursery.start(manager.listen)
+        with log_file.open("wb") as log:
+            start = partial(
+                trio.run_process,
+                command,
+                stderr=log,
+                stdout=log,
+                check=False,
+                env=environ,
+                deliver_cancel=end_patiently,
+            )
+            running: trio.Process = await nursery.start(partial(start, stdin=subprocess.DEVNULL))
+        yield Service(running, manager, log_file, directory)
+        nursery.cancel_scope.cancel()
+
+
+async def end_patiently(process: trio.Process) -> None:
+    """SIGTERM, and SIGKILL once it is certain that no slowness of the machine is to blame.
+
+    trio's own way gives five seconds and then warns, which fails a test.
+    """
+    process.terminate()
+    await trio.sleep(PATIENCE_S)
+    process.kill()
+
+
 @dataclass
 class World:
     """A homeserver with one room in which every receiving server is; something was said in it.
@@ -169,7 +211,9 @@ class World:
     def configure(self, **settings: Any) -> None:
         """Write the configuration file anew, with these sections changed for good."""
         self.settings |= settings
-        values = dict(process.configuration(self.directory, self.feed_port, self._ca_file))
+        values = dict(
+            process.configuration(self.directory, process.tcp_feed(self.feed_port), self._ca_file)
+        )
         for name, value in self.settings.items():
             both = isinstance(value, dict) and isinstance(values.get(name), dict)
             values[name] = {**values[name], **value} if both else value
@@ -203,23 +247,11 @@ class World:
     ) -> AsyncIterator[Service]:
         """The daemon, started; killed at the end if it still runs."""
         self.starts += 1
-        manager = Manager(self.directory / f"notify.{self.starts}")
-        log_file = self.directory / f"log.{self.starts}"
-        environ = {**os.environ, "NOTIFY_SOCKET": str(manager.path)}
-        if watchdog_s is not None:
-            environ["WATCHDOG_USEC"] = str(int(watchdog_s * 1e6))
-        command = [sys.executable, "-m", "fedsender", "run", "-c", str(config or self.config)]
-        async with trio.open_nursery() as nursery:
-            await nursery.start(manager.listen)
-            with log_file.open("wb") as log:
-                start = partial(
-                    trio.run_process, command, stderr=log, stdout=log, check=False, env=environ
-                )
-                running: trio.Process = await nursery.start(
-                    partial(start, stdin=subprocess.DEVNULL)
-                )
-            yield Service(running, manager, log_file, self.directory)
-            nursery.cancel_scope.cancel()
+        command = ["run", "-c", str(config or self.config)]
+        async with open_service(
+            self.directory, command, self.starts, watchdog_s=watchdog_s
+        ) as service:
+            yield service
 
     async def refused(self, **settings: Any) -> tuple[int, str]:
         """Run a daemon that cannot start; its exit code, and the one line that it says."""

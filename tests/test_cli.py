@@ -277,11 +277,9 @@ async def test_a_daemon_that_does_not_run_is_one_line(
         ["wake", "-c", "x", A, "--all"],
         ["wake", "-c", "x", A, "--pattern", "*"],
         ["pause", "-c", "x"],
-        ["run", "-c", "x", "--shadow"],
         ["run", "-c", "/nonexistent/config.yaml"],
         ["db", "upgrade", "-c", "/nonexistent/config.yaml"],
         ["destinations", "-c", "/nonexistent/config.yaml"],
-        ["demo", "--relay"],
         ["demo", "--servers", "many"],
     ],
 )

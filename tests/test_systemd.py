@@ -181,6 +181,53 @@ def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
     assert "#   User=fedsender" in lines
 
 
+def test_systemd_accepts_the_relays_unit_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is hardened by the same lines as the sender's."""
+    executable = tmp_path / "fedsender"
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    assert run_command(["systemd-unit", "--relay", "--executable", str(executable)]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert f"ExecStart={executable} relay -c /etc/fedsender/config.yaml" in lines
+    assert "LoadCredential=relay.secret:/etc/fedsender/relay.secret" in lines
+    assert {"StateDirectory=fedsender-relay", "RuntimeDirectory=fedsender-relay"} <= set(lines)
+    unit = tmp_path / "fedsender-relay.service"
+    unit.write_text(text)
+    verified = analyze("verify", str(unit))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    rated = analyze("security", "--offline=true", "--threshold=20", "--no-pager", str(unit))
+    assert rated.returncode == 0, rated.stdout
+
+
+def test_systemd_accepts_the_pipelines_service_and_timer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They run as the daemon's user, are not started again because something is missing, and
+    leave the daemon's sockets alone. But for Java's compiler, the hardening is the sender's."""
+    executable = tmp_path / "fedsender"
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    assert run_command(["systemd-unit", "--pipeline", "--executable", str(executable)]) == 0
+    service, separator, timer = capsys.readouterr().out.partition("# -----")
+    assert separator
+    lines = service.splitlines()
+    assert f"ExecStart={executable} pipeline run -c /etc/fedsender/config.yaml" in lines
+    assert {"User=fedsender", "DynamicUser=yes", "StateDirectory=fedsender"} <= set(lines)
+    assert {"RuntimeDirectoryPreserve=yes", "RestartPreventExitStatus=1"} <= set(lines)
+    assert "[Install]" not in lines
+    for name, text in (("service", service), ("timer", separator + timer)):
+        (tmp_path / f"fedsender-pipeline.{name}").write_text(text)
+    verified = analyze("verify", *(str(path) for path in sorted(tmp_path.glob("*.[st]*"))))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    unit = str(tmp_path / "fedsender-pipeline.service")
+    rated = analyze("security", "--offline=true", "--threshold=20", "--no-pager", unit)
+    assert rated.returncode == 0, rated.stdout
+    assert run_command(["systemd-unit", "--relay", "--pipeline"]) == 2
+
+
 def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
     """As an operator makes it: the installed command, and a configuration with a longer drain."""
     config = tmp_path / "config.yaml"

@@ -17,6 +17,8 @@ from typer.exceptions import TyperException
 
 from fedsender.admin import commands
 from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.pipeline import commands as pipeline_commands
+from fedsender.relay import commands as relay_commands
 
 __all__ = ["app", "main", "run_command"]
 
@@ -35,6 +37,8 @@ db_app = typer.Typer(help="The databases.")
 app.add_typer(config_app, name="config")
 app.add_typer(db_app, name="db")
 app.add_typer(commands.app)
+app.add_typer(pipeline_commands.app, name="pipeline")
+app.add_typer(relay_commands.app, name="relay")
 
 
 def main() -> None:
@@ -90,6 +94,8 @@ def _code_of(error: BaseException) -> int | None:
     from fedsender.admin.client import AdminError
     from fedsender.config import ConfigError
     from fedsender.federation.signing import BadSigningKey
+    from fedsender.relay.files import LogBroken
+    from fedsender.relay.segment import DamagedSegment
     from fedsender.replication.feed import InstanceTaken
     from fedsender.store import StoreError, WrongDatabase
 
@@ -97,7 +103,8 @@ def _code_of(error: BaseException) -> int | None:
         return USAGE
     if isinstance(error, AdminError):
         return USAGE if error.status in _USAGE_STATUSES else WRONG
-    return WRONG if isinstance(error, StoreError | InstanceTaken | OSError) else None
+    spoken = StoreError | InstanceTaken | DamagedSegment | LogBroken | OSError
+    return WRONG if isinstance(error, spoken) else None
 
 
 def _lazy(module: str, name: str) -> Callable[..., int]:
@@ -120,10 +127,12 @@ def run(
     shadow: Annotated[bool, typer.Option("--shadow", help="Follow, and send nothing.")] = False,
 ) -> int:
     """Run the daemon until SIGTERM or SIGINT."""
-    if shadow:
-        raise Mistake("--shadow is not in this version")
     import trio
 
+    if shadow:
+        from fedsender.shadow import run as shadow_run
+
+        return trio.run(shadow_run.run, config)
     from fedsender import daemon
 
     return trio.run(daemon.run, config)
@@ -137,18 +146,30 @@ def systemd_unit(
     executable: Annotated[
         str | None, typer.Option(help="The installed command; else the one that is running.")
     ] = None,
+    relay: Annotated[bool, typer.Option("--relay", help="For the relay instead.")] = False,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="For a scheduled `pipeline run`, with its timer.")
+    ] = False,
 ) -> int:
     """Print a hardened systemd unit."""
-    from fedsender.systemd import unit_text
+    from fedsender.systemd import pipeline_units_text, relay_unit_text, unit_text
+
+    if relay and pipeline:
+        raise Mistake("--relay and --pipeline are units of their own: one at a time")
 
     command = Path(executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender").absolute()
     if command.is_relative_to("/home") or command.is_relative_to("/root"):
         _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
-    text = unit_text(
-        executable=str(command),
-        config=str(config.absolute()),
-        drain_seconds=_drain_seconds(config),
-    )
+    if relay:
+        text = relay_unit_text(executable=str(command), config=str(config.absolute()))
+    elif pipeline:
+        text = pipeline_units_text(executable=str(command), config=str(config.absolute()))
+    else:
+        text = unit_text(
+            executable=str(command),
+            config=str(config.absolute()),
+            drain_seconds=_drain_seconds(config),
+        )
     print(text, end="")
     return DONE
 
@@ -198,6 +219,50 @@ def db_upgrade(config: ConfigFile) -> int:
     return DONE
 
 
+@app.command("hand-back")
+def hand_back(
+    config: ConfigFile,
+    accept_repeats: Annotated[
+        bool, typer.Option("--accept-repeats", help="Although transactions are unanswered.")
+    ] = False,
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Although something will never be sent.")
+    ] = False,
+) -> int:
+    """With the daemon stopped: leave the sending to Synapse's own worker, or say what it loses."""
+    import trio
+
+    from fedsender import handback
+    from fedsender.admin.display import plain
+    from fedsender.config import load
+    from fedsender.daemon import store_config
+    from fedsender.outside import real_outside
+    from fedsender.telemetry import configure_logging
+
+    loaded, outside = load(config), real_outside()
+    configure_logging(loaded.log, now_ms=outside.now_ms)
+
+    async def hand() -> handback.Findings:
+        return await handback.hand_back(
+            loaded,
+            store_config(loaded),
+            outside,
+            accept_repeats=accept_repeats,
+            accept_loss=accept_loss,
+        )
+
+    found = trio.run(hand)
+    for text in (*found.losses, *found.repeats):
+        _complain(str(plain(text)), DONE)
+    for note in found.notes:
+        print(plain(note))
+    if not found.done:
+        option = "--accept-loss" if found.losses else "--accept-repeats"
+        return _complain(f"not handed back; deal with these first, or say {option}", WRONG)
+    print("handed back: Synapse's own sender may start")
+    return DONE
+
+
 @config_app.command("check")
 def config_check(
     config: ConfigFile,
@@ -225,6 +290,34 @@ def config_check(
     return DONE
 
 
+@config_app.command("from-synapse")
+def config_from_synapse(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="HOMESERVER.yaml [WORKER.yaml]...", help="As Synapse is given them."
+        ),
+    ],
+    instance: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The federation sender to take the place of.")
+    ] = None,
+    secrets: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Write secrets that stand in these files to files here."),
+    ] = None,
+) -> int:
+    """Print a configuration for a live Synapse; on standard error, what it leaves out."""
+    from fedsender.config.from_synapse import from_synapse, write_secrets
+
+    made = from_synapse(files, instance=instance, secrets=secrets)
+    if secrets is not None:
+        write_secrets(made.secrets)
+    for note in made.notes:
+        _complain(note, DONE)
+    print(made.text, end="")
+    return DONE
+
+
 # --- trying it out --------------------------------------------------------------------------------
 
 
@@ -240,8 +333,6 @@ def demo(
     as_json: AsJson = False,
 ) -> int:
     """Show the whole thing in one go: a homeserver, the daemon, servers that receive."""
-    if relay:
-        raise Mistake("--relay is not in this version")
     from fedsender.demo import DemoOptions, run_demo
 
     return run_demo(
@@ -250,6 +341,7 @@ def demo(
             rooms=rooms,
             events=events,
             chaos=chaos,
+            relay=relay,
             keep=keep,
             as_json=as_json,
             seed=seed,
@@ -268,5 +360,5 @@ def simulate(context: typer.Context) -> int:
 
 @app.command(context_settings=_REST, add_help_option=False)
 def bench(context: typer.Context) -> int:
-    """Run a benchmark: floor, fanout, burst, restart, replay, memory, latency."""
+    """Run a benchmark: floor, fanout, burst, restart, replay, memory, latency, relay-append ..."""
     return _lazy("fedsender.bench", "main")(context.args)

@@ -6,11 +6,10 @@ and admin stand and the feed has connected, or 30 s have passed: a homeserver th
 reason not to deliver what is already owed.
 """
 
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,18 +20,21 @@ from fedsender.admin import open_admin
 from fedsender.config import Config, ConfigError, Policy, database_url, load
 from fedsender.federation.client import open_client
 from fedsender.federation.signing import load_signing_keys
+from fedsender.health import doubts, read_health
 from fedsender.ledger import Ledger, open_ledger
+from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.sender.admission import Admission
 from fedsender.sender.sender import Sender, open_sender
+from fedsender.shards import take_over_shard
 from fedsender.store import HomeserverSettings, SenderStore, Store, StoreConfig, open_store
 from fedsender.store.engine import Faults
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging
 
 if TYPE_CHECKING:
-    from fedsender.admin.server import Admin
+    from fedsender.admin.serving import Admin
 
 log = structlog.get_logger()
 
@@ -105,7 +107,9 @@ def store_config(config: Config) -> StoreConfig:
         ),
         homeserver_url=database_url(homeserver.database, password),
         sender_url=database_url(config.sender_database, config.sender_database_password_file),
-        state_url=None if state is None else database_url(state, password),
+        state_url=None
+        if state is None
+        else database_url(state, homeserver.state_database_password_file or password),
     )
 
 
@@ -127,6 +131,7 @@ async def open_core(
         ConfigError: a file that the configuration names cannot be used.
         BadSigningKey: nor can the signing key.
         LockHeld: another daemon runs under our instance name.
+        SendersDiffer: another one runs with another list of senders.
         StoreError: a database is not one that we know.
         InstanceTaken: somebody else speaks under our name; raised out of the body.
     """
@@ -141,8 +146,10 @@ async def open_core(
     )
     announcer = _Announcer()
     async with (
-        open_store(store_settings or store_config(config), outside, faults=faults) as store,
-        _hold_instance(store.sender, config.instance_name, boot_id, admission),
+        open_store(
+            store_settings or store_config(config), outside, faults=faults, metrics=metrics
+        ) as store,
+        _hold_instance(store.sender, config, boot_id, admission) as newcomers,
         open_ledger(
             config.ledger.directory,
             config.instance_name,
@@ -171,8 +178,10 @@ async def open_core(
             metrics=metrics,
             admission=admission,
             announcer=announcer,
+            newcomers=newcomers,
+            doubt=partial(doubts, read_health(config.pipeline.health, outside.now_ms())),
         ) as sender,
-        open_feed(config, outside, store.homeserver, sender) as feed,
+        open_feed(config, outside, store.homeserver, sender, metrics=metrics) as feed,
     ):
         announcer.feed = feed
         yield Daemon(config, policies, store, sender, feed, ledger, metrics, admission)
@@ -195,10 +204,15 @@ class _Announcer:
 
 @asynccontextmanager
 async def _hold_instance(
-    store: SenderStore, instance: str, boot_id: str, admission: Admission
-) -> AsyncIterator[None]:
-    """Be the only daemon of this instance name; while that is in doubt, no attempt starts."""
+    store: SenderStore, config: Config, boot_id: str, admission: Admission
+) -> AsyncIterator[frozenset[str]]:
+    """Be the only daemon of this instance name; while that is in doubt, no attempt starts.
+
+    Gives the servers that have come to us from another sender.
+    """
+    instance = config.instance_name
     await store.take_lock(instance, boot_id)
+    newcomers = await take_over_shard(store, config)
 
     async def keep() -> None:
         while True:
@@ -213,38 +227,8 @@ async def _hold_instance(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep, name="instance lock")
-        yield
+        yield newcomers
         nursery.cancel_scope.cancel()
-
-
-@dataclass(slots=True)
-class _Orders:
-    """What signals have asked for.
-
-    They are heard from the start to the very end: one that nobody has taken when the daemon leaves
-    would still kill it, and a drained daemon must end with 0.
-
-    Attributes:
-        patience_s: how long a stop may take, in seconds, once there is something to drain.
-        life: ends a start that is told to stop, and a stop that takes too long.
-    """
-
-    patience_s: float
-    stop: trio.Event = field(default_factory=trio.Event)
-    reload: trio.Event = field(default_factory=trio.Event)
-    life: trio.CancelScope = field(default_factory=trio.CancelScope)
-    started: bool = False
-
-    async def hear(self, signals: AsyncIterator[int]) -> None:
-        """Take signals until cancelled."""
-        async for number in signals:
-            if number == signal.SIGHUP:
-                self.reload.set()
-            elif not self.stop.is_set():
-                log.info("stopping", signal=signal.Signals(number).name)
-                self.stop.set()
-                wait_s = self.patience_s if self.started else 0.0
-                self.life.deadline = trio.current_time() + wait_s
 
 
 async def run(path: Path, outside: Outside | None = None, notifier: Notifier | None = None) -> int:
@@ -261,25 +245,12 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
     outside = outside or real_outside()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
-    orders = _Orders(config.sending.drain_seconds + WRITE_DOWN_S)
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(orders.hear, signals, name="signals")
-            nursery.start_soon(notifier.feed_watchdog, name="watchdog")
-            with orders.life:
-                await _run_until_told(_Run(path, outside, notifier, orders), config)
-            nursery.cancel_scope.cancel()
-    return _exit_code(orders, notifier)
-
-
-def _exit_code(orders: _Orders, notifier: Notifier) -> int:
-    if not orders.life.cancelled_caught:
-        return 0
-    if not orders.started:
-        notifier.stopping("stopped while starting")
-        return 0
-    log.error("stopped without having written everything down: a database does not answer")
-    return 1
+    orders = Orders(config.sending.drain_seconds + WRITE_DOWN_S)
+    async with orders.obeyed(notifier):
+        await _run_until_told(_Run(path, outside, notifier, orders), config)
+    return orders.exit_code(
+        notifier, "stopped without having written everything down: a database does not answer"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +260,7 @@ class _Run:
     path: Path
     outside: Outside
     notifier: Notifier
-    orders: _Orders
+    orders: Orders
 
 
 async def _run_until_told(run: _Run, config: Config) -> None:
@@ -326,8 +297,7 @@ async def _announce_ready(daemon: Daemon, notifier: Notifier, ready: trio.Event)
 async def _reload_when_told(run: _Run, daemon: Daemon, admin: "Admin", ready: trio.Event) -> None:
     """On SIGHUP, read the configuration and the admin endpoint's token again."""
     while True:
-        await run.orders.reload.wait()
-        run.orders.reload = trio.Event()
+        await run.orders.told_to_reload()
         if not ready.is_set():
             # READY=1 is how a reload ends, and is not true yet.
             run.notifier.status(await _reload(run, daemon, admin))

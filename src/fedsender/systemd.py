@@ -7,7 +7,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -117,28 +117,7 @@ def _monotonic_us() -> int:
 
 # --- The unit -------------------------------------------------------------------------------------
 
-_UNIT: Final = """\
-# A unit for fedsender. Save it as /etc/systemd/system/fedsender.service, adjust the paths, then:
-#   systemctl daemon-reload && systemctl enable --now fedsender
-# In the configuration, let sender_database, ledger.directory and federation.discovery_cache (and an
-# embedded homeserver.database) be files below {state}, which is all it may write to.
-
-[Unit]
-Description=Matrix federation sender
-Wants=network-online.target
-After=network-online.target postgresql.service redis-server.service matrix-synapse.service
-# However often it fails: starting again is cheap, and what is owed waits in the database.
-StartLimitIntervalSec=0
-
-[Service]
-Type=notify
-NotifyAccess=main
-ExecStart={command}
-ExecReload=/bin/kill -HUP $MAINPID
-WatchdogSec=60s
-TimeoutStartSec=3min
-# Draining takes up to sending.drain_seconds, then what is unanswered is written down.
-TimeoutStopSec={stop_seconds}s
+_COMMON: Final = """\
 KillMode=mixed
 Restart=on-failure
 RestartSec=5s
@@ -156,9 +135,9 @@ DynamicUser=yes
 # $CREDENTIALS_DIRECTORY/signing.key and so on. Remove the lines you have no file for.
 {credentials}
 
-StateDirectory=fedsender
+StateDirectory={name}
 StateDirectoryMode=0700
-RuntimeDirectory=fedsender
+RuntimeDirectory={name}
 RuntimeDirectoryMode=0750
 WorkingDirectory={state}
 UMask=0077
@@ -167,7 +146,7 @@ CapabilityBoundingSet=
 AmbientCapabilities=
 NoNewPrivileges=yes
 LockPersonality=yes
-MemoryDenyWriteExecute=yes
+MemoryDenyWriteExecute={write_execute_denied}
 PrivateDevices=yes
 PrivateTmp=yes
 PrivateUsers=yes
@@ -191,12 +170,108 @@ SystemCallArchitectures=native
 SystemCallFilter=@system-service
 SystemCallFilter=~@privileged @resources
 SystemCallErrorNumber=EPERM
+"""
+"""What is the same for every unit: the end of [Service]."""
 
+_INSTALL: Final = """
 [Install]
 WantedBy=multi-user.target
 """
 
+_UNIT: Final = """\
+# A unit for fedsender. Save it as /etc/systemd/system/fedsender.service, adjust the paths, then:
+#   systemctl daemon-reload && systemctl enable --now fedsender
+# In the configuration, let sender_database, ledger.directory and federation.discovery_cache (and an
+# embedded homeserver.database) be files below {state}, which is all it may write to.
+
+[Unit]
+Description=Matrix federation sender
+Wants=network-online.target
+After=network-online.target postgresql.service redis-server.service matrix-synapse.service
+# However often it fails: starting again is cheap, and what is owed waits in the database.
+StartLimitIntervalSec=0
+
+[Service]
+Type=notify
+NotifyAccess=main
+ExecStart={command}
+ExecReload=/bin/kill -HUP $MAINPID
+WatchdogSec=60s
+TimeoutStartSec=3min
+# Draining takes up to sending.drain_seconds, then what is unanswered is written down.
+TimeoutStopSec={stop_seconds}s
+{common}{install}"""
+
+_RELAY_UNIT: Final = """\
+# A unit for a fedsender relay. Save it as /etc/systemd/system/fedsender-relay.service, adjust the
+# paths, then:
+#   systemctl daemon-reload && systemctl enable --now fedsender-relay
+# In the configuration, let relay.directory be below {state}, which is all it may
+# write to, and sockets below /run/{name}. Only its own user can open those: senders and
+# a homeserver under other users come by loopback TCP, with a secret.
+
+[Unit]
+Description=Matrix federation sender relay
+Wants=network-online.target
+After=network-online.target
+StartLimitIntervalSec=0
+
+[Service]
+Type=notify
+NotifyAccess=main
+ExecStart={command}
+ExecReload=/bin/kill -HUP $MAINPID
+WatchdogSec=60s
+# A log of some GiB is read once at the start.
+TimeoutStartSec=10min
+TimeoutStopSec=90s
+{common}{install}"""
+
+_PIPELINE_UNITS: Final = """\
+# A service and a timer for fedsender's data pipeline. Save this part as
+# /etc/systemd/system/fedsender-pipeline.service and the part below as
+# /etc/systemd/system/fedsender-pipeline.timer, adjust the paths, then:
+#   systemctl daemon-reload && systemctl enable --now fedsender-pipeline.timer
+# In the configuration, let pipeline.lake and pipeline.health be below {state}, as the
+# ledger is: the daemon's unit and this one are of the same user and have the same directory.
+
+[Unit]
+Description=Matrix federation sender: proof of delivery
+Wants=network-online.target
+After=network-online.target postgresql.service fedsender.service
+
+[Service]
+Type=oneshot
+ExecStart={command}
+# It runs beside the daemon, and must not be felt there.
+Nice=10
+IOSchedulingClass=idle
+TimeoutStartSec=6h
+# The daemon's, dynamic or not: it owns the ledger.
+User={name}
+# The daemon's sockets are in there.
+RuntimeDirectoryPreserve=yes
+# 1: something is missing, or a source was not there: for a person to see; the timer comes again.
+RestartPreventExitStatus=1
+# Java compiles into memory that it then runs: MemoryDenyWriteExecute is off below.
+{common}
+# ---------------------- /etc/systemd/system/fedsender-pipeline.timer ----------------------
+
+[Unit]
+Description=Matrix federation sender: proof of delivery, every hour
+
+[Timer]
+OnCalendar=hourly
+RandomizedDelaySec=5min
+Persistent=yes
+
+[Install]
+WantedBy=timers.target
+"""
+
 CREDENTIALS: Final = ("signing.key", "admin.token", "database.password")
+RELAY_CREDENTIALS: Final = ("relay.secret", "intake.token", "admin.token")
+PIPELINE_CREDENTIALS: Final = ("database.password",)
 """The secrets' names below $CREDENTIALS_DIRECTORY."""
 
 
@@ -215,14 +290,64 @@ def unit_text(
         drain_seconds: what the configuration allows for draining; the stop may take longer by as
             much as writing things down could need.
     """
-    command = " ".join(_quoted(part) for part in (executable, "run", "-c", config))
-    lines = (f"LoadCredential={name}:{credentials_directory}/{name}" for name in CREDENTIALS)
-    return _UNIT.format(
-        command=command,
-        credentials="\n".join(_specifiers_escaped(line) for line in lines),
-        state="/var/lib/fedsender",
+    return _unit(
+        _UNIT,
+        "fedsender",
+        (executable, "run", "-c", config),
+        CREDENTIALS,
+        credentials_directory,
         stop_seconds=int(drain_seconds) + 40,
     )
+
+
+def relay_unit_text(
+    *,
+    executable: str = "/usr/bin/fedsender",
+    config: str = "/etc/fedsender/config.yaml",
+    credentials_directory: str = "/etc/fedsender",
+) -> str:
+    """A hardened unit that runs a relay; arguments as those of `unit_text`."""
+    command = (executable, "relay", "-c", config)
+    return _unit(_RELAY_UNIT, "fedsender-relay", command, RELAY_CREDENTIALS, credentials_directory)
+
+
+def pipeline_units_text(
+    *,
+    executable: str = "/usr/bin/fedsender",
+    config: str = "/etc/fedsender/config.yaml",
+    credentials_directory: str = "/etc/fedsender",
+) -> str:
+    """A service for `pipeline run` and its timer, one after the other; arguments as those of
+    `unit_text`."""
+    return _unit(
+        _PIPELINE_UNITS,
+        "fedsender",
+        (executable, "pipeline", "run", "-c", config),
+        PIPELINE_CREDENTIALS,
+        credentials_directory,
+        write_execute_denied=False,
+    )
+
+
+def _unit(
+    template: str,
+    name: str,
+    command: Sequence[str],
+    credentials: Sequence[str],
+    credentials_directory: str,
+    *,
+    write_execute_denied: bool = True,
+    **more: object,
+) -> str:
+    lines = (f"LoadCredential={each}:{credentials_directory}/{each}" for each in credentials)
+    names = {"name": name, "state": f"/var/lib/{name}"}
+    common = _COMMON.format(
+        credentials="\n".join(_specifiers_escaped(line) for line in lines),
+        write_execute_denied="yes" if write_execute_denied else "no",
+        **names,
+    )
+    quoted = " ".join(_quoted(part) for part in command)
+    return template.format(command=quoted, common=common, install=_INSTALL, **names, **more)
 
 
 def _quoted(word: str) -> str:

@@ -264,7 +264,7 @@ class Metrics:
         )
         self.delivery_seconds = self._histogram(
             "fedsender_delivery_seconds",
-            "From the homeserver receiving an event to its being answered, in seconds",
+            "From making a transaction to its being answered, all attempts, in seconds",
             _LAG_BUCKETS,
         )
         self.isolations = self._counter(
@@ -343,13 +343,20 @@ class Metrics:
         )
         self.feed_connected = self._gauge("fedsender_feed_connected", "1 while the feed is up")
         self.feed_connects = self._counter("fedsender_feed_connects", "Times the feed came up")
+        self.full_syncs = self._counter(
+            "fedsender_feed_full_syncs", "Snapshots asked for in place of a relay's log", "reason"
+        )
+        self.full_sync_alarms = self._counter(
+            "fedsender_feed_full_sync_alarms",
+            "Full syncs that were the third or more in a row that led nowhere",
+        )
         self.stream_position = self._gauge(
             "fedsender_stream_position", "Linear token of a stream, as the feed knows it", "stream"
         )
         self.stream_held_seconds = self._gauge(
-            "fedsender_stream_held_seconds", "How long one writer or id has held a stream", "stream"
+            "fedsender_stream_held_seconds", "How long a stream has been held back", "stream"
         )
-        self.ledger_lines = self._counter("fedsender_ledger_lines", "Ledger lines written")
+        self.ledger_lines = self._counter("fedsender_ledger_lines", "Ledger lines of attempts")
         self.ledger_failures = self._counter(
             "fedsender_ledger_failures", "Ledger lines lost because they could not be written"
         )

@@ -93,7 +93,12 @@ def parts_of(world: World, standing: Standing) -> Parts:
         observe=lambda: observe(world.sender, standing, world.metrics),
         ledger_directory=world.directory / "ledger",
         doubts=lambda: doubts(
-            standing, world.store.homeserver, world.store.sender, standing, standing
+            standing,
+            world.store.homeserver,
+            world.store.sender,
+            standing,
+            standing,
+            world.sender.context.troubles,
         ),
     )
 

@@ -423,6 +423,36 @@ async def test_redelivery_goes_to_servers_that_may_see_the_event_and_no_other(
         assert world.servers[B].got == []
 
 
+async def test_what_is_owed_is_written_down_and_sent_upwards_only(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """`fedsender owe`: a row that was lost comes back, its server gets the event although its
+    low-water mark has passed it, and a newer row stays as it is."""
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        world.server(B)
+        old, new = world.pdu(R1, "old"), world.pdu(R1, "new")
+        for event in (old, new):
+            await world.apply(event)
+        await settle()
+        homeserver = world.store.homeserver
+        newest = (await homeserver.destination_rooms_page(A, 0, 10)).rows
+        await homeserver.purge(A)
+        for event, rows in (
+            (old, [(R1, newest[0][1] - 1)]),
+            (new, list(newest)),
+            (old, list(newest)),
+        ):
+            pairs = [[A, event.event_id], [B, event.event_id]]
+            said = await desk.post("owe", {"pairs": pairs})
+            await settle()
+            assert said["accepted"] == 1
+            assert [each["destination"] for each in said["refused"]] == [B]
+            assert list((await homeserver.destination_rooms_page(A, 0, 10)).rows) == rows
+        assert set(world.servers[A].got[2:]) == {"old", "new"}
+        assert world.servers[B].got == []
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 LONG = "a" * 301

@@ -169,7 +169,7 @@ async def test_the_history_can_be_followed_over_tcp_and_is_told_once() -> None:
         NAME, {STREAM: homeserver}, listeners, real_outside(), kind=OWN_KIND
     ):
         port = listeners[0].socket.getsockname()[1]
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             stream = await trio.open_tcp_stream("127.0.0.1", port)
             await stream.send_all(b"REPLICATE events 0\n")
             homeserver.act()

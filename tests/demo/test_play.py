@@ -12,6 +12,7 @@ from fedsender.demo.process import (
     DaemonDied,
     configuration,
     open_daemon_process,
+    tcp_feed,
 )
 
 SERVERS = [f"127.0.0.1:{port}" for port in range(4000, 4000 + MIN_SERVERS)]
@@ -44,7 +45,6 @@ def test_in_a_calm_plot_nobody_is_ever_ill() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        DemoOptions(relay=True),
         DemoOptions(servers=0),
         DemoOptions(rooms=0),
         DemoOptions(events=-1),
@@ -70,7 +70,7 @@ def test_a_directory_with_something_in_it_is_left_alone(
 
 
 def test_the_daemon_accepts_the_configuration(tmp_path: Path) -> None:
-    values = configuration(tmp_path, 12345, tmp_path / "tls" / "ca.pem")
+    values = configuration(tmp_path, tcp_feed(12345), tmp_path / "tls" / "ca.pem")
 
     config = from_values(values, directory=tmp_path)
 

@@ -132,7 +132,7 @@ class Client:
 async def connected(server: ReceivingServer) -> AsyncIterator[Client]:
     host, _, port = server.name.partition(":")
     context = ssl.create_default_context(cafile=peers(server).ca_file)
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         tcp = await trio.open_tcp_stream(host, int(port))
         stream = trio.SSLStream(tcp, context, server_hostname=host, https_compatible=True)
         try:

@@ -33,6 +33,16 @@ def test_every_event_arrives_where_it_should_and_nowhere_else(tmp_path: Path) ->
     assert any((keep / "ledger").iterdir())
 
 
+def test_a_relay_and_two_senders_in_between_lose_nothing_though_one_is_forgotten() -> None:
+    """One sender is killed, the other away until the log does not reach back to it: a full sync."""
+    *_, summary = demo("--relay", "--chaos", "--servers=10", "--rooms=4", "--events=110")
+
+    assert summary["ok"] is True
+    assert summary["full_syncs"] > 0
+    assert summary["daemon_starts"] == 4
+    assert summary["kicked_away"] > 0
+
+
 def test_chaos_loses_nothing() -> None:
     # Outages of every kind and a kill -9 in the middle; fails by itself if it was too tame.
     *_, summary = demo("--chaos", "--servers=12", "--rooms=4", "--events=200", "--seed=7")

@@ -10,7 +10,10 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedsender.admin.server import Admin, Daemon
+    from fastapi import FastAPI
+
+    from fedsender.admin.server import Daemon
+    from fedsender.admin.serving import Admin
     from fedsender.outside import Outside
 
 __all__ = ["CannotListen", "open_admin"]
@@ -28,8 +31,17 @@ async def open_admin(daemon: "Daemon", outside: "Outside") -> AsyncIterator["Adm
         ConfigError: the token's file cannot be read.
         CannotListen: the address cannot be listened on; an OSError.
     """
-    # Here, because the command line, which only needs the client, would wait for FastAPI.
-    from fedsender.admin.server import parts_of, serve_parts
+    # Here, because the command line only needs the client.
+    from fedsender.admin.serving import serve_app
 
-    async with serve_parts(parts_of(daemon, outside)) as admin:
-        yield admin
+    def make_app() -> "FastAPI":
+        from fedsender.admin.app import build_app
+        from fedsender.admin.server import parts_of
+
+        return build_app(parts_of(daemon, outside))
+
+    admin = daemon.policies.config.admin
+    async with serve_app(
+        make_app, admin.listen, admin.token_file, outside, "admin endpoint"
+    ) as served:
+        yield served

@@ -6,6 +6,7 @@ other path needs it, OpenAPI's description included.
 
 import hmac
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -31,6 +32,20 @@ class _Gone(Exception):
     """Who asked has left."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an endpoint takes on.
+
+    Attributes:
+        requests: with a token, under way at once; their bodies are in memory.
+        setting: where the configuration names the token's file.
+    """
+
+    body_bytes: int = MAX_BODY_BYTES
+    requests: int = MAX_REQUESTS
+    setting: str = "admin.token_file"
+
+
 class Doorkeeper:
     """The ASGI application around the endpoints.
 
@@ -38,9 +53,12 @@ class Doorkeeper:
         token: the access token as it is now; None: there is none.
     """
 
-    def __init__(self, app: ASGIApp, token: Callable[[], str | None]) -> None:
+    def __init__(
+        self, app: ASGIApp, token: Callable[[], str | None], bounds: Bounds | None = None
+    ) -> None:
         self._app = app
         self._token = token
+        self._bounds = bounds or Bounds()
         self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -75,11 +93,13 @@ class Doorkeeper:
     async def _serve_within_bounds(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope)
         is_open = scope["path"] in OPEN_PATHS
-        body = await _read_body(receive, keep=refusal is None and not is_open)
+        keep = refusal is None and not is_open
+        body = await _read_body(receive, self._bounds.body_bytes, keep=keep)
         if refusal is not None:
             raise refusal
         if body is None:
-            raise Refusal(413, "M_TOO_LARGE", f"the body has more than {MAX_BODY_BYTES} bytes")
+            text = f"the body has more than {self._bounds.body_bytes} bytes"
+            raise Refusal(413, "M_TOO_LARGE", text)
         self._under_way += not is_open
         try:
             with trio.fail_after(REQUEST_SECONDS):
@@ -99,7 +119,8 @@ class Doorkeeper:
             return None
         expected = self._token()
         if expected is None:
-            text = "no access token is configured: set admin.token_file to use this endpoint"
+            setting = self._bounds.setting
+            text = f"no access token is configured: set {setting} to use this endpoint"
             return Refusal(403, "M_FORBIDDEN", text)
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
@@ -108,7 +129,7 @@ class Doorkeeper:
             return Refusal(401, "M_MISSING_TOKEN", text)
         if not hmac.compare_digest(token.strip(), expected.encode()):
             return Refusal(401, "M_UNKNOWN_TOKEN", "the access token is not the configured one")
-        if self._under_way >= MAX_REQUESTS:
+        if self._under_way >= self._bounds.requests:
             return Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
         return None
 
@@ -121,8 +142,8 @@ def _as_json(scope: Scope) -> Scope:
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
-async def _read_body(receive: Receive, *, keep: bool) -> bytes | None:
-    """The whole body (b"" unless `keep`); None if it is too large."""
+async def _read_body(receive: Receive, most: int, *, keep: bool) -> bytes | None:
+    """The whole body (b"" unless `keep`); None if it has more than `most` bytes."""
     parts: list[bytes] = []
     size, more = 0, True
     with trio.move_on_after(BODY_SECONDS) as scope:
@@ -133,11 +154,11 @@ async def _read_body(receive: Receive, *, keep: bool) -> bytes | None:
             part: bytes = message.get("body", b"")
             more = message.get("more_body", False)
             size += len(part)
-            if keep and size <= MAX_BODY_BYTES:
+            if keep and size <= most:
                 parts.append(part)
     if scope.cancelled_caught:
         raise Refusal(408, "M_UNKNOWN", f"the body did not come within {BODY_SECONDS:.0f} s")
-    return b"".join(parts) if size <= MAX_BODY_BYTES else None
+    return b"".join(parts) if size <= most else None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

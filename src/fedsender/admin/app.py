@@ -12,26 +12,37 @@ from fedsender.admin.parts import Parts
 OPENAPI_PATH = f"{endpoints.PREFIX}/openapi.json"
 
 # For the description only: `access` has checked the token before any of this runs.
-_DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admin.token_file."))]
+DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admin.token_file."))]
 
 
-def build_app(parts: Parts | None) -> FastAPI:
-    """The application; without `parts` it can only be described."""
+def new_app(title: str, summary: str, openapi_url: str, parts: object) -> FastAPI:
+    """An application without endpoints, whose every error is one of `refusal`.
+
+    Args:
+        parts: what its endpoints reach, as `app.state.parts`; None: it can only be described.
+    """
     app = FastAPI(
-        title="fedsender",
-        summary="What a federation sender is doing, and what an operator can do about it",
+        title=title,
+        summary=summary,
         version=_version(),
-        openapi_url=OPENAPI_PATH,
+        openapi_url=openapi_url,
         # Their pages load scripts from other people's servers.
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.parts = parts
-    app.include_router(probes.router)
-    app.include_router(endpoints.router, dependencies=_DESCRIBED)
-    app.include_router(homeserver.router, dependencies=_DESCRIBED)
     refusal.install(app)
+    return app
+
+
+def build_app(parts: Parts | None) -> FastAPI:
+    """The application; without `parts` it can only be described."""
+    summary = "What a federation sender is doing, and what an operator can do about it"
+    app = new_app("fedsender", summary, OPENAPI_PATH, parts)
+    app.include_router(probes.router)
+    app.include_router(endpoints.router, dependencies=DESCRIBED)
+    app.include_router(homeserver.router, dependencies=DESCRIBED)
     return app
 
 

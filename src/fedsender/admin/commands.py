@@ -3,7 +3,7 @@
 All of them go through the admin endpoint, whose address and token stand in the configuration.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -18,6 +18,8 @@ DONE: Final = 0
 WRONG: Final = 1
 USAGE: Final = 2
 """Exit codes: done; it ran and found something wrong; usage or configuration."""
+
+PAIRS_AT_ONCE: Final = 1_000
 
 app = typer.Typer()
 quarantine_app = typer.Typer(help="What was taken out of the way.")
@@ -266,6 +268,50 @@ def redeliver(
         print(f"accepted: {answer['accepted']}")
         _print_refused(answer)
     return WRONG if answer["refused"] else DONE
+
+
+@app.command()
+def owe(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="As `pipeline rebuild --write`.")],
+    config: ConfigFile,
+    as_json: AsJson = False,
+) -> int:
+    """Write what servers are owed into destination_rooms, upwards only, and send it."""
+    client = _client(config)
+    accepted = 0
+    refused: list[Any] = []
+    for pairs in _owed_pairs(file):
+        answer = client.post("owe", body={"pairs": pairs})
+        accepted += answer["accepted"]
+        refused += answer["refused"]
+    if as_json:
+        _print_json({"accepted": accepted, "refused": refused})
+    else:
+        print(f"accepted: {accepted}")
+        _print_refused({"refused": refused})
+    return WRONG if refused else DONE
+
+
+def _owed_pairs(file: Path) -> Iterator[list[list[str]]]:
+    """(server, event id) of each line, as many at once as the endpoint takes."""
+    import json
+
+    pairs: list[list[str]] = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, text in enumerate(lines, 1):
+                try:
+                    line = json.loads(text)
+                    pairs.append([str(line["server"]), str(line["event_id"])])
+                except (ValueError, KeyError, TypeError):
+                    raise Mistake(f"{file}:{number}: not a line of `pipeline rebuild`") from None
+                if len(pairs) == PAIRS_AT_ONCE:
+                    yield pairs
+                    pairs = []
+    except (OSError, UnicodeDecodeError) as error:
+        raise Mistake(f"{file}: cannot be read: {error}") from None
+    if pairs:
+        yield pairs
 
 
 def _listed(names: Sequence[object]) -> str:

@@ -50,7 +50,8 @@ def moment(at_ms: int | None) -> str | None:
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """An empty table in our style."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -72,7 +73,7 @@ def show(table: Table) -> None:
 
 def destinations(entries: Iterable[Answer]) -> Table:
     """A list of destinations."""
-    table = _table("SERVER", "STATE", "ROOMS", "OLDEST", "FAILING FOR", "NEXT TRY IN", "ERROR")
+    table = new_table("SERVER", "STATE", "ROOMS", "OLDEST", "FAILING FOR", "NEXT TRY IN", "ERROR")
     for entry in entries:
         table.add_row(
             plain(entry["destination"]),
@@ -119,6 +120,10 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
     yield "isolating", answer["isolating"] and f"at most {answer['isolating']} items at once"
     yield "paused", answer["paused"]
     yield "parked", answer["parked"]
+    if health := answer["health"]:
+        rate, attempts = health["success_rate"], health["attempts"]
+        took = f", half of them within {health['p50_ms']} ms" if health["p50_ms"] else ""
+        yield "last day", f"{rate:.1%} of {attempts:,} attempts delivered{took}"
     for setting in answer["settings"]:
         yield setting["field"], f"{setting['value']} ({setting['source']})"
 
@@ -140,7 +145,7 @@ def trace_facts(answer: Answer) -> list[str]:
 
 def fates(entries: Sequence[Answer]) -> Table:
     """What became of an event, server by server."""
-    table = _table("SERVER", "OUTCOME", "WHEN", "TRANSACTION", "FAILED", "MORE")
+    table = new_table("SERVER", "OUTCOME", "WHEN", "TRANSACTION", "FAILED", "MORE")
     for entry in entries:
         table.add_row(
             plain(entry["destination"]),
@@ -155,7 +160,7 @@ def fates(entries: Sequence[Answer]) -> Table:
 
 def quarantine(entries: Iterable[Answer]) -> Table:
     """What was taken out of the way."""
-    table = _table("ID", "SERVER", "WHAT", "EVENT", "ROOM", "SINCE", "REASON")
+    table = new_table("ID", "SERVER", "WHAT", "EVENT", "ROOM", "SINCE", "REASON")
     for entry in entries:
         table.add_row(
             plain(entry["id"]),
@@ -171,7 +176,7 @@ def quarantine(entries: Iterable[Answer]) -> Table:
 
 def policy(lines: Iterable[Line]) -> Table:
     """What holds for one server, and which line of the configuration set it."""
-    table = _table("SETTING", "VALUE", "SET BY")
+    table = new_table("SETTING", "VALUE", "SET BY")
     for line in lines:
         table.add_row(plain(line.field), plain(line.value), plain(line.source))
     return table

@@ -295,3 +295,12 @@ async def redeliver(request: Pairs, parts: Reach) -> Redelivered:
     pairs = list(dict.fromkeys(request.pairs))
     refused = await parts.sender.redeliver(pairs)
     return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])
+
+
+@router.post("/owe", summary="Write these events into destination_rooms, and send them")
+async def owe(request: Pairs, parts: Reach) -> Redelivered:
+    """For rows that `pipeline rebuild` found missing: upwards only, and to servers that may see
+    the event."""
+    pairs = list(dict.fromkeys(request.pairs))
+    refused = await parts.sender.owe_events(pairs)
+    return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])

@@ -38,8 +38,11 @@ Direction = Annotated[str, Query(alias="dir", description="f (ascending) or b.")
 
 
 def _integer(name: str, text: str) -> int:
-    if not text.isascii() or not text.isdigit() or len(text) > 19 or int(text) > MAX_INTEGER:
-        raise bad_param(f"query parameter {name} must be a string representing a positive integer")
+    digits = text.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 19:
+        raise bad_param(f"Query parameter {name} must be an integer")
+    if digits != text or int(text) > MAX_INTEGER:
+        raise bad_param(f"Query parameter {name} must be a positive integer.")
     return int(text)
 
 
@@ -48,7 +51,7 @@ def _direction(text: str) -> Literal["f", "b"]:
         return "f"
     if text == "b":
         return "b"
-    raise bad_param("query parameter 'dir' must be one of ['b', 'f']")
+    raise bad_param("Query parameter 'dir' must be one of ['b', 'f']")
 
 
 def _with_token(answer: dict[str, Any], start: int, limit: int, total: int) -> Response:
@@ -78,9 +81,9 @@ async def list_destinations(
 ) -> Response:
     skip, most = _integer("from", start), min(_integer("limit", limit), MAX_ROWS)
     if order_by not in SORTABLE:
-        raise bad_param(f"query parameter 'order_by' must be one of {sorted(SORTABLE)}")
+        raise bad_param(f"Query parameter 'order_by' must be one of {list(SORTABLE)}")
     if destination is not None and len(destination) > 300:
-        raise bad_param("query parameter 'destination' is too long")
+        raise bad_param("Query parameter 'destination' is too long")
     page = await parts.homeserver.destinations_page(
         skip, most, order_by, _direction(direction), destination
     )

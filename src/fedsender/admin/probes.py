@@ -1,9 +1,10 @@
 """What machines ask without a token: alive, ready, metrics."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from typing import Final, Protocol
 
+import trio
 from fastapi import APIRouter
 from starlette.responses import Response
 
@@ -15,6 +16,9 @@ from fedsender.sender.sender import Sender
 from fedsender.telemetry import EXPOSITION_TYPE, Metrics
 
 router = APIRouter(tags=["probes"])
+
+TROUBLE_S: Final = 90.0
+"""What has not failed again for so long has got over it; retries are at most 30 s apart."""
 
 
 class Follows(Protocol):
@@ -50,8 +54,12 @@ def doubts(
     store: Reachable,
     ledger: Failing,
     gate: Gate,
+    troubles: Mapping[str, float],
 ) -> Iterator[str]:
-    """Why the daemon is not ready, one sentence each; none: it is."""
+    """Why the daemon is not ready, one sentence each; none: it is.
+
+    `troubles`: loops of the sender that failed, and when (trio's clock, seconds).
+    """
     yield from _feed_doubts(feed.status())
     if not homeserver.available:
         yield "the homeserver's database does not answer"
@@ -61,6 +69,9 @@ def doubts(
         yield f"the ledger takes no lines: {ledger.failing}"
     if not gate.open:
         yield "the instance lock is lost: nothing is sent until it is taken again"
+    for name, failed_at in sorted(troubles.items()):
+        if trio.current_time() - failed_at < TROUBLE_S:
+            yield f"{name} fails and is tried again: the log says why"
 
 
 def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
@@ -75,6 +86,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
         metrics.destinations_by_phase.labels(phase.value).set(phases[phase])
     metrics.feed_connected.set(status.connected)
     metrics.stream_position.labels("events").set(status.position)
+    metrics.stream_held_seconds.labels("events").set(status.held_s)
 
 
 @router.get("/health", summary="200 while the daemon's loop turns")

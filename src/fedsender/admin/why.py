@@ -1,10 +1,12 @@
 """Why a destination is where it is: all that memory and both databases know, and one sentence."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from fedsender.admin.destinations import is_known, next_attempt_ms, state_in_words
 from fedsender.admin.parts import Parts
 from fedsender.admin.words import duration, many
+from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
 from fedsender.sender.sender import Status
 from fedsender.store.records import Backoff, Pending
@@ -107,6 +109,7 @@ class Why:
         summary: all of it in one sentence.
         isolating: items per transaction while a poisonous one is looked for.
         settings: what the configuration says of this server beyond the defaults.
+        health: its last day, by the data pipeline; null: not known, or known too long ago.
     """
 
     destination: str
@@ -127,6 +130,7 @@ class Why:
     allowed: bool
     handled_here: bool
     settings: tuple[Setting, ...]
+    health: ServerHealth | None
 
 
 async def explain(parts: Parts, server: str) -> Why | None:
@@ -139,6 +143,8 @@ async def explain(parts: Parts, server: str) -> Why | None:
     quarantined = len(await parts.store.quarantine_list(server, COUNTED))
     in_flight = await _in_flight(parts, server)
     oldest = await _oldest(parts, server, pending)
+    find = partial(read_health, parts.config.pipeline.health, parts.outside.now_ms())
+    health = (await parts.outside.run_sync(find, limiter=parts.ledger_reading)).get(server)
     # What memory says is taken last and at once, so that it fits together.
     status = parts.sender.status(server)
     active = parts.sender.active.get(server)
@@ -151,7 +157,7 @@ async def explain(parts: Parts, server: str) -> Why | None:
         redeliveries=redeliveries,
         quarantined=quarantined,
     )
-    return _put_together(parts, server, status, row, depth, oldest, in_flight)
+    return _put_together(parts, server, status, row, depth, oldest, in_flight, health)
 
 
 def _put_together(
@@ -162,6 +168,7 @@ def _put_together(
     depth: Depth,
     oldest: Oldest | None,
     in_flight: InFlight | None,
+    health: ServerHealth | None,
 ) -> Why:
     state = ServerState(server) if status is None else status.state
     owed = bool(depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries)
@@ -190,6 +197,7 @@ def _put_together(
         allowed=parts.config.allows(server),
         handled_here=parts.config.handles(server),
         settings=tuple(_settings(parts, server)),
+        health=health,
     )
 
 

@@ -46,6 +46,13 @@ _BENCHES: Final = {
     "restart": _Bench("backlog", servers=10_000, events=1, rounds=1),
     "replay": _Bench("backlog", servers=415, events=4_500, rounds=1),
     "memory": _Bench("memory", servers=400, events=50, rounds=1),
+    "pipeline": _Bench("pipeline", servers=10_000, events=1_000_000, rounds=1),
+    # Events: records per size of group; MiB of log.
+    "relay-append": _Bench("relay", servers=1, events=50_000, rounds=3),
+    "relay-recovery": _Bench("relay", servers=1, events=256, rounds=3),
+    # Events are rooms, servers those in each room: 800,000 pairs.
+    "relay-fullsync": _Bench("relay_fullsync", servers=40, events=20_000, rounds=1),
+    "relay-fanout": _Bench("relay_fanout", servers=1, events=50_000, rounds=3),
 }
 
 
@@ -72,7 +79,7 @@ def run_bench(
         bench.events if events is None else events,
         bench.rounds if rounds is None else rounds,
     )
-    measure = getattr(import_module(f"fedsender.bench.{bench.module}"), name)
+    measure = getattr(import_module(f"fedsender.bench.{bench.module}"), name.replace("-", "_"))
     profiler = None if profile is None else cProfile.Profile()
     figures: dict[str, Any] | None = None
     try:
@@ -105,12 +112,15 @@ def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
     return found
 
 
+_EVENTS: Final = "events (floor: exchanges; relay-*: records; relay-recovery: MiB) per round"
+
+
 def main(arguments: Sequence[str]) -> int:
     """`fedsender bench`; its exit code."""
     parser = argparse.ArgumentParser(prog="fedsender bench", description=__doc__.split("\n")[0])
     parser.add_argument("name", choices=list(_BENCHES))
     parser.add_argument("--servers", type=_positive, help="receiving servers")
-    parser.add_argument("--events", type=_positive, help="events (in floor: exchanges) per round")
+    parser.add_argument("--events", type=_positive, help=_EVENTS)
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a cProfile there")
     try:
@@ -128,6 +138,6 @@ def main(arguments: Sequence[str]) -> int:
 
 def _positive(text: str) -> int:
     value = int(text)
-    if not 0 < value <= 60_000:
-        raise ValueError("1 to 60,000")
+    if not 0 < value <= 100_000_000:
+        raise ValueError("1 to 100,000,000")
     return value

@@ -110,8 +110,13 @@ class Homeserver:
         rng: random.Random,
         now_ms: Callable[[], int],
         versions: Sequence[str] = ALL_VERSIONS,
+        tells_all: bool = False,
     ) -> None:
-        """`servers` are the others; `signing_key` is key id and key; `versions` take turns."""
+        """`servers` are the others; `signing_key` is key id and key; `versions` take turns.
+
+        With `tells_all` every step has rows, and they name every server that an event goes to
+        beyond the room's: a relay keeps no invitations by which a sender could find out.
+        """
         self.name = name
         self.steps: list[Step] = []
         self.due = 0
@@ -124,6 +129,7 @@ class Homeserver:
         self._rng = rng
         self._now_ms = now_ms
         self._versions = versions
+        self._tells_all = tells_all
         self._told: set[str] = set()
         self._signers = {name: Signer(name, *signing_key)}
 
@@ -399,11 +405,12 @@ class Homeserver:
             details["internal_metadata"] = dict(flags)
         # A sender finds the invitation or knock itself if it was told of it, so both must work.
         before_it = event.content["unsigned"].get("replaces_state")
-        if turned_away and (before_it not in self._told or self._rng.random() < 0.5):
+        found_out = before_it in self._told and not self._tells_all
+        if turned_away and not (found_out and self._rng.random() < 0.5):
             details["plus"] = sorted(turned_away)
         foreign = server_of(event.content["sender"]) != self.name and not flags
         # Of a remote server's own events a homeserver may say everything, or nothing.
-        if not foreign or self._rng.random() < 0.5:
+        if not foreign or self._tells_all or self._rng.random() < 0.5:
             rows.append(["pdu", [room.room_id, event.event_id, event.content, details]])
             self._told.add(event.event_id)
         now = room.servers()

@@ -17,13 +17,14 @@ from fedsender.config import Log
 from fedsender.demo import process
 from fedsender.demo.chaos import AWAY_LONG, AWAY_SHORT, KICKED, Change, Plot, calm, chaotic
 from fedsender.demo.homeserver import STREAM, Homeserver, Room
-from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, DaemonProcess
+from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
 from fedsender.demo.receivers import Receivers, open_receivers
+from fedsender.demo.relayed import Relayed, loaded_events, open_relayed
 from fedsender.demo.report import Report, Summary, by_part
 from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.demo.verdict import Ledger, Verdict, judge, read_ledger, still_owed, unrecorded
 from fedsender.outside import Outside, real_outside
-from fedsender.replication.tcp import ReplicationServer, open_replication_server
+from fedsender.replication.tcp import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.telemetry import configure_logging
 
@@ -33,6 +34,8 @@ PATIENCE_SECONDS = 60.0
 """A run in which nothing more arrives for so long has failed."""
 CALM_SECONDS, CHAOS_SECONDS = 5.0, 14.0
 """Over so long the events happen."""
+LOST, FOUND = 0.35, 0.65
+"""The part of a chaotic run through a relay in which one of its daemons is away."""
 SMALL_GAP_EVENTS = 3
 BURST_EVENTS = 10
 ARRIVAL_SECONDS = 15.0
@@ -87,8 +90,6 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
 
 
 def _check(options: DemoOptions) -> None:
-    if options.relay:
-        raise Unusable("--relay: the hub cannot be put in between yet; run without it")
     if not 1 <= options.servers <= MAX_SERVERS or options.rooms < 1 or options.events < 0:
         raise Unusable(f"needs 1 to {MAX_SERVERS} servers, a room, and no negative events")
     if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
@@ -137,8 +138,8 @@ class _Run:
     directory: Path
     homeserver: Homeserver
     receivers: Receivers
-    feed: ReplicationServer
-    daemon: DaemonProcess
+    daemons: Daemons
+    relayed: Relayed | None
     plot: Plot
     rng: random.Random
     stage: Room | None
@@ -158,11 +159,20 @@ class _Run:
             self.ledger(),
             gap_events=CATCH_UP_GAP_EVENTS,
             kills_ms=self.kills_ms,
+            loaded=set().union(*map(loaded_events, self.directories())) if self.relayed else (),
         )
 
+    def directories(self) -> list[Path]:
+        """Where the senders keep their things."""
+        return [daemon.directory for daemon in self.daemons.each.values()]
+
     def ledger(self) -> Ledger:
-        """What the ledger says so far."""
-        segments = ledger_files.segments(self.directory / "ledger")
+        """What the senders' ledgers say so far."""
+        segments = [
+            segment
+            for directory in self.directories()
+            for segment in ledger_files.segments(directory / "ledger")
+        ]
         return read_ledger(chain.from_iterable(map(ledger_files.read_lines, segments)))
 
 
@@ -172,10 +182,12 @@ async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
         with trio.move_on_after(CONNECT_SECONDS):
             await run.homeserver.asked.wait()
         if not run.homeserver.asked.is_set():
-            raise DaemonDied(f"never asked for the stream\n{run.daemon.last_words()}")
+            raise DaemonDied(f"never asked for the stream\n{run.daemons.last_words()}")
+        if run.relayed is not None:
+            await run.relayed.level()
         await _play(run)
         await _wait_until_complete(run)
-        exit_code = await run.daemon.stop()
+        exit_code = await run.daemons.stop()
         # Once more: what came during the drain counts too, above all what should not have come.
         final = run.verdict()
         summary = _summarize(run, final, exit_code, trio.current_time() - began)
@@ -200,37 +212,58 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
     ) as receivers:
         names = list(receivers.servers)
         homeserver = Homeserver(
-            process.SERVER_NAME, (key_id, key), names, rng=rng, now_ms=outside.now_ms
+            process.SERVER_NAME,
+            (key_id, key),
+            names,
+            rng=rng,
+            now_ms=outside.now_ms,
+            tells_all=options.relay,
         )
         homeserver.room_versions = versions
         _furnish(homeserver, names, options.rooms, rng)
         stage = homeserver.create_room(names, staged=True) if options.chaos else None
         plot = chaotic(names, options.events) if options.chaos else calm(names)
-        async with (
-            _open_feed(homeserver, outside) as (feed, port),
-            process.open_daemon_process(
-                directory,
-                process.configuration(directory, port, receivers.ca_file),
-                outside.entropy(16).hex(),
-            ) as daemon,
-        ):
-            report.say("started", servers=len(names), rooms=options.rooms, feed_port=port)
+        way = _open_relayed if options.relay else _open_direct
+        async with way(homeserver, directory, receivers.ca_file, outside) as (daemons, relayed):
+            report.say("started", servers=len(names), rooms=options.rooms, relay=options.relay)
             yield _Run(
-                options, report, directory, homeserver, receivers, feed, daemon, plot, rng, stage
+                options,
+                report,
+                directory,
+                homeserver,
+                receivers,
+                daemons,
+                relayed,
+                plot,
+                rng,
+                stage,
             )
 
 
 @asynccontextmanager
-async def _open_feed(
-    homeserver: Homeserver, outside: Outside
-) -> AsyncIterator[tuple[ReplicationServer, int]]:
-    """The homeserver's events stream on a free loopback port."""
+async def _open_direct(
+    homeserver: Homeserver, directory: Path, ca_file: Path, outside: Outside
+) -> AsyncIterator[tuple[Daemons, None]]:
+    """The homeserver's events stream on a free loopback port, and one daemon that follows it."""
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port: int = listeners[0].socket.getsockname()[1]
-    async with open_replication_server(
-        homeserver.name, {STREAM: homeserver}, listeners, outside, kind=OWN_KIND
-    ) as feed:
-        yield feed, port
+    config = process.configuration(directory, process.tcp_feed(port), ca_file)
+    async with (
+        open_replication_server(
+            homeserver.name, {STREAM: homeserver}, listeners, outside, kind=OWN_KIND
+        ),
+        process.open_daemon_process(directory, config, outside.entropy(16).hex()) as daemon,
+    ):
+        yield Daemons({"fedsender": daemon}, lambda _server: "fedsender"), None
+
+
+@asynccontextmanager
+async def _open_relayed(
+    homeserver: Homeserver, directory: Path, ca_file: Path, outside: Outside
+) -> AsyncIterator[tuple[Daemons, Relayed]]:
+    """A relay, and two daemons that follow it."""
+    async with open_relayed(homeserver, directory, ca_file, outside) as relayed:
+        yield relayed.daemons, relayed
 
 
 def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.Random) -> None:
@@ -255,6 +288,8 @@ async def _play(run: _Run) -> None:
             _evict(run)
         if number == run.plot.kill_at:
             await _kill(run)
+        if run.relayed is not None:
+            await _cut_off(run, number)
         while changes and changes[0].at <= number:
             await _change(run, changes.pop(0))
         run.homeserver.act()
@@ -285,7 +320,7 @@ async def _change(run: _Run, change: Change) -> None:
         await _make_small_gap(run)
     if change.woken:
         server.origin_woken(run.homeserver.name)
-        await run.daemon.wake([change.server])
+        await run.daemons.wake([change.server])
 
 
 def _make_large_gap(run: _Run) -> None:
@@ -323,12 +358,33 @@ async def _kill(run: _Run) -> None:
     for _ in range(BURST_EVENTS):
         run.homeserver.act()
     await trio.sleep(POLL_SECONDS)
-    await run.daemon.kill()
+    # Of several daemons the one whose server has a small gap just then.
+    daemon = run.daemons.of(run.plot.server(AWAY_SHORT))
+    await daemon.kill()
+    _note_kill(run)
+    await daemon.start()
+
+
+def _note_kill(run: _Run) -> None:
     run.kills.append(trio.current_time())
     run.kills_ms.append(real_outside().now_ms())
     run.receivers.origin_killed(run.homeserver.name)
-    run.report.say("killed", starts=run.daemon.starts)
-    await run.daemon.start()
+    run.report.say("killed", starts=run.daemons.starts)
+
+
+async def _cut_off(run: _Run, number: int) -> None:
+    """The daemon that is not killed is away for so long that the relay forgets it."""
+    events = run.options.events
+    assert run.relayed is not None
+    if run.stage is None or number not in (int(events * LOST), int(events * FOUND)):
+        return
+    if number == int(events * LOST):
+        killed = run.daemons.owner(run.plot.server(AWAY_SHORT))
+        await run.relayed.lose(next(name for name in run.daemons.each if name != killed))
+        _note_kill(run)
+    else:
+        await run.relayed.find(run.stage)
+        run.report.say("found again", starts=run.daemons.starts)
 
 
 async def _wait_until_complete(run: _Run) -> None:
@@ -363,7 +419,8 @@ def _summarize(run: _Run, final: Verdict, exit_code: int, seconds: float) -> Sum
         large_gaps=final.large_gaps,
         small_gaps=final.small_gaps,
         kicked_away=_kicked_away(run),
-        starts=run.daemon.starts,
+        starts=run.daemons.starts,
+        full_syncs=0 if run.relayed is None else run.relayed.full_syncs,
         ledger_lines=final.ledger_lines,
         cpu_s=used.ru_utime + used.ru_stime,
         max_rss_mb=used.ru_maxrss / unit,
@@ -388,6 +445,8 @@ def _complaints(run: _Run, final: Verdict, exit_code: int) -> dict[str, list[str
             "small gap": final.small_gaps,
             "kicked server": _kicked_away(run),
         }
+        if run.relayed is not None:
+            figures["full sync"] = run.relayed.full_syncs
         tame = [f"no {what} occurred" for what, count in figures.items() if not count]
     return {
         "missing": final.missing,
@@ -395,9 +454,9 @@ def _complaints(run: _Run, final: Verdict, exit_code: int) -> dict[str, list[str
         "rules broken": [f"{each.server}: {each.rule}: {each.detail}" for each in violations.first],
         "not on record": unrecorded(run.receivers, run.ledger(), run.kills),
         "too tame": tame,
-        "still owed": still_owed(run.directory),
+        "still owed": [text for place in run.directories() for text in still_owed(place)],
         "daemon": [
             *([f"exit code {exit_code}"] if exit_code else []),
-            *run.daemon.errors(),
+            *run.daemons.errors(),
         ],
     }

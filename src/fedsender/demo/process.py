@@ -5,8 +5,9 @@ import signal
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,20 +47,31 @@ def write_signing_key(directory: Path, seed: bytes) -> tuple[str, Ed25519Private
     return f"ed25519:{KEY_VERSION}", Ed25519PrivateKey.from_private_bytes(seed)
 
 
-def configuration(directory: Path, feed_port: int, ca_file: Path) -> Mapping[str, Any]:
+def tcp_feed(port: int) -> Mapping[str, Any]:
+    """The feed of a daemon that listens to the homeserver itself, on loopback."""
+    return {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{port}"}}
+
+
+def socket_in(directory: Path, name: str) -> Path:
+    """Where a Unix socket of this name is; raises ValueError if no system would take the path."""
+    socket = directory / name
+    if len(str(socket)) > LONGEST_SOCKET_PATH:
+        raise ValueError(f"{directory} is too long a path for the sockets in it")
+    return socket
+
+
+def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Mapping[str, Any]:
     """What `config.yaml` says. Waits are short, within what the daemon allows.
 
     Files are named relative to the directory, so that it can be moved.
     """
-    socket = directory / "admin.sock"
-    if len(str(socket)) > LONGEST_SOCKET_PATH:
-        raise ValueError(f"{directory} is too long a path for the admin socket in it")
+    socket = socket_in(directory, "admin.sock")
     return {
         "server_name": SERVER_NAME,
         "signing_key": "signing.key",
-        "feed": {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{feed_port}"}},
+        "feed": dict(feed),
         "federation": {
-            "ca_file": str(ca_file.relative_to(directory)),
+            "ca_file": os.path.relpath(ca_file, directory),
             "ip_allow": ["127.0.0.0/8"],
             "connect_timeout": "3s",
             "handshake_timeout": "5s",
@@ -67,7 +79,7 @@ def configuration(directory: Path, feed_port: int, ca_file: Path) -> Mapping[str
         },
         "destinations": {
             "defaults": {
-                "backoff": {"first": "1s", "multiplier": 1.5},
+                "backoff": {"first": "1s", "multiplier": 1.5, "steady_for": 0},
                 "catch_up_gap_events": CATCH_UP_GAP_EVENTS,
             }
         },
@@ -76,7 +88,7 @@ def configuration(directory: Path, feed_port: int, ca_file: Path) -> Mapping[str
 
 
 class DaemonProcess:
-    """`fedsender run` in a process of its own, which may be killed and started again.
+    """A daemon in a process of its own, which may be killed and started again.
 
     Attributes:
         log_file: what it says on standard error, over all starts.
@@ -84,19 +96,23 @@ class DaemonProcess:
         ended: the process that was started last is gone.
     """
 
-    def __init__(self, directory: Path, token: str, nursery: trio.Nursery) -> None:
+    def __init__(
+        self, directory: Path, token: str, nursery: trio.Nursery, command: str = "run"
+    ) -> None:
+        """`command`: of fedsender, "run" or "relay"."""
         self.log_file = directory / "daemon.log"
+        self.directory = directory
         self.starts = 0
         self.ended = trio.Event()
-        self._directory = directory
         self._token = token
+        self._command = command
         self._nursery = nursery
         self._process: trio.Process | None = None
         self._asked_to_end = False
 
     async def start(self) -> None:
         """Start it; whether it gets anywhere shows later."""
-        command = [*DAEMON, "run", "-c", str(self._directory / "config.yaml")]
+        command = [*DAEMON, self._command, "-c", str(self.directory / "config.yaml")]
         self._asked_to_end = False
         self.ended = trio.Event()
         self.starts += 1
@@ -106,6 +122,11 @@ class DaemonProcess:
             )
             self._process = await self._nursery.start(partial(run, check=False))
         self._nursery.start_soon(self._watch, self._process, self.ended)
+
+    @property
+    def away(self) -> bool:
+        """It was killed, and not started again."""
+        return self.ended.is_set() and self._asked_to_end
 
     async def kill(self) -> None:
         """`kill -9`, and wait until it is gone."""
@@ -154,7 +175,7 @@ class DaemonProcess:
         connecting = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(OSError), wait=tenacity.wait_fixed(0.1)
         )
-        socket = str(self._directory / "admin.sock")
+        socket = str(self.directory / "admin.sock")
         stream: trio.SocketStream = await connecting(trio.open_unix_socket, socket)
         async with stream:
             await stream.send_all(request)
@@ -167,6 +188,10 @@ class DaemonProcess:
     def errors(self) -> list[str]:
         """Every line that it logged as an error: in a demo nothing happens that should be one."""
         return [line for line in _lines(self.log_file) if '"level":"error"' in line]
+
+    def count(self, event: str) -> int:
+        """How often it has logged this event."""
+        return sum(f'"event":"{event}"' in line for line in _lines(self.log_file))
 
     async def _watch(self, process: trio.Process, ended: trio.Event) -> None:
         code = await process.wait()
@@ -185,7 +210,7 @@ def _lines(path: Path) -> list[str]:
 
 @asynccontextmanager
 async def open_daemon_process(
-    directory: Path, config: Mapping[str, Any], token: str
+    directory: Path, config: Mapping[str, Any], token: str, command: str = "run"
 ) -> AsyncIterator[DaemonProcess]:
     """The daemon, started; when the body is left, its process is ended if it still runs.
 
@@ -195,7 +220,48 @@ async def open_daemon_process(
     write_secret(directory / "admin.token", token + "\n")
     write_secret(directory / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False))
     async with trio.open_nursery() as nursery:
-        daemon = DaemonProcess(directory, token, nursery)
+        daemon = DaemonProcess(directory, token, nursery, command)
         await daemon.start()
         yield daemon
         nursery.cancel_scope.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Daemons:
+    """The senders of a run, one or several, as one.
+
+    Attributes:
+        each: by instance name.
+        owner: the instance name that sends to a server.
+    """
+
+    each: Mapping[str, DaemonProcess]
+    owner: Callable[[str], str]
+
+    def of(self, server: str) -> DaemonProcess:
+        """The one that sends to this server."""
+        return self.each[self.owner(server)]
+
+    async def wake(self, servers: Sequence[str]) -> None:
+        """Tell those that send to them that these servers are up; raises DaemonDied."""
+        for name, daemon in self.each.items():
+            mine = [server for server in servers if self.owner(server) == name]
+            if mine and not daemon.away:
+                await daemon.wake(mine)
+
+    async def stop(self) -> int:
+        """Ask all to drain and end; the largest exit code. Raises DaemonDied."""
+        return max([await daemon.stop() for daemon in self.each.values()])
+
+    @property
+    def starts(self) -> int:
+        """How often any of them was started."""
+        return sum(daemon.starts for daemon in self.each.values())
+
+    def errors(self) -> list[str]:
+        """Every line that any of them logged as an error."""
+        return [line for daemon in self.each.values() for line in daemon.errors()]
+
+    def last_words(self) -> str:
+        """The last lines that each of them logged."""
+        return "\n".join(daemon.last_words() for daemon in self.each.values())

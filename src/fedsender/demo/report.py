@@ -40,6 +40,7 @@ class Summary:
     small_gaps: int
     kicked_away: int
     starts: int
+    full_syncs: int
     ledger_lines: int
     cpu_s: float
     max_rss_mb: float
@@ -69,6 +70,7 @@ class Summary:
             "small_gaps": self.small_gaps,
             "kicked_away": self.kicked_away,
             "daemon_starts": self.starts,
+            "full_syncs": self.full_syncs,
             "daemon_cpu_s": round(self.cpu_s, 3),
             "daemon_max_rss_mb": round(self.max_rss_mb, 1),
             "daemon_exit_code": self.exit_code,

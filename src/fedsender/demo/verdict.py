@@ -7,7 +7,7 @@ which newer event stood in for it.
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -125,12 +125,14 @@ def judge(
     *,
     gap_events: int,
     kills_ms: Sequence[int] = (),
+    loaded: Collection[str] = (),
 ) -> Verdict:
     """Hold what arrived, and what the ledger says, against what should have arrived.
 
     Args:
         gap_events: a gap of at most so many events in one room must have been sent whole.
         kills_ms: when the daemon was killed, in milliseconds since the epoch.
+        loaded: events that came with a snapshot; they may stand in for gaps of any size.
     """
     verdict = Verdict(ledger_lines=ledger.lines)
     by_id = {step.event.event_id: step for step in steps}
@@ -142,7 +144,8 @@ def judge(
         tally = verdict.servers[name] = Tally(due=len(due[name]))
         used = _settle(due[name], server, ledger, tally, verdict)
         verdict.large_gaps += len({room_id for room_id, _ in used})
-        verdict.wrong += _too_small(name, used, due[name], gap_events)
+        unexcused = [(room, claim) for room, claim in used if claim.event_id not in loaded]
+        verdict.wrong += _too_small(name, unexcused, due[name], gap_events)
         verdict.wrong += _not_for(server, by_id)
         verdict.wrong += _out_of_order(server, by_id)
         verdict.wrong += _sent_again(name, ledger, kills_ms)

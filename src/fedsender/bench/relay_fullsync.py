@@ -1,0 +1,166 @@
+"""A full sync: a sender with nothing takes a relay's snapshot over, all in one process.
+
+`events` are rooms, `servers` the servers in each. The relay's log is real and on disk, the snapshot
+comes over a Unix socket, and the store is SQLite. Then one room in a hundred changes, and the
+sender that missed it syncs again: only what is new is written.
+"""
+
+import os
+import resource
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import trio
+
+from fedsender.bench.children import BenchFailed
+from fedsender.bench.meter import Options
+from fedsender.config import UnixAddress, from_values
+from fedsender.outside import Outside, real_outside
+from fedsender.relay.daemon import RelayDaemon, open_relay
+from fedsender.relay.disk import RealDisk
+from fedsender.relay.hub import listen
+from fedsender.replication.commands import Json
+from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.relay_feed import RelayFeed
+from fedsender.replication.relay_fetch import Fetcher
+from fedsender.replication.relay_link import RelaySettings, State, connect_relay
+from fedsender.replication.wire import Wire
+from fedsender.store import HomeserverSettings, StoreConfig, open_store
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.streams import Watermark
+
+SERVER: Final = "relay.test"
+AT_ONCE: Final = 1000
+PATIENCE_S: Final = 1800.0
+_BODY: Final = "x" * 400
+
+
+async def relay_fullsync(options: Options) -> dict[str, Any]:
+    """Seconds for the making, fetching and loading of a snapshot, and its size."""
+    rooms, servers = options.events, options.servers
+    with TemporaryDirectory(prefix="fedsender-bench-") as name:
+        figures = await _measure(Path(name), rooms, servers)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"rooms": rooms, "pairs": rooms * servers, **figures, "max_rss_mb": memory // 1024}
+
+
+async def _measure(directory: Path, rooms: int, servers: int) -> dict[str, Any]:
+    relay_config = {"directory": "relay", "disk_reserve": 0, "keep_min": 0}
+    config = from_values(
+        {"server_name": SERVER, "signing_key": "none", "relay": relay_config}, directory=directory
+    )
+    outside = real_outside()
+    socket = directory / "relay.sock"
+    doors = await listen([UnixAddress(socket)], None)
+    async with open_relay(config, RealDisk(), outside, doors) as relay:
+        names = [f"server{number}.example" for number in range(servers)]
+        await _append(relay, [[_hosts(room, names)] for room in range(rooms)])
+        await _append(relay, [[_event(room, 0)] for room in range(rooms)])
+        made_s = await _snapshot(relay)
+        store_config = StoreConfig(
+            HomeserverSettings("embedded", "bench", ("bench",)),
+            f"sqlite:///{directory}/homeserver.sqlite3",
+            f"sqlite:///{directory}/sender.sqlite3",
+        )
+        async with open_store(store_config, outside) as store:
+            first = await _sync(relay, socket, directory, store.homeserver, outside)
+            changed = range(0, rooms, 100)
+            await _append(relay, [[_event(room, 1)] for room in changed])
+            again_s = await _snapshot(relay)
+            second = await _sync(relay, socket, directory, store.homeserver, outside)
+    return {
+        "snapshot_s": round(made_s, 2),
+        **first,
+        "next_snapshot_s": round(again_s, 2),
+        "again": second,
+    }
+
+
+def _hosts(room: int, names: Sequence[str]) -> Json:
+    return ["hosts", [f"!room{room}:{SERVER}", list(names), []]]
+
+
+def _event(room: int, number: int) -> Json:
+    event = {
+        "type": "m.room.message",
+        "sender": f"@user:{SERVER}",
+        "room_id": f"!room{room}:{SERVER}",
+        "depth": number + 2,
+        "prev_events": ["$before"],
+        "content": {"msgtype": "m.text", "body": _BODY + os.urandom(100).hex()},
+    }
+    about = {"room_version": "11"}
+    return ["pdu", [f"!room{room}:{SERVER}", f"$event{room}.{number}", event, about]]
+
+
+async def _append(relay: RelayDaemon, records: Sequence[Sequence[Json]]) -> None:
+    for start in range(0, len(records), AT_ONCE):
+        async with trio.open_nursery() as nursery:
+            for record in records[start : start + AT_ONCE]:
+                nursery.start_soon(relay.log.append, record)
+
+
+async def _snapshot(relay: RelayDaemon) -> float:
+    """Make one, let the log go, and say how long the making took, in seconds."""
+    began = trio.current_time()
+    info = await relay.shelf.make()
+    took = trio.current_time() - began
+    # The newest file of the log always stays: so one more.
+    await _append(relay, [[_hosts(0, [])]])
+    await relay.log.drop_through(info.token)
+    return took
+
+
+class _Nobody:
+    """A sender that wants nothing."""
+
+    def __init__(self) -> None:
+        self.events = self.device_lists = self.receipts = Watermark()
+        self.edus: Any = self
+
+    def typing_reset(self) -> None: ...
+    def server_up(self, server: str) -> None: ...
+    def backoff_changed(self, server: str) -> None: ...
+    def to_device_changed(self, server: str) -> None: ...
+
+
+async def _sync(
+    relay: RelayDaemon, socket: Path, directory: Path, store: HomeserverStore, outside: Outside
+) -> dict[str, Any]:
+    """Follow the relay until level; what that took."""
+    settings = RelaySettings(Endpoint(UnixAddress(socket)), SERVER, "bench")
+    fetchers: list[Fetcher] = []
+
+    def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+        async def open_wire(nursery: trio.Nursery) -> Wire:
+            return (await connect_relay(settings, outside, nursery))[0]
+
+        fetchers.append(Fetcher(directory / "snapshot", RealDisk(), outside, open_wire))
+        return fetchers[0]
+
+    make = partial(RelayFeed, handles=lambda _server: True, make_fetcher=make_fetcher)
+    feed = make(settings, outside, store, _Nobody())
+    seen: dict[State, float] = {}
+    began = trio.current_time()
+    with trio.move_on_after(PATIENCE_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(feed.run)
+            while not (feed.status().level and feed.status().position >= relay.log.head):
+                seen.setdefault(feed.state, feed.state_since)
+                await trio.sleep(0.005)
+            nursery.cancel_scope.cancel()
+    if State.LOADING not in seen or not fetchers:
+        raise BenchFailed(f"there was no full sync: {feed.last_error}")
+    progress, level_at = fetchers[0].progress, trio.current_time()
+    return {
+        "fetch_s": round(seen[State.LOADING] - seen.get(State.FETCHING, began), 2),
+        "load_s": round(level_at - seen[State.LOADING], 2),
+        "total_s": round(level_at - began, 2),
+        "snapshot_mb": round(progress.bytes / 1e6, 2),
+        "fetched_mb": round(progress.fetched_bytes / 1e6, 2),
+        "files": progress.files,
+        "skipped": progress.skipped,
+    }

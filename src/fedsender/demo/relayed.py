@@ -1,0 +1,207 @@
+"""The demo's homeserver behind a relay, and two senders that know it only from there.
+
+Relay and senders are processes of their own, each with files of its own, as on three hosts. The
+relay keeps so little of its log that a sender that is away for a while needs a snapshot.
+"""
+
+import sqlite3
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fedsender.config import load
+from fedsender.demo.homeserver import LARGE_TEXT, Homeserver, Room, Step
+from fedsender.demo.process import (
+    SERVER_NAME,
+    DaemonDied,
+    DaemonProcess,
+    Daemons,
+    configuration,
+    open_daemon_process,
+    socket_in,
+    write_secret,
+)
+from fedsender.outside import Outside
+from fedsender.relay.client import NewRecord, Refused, RelayClient
+
+SHARDS = ("sender-1", "sender-2")
+BATCH = 50
+POLL_SECONDS = 0.2
+LEVEL_SECONDS = 60.0
+KEPT_BYTES = 4 * 64 * 1024
+"""What the relay keeps of its log: as little as it can be told to."""
+
+
+@dataclass(slots=True)
+class Relayed:
+    """What stands between homeserver and senders in such a run.
+
+    Attributes:
+        cut_off: the sender that is away; None: none is.
+    """
+
+    homeserver: Homeserver
+    relay: DaemonProcess
+    daemons: Daemons
+    client: RelayClient
+    cut_off: str | None = None
+
+    async def level(self) -> None:
+        """Wait until every sender holds all there is now; raises DaemonDied."""
+        upto = len(self.homeserver.steps)
+        with trio.move_on_after(LEVEL_SECONDS):
+            waiting = [daemon.directory for daemon in self.daemons.each.values()]
+            while True:
+                waiting = [at for at in waiting if await _in_thread(_position, at) < upto]
+                if not waiting:
+                    return
+                await trio.sleep(POLL_SECONDS)
+        raise DaemonDied(f"never came level with the relay\n{self.daemons.last_words()}")
+
+    async def lose(self, name: str) -> None:
+        """`kill -9` one sender; it stays away until it is `found` again."""
+        self.cut_off = name
+        await self.daemons.each[name].kill()
+
+    async def find(self, room: Room) -> None:
+        """Start the sender again, once the relay's log does not reach back to it any more.
+
+        Until then long things are said in `room`. Raises DaemonDied if that never happens.
+        """
+        assert self.cut_off is not None
+        daemon, self.cut_off = self.daemons.each[self.cut_off], None
+        held = await _in_thread(_position, daemon.directory)
+        with trio.move_on_after(LEVEL_SECONDS):
+            while (await self.client.position())[1] <= held + 1:
+                self.homeserver.say(room, size=LARGE_TEXT)
+                await trio.sleep(POLL_SECONDS)
+            await daemon.start()
+            return
+        raise DaemonDied(f"the relay kept its log\n{self.relay.last_words()}")
+
+    @property
+    def full_syncs(self) -> int:
+        """How many snapshots were taken over."""
+        return sum(daemon.count("relay_snapshot_loaded") for daemon in self.daemons.each.values())
+
+
+async def _in_thread(function: Any, directory: Path) -> Any:
+    return await trio.to_thread.run_sync(function, directory)
+
+
+def _position(directory: Path) -> int:
+    """Up to which token this sender's store has everything; 0 if it has none yet."""
+    try:
+        with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as connection:
+            query = "SELECT stream_id FROM federation_stream_position WHERE type = 'feed'"
+            row = connection.execute(query).fetchone()
+    except sqlite3.OperationalError:
+        return 0
+    return 0 if row is None else int(row[0])
+
+
+def loaded_events(directory: Path) -> set[str]:
+    """The events that came to this sender's store with a snapshot."""
+    query = "SELECT event_id FROM event_json WHERE internal_metadata LIKE '%stands_above%'"
+    with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as connection:
+        return {event_id for (event_id,) in connection.execute(query)}
+
+
+def _relay_configuration(directory: Path) -> Mapping[str, Any]:
+    return {
+        "server_name": SERVER_NAME,
+        "relay": {
+            "directory": "data",
+            "listen": [f"unix:{socket_in(directory, 'relay.sock')}"],
+            "intake": f"unix:{socket_in(directory, 'intake.sock')}",
+            "intake_token_file": "intake.token",
+            "segment_bytes": KEPT_BYTES // 4,
+            "segment_age": "2s",
+            "keep_min": 0,
+            "log_cap": KEPT_BYTES,
+            "disk_reserve": 0,
+            "snapshot_every": "2s",
+        },
+        "admin": {"listen": f"unix:{socket_in(directory, 'admin.sock')}"},
+    }
+
+
+def _shard_configuration(
+    directory: Path, name: str, relay: Path, ca_file: Path
+) -> Mapping[str, Any]:
+    feed = {"kind": "relay", "relay": {"address": f"unix:{relay / 'relay.sock'}"}}
+    return {
+        **configuration(directory, feed, ca_file),
+        "instance_name": name,
+        "signing_key": "../signing.key",
+        "homeserver": {"federation_sender_instances": list(SHARDS)},
+    }
+
+
+@asynccontextmanager
+async def open_relayed(
+    homeserver: Homeserver, directory: Path, ca_file: Path, outside: Outside
+) -> AsyncIterator[Relayed]:
+    """Relay and senders, running; what happens at the homeserver is told to the relay.
+
+    Raises:
+        DaemonDied: (in a group) one of them ended by itself while the body ran.
+    """
+    hub = directory / "relay"
+    hub.mkdir(mode=0o700)
+    token = outside.entropy(16).hex()
+    write_secret(hub / "intake.token", token + "\n")
+    async with AsyncExitStack() as stack:
+        start = partial(_start, stack, outside)
+        relay = await start(hub, _relay_configuration(hub), "relay")
+        shards: dict[str, DaemonProcess] = {}
+        for name in SHARDS:
+            place = directory / name
+            place.mkdir(mode=0o700)
+            config = _shard_configuration(place, name, hub, ca_file)
+            shards[name] = await start(place, config, "run")
+        first = load(shards[SHARDS[0]].directory / "config.yaml")
+        daemons = Daemons(shards, lambda server: SHARDS[0] if first.handles(server) else SHARDS[1])
+        client = await stack.enter_async_context(
+            RelayClient.at(f"unix:{hub / 'intake.sock'}", token)
+        )
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        nursery.start_soon(_tell, homeserver, client)
+        yield Relayed(homeserver, relay, daemons, client)
+        nursery.cancel_scope.cancel()
+
+
+async def _start(
+    stack: AsyncExitStack,
+    outside: Outside,
+    directory: Path,
+    config: Mapping[str, Any],
+    command: str,
+) -> DaemonProcess:
+    token = outside.entropy(16).hex()
+    return await stack.enter_async_context(open_daemon_process(directory, config, token, command))
+
+
+async def _tell(homeserver: Homeserver, client: RelayClient) -> None:
+    """Tell the relay every step, as one record each, so that its tokens are the steps'."""
+    told = 0
+    while True:
+        await homeserver.watermark.wait_past(told)
+        steps = homeserver.steps[told : told + BATCH]
+        try:
+            tokens = await client.append_all([_record(step) for step in steps])
+        except Refused as refused:
+            raise DaemonDied(f"the relay refuses step {told + 1}: {refused}") from refused
+        if tokens != [step.token for step in steps]:
+            raise DaemonDied(f"the relay counts otherwise: step {told + 1} is {tokens[0]}")
+        told += len(steps)
+        homeserver.asked.set()
+
+
+def _record(step: Step) -> NewRecord:
+    return NewRecord(step.rows, f"step {step.token}")

@@ -1,0 +1,116 @@
+"""The relay's endpoints for operators and machines; served as the daemon's are."""
+
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import structlog
+from fastapi import APIRouter, Depends, FastAPI, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from fedsender.admin.app import DESCRIBED, new_app
+from fedsender.admin.bodies import Body
+from fedsender.admin.client import PREFIX
+from fedsender.admin.refusal import Error, Refusal, json_answer, not_found
+from fedsender.admin.serving import Admin, serve_app
+from fedsender.relay.registry import Connected
+from fedsender.relay.status import RelayMetrics, Status, doubts, status_of
+from fedsender.telemetry import EXPOSITION_TYPE
+
+if TYPE_CHECKING:
+    from fedsender.relay.daemon import RelayDaemon
+
+log = structlog.get_logger()
+
+open_router = APIRouter(tags=["probes"])
+router = APIRouter(
+    prefix=f"{PREFIX}/relay",
+    tags=["relay"],
+    responses={status: {"model": Error} for status in (400, 401, 403, 404, 409)},
+)
+
+
+class Forget(Body):
+    """Whom to forget."""
+
+    name: str = Field(min_length=1, max_length=64, description="The consumer's name.")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the endpoints reach."""
+
+    relay: "RelayDaemon"
+    metrics: RelayMetrics
+
+
+# Async, or FastAPI would go through a thread for it.
+async def _parts_of(request: Request) -> Parts:
+    parts = request.app.state.parts
+    assert isinstance(parts, Parts)
+    return parts
+
+
+Reach = Annotated[Parts, Depends(_parts_of)]
+
+
+@open_router.get("/health", summary="200 while the loop turns and the disk answers")
+async def health(parts: Reach) -> Response:
+    hung = parts.relay.hub.hung()
+    return json_answer({"alive": not hung}, 503 if hung else 200)
+
+
+@open_router.get("/ready", summary="200 if facts are taken in and nothing is wrong, else 503")
+async def ready(parts: Reach) -> Response:
+    reasons = list(doubts(parts.relay))
+    return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+
+
+@open_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+async def metrics(parts: Reach) -> Response:
+    # It is small, and reads what only the loop may read.
+    return Response(parts.metrics.exposition(), media_type=EXPOSITION_TYPE)
+
+
+@router.get("", summary="The log, its consumers and snapshots")
+async def status(parts: Reach) -> Status:
+    return status_of(parts.relay)
+
+
+@router.post("/forget", summary="Remove a consumer that is not connected; its log may go")
+async def forget(request: Forget, parts: Reach) -> dict[str, str]:
+    relay = parts.relay
+    try:
+        relay.registry.forget(request.name)
+    except KeyError:
+        raise not_found("no consumer has that name") from None
+    except Connected as connected:
+        raise Refusal(409, "M_UNKNOWN", f"{connected}: stop it first") from None
+    await relay.registry.save()
+    relay.retention.look()
+    log.warning("relay_consumer_forgotten", consumer=request.name)
+    return {"forgotten": request.name}
+
+
+def build_app(parts: Parts | None) -> FastAPI:
+    """The application; without `parts` it can only be described."""
+    summary = "What a relay holds, and for whom"
+    app = new_app("fedsender relay", summary, f"{PREFIX}/relay/openapi.json", parts)
+    app.include_router(open_router)
+    app.include_router(router, dependencies=DESCRIBED)
+    return app
+
+
+def description() -> dict[str, Any]:
+    """The OpenAPI document."""
+    return build_app(None).openapi()
+
+
+def open_admin(relay: "RelayDaemon") -> AbstractAsyncContextManager[Admin]:
+    """The endpoint of this relay; raises as `serve_app` does."""
+    app = build_app(Parts(relay, RelayMetrics(relay)))
+    admin = relay.config.admin
+    return serve_app(
+        lambda: app, admin.listen, admin.token_file, relay.outside, "relay's admin endpoint"
+    )

@@ -1,0 +1,230 @@
+"""The homeserver's side of the append endpoint, for homeservers in Python.
+
+    async with RelayClient.at("unix:/run/fedsender/append.sock", token) as relay:
+        token = await relay.append([["pdu", [room_id, event_id, event, about]]], id=event_id)
+
+When `append` returns, the rows are on the relay's disk. It tries again, with the same id, for as
+long as the relay is away or its disk is full: cancel it to stop waiting. It runs on Trio and on
+asyncio.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import anyio
+import httpx
+
+from fedsender.config.values import TcpAddress, UnixAddress, parse_address
+from fedsender.relay.facts import EPHEMERAL_STREAMS
+from fedsender.replication.commands import Json
+
+PREFIX: Final = "/_fedsender/relay/v1"
+FIRST_WAIT_S: Final = 0.05
+LONGEST_WAIT_S: Final = 10.0
+# Longer than the endpoint takes before it gives up.
+TIMEOUT_S: Final = 90.0
+MAX_APPENDS: Final = 1000
+"""Records in one call."""
+
+
+class Refused(Exception):
+    """The relay has understood, and says no; trying again would not help.
+
+    Attributes:
+        status, errcode: of its answer.
+    """
+
+    def __init__(self, status: int, errcode: str, error: str) -> None:
+        super().__init__(f"{error} ({status} {errcode})")
+        self.status = status
+        self.errcode = errcode
+
+
+class ReservationLost(Refused):
+    """The reservation lapsed, or the relay was restarted. Reserve again, and append by that."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewRecord:
+    """A record to append: rows that belong together.
+
+    Attributes:
+        rows: as `relay.facts` says; none, with a reservation: the work came to nothing.
+        id: the caller's, the same whenever the same rows are sent.
+    """
+
+    rows: Sequence[Json]
+    id: str
+    reservation: str | None = None
+
+    def as_json(self) -> dict[str, Json]:
+        """The record as the endpoint takes it."""
+        said: dict[str, Json] = {"id": self.id, "rows": list(self.rows)}
+        if self.reservation is not None:
+            said["reservation"] = self.reservation
+        return said
+
+
+class RelayClient:
+    """Appends to one relay; for any number of tasks. See the module."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+
+    @classmethod
+    @asynccontextmanager
+    async def at(cls, address: str, token: str) -> AsyncIterator[RelayClient]:
+        """The client of the relay that listens at `host:port` or `unix:/path`.
+
+        Raises ValueError for an address that is none.
+        """
+        where = parse_address(address)
+        path = str(where.path) if isinstance(where, UnixAddress) else None
+        base = f"http://{where}" if isinstance(where, TcpAddress) else "http://relay"
+        async with httpx.AsyncClient(
+            base_url=base,
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+            timeout=TIMEOUT_S,
+            transport=httpx.AsyncHTTPTransport(uds=path),
+            trust_env=False,
+        ) as http:
+            yield cls(http)
+
+    async def append(
+        self, rows: Sequence[Json], *, id: str | None = None, reservation: str | None = None
+    ) -> int | None:
+        """Append one record; its token. Raises what `append_all` raises.
+
+        Args:
+            id: without one a random one is used, good for the retries of this call only.
+        """
+        record = NewRecord(rows, id or secrets.token_hex(16), reservation)
+        return (await self.append_all([record]))[0]
+
+    async def append_all(self, records: Sequence[NewRecord]) -> list[int | None]:
+        """Append records, in this order; their tokens, None where there were no rows.
+
+        Tries until they are on disk.
+
+        Raises:
+            Refused: a row that the relay does not take, an id that came with other rows, a token
+                that is not the relay's; none of them is there then, unless the id was.
+            ReservationLost.
+        """
+        body = {"appends": [record.as_json() for record in records]}
+        answer = await self._until_done("append", body)
+        tokens: list[int | None] = answer["tokens"]
+        return tokens
+
+    async def reserve(self, writer: str, count: int = 1) -> list[str]:
+        """Reserve places for work that begins. Raises Refused."""
+        answer = await self._until_done("reserve", {"writer": writer, "count": count})
+        places: list[str] = answer["reservations"]
+        return places
+
+    @asynccontextmanager
+    async def reserved(self, writer: str) -> AsyncIterator[str]:
+        """A place for the work in the body; given up if the body fails before it appended."""
+        (place,) = await self.reserve(writer)
+        try:
+            yield place
+        except BaseException:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(5):
+                await self._give_up(place)
+            raise
+
+    async def _give_up(self, place: str) -> None:
+        record = NewRecord((), secrets.token_hex(16), place)
+        try:
+            await self._ask("append", {"appends": [record.as_json()]})
+        except (Refused, _Later):
+            # Completed already, or gone; if not, it lapses.
+            return
+
+    async def ephemeral(self, **rows: Sequence[Json]) -> None:
+        """Hand on rows of `typing`, `receipts`, `presence`; tried once, lost if that fails.
+
+        Raises Refused.
+        """
+        if unknown := set(rows) - set(EPHEMERAL_STREAMS):
+            raise ValueError(f"no such stream: {', '.join(sorted(unknown))}")
+        try:
+            await self._ask("ephemeral", {name: list(each) for name, each in rows.items()})
+        except _Later:
+            return
+
+    async def position(self) -> tuple[str, int, int]:
+        """The log's epoch, oldest token and newest token. Raises Refused."""
+        answer = await self._until_done("position", None)
+        return answer["epoch"], answer["first"], answer["head"]
+
+    async def _until_done(self, what: str, body: dict[str, Json] | None) -> dict[str, Any]:
+        wait_s = FIRST_WAIT_S
+        while True:
+            try:
+                return await self._ask(what, body)
+            except _Later:
+                # All who wait for the same relay must not come back at the same moment.
+                await anyio.sleep(wait_s * random.uniform(0.5, 1.5))
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _ask(self, what: str, body: dict[str, Json] | None) -> dict[str, Any]:
+        try:
+            response = await self._http.send(self._request(what, body))
+            answer = response.json() if response.status_code != 502 else {}
+        except (httpx.TransportError, ValueError) as error:
+            raise _Later from error
+        if response.status_code == 200 and isinstance(answer, dict):
+            return answer
+        if response.status_code >= 500 or response.status_code == 408:
+            raise _Later
+        said = answer if isinstance(answer, dict) else {}
+        errcode, error_text = str(said.get("errcode")), str(said.get("error"))
+        kind = ReservationLost if errcode == "FEDSENDER_RESERVATION_GONE" else Refused
+        raise kind(response.status_code, errcode, error_text)
+
+    def _request(self, what: str, body: dict[str, Json] | None) -> httpx.Request:
+        if body is None:
+            return self._http.build_request("GET", f"{PREFIX}/{what}")
+        # Our own text, since httpx's would not take half a surrogate pair.
+        content = json.dumps(body, separators=(",", ":")).encode()
+        url = self._http.base_url.join(f"{PREFIX}/{what}")
+        size = {"Host": url.netloc.decode(), "Content-Length": str(len(content))}
+        headers = {**self._http.headers, **size}
+        return httpx.Request("POST", url, headers=headers, stream=_Body(content))
+
+
+class _Body(httpx.AsyncByteStream):
+    """A body that leaves no generator behind when the connection breaks off while it is sent."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return _Once(self._content)
+
+
+class _Once:
+    """Gives one piece."""
+
+    def __init__(self, content: bytes) -> None:
+        self._pieces = [content]
+
+    def __aiter__(self) -> _Once:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if not self._pieces:
+            raise StopAsyncIteration
+        return self._pieces.pop()
+
+
+class _Later(Exception):
+    """No answer, or one that says to come again."""

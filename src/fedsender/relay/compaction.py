@@ -1,0 +1,242 @@
+"""Compaction: the previous snapshot and the log behind it make the next snapshot.
+
+Writers and readers of the log are not disturbed: only sealed segments are read, and nothing is
+changed in place. Memory holds one part of the tables at a time, and of the log what the snapshot
+will: per room the newest event, and one more for each time that servers came or went.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+from fedsender.relay.disk import Disk
+from fedsender.relay.history import Hosts, Pdu, Room, collect, load_rooms
+from fedsender.relay.segment import Record
+from fedsender.relay.snapshot import (
+    MANIFEST,
+    PARTS,
+    UNFINISHED,
+    FileInfo,
+    Row,
+    SnapshotInfo,
+    encode_table,
+    file_name,
+    format_manifest,
+    is_whole,
+    parse_manifest,
+    part_of,
+    read_part,
+    remove_directory,
+    snapshot_id,
+)
+
+KEEP_LEFT_MS: Final = 30 * 86_400_000
+"""For so long a server that left is told of what made it leave, and a redaction is remembered."""
+ROOM_TABLES: Final = ("hosts", "heads", "events")
+
+
+def compact(
+    disk: Disk,
+    root: Path,
+    previous: SnapshotInfo | None,
+    records: Iterator[Record],
+    *,
+    token: int,
+    epoch: str,
+    now_ms: int,
+    edu_floor: int,
+    server_name: str,
+) -> SnapshotInfo:
+    """Make the snapshot at `token` below `root`. Blocks; for a worker thread.
+
+    Args:
+        previous: the snapshot at the token before the first record; None: the records are all.
+            It may be of another epoch whose tokens go on in this one.
+        records: all up to `token`, ascending.
+        edu_floor: every consumer has the EDUs up to this token.
+        server_name: the homeserver's.
+
+    Raises:
+        BadSnapshot: `previous` cannot be read; nothing was made.
+        DamagedSegment, OSError: nothing was made.
+    """
+    changes = collect(records, server_name, edu_floor)
+    directory = root / snapshot_id(token, epoch)
+    if previous is not None and previous.directory == directory and is_whole(disk, previous):
+        return previous
+    with _Making(disk, directory, previous) as making:
+        for part in range(PARTS):
+            making.rooms(part, changes.rooms.get(part), now_ms)
+            making.edus(part, changes.edus.get(part, []), edu_floor)
+            making.redactions(part, changes.redactions.get(part, []), now_ms)
+        return making.finish(token, epoch, now_ms)
+
+
+def import_base(
+    disk: Disk,
+    root: Path,
+    *,
+    rooms: Iterable[tuple[str, Sequence[str]]],
+    epoch: str,
+    now_ms: int,
+) -> SnapshotInfo:
+    """Make snapshot 0: the rooms there were, and the servers in them, before the log began.
+
+    Blocks; raises OSError.
+    """
+    parts: defaultdict[int, list[Row]] = defaultdict(list)
+    for room_id, hosts in rooms:
+        parts[part_of(room_id)] += [(room_id, host, 0, None, None, None) for host in hosts]
+    with _Making(disk, root / snapshot_id(0, epoch), None) as making:
+        for part in sorted(parts):
+            making.write("hosts", part, sorted(set(parts[part])))
+        return making.finish(0, epoch, now_ms)
+
+
+# --- the new directory ----------------------------------------------------------------------------
+
+
+class _Making:
+    """A snapshot in the making: a directory that goes if it is not finished."""
+
+    def __init__(self, disk: Disk, directory: Path, previous: SnapshotInfo | None) -> None:
+        self._disk = disk
+        self._directory = directory
+        self._unfinished = directory.with_name(directory.name + UNFINISHED)
+        self._previous = previous
+        self._files: list[FileInfo] = []
+        self._finished = False
+
+    def __enter__(self) -> _Making:
+        root = self._unfinished.parent
+        self._disk.make_directory(root)
+        self._disk.sync_directory(root.parent)
+        remove_directory(self._disk, self._unfinished)
+        self._disk.make_directory(self._unfinished)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if not self._finished:
+            # What cannot be removed now is removed at the next start.
+            with suppress(OSError):
+                remove_directory(self._disk, self._unfinished)
+
+    def _before(self, table: str, part: int) -> FileInfo | None:
+        return None if self._previous is None else self._previous.parts(table).get(part)
+
+    def _read(self, table: str, part: int) -> list[Row]:
+        file = self._before(table, part)
+        if file is None or self._previous is None:
+            return []
+        return read_part(self._disk, self._previous, file)
+
+    def rooms(self, part: int, changes: dict[str, list[Pdu | Hosts]] | None, now_ms: int) -> None:
+        """The three tables of rooms, one part of each."""
+        hosts = self._before("hosts", part)
+        oldest = None if hosts is None else hosts.oldest_ms
+        if not changes and (oldest is None or oldest >= now_ms - KEEP_LEFT_MS):
+            for table in ROOM_TABLES:
+                self._keep(self._before(table, part))
+            return
+        rooms = load_rooms({table: self._read(table, part) for table in ROOM_TABLES})
+        for room_id, story in (changes or {}).items():
+            room = rooms.setdefault(room_id, Room())
+            for what in story:
+                room.apply(what)
+        rows: dict[str, list[Row]] = {table: [] for table in ROOM_TABLES}
+        for room_id in sorted(rooms):
+            rooms[room_id].prune(now_ms - KEEP_LEFT_MS)
+            for table, found in rooms[room_id].rows(room_id).items():
+                rows[table] += found
+        left = [row[4] for row in rows["hosts"] if row[4] is not None]
+        self.write("hosts", part, rows["hosts"], min(left, default=None))
+        self.write("heads", part, rows["heads"])
+        self.write("events", part, rows["events"])
+
+    def edus(self, part: int, new: Sequence[Row], edu_floor: int) -> None:
+        """To-device messages that somebody may lack, and the newest device list of each user."""
+        rows: list[Row] = []
+        newest: dict[tuple[str, str], Row] = {}
+        for row in [*self._read("edus", part), *new]:
+            destination, token, number, kind, resync, text = row
+            if kind == "to_device":
+                if token > edu_floor:
+                    rows.append(row)
+                continue
+            key = (destination, _user_of(text))
+            before = newest.get(key)
+            # Who has not got the one before either must be told to ask for all.
+            missed = before is not None and before[1] > edu_floor
+            newest[key] = (destination, token, number, kind, resync or missed, text)
+        rows += newest.values()
+        self.write("edus", part, sorted(rows, key=lambda row: row[:3]))
+
+    def redactions(self, part: int, new: Sequence[Row], now_ms: int) -> None:
+        """Redactions of the last weeks."""
+        rows = {
+            (row[0], row[1]): row
+            for row in [*self._read("redactions", part), *new]
+            if row[2] >= now_ms - KEEP_LEFT_MS
+        }
+        self.write("redactions", part, sorted(rows.values()))
+
+    def _keep(self, file: FileInfo | None) -> None:
+        """Take a file of the previous snapshot over."""
+        if file is None or self._previous is None:
+            return
+        self._disk.link(self._previous.path(file.name), self._unfinished / file.name)
+        self._files.append(file)
+
+    def write(
+        self, table: str, part: int, rows: Sequence[Row], oldest_ms: int | None = None
+    ) -> None:
+        """One part of a table; nothing for no rows."""
+        if not rows:
+            return
+        content = encode_table(table, rows)
+        digest = sha256(content).hexdigest()
+        name = file_name(table, part, digest)
+        before = self._before(table, part)
+        if before is not None and before.sha256 == digest:
+            self._keep(before)
+            return
+        _write(self._disk, self._unfinished / name, content)
+        self._files.append(FileInfo(name, table, part, len(rows), len(content), digest, oldest_ms))
+
+    def finish(self, token: int, epoch: str, now_ms: int) -> SnapshotInfo:
+        """Write the manifest and give the directory its name."""
+        files = sorted(self._files, key=lambda file: file.name)
+        manifest = format_manifest(token, epoch, now_ms, files)
+        _write(self._disk, self._unfinished / MANIFEST, manifest)
+        self._disk.sync_directory(self._unfinished)
+        # Remains of one of the same name are in the way; a whole one says the same.
+        if self._disk.list(self._directory):
+            remove_directory(self._disk, self._directory)
+        self._disk.rename(self._unfinished, self._directory)
+        self._finished = True
+        self._disk.sync_directory(self._directory.parent)
+        info = parse_manifest(manifest, self._directory)
+        if not is_whole(self._disk, info):
+            raise OSError(f"{self._directory}: files are missing")
+        return info
+
+
+def _write(disk: Disk, path: Path, content: bytes) -> None:
+    file = disk.open(path, create=True)
+    try:
+        file.append(content)
+        file.fsync()
+    finally:
+        file.close()
+
+
+def _user_of(text: str) -> str:
+
+    user: str = json.loads(text)[1][2]
+    return user

@@ -1,0 +1,214 @@
+"""What a homeserver may tell the relay, and what becomes of it.
+
+A *record* is one token of the `events` stream: one or more rows that belong together. Its rows are
+those of `replication.rows` (pdu, hosts, redaction) and durable EDUs for one named server each:
+
+["edu", ["to_device", destination, message_id, content]]
+["edu", ["device_list", destination, user_id, device_id, content]]    content null: resync
+
+What is of use only now (typing, receipts, presence) never enters the log. It is handed to the
+consumers that are connected, as rows of streams of those names:
+
+typing    [room_id, [users that type now]]
+receipts  [room_id, receipt_type, user_id, event_id, thread_id or null, {"ts": ms}]
+presence  [user_id, state, last_active_ms, status or null, currently_active, [servers]]
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from fedsender.matrix import is_server_name
+from fedsender.replication.commands import Json
+from fedsender.replication.protocol import OWN_MAX_LINE
+from fedsender.replication.rows import BadRow, id_of, parse_row
+from fedsender.streams import FeedRow
+
+STREAM: Final = "events"
+EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence")
+
+MAX_ROWS: Final = 10_000
+"""Rows of one record. A reader takes more (`protocol.Batches`)."""
+MAX_RECORD_BYTES: Final = 4 * 2**20
+"""Bytes of one record's rows as JSON."""
+MAX_ROW_BYTES: Final = OWN_MAX_LINE - 64
+"""Bytes of one row as JSON; the rest of the line is `RDATA events` and the token."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToDeviceRow:
+    """A to-device message for a server. `content` is that of an `m.direct_to_device` EDU."""
+
+    destination: str
+    message_id: str
+    content: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceListRow:
+    """A user's device changed, and the server is to know.
+
+    Attributes:
+        content: that of an `m.device_list_update` EDU without `stream_id` and `prev_id`; None: the
+            server is to ask for the whole list.
+    """
+
+    destination: str
+    user_id: str
+    device_id: str
+    content: Mapping[str, object] | None
+
+
+RelayRow = FeedRow | ToDeviceRow | DeviceListRow
+
+
+def parse_relay_row(row: Json) -> RelayRow:
+    """The meaning of one row of the relay's `events` stream. Raises BadRow."""
+    match row:
+        case ["edu", ["to_device", destination, message_id, dict(content)]]:
+            return ToDeviceRow(_server(destination), id_of(message_id, "message id"), content)
+        case ["edu", ["device_list", destination, user_id, device_id, content]] if (
+            content is None or isinstance(content, dict)
+        ):
+            user = id_of(user_id, "user id")
+            return DeviceListRow(_server(destination), user, id_of(device_id, "device id"), content)
+        case ["edu", *_]:
+            raise BadRow("an edu row that is neither to_device nor device_list")
+    return parse_row(row)
+
+
+def _server(value: Json) -> str:
+    if not isinstance(value, str) or not is_server_name(value):
+        raise BadRow("the destination is not a server name")
+    return value
+
+
+# --- a record, checked and ready to be given a token ----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The rows of one record, checked, as JSON text in the form that never changes.
+
+    Attributes:
+        rows: one text per row, without line ends.
+        size: bytes of them all.
+    """
+
+    rows: tuple[bytes, ...]
+    size: int
+
+    def lines(self, token: int) -> bytes:
+        """The RDATA lines that tell a consumer of them."""
+        return lines_of(self.rows, token)
+
+    def check(self) -> int:
+        """A number that differs, almost surely, for other rows."""
+        return check_of(self.rows)
+
+
+def prepare(rows: Sequence[Json]) -> Prepared:
+    """Check the rows of one record and bring them into text. Raises BadRow."""
+    if not 1 <= len(rows) <= MAX_ROWS:
+        raise BadRow(f"a record of {len(rows)} rows, and 1 to {MAX_ROWS} are allowed")
+    texts = []
+    for number, row in enumerate(rows):
+        try:
+            parse_relay_row(row)
+            texts.append(_encode(row))
+        except (BadRow, ValueError, RecursionError) as bad:
+            why = bad if isinstance(bad, BadRow) else "not JSON"
+            raise BadRow(f"row {number}: {why}") from bad
+    size = sum(map(len, texts))
+    if size > MAX_RECORD_BYTES:
+        raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
+    return Prepared(tuple(texts), size)
+
+
+def _encode(row: Json) -> bytes:
+    """JSON in ASCII, keys sorted: the same whichever way the homeserver wrote it."""
+    try:
+        text = json.dumps(row, separators=(",", ":"), allow_nan=False, sort_keys=True).encode()
+    except (TypeError, ValueError, RecursionError) as bad:
+        raise BadRow("not JSON") from bad
+    if len(text) > MAX_ROW_BYTES:
+        raise BadRow(f"{len(text)} bytes, and {MAX_ROW_BYTES} are allowed")
+    return text
+
+
+def lines_of(rows: Sequence[bytes], token: int) -> bytes:
+    """RDATA lines of the stream `events`: all but the last say `batch` for a token."""
+    batch = b"".join([b"RDATA events batch %b\n" % row for row in rows[:-1]])
+    return b"%bRDATA events %d %b\n" % (batch, token, rows[-1])
+
+
+def rows_of(lines: bytes) -> list[bytes]:
+    """The rows in the RDATA lines of one or more records, as JSON text."""
+    return [line.split(b" ", 3)[3] for line in lines.split(b"\n")[:-1]]
+
+
+def check_of(rows: Sequence[bytes]) -> int:
+    """What `Prepared.check` gives, by the texts."""
+    return zlib.crc32(b"\n".join(rows))
+
+
+def without_edus(lines: bytes) -> bytes:
+    """RDATA lines of whole records without their edu rows, for who may not see those.
+
+    A record that has only edu rows leaves nothing: the next token, or a POSITION, says as much.
+    """
+    if b' ["edu",' not in lines:
+        return lines
+    kept: list[bytes] = []
+    record: list[bytes] = []
+    for line in lines.split(b"\n")[:-1]:
+        _, _, token, row = line.split(b" ", 3)
+        if not row.startswith(b'["edu",'):
+            record.append(row)
+        if token != b"batch":
+            if record:
+                kept.append(lines_of(record, int(token)))
+            record = []
+    return b"".join(kept)
+
+
+# --- what is of use only now ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ephemeral:
+    """A row of one of `EPHEMERAL_STREAMS`, checked, as JSON text."""
+
+    stream: str
+    row: bytes
+
+
+def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:
+    """Check a row of an ephemeral stream. Raises BadRow."""
+    match (stream, row):
+        case ("typing", [room_id, list(users)]):
+            id_of(room_id, "room id")
+            for user in users:
+                id_of(user, "user id")
+        case ("receipts", [room_id, kind, user_id, event_id, thread_id, dict()]):
+            for value, what in ((room_id, "room id"), (kind, "receipt type")):
+                id_of(value, what)
+            for value, what in ((user_id, "user id"), (event_id, "event id")):
+                id_of(value, what)
+            if thread_id is not None:
+                id_of(thread_id, "thread id")
+        case ("presence", [user_id, str(), int(), status, bool(), list(servers)]):
+            id_of(user_id, "user id")
+            if not (status is None or isinstance(status, str)):
+                raise BadRow("the status is not a text")
+            for server in servers:
+                _server(server)
+        case _ if stream in EPHEMERAL_STREAMS:
+            raise BadRow(f"a {stream} row with other fields than it should have")
+        case _:
+            raise BadRow("neither typing nor receipts nor presence")
+    return Ephemeral(stream, _encode(row))

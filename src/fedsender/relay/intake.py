@@ -1,0 +1,293 @@
+"""Taking in: one order for several writers, and each append once, however often it is sent.
+
+A homeserver with several writers *reserves* a place in the stream before it works and *completes*
+it with what came of it (seed: streams). Places are given tokens in the order in which they were
+reserved, so what comes later in that order waits for what is still being worked on; a place that
+nobody completes lapses, or one dead writer would hold all. Who reserves nothing is put behind
+whatever was reserved before.
+
+A place lives in memory: after a restart of the relay it is gone, and its writer reserves again.
+What was appended is known by the caller's id, which the log keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+import trio
+
+from fedsender.outside import Outside
+from fedsender.relay.appending import Call
+from fedsender.relay.facts import Ephemeral, Prepared, prepare, prepare_ephemeral
+from fedsender.relay.log import Full, KeyReused, Log, LogBroken
+from fedsender.relay.segment import KEY_BYTES
+from fedsender.replication.commands import Json
+from fedsender.replication.rows import BadRow
+from fedsender.streams import Fact, IdGenerator, Moved
+
+log = structlog.get_logger()
+
+MAX_APPENDS: Final = 1000
+MAX_ID_BYTES: Final = 255
+
+
+class ReservationGone(Exception):
+    """There is no such place (any more): it lapsed, or the relay began anew. Reserve again."""
+
+
+class Busy(Exception):
+    """Too much is under way already. Try again later."""
+
+
+class Waiting(Exception):
+    """The append waits for a place before its own. It keeps its place: ask again, by its id."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeSettings:
+    """What is waited for, and how much.
+
+    Attributes:
+        lapse_s: a reservation that is not completed for so long is given up.
+        wait_s: an append that waits for others is answered after so long.
+        max_places: places that are reserved and not completed, and likewise appends that wait.
+        max_held_bytes: the rows of the latter.
+    """
+
+    lapse_s: float = 60.0
+    wait_s: float = 20.0
+    max_places: int = 1024
+    max_held_bytes: int = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """One record to be.
+
+    Attributes:
+        id: the caller's; the same for the same rows, and for no others.
+        rows: none: the work that a place was reserved for came to nothing.
+        reservation: its place; None: behind all that are reserved.
+    """
+
+    id: str
+    rows: Sequence[Json]
+    reservation: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A reserved place: whose it is, its number in the stream, since when (seconds)."""
+
+    writer: str
+    number: int
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """An append on its way: what it is, and what came of it once its turn has come."""
+
+    key: bytes
+    record: Prepared
+    call: Call | None = None
+    error: Exception | None = None
+    submitted: trio.Event = field(default_factory=trio.Event)
+
+
+# To the generator all places are of one writer: its position is the linear one then.
+_WRITER: Final = "intake"
+
+
+class Intake:
+    """See the module.
+
+    Args:
+        publish: hands what is of use only now to whoever is connected; returns at once.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        outside: Outside,
+        publish: Callable[[Ephemeral], None],
+        settings: IntakeSettings | None = None,
+    ) -> None:
+        self.log = log
+        self.publish = publish
+        self.settings = settings or IntakeSettings()
+        # A place of an earlier life of the relay must not be taken for one of ours.
+        self._life = outside.entropy(6).hex()
+        self._places = IdGenerator[_Held](0, (_WRITER,))
+        # Not completed, oldest first; and what waits for one of them.
+        self._open: dict[str, _Place] = {}
+        self._held: dict[bytes, _Held] = {}
+        self._held_bytes = 0
+        self.lapsed = 0
+        """Places that were given up."""
+
+    # --- places -----------------------------------------------------------------------------------
+
+    def reserve(self, writer: str, count: int) -> list[str]:
+        """Reserve places, in this order. Raises Busy."""
+        self._lapse()
+        if len(self._open) + count > self.settings.max_places:
+            raise Busy(f"{len(self._open)} places are reserved already")
+        names = []
+        for _ in range(count):
+            number = self._places.reserve(_WRITER)
+            name = f"{self._life}-{number}"
+            self._open[name] = _Place(writer, number, trio.current_time())
+            names.append(name)
+        return names
+
+    def holder(self) -> tuple[str, float] | None:
+        """The writer of the oldest place that is not completed, and for how many seconds."""
+        for place in self._open.values():
+            return place.writer, trio.current_time() - place.since
+        return None
+
+    def _lapse(self) -> None:
+        """Give up the places that are too old."""
+        for name, place in list(self._open.items()):
+            # The same sum as in `_token`, or rounding would have that one wait for no time at all.
+            if trio.current_time() < place.since + self.settings.lapse_s:
+                return
+            log.warning("a reserved place lapsed", writer=place.writer)
+            self.lapsed += 1
+            self._complete(name, ())
+
+    def _complete(self, name: str, held: Sequence[_Held]) -> None:
+        self._release(self._places.complete(self._open.pop(name).number, held))
+
+    def _release(self, said: Sequence[Fact[_Held] | Moved]) -> None:
+        """The turn of these has come, in this order."""
+        for fact in said:
+            for held in fact.rows if isinstance(fact, Fact) else ():
+                del self._held[held.key]
+                self._held_bytes -= held.record.size
+                self._submit(held)
+
+    def _submit(self, held: _Held) -> None:
+        try:
+            held.call = self.log.submit([(held.key, held.record)])
+        except (KeyReused, Full, LogBroken) as error:
+            held.error = error
+        held.submitted.set()
+
+    # --- appending --------------------------------------------------------------------------------
+
+    async def append(self, appends: Sequence[Append]) -> list[int | None]:
+        """Take records in this order; their tokens once all are durable, None for no rows.
+
+        Raises:
+            BadRow, ReservationGone: something is wrong with one of them; none was taken.
+            KeyReused: an id came with other rows before; the others may have been taken.
+            Busy, Waiting, Full, LogBroken, OSError: not all are durable; send them all again.
+        """
+        checked = [_checked(number, each) for number, each in enumerate(appends)]
+        self._lapse()
+        if not self._open and all(held and not each.reservation for each, held in checked):
+            tokens = await self.log.append_all(
+                [(held.key, held.record) for _, held in checked if held is not None]
+            )
+            return list(tokens)
+        self._check_places(checked)
+        entered = [self._enter(each, held) for each, held in checked]
+        return [None if held is None else await self._token(held) for held in entered]
+
+    def _check_places(self, checked: Sequence[tuple[Append, _Held | None]]) -> None:
+        """Raises ReservationGone, BadRow, KeyReused, Busy."""
+        named: set[str] = set()
+        oldest = min((place.number for place in self._open.values()), default=0)
+        size = self._held_bytes
+        count = len(self._held)
+        for each, held in checked:
+            if held is not None and (self._waits(held) or self.log.knows(held.key, held.record)):
+                continue
+            name = each.reservation
+            if name in named:
+                raise BadRow(f"reservation {name} is used twice")
+            if name is not None:
+                named.add(name)
+                if name not in self._open:
+                    raise ReservationGone(f"{each.id}: its reservation has lapsed; reserve again")
+                # What all wait for is let in, however much waits.
+                if self._open[name].number == oldest:
+                    continue
+            size += 0 if held is None else held.record.size
+            count += 1
+            if size > self.settings.max_held_bytes or count > self.settings.max_places:
+                raise Busy(f"{count} appends wait for a place that {self.holder()} holds")
+
+    def _waits(self, held: _Held) -> bool:
+        """Whether the same append waits already. Raises KeyReused."""
+        other = self._held.get(held.key)
+        if other is not None and other.record != held.record:
+            raise KeyReused("this id came with other rows, which wait for their place")
+        return other is not None
+
+    def _enter(self, each: Append, held: _Held | None) -> _Held | None:
+        """Give an append its place, or find that it has one."""
+        name = each.reservation if each.reservation in self._open else None
+        if held is not None and self._waits(held):
+            return self._held[held.key]
+        if held is None or self.log.knows(held.key, held.record):
+            if name is not None:
+                self._complete(name, ())
+            if held is not None:
+                self._submit(held)
+            return held
+        self._held[held.key] = held
+        self._held_bytes += held.record.size
+        if name is not None:
+            self._complete(name, (held,))
+        else:
+            number = self._places.reserve(_WRITER)
+            self._release(self._places.complete(number, (held,)))
+        return held
+
+    async def _token(self, held: _Held) -> int:
+        """Wait until its turn has come and it is durable."""
+        deadline = trio.current_time() + self.settings.wait_s
+        while not held.submitted.is_set():
+            oldest = min((place.since for place in self._open.values()), default=0.0)
+            with trio.move_on_at(min(deadline, oldest + self.settings.lapse_s)):
+                await held.submitted.wait()
+            self._lapse()
+            if not held.submitted.is_set() and trio.current_time() >= deadline:
+                writer, seconds = self.holder() or ("nobody", 0.0)
+                raise Waiting(f"{writer} has held a place before it for {seconds:.0f} s")
+        if held.error is not None:
+            raise held.error
+        assert held.call is not None
+        return (await held.call.tokens_when_durable())[0]
+
+    def ephemeral(self, rows: Sequence[tuple[str, Json]]) -> None:
+        """Hand on what is of use only now. Raises BadRow; then nothing was handed on."""
+        checked = [prepare_ephemeral(stream, row) for stream, row in rows]
+        for each in checked:
+            self.publish(each)
+
+
+def _checked(number: int, each: Append) -> tuple[Append, _Held | None]:
+    """An append with its rows prepared. Raises BadRow, which says the number of it."""
+    try:
+        if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
+            raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
+        if not each.rows and each.reservation is not None:
+            return each, None
+        return each, _Held(key_of(each.id), prepare(each.rows))
+    except UnicodeEncodeError as bad:
+        raise BadRow(f"append {number}: the id is not Unicode") from bad
+    except BadRow as bad:
+        raise BadRow(f"append {number}: {bad}") from bad
+
+
+def key_of(caller_id: str) -> bytes:
+    """What an id is remembered by: 16 bytes, however long it is."""
+    return hashlib.blake2b(caller_id.encode(), digest_size=KEY_BYTES).digest()

@@ -1,0 +1,201 @@
+"""The endpoint that a homeserver appends to, over HTTP."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Security
+from fastapi.security import HTTPBearer
+from pydantic import Field
+from starlette.responses import Response
+
+from fedsender.admin.access import Bounds
+from fedsender.admin.app import new_app
+from fedsender.admin.bodies import Body
+from fedsender.admin.refusal import Error, Refusal, json_answer
+from fedsender.admin.serving import Admin, serve_app
+from fedsender.config import Address
+from fedsender.outside import Outside
+from fedsender.relay.facts import EPHEMERAL_STREAMS, MAX_ROWS
+from fedsender.relay.intake import (
+    MAX_APPENDS,
+    MAX_ID_BYTES,
+    Append,
+    Busy,
+    Intake,
+    ReservationGone,
+    Waiting,
+)
+from fedsender.relay.log import Full, KeyReused, LogBroken
+from fedsender.replication.rows import BadRow
+
+T = TypeVar("T")
+
+PREFIX: Final = "/_fedsender/relay/v1"
+OPENAPI_PATH: Final = f"{PREFIX}/openapi.json"
+BOUNDS: Final = Bounds(body_bytes=8 * 2**20, requests=128, setting="relay.intake_token_file")
+RETRY_AFTER_MS: Final = 1000
+
+router = APIRouter(
+    prefix=PREFIX,
+    tags=["relay"],
+    responses={status: {"model": Error} for status in (400, 401, 403, 409, 413, 503)},
+)
+
+
+class OneAppend(Body):
+    """One record: rows that belong together, and come to a sender together."""
+
+    id: str = Field(
+        min_length=1,
+        max_length=MAX_ID_BYTES,
+        description="The caller's, for the same rows always the same and for others never. "
+        "An append that comes again with its id is answered with the token it has.",
+    )
+    rows: list[Any] = Field(
+        max_length=MAX_ROWS,
+        description='["pdu", [room_id, event_id, event, {"room_version", "plus", "minus", '
+        '"internal_metadata"}]], ["hosts", [room_id, [joined], [left]]], '
+        '["redaction", [event_id, target]], '
+        '["edu", ["to_device", server, message_id, content]] or '
+        '["edu", ["device_list", server, user_id, device_id, content or null]]. '
+        "None, with a reservation: the work came to nothing.",
+    )
+    reservation: str | None = Field(
+        default=None, max_length=64, description="Its place; none: behind all that are reserved."
+    )
+
+
+class Appends(Body):
+    """Records in the order in which they are to stand."""
+
+    appends: list[OneAppend] = Field(min_length=1, max_length=MAX_APPENDS)
+
+
+class Reserve(Body):
+    """Places in the stream, for work that is about to begin."""
+
+    writer: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$", description="Who; shown to operators.")
+    count: int = Field(default=1, ge=1, le=100)
+
+
+class EphemeralRows(Body):
+    """What is of use only now."""
+
+    typing: list[Any] = Field(
+        default=[], max_length=MAX_APPENDS, description="[room_id, [users that type now]]"
+    )
+    receipts: list[Any] = Field(
+        default=[],
+        max_length=MAX_APPENDS,
+        description='[room_id, receipt_type, user_id, event_id, thread_id or null, {"ts": ms}]',
+    )
+    presence: list[Any] = Field(
+        default=[],
+        max_length=MAX_APPENDS,
+        description="[user_id, state, last_active_ms, status or null, currently_active, [servers]]",
+    )
+
+
+# Async, or FastAPI would go through a thread for it.
+async def _intake_of(request: Request) -> Intake:
+    intake = request.app.state.parts
+    assert isinstance(intake, Intake)
+    return intake
+
+
+Reach = Annotated[Intake, Depends(_intake_of)]
+
+
+@router.post("/append", summary="Append records; 200: all are on disk")
+async def append(request: Appends, intake: Reach) -> Response:
+    """`{"epoch": "...", "tokens": [...]}`, a token per append (null where there were no rows).
+
+    After anything but a 200, or none, some may be there: send the same again, with the same ids.
+    409 FEDSENDER_RESERVATION_GONE: reserve again. 409 FEDSENDER_ID_REUSED: an id came with other
+    rows before. 503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later.
+    """
+    appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
+    tokens = await _taken(lambda: intake.append(appends))
+    return json_answer({"epoch": intake.log.epoch, "tokens": tokens})
+
+
+@router.post("/reserve", summary="Reserve places, in this order")
+async def reserve(request: Reserve, intake: Reach) -> Response:
+    """`{"reservations": [...], "lapse_ms": 60000}`. Each is to be completed by an append within
+    that time, or is given up; whatever is appended meanwhile waits for it."""
+
+    async def take() -> list[str]:
+        return intake.reserve(request.writer, request.count)
+
+    places = await _taken(take)
+    lapse_ms = round(intake.settings.lapse_s * 1000)
+    return json_answer({"reservations": places, "lapse_ms": lapse_ms})
+
+
+@router.post("/ephemeral", summary="Hand on typing, receipts and presence to who is connected")
+async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
+    """`{}`. Nothing of it is kept: a sender that is not connected never learns of it."""
+    rows = [(stream, row) for stream in EPHEMERAL_STREAMS for row in getattr(request, stream)]
+
+    async def hand_on() -> None:
+        intake.ephemeral(rows)
+
+    await _taken(hand_on)
+    return json_answer({})
+
+
+@router.get("/position", summary="How far the log goes")
+async def position(intake: Reach) -> Response:
+    """`{"epoch": "...", "first": 1, "head": 0}`: the oldest token in the log, and the newest."""
+    log = intake.log
+    return json_answer({"epoch": log.epoch, "first": log.first, "head": log.head})
+
+
+async def _taken(take: Callable[[], Awaitable[T]]) -> T:
+    """What `take` gives, its errors as refusals."""
+    later = {"retry_after_ms": RETRY_AFTER_MS}
+    try:
+        return await take()
+    except BadRow as bad:
+        raise Refusal(400, "M_BAD_JSON", str(bad)) from bad
+    except KeyReused as reused:
+        raise Refusal(409, "FEDSENDER_ID_REUSED", str(reused)) from reused
+    except ReservationGone as gone:
+        raise Refusal(409, "FEDSENDER_RESERVATION_GONE", str(gone)) from gone
+    except Waiting as waiting:
+        raise Refusal(503, "FEDSENDER_WAITING", str(waiting), later) from waiting
+    except Busy as busy:
+        raise Refusal(503, "FEDSENDER_BUSY", str(busy), later) from busy
+    except Full as full:
+        raise Refusal(503, "FEDSENDER_FULL", str(full), later) from full
+    except (OSError, LogBroken) as error:
+        raise Refusal(503, "FEDSENDER_DISK", str(error), later) from error
+
+
+def build_app(intake: Intake | None) -> FastAPI:
+    """The application; without an intake it can only be described."""
+    summary = "Where a homeserver appends what its federation senders are to send"
+    app = new_app("fedsender relay", summary, OPENAPI_PATH, intake)
+    text = f"The text of {BOUNDS.setting}."
+    bearer = Security(HTTPBearer(auto_error=False, description=text))
+    app.include_router(router, dependencies=[bearer])
+    return app
+
+
+@asynccontextmanager
+async def serve_intake(
+    intake: Intake, listen: Address, token_file: Path | None, outside: Outside
+) -> AsyncIterator[Admin]:
+    """The endpoint, answering until the body is left. Raises ConfigError, CannotListen."""
+    app = build_app(intake)
+    async with serve_app(
+        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS
+    ) as served:
+        yield served
+
+
+def description() -> dict[str, Any]:
+    """The OpenAPI document."""
+    return build_app(None).openapi()

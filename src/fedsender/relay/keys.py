@@ -1,0 +1,67 @@
+"""Which of the newest records came under which key, so that a repeated append is told its token."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from fedsender.relay.cursor import read_range
+from fedsender.relay.disk import Disk
+from fedsender.relay.facts import check_of, rows_of
+from fedsender.relay.segment import NO_KEY, SegmentInfo
+
+
+class KeyReused(ValueError):
+    """A key that already stands for other rows."""
+
+
+class Keys:
+    """The keys of the last `window` tokens. They are in the log, so a restart finds them again."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._known: dict[bytes, tuple[int, int]] = {}
+        self._order: deque[tuple[int, bytes]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, key: bytes, token: int, check: int) -> None:
+        """The rows that `check` came of were given this token."""
+        if key != NO_KEY:
+            self._known[key] = (token, check)
+            self._order.append((token, key))
+        while self._order and self._order[0][0] <= token - self._window:
+            old_token, old_key = self._order.popleft()
+            if self._known.get(old_key, (0, 0))[0] == old_token:
+                del self._known[old_key]
+
+    def token(self, key: bytes, check: int) -> int | None:
+        """The token that was given under this key, if it is remembered.
+
+        Raises KeyReused if it was for other rows.
+        """
+        found = self._known.get(key)
+        if found is None:
+            return None
+        if found[1] != check:
+            raise KeyReused(f"this id was given to other rows, which have token {found[0]}")
+        return found[0]
+
+
+def load_keys(segments: tuple[SegmentInfo, ...], disk: Disk, window: int, max_bytes: int) -> Keys:
+    """The keys in the newest segments, of which not more than `max_bytes` are read. Blocks.
+
+    Raises DamagedSegment, OSError.
+    """
+    keys = Keys(window)
+    newest: list[SegmentInfo] = []
+    size = 0
+    for info in reversed(segments):
+        size += info.bytes
+        if newest and (size > max_bytes or info.last <= segments[-1].last - window):
+            break
+        newest.insert(0, info)
+    after = max(newest[0].first - 1, segments[-1].last - window) if newest else 0
+    for frame in read_range(tuple(newest), disk, after):
+        keys.add(frame.key, frame.token, check_of(rows_of(frame.payload)))
+    return keys

@@ -1,0 +1,372 @@
+"""Fuzzing of everything that the relay reads: lines, rows, segments, manifests, its own files.
+
+`python -m tests.relay.fuzz_lines N [TARGET...] [--seed S]` gives each target N inputs: mostly good
+ones that were spoiled a little. Held: no error but the parser's own, no input that takes seconds,
+no memory that grows; and of a spoiled segment no record is believed that was not written.
+"""
+
+import argparse
+import json
+import random
+import resource
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from tests.relay.log_support import hosts, pdu, to_device
+from tests.relay.memory_disk import MemoryDisk
+
+from fedsender.relay.consumer import Consumer, read_records, to_json
+from fedsender.relay.disk import File
+from fedsender.relay.facts import (
+    lines_of,
+    parse_relay_row,
+    prepare,
+    prepare_ephemeral,
+    rows_of,
+    without_edus,
+)
+from fedsender.relay.recovery import Epoch, read_epoch, write_epoch
+from fedsender.relay.segment import (
+    HEADER_BYTES,
+    DamagedSegment,
+    Header,
+    SegmentInfo,
+    encode_header,
+    encode_mark,
+    encode_record,
+    encode_trailer,
+    examine,
+    read_header,
+    read_trailer,
+    segment_name,
+)
+from fedsender.relay.segment import read_records as read_frames_of
+from fedsender.relay.snapshot import (
+    BadSnapshot,
+    FileInfo,
+    file_name,
+    format_manifest,
+    parse_manifest,
+)
+from fedsender.replication.commands import Rdata
+from fedsender.replication.protocol import (
+    OWN_MAX_LINE,
+    BadLine,
+    Batches,
+    Connection,
+    Dialect,
+    UnsendableCommand,
+    parse_command,
+)
+from fedsender.replication.rows import BadRow
+
+SLOW_S: Final = 5.0
+GROWTH_BYTES: Final = 256 * 2**20
+PATH: Final = Path("/relay/log") / segment_name(11)
+EPOCH: Final = "9f1c0a77d2e4b358"
+
+LINES: Final = [
+    b"SERVER hs.example",
+    b"RELAY 1 9f1c0a77d2e4b358 events 120001 184220",
+    b"PING 1790000000000",
+    b"NAME sender-2",
+    b"AUTH secret",
+    b"REPLICATE events 184211 9f1c0a77d2e4b358",
+    b"REPLICATE events NOW",
+    b"REPLICATE ",
+    b"POSITION events 184220",
+    b"ACK events 184220",
+    b"RESYNC events GAP 120001 184220",
+    b"JOIN events",
+    b"SNAPSHOT events 00000000000000180000.9f1c0a77 180000 48 11423110 " + b"6b1f" * 16,
+    b"FETCH 00000000000000180000.9f1c0a77 manifest.json 0",
+    b"ERROR SLOW too slow",
+    b"REMOTE_SERVER_UP b.example",
+    *lines_of(prepare([pdu(1), hosts(1), to_device(1)]).rows, 184212).splitlines(),
+    b'RDATA typing 5 ["!r:hs.example",["@a:hs.example"]]',
+]
+ODD: Final = [b"\n", b"\r\n", b" ", b"\0", b"\xff", b"[" * 200, b"9" * 30, b'"', b"\\ud800", b"NaN"]
+ROWS: Final = [
+    pdu(1),
+    hosts(1),
+    to_device(1),
+    ["redaction", ["$a", "$b"]],
+    ["edu", ["device_list", "b.example", "@a:hs.example", "DEV", None]],
+    ["edu", ["device_list", "b.example", "@a:hs.example", "DEV", {"keys": {}}]],
+]
+NOW_ROWS: Final = [
+    ("typing", ["!r:hs.example", ["@a:hs.example"]]),
+    ("receipts", ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]),
+    ("presence", ["@a:hs.example", "online", 5, None, True, ["b.example"]]),
+]
+VALUES: Final[list[object]] = [
+    None, True, 0, -1, 2**63, 10**400, 0.5, float("nan"), "", "\0", "\ud800", "x" * 300, [], {},
+]  # fmt: skip
+
+
+def spoil(rng: random.Random, data: bytes, splices: list[bytes]) -> bytes:
+    """A few of: bits flipped, bytes cut, doubled, zeroed, or something else put in."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randint(0, len(found))
+        end = min(len(found), at + rng.choice((1, 1, 4, 40, 600)))
+        match rng.randrange(6):
+            case 0 if at < len(found):
+                found[at] ^= 1 << rng.randrange(8)
+            case 1:
+                del found[at:end]
+            case 2:
+                found[at:at] = found[at:end]
+            case 3:
+                found[at:end] = bytes(end - at)
+            case 4:
+                found[at:end] = rng.randbytes(end - at)
+            case _:
+                found[at:at] = rng.choice(splices)
+    return bytes(found)
+
+
+def spoil_json(rng: random.Random, value: object) -> object:
+    """The value with something in it that is of another kind."""
+    if rng.random() < 0.2 or not isinstance(value, list | dict) or not value:
+        return rng.choice(VALUES)
+    if isinstance(value, list):
+        number = rng.randrange(len(value))
+        return [*value[:number], spoil_json(rng, value[number]), *value[number + 1 :]]
+    name = rng.choice(list(value))
+    return {**value, name: spoil_json(rng, value[name])}
+
+
+# --- the targets ----------------------------------------------------------------------------------
+
+
+def fuzz_lines(rng: random.Random) -> None:
+    """Bytes of a peer, in pieces: commands, or BadLine; what was understood can be said again."""
+    data = b"\n".join(rng.choices(LINES, k=rng.randint(1, 4))) + b"\n"
+    data = spoil(rng, data, ODD)
+    peer = Connection(max_line=OWN_MAX_LINE)
+    batches = Batches(max_rows=10, max_bytes=10_000)
+    at = 0
+    while at < len(data):
+        size = rng.choice((1, 7, 200, 10_000)) if len(data) < 2000 else 10_000
+        peer.receive_data(data[at : at + size])
+        at += size
+        try:
+            while (command := peer.next_command()) is not None:
+                if isinstance(command, Rdata):
+                    batches.add(command)
+                    parse_relay_row(command.row)
+                said = peer.encode(command).decode().rstrip("\n")
+                assert parse_command(said, Dialect.OLD) == command, said
+        except (BadLine, BadRow, UnsendableCommand):
+            continue
+        except ValueError as error:
+            # A row may hold a number that Python will not write out; then it cannot be sent.
+            if "integer string conversion" not in str(error):
+                raise
+
+
+def fuzz_rows(rng: random.Random) -> None:
+    """A homeserver's rows: prepared, or BadRow; what is prepared comes back as it was."""
+    rows = rng.choices(ROWS, k=rng.randint(1, 3))
+    spoiled = rows if rng.random() < 0.2 else spoil_json(rng, rows)
+    if not isinstance(spoiled, list):
+        return
+    try:
+        prepared = prepare(spoiled)
+    except BadRow:
+        pass
+    else:
+        lines = prepared.lines(rng.randint(1, 2**63 - 1))
+        assert lines.count(b"\n") == len(spoiled)
+        assert [json.loads(row) for row in rows_of(lines)] == spoiled
+        assert b'["edu"' not in b"".join(
+            line.split(b" ", 3)[3][:7] for line in without_edus(lines).splitlines()
+        )
+    stream, row = rng.choice(NOW_ROWS)
+    try:
+        prepare_ephemeral(stream, spoil_json(rng, row))
+    except BadRow:
+        return
+
+
+class _Bytes:
+    """A file that only gives."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def pread(self, size: int, offset: int) -> bytes:
+        return self._content[offset : offset + size] if offset >= 0 else b""
+
+    def size(self) -> int:
+        return len(self._content)
+
+    def append(self, data: bytes) -> None:
+        raise AssertionError
+
+    def truncate(self, size: int) -> None:
+        raise AssertionError
+
+    def fsync(self) -> None:
+        raise AssertionError
+
+    def close(self) -> None:
+        return
+
+
+def _segment() -> tuple[bytes, list[bytes], dict[int, bytes]]:
+    """A segment in the making, its frames, and the records in it."""
+    frames: list[bytes] = []
+    records: dict[int, bytes] = {}
+    for token in range(11, 19):
+        lines = prepare([pdu(token), hosts(token)][: 1 + token % 2]).lines(token)
+        records[token] = lines
+        frames.append(encode_record(token, token, bytes(16), lines))
+        if token % 3 == 0:
+            frames.append(encode_mark(token, token))
+    return encode_header(Header(EPOCH, 11, 4)), frames, records
+
+
+_HEADER, _FRAMES, _RECORDS = _segment()
+_TRAILER: Final = encode_trailer(18, 8, 18)
+
+
+def fuzz_segments(rng: random.Random) -> None:
+    """A segment that was spoiled: DamagedSegment, or true records up to where it ends."""
+    frames = list(_FRAMES)
+    if rng.random() < 0.3:
+        # Whole frames in the wrong place: every checksum is right.
+        frames.insert(rng.randrange(len(frames)), rng.choice([*frames, _TRAILER]))
+    content = _HEADER + b"".join(frames) + (_TRAILER if rng.random() < 0.5 else b"")
+    file: File = _Bytes(spoil(rng, content, [*ODD, *_FRAMES, _TRAILER]))
+    try:
+        header = read_header(file, PATH)
+        read_trailer(file)
+        found = examine(file, PATH, header)
+        assert 10 <= found.last <= 18
+        assert HEADER_BYTES <= found.end <= file.size()
+        info = SegmentInfo(PATH, 11, found.last, found.end, 0, 0, sealed=found.sealed)
+        tokens = []
+        for frame in read_frames_of(file, info, HEADER_BYTES, 11):
+            assert frame.payload == _RECORDS[frame.token]
+            tokens.append(frame.token)
+        assert tokens == list(range(11, found.last + 1))
+    except DamagedSegment:
+        return
+
+
+def fuzz_epoch(rng: random.Random) -> None:
+    """The file `epoch`: as it was written, or DamagedSegment."""
+    disk = MemoryDisk()
+    disk.make_directory(Path("/relay"))
+    written = Epoch(EPOCH, 11)
+    write_epoch(Path("/relay"), disk, written)
+    content = disk.content(Path("/relay/epoch"))
+    assert read_epoch(Path("/relay"), disk) == written
+    content[:] = spoil(rng, bytes(content), ODD)
+    try:
+        assert read_epoch(Path("/relay"), disk) == written
+    except DamagedSegment:
+        return
+
+
+def _manifest() -> bytes:
+    digest = "6b1f" * 16
+    files = [
+        FileInfo(file_name(table, part, digest), table, part, 5, 100, digest, None)
+        for table in ("hosts", "heads")
+        for part in range(3)
+    ]
+    return format_manifest(180_000, EPOCH, 1_790_000_000_000, files)
+
+
+_MANIFEST: Final = _manifest()
+_MANIFEST_JSON: Final = json.loads(_MANIFEST)
+
+
+def fuzz_manifests(rng: random.Random) -> None:
+    """A manifest: what it describes stays in its directory, or BadSnapshot."""
+    if rng.random() < 0.5:
+        content = spoil(rng, _MANIFEST, ODD)
+    else:
+        content = json.dumps(spoil_json(rng, _MANIFEST_JSON)).encode()
+    root = Path("/relay/snap/x")
+    try:
+        info = parse_manifest(content, root)
+    except BadSnapshot:
+        return
+    for file in info.files:
+        assert info.path(file.name).parent == root
+        assert "/" not in file.name
+
+
+_CONSUMERS: Final = to_json(EPOCH, [(Consumer(f"sender-{n}", 5, 6), n == 1) for n in range(3)])
+_CONSUMERS_JSON: Final = json.loads(_CONSUMERS)
+
+
+def fuzz_consumers(rng: random.Random) -> None:
+    """The relay's own book of consumers: read, or the error that the registry knows."""
+    if rng.random() < 0.5:
+        content = spoil(rng, _CONSUMERS, ODD)
+    else:
+        content = json.dumps(spoil_json(rng, _CONSUMERS_JSON)).encode()
+    disk = MemoryDisk()
+    disk.make_directory(Path("/relay"))
+    disk.open(Path("/relay/consumers.json"), create=True).append(content)
+    try:
+        read_records(disk, Path("/relay/consumers.json"))
+    except (OSError, ValueError):
+        return
+
+
+TARGETS: Final[dict[str, Callable[[random.Random], None]]] = {
+    "lines": fuzz_lines,
+    "rows": fuzz_rows,
+    "segments": fuzz_segments,
+    "epoch": fuzz_epoch,
+    "manifests": fuzz_manifests,
+    "consumers": fuzz_consumers,
+}
+
+
+def fuzz(target: str, count: int, seed: int) -> float:
+    """Give a target `count` inputs; seconds that the slowest took. Raises what is wrong."""
+    slowest = 0.0
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    for number in range(count):
+        rng = random.Random(f"{seed} {target} {number}")
+        begun = time.perf_counter()
+        try:
+            TARGETS[target](rng)
+        except BaseException:
+            print(f"{target}: input {number} of seed {seed}", file=sys.stderr)
+            raise
+        slowest = max(slowest, time.perf_counter() - begun)
+    assert slowest < SLOW_S, f"an input of {target} took {slowest:.1f} s"
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    assert grown < GROWTH_BYTES, f"{target} took {grown} bytes of memory"
+    return slowest
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("count", type=int)
+    parser.add_argument("targets", nargs="*", choices=[[], *TARGETS], default=[])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for target in options.targets or TARGETS:
+        begun = time.perf_counter()
+        slowest = fuzz(target, options.count, options.seed)
+        seconds = time.perf_counter() - begun
+        print(
+            f"{target}: {options.count} inputs in {seconds:.0f} s, slowest {slowest * 1000:.1f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""What tests of the log share: rows, an outside on one thread, and reading all there is."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from fedsender.outside import Outside, real_outside
+from fedsender.relay.facts import rows_of
+from fedsender.relay.log import Log
+from fedsender.replication.commands import Json
+
+DIRECTORY = Path("/relay")
+
+
+async def inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+    """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
+    async with limiter:
+        return function()
+
+
+class Clock:
+    """A wall clock that a test sets."""
+
+    def __init__(self, now_ms: int = 1_800_000_000_000) -> None:
+        self.now_ms = now_ms
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+def outside(seed: int = 0, now_ms: Callable[[], int] | None = None) -> Outside:
+    """An outside that does the same each time."""
+    rng = random.Random(seed)
+    return Outside(
+        now_ms=now_ms or Clock(),
+        random=rng,
+        entropy=rng.randbytes,
+        run_sync=inline,
+        network=real_outside().network,
+    )
+
+
+def pdu(number: int, size: int = 0, room: str = "!r:hs.example") -> Json:
+    """A row with an event."""
+    event = {"type": "m.room.message", "content": {"n": number, "body": "x" * size}}
+    return ["pdu", [room, f"$e{number}", event, {"room_version": "11"}]]
+
+
+def hosts(number: int) -> Json:
+    """A row with a server that joins."""
+    return ["hosts", ["!r:hs.example", [f"s{number}.example"], []]]
+
+
+def to_device(number: int) -> Json:
+    """A row with an EDU."""
+    return ["edu", ["to_device", "b.example", f"m{number}", {"n": number}]]
+
+
+def key(number: int) -> bytes:
+    """The key of a caller."""
+    return b"%016d" % number
+
+
+async def lines_after(log: Log, after: int, max_bytes: int = 1000) -> list[bytes]:
+    """What a consumer that has `after` is told, one text per record."""
+    cursor = log.cursor(after)
+    told: list[bytes] = []
+    try:
+        while True:
+            piece = await cursor.read(max_bytes)
+            if not piece.lines:
+                return told
+            record = b""
+            for line in piece.lines.splitlines(keepends=True):
+                record += line
+                if not line.startswith(b"RDATA events batch "):
+                    told.append(record)
+                    record = b""
+            assert record == b"", "a piece ended inside a record"
+    finally:
+        cursor.close()
+
+
+def numbers(lines: list[bytes]) -> list[int]:
+    """The numbers of the events in these records, by their ids."""
+    return [
+        int(part.split(b'"')[0])
+        for record in lines
+        for row in rows_of(record)
+        for part in row.split(b'"$e')[1:]
+    ]

@@ -1,0 +1,233 @@
+"""Senders behind a relay in memory: a network that can be cut, a homeserver that writes rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+import trio.testing
+from tests.relay.log_support import inline
+from tests.relay.memory_disk import MemoryDisk
+from tests.relay.relay_world import World as RelayWorld
+from tests.replication.support import RecordingEduSink
+
+from fedsender.config import UnixAddress
+from fedsender.outside import Outside
+from fedsender.relay.facts import RelayRow
+from fedsender.replication.commands import Json
+from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.relay_feed import RelayFeed, RelayStore
+from fedsender.replication.relay_fetch import Fetcher
+from fedsender.replication.relay_link import RelaySettings, connect_relay
+from fedsender.replication.sink import Sink
+from fedsender.simulation.virtual import now_ms
+from fedsender.store.records import History, Receipt
+from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
+from fedsender.streams import PduRow, Watermark
+
+ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
+PATIENCE_S = 3600.0
+
+
+class Line:
+    """Leads to the relay that runs now. Stands where the network does.
+
+    Attributes:
+        after: the next connections break when so many bytes have come from the relay, one each.
+        streams: ends of the connections that were made.
+    """
+
+    def __init__(self, relay: RelayWorld) -> None:
+        self.relay = relay
+        self.up = True
+        self.after: list[int] = []
+        self.streams: list[trio.abc.Stream] = []
+        self.delay_s = 0.0
+
+    async def open_unix(self, path: Path) -> trio.abc.Stream:
+        await trio.sleep(self.delay_s)
+        if not self.up:
+            raise ConnectionRefusedError("the relay is away")
+        ours, theirs = trio.testing.memory_stream_pair()
+        if self.after:
+            _break_after(theirs, self.after.pop(0))
+        self.relay.nursery.start_soon(partial(self.relay.relay.hub.serve, theirs, trusted=True))
+        self.streams += [ours, theirs]
+        return ours
+
+    async def cut(self) -> None:
+        """Break every connection."""
+        for stream in self.streams:
+            await trio.aclose_forcefully(stream)
+        self.streams.clear()
+
+
+def _break_after(stream: trio.abc.Stream, limit: int) -> None:
+    send_all = stream.send_all
+    left = [limit]
+
+    async def counted(data: bytes | bytearray | memoryview) -> None:
+        await send_all(bytes(data)[: left[0]])
+        left[0] -= len(data)
+        if left[0] <= 0:
+            await trio.aclose_forcefully(stream)
+            raise trio.BrokenResourceError
+
+    stream.send_all = counted  # type: ignore[method-assign]
+
+
+class MemoryStore:
+    """A store that only counts: for what happens between relay and feed."""
+
+    def __init__(self) -> None:
+        self.position = -1
+        self.history: History | None = None
+        self.applied: list[int] = []
+        self.rows: dict[str, set[Any]] = {}
+        self.loads = 0
+        self.receipts: list[Receipt] = []
+        self.before_load: Callable[[], Awaitable[None]] | None = None
+
+    async def feed_position(self) -> int:
+        return self.position
+
+    async def feed_history(self) -> History | None:
+        return self.history
+
+    async def begin_history(self, history: History) -> None:
+        self.history = history
+
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
+        await trio.lowlevel.checkpoint()
+        for token, rows in batch:
+            assert token > self.position
+            self.position = token
+            self.applied.append(token)
+            self.rows.setdefault("events", set()).update(
+                row.event_id for row in rows if isinstance(row, PduRow)
+            )
+
+    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
+        if self.before_load is not None:
+            await self.before_load()
+        for part in range(16):
+            for row in snapshot.read("events", part):
+                self.rows.setdefault("events", set()).add(row[0])
+        self.loads += 1
+        self.position, self.history = snapshot.token + snapshot.history.base, snapshot.history
+        return Loaded(self.position, 0, frozenset())
+
+    async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
+        self.receipts += receipts
+        return len(self.receipts)
+
+
+class PlainSink:
+    """Notes what the sender would be told."""
+
+    def __init__(self) -> None:
+        self.events = Watermark()
+        self.edus = RecordingEduSink()
+        self.to_device: list[str] = []
+
+    def server_up(self, server: str) -> None: ...
+    def backoff_changed(self, server: str) -> None: ...
+
+    def to_device_changed(self, server: str) -> None:
+        self.to_device.append(server)
+
+
+@dataclass
+class Shard:
+    """One sender's side of a relay: its feed, and what that works on."""
+
+    line: Line
+    name: str = "sender-1"
+    server_name: str = "hs.example"
+    store: RelayStore = field(default_factory=MemoryStore)
+    sink: Sink = field(default_factory=PlainSink)
+    disk: MemoryDisk = field(default_factory=MemoryDisk)
+    handles: Handles = field(default=lambda server: True)
+    feed: RelayFeed = field(init=False)
+    fetchers: list[Fetcher] = field(default_factory=list)
+
+    def outside(self) -> Outside:
+        rng = random.Random(self.name)
+        return Outside(now_ms, rng, rng.randbytes, inline, self.line)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[RelayFeed]:
+        """The feed, until the body is left."""
+        settings = RelaySettings(ENDPOINT, self.server_name, self.name)
+
+        def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+            async def open_wire(nursery: trio.Nursery) -> Any:
+                return (await connect_relay(settings, outside, nursery))[0]
+
+            fetcher = Fetcher(Path("/shard/snapshot"), self.disk, outside, open_wire, 2)
+            self.fetchers.append(fetcher)
+            return fetcher
+
+        self.feed = RelayFeed(
+            settings,
+            self.outside(),
+            self.store,
+            self.sink,
+            handles=self.handles,
+            make_fetcher=make_fetcher,
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.feed.run)
+            yield self.feed
+            nursery.cancel_scope.cancel()
+
+    async def level(self, position: int | None = None) -> None:
+        """Wait until it is level, and stands at `position`."""
+        await until(
+            lambda: (
+                self.feed.status().level
+                and (position is None or self.feed.status().position >= position)
+            )
+        )
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait, on the virtual clock, until this holds."""
+    with trio.fail_after(PATIENCE_S):
+        while True:
+            if holds():
+                return
+            await trio.sleep(0.05)
+
+
+def row_of(pdu: PduRow) -> Json:
+    """The row of an event as a homeserver tells it to a relay."""
+    about: dict[str, Any] = {"room_version": pdu.room_version}
+    if pdu.plus or pdu.minus:
+        about |= {"plus": list(pdu.plus), "minus": list(pdu.minus)}
+    if pdu.internal_metadata:
+        about["internal_metadata"] = dict(pdu.internal_metadata)
+    return ["pdu", [pdu.room_id, pdu.event_id, json.loads(pdu.json), about]]
+
+
+def hosts(room: str, joined: Sequence[str] = (), left: Sequence[str] = ()) -> Json:
+    """A row of servers that come and go."""
+    return ["hosts", [room, list(joined), list(left)]]
+
+
+async def forget_log(relay: RelayWorld) -> None:
+    """Have the relay make a snapshot, and keep nothing of the log before it."""
+    await relay.relay.log.seal()
+    for _ in range(2):
+        # Two, because what the older of the kept ones needs stays.
+        await relay.append()
+        await relay.relay.log.seal()
+        await relay.relay.shelf.make()
+    await relay.relay.log.drop_through(relay.relay.log.sealed_upto)

@@ -1,0 +1,267 @@
+"""Who may follow a relay: secrets, addresses, TLS; over real sockets where that matters.
+
+Numbers are those of the scenarios in docs/relay.md.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import structlog.testing
+import trio
+import trio.testing
+import trustme
+from tests.proxy import open_proxy
+from tests.relay.log_support import pdu
+from tests.relay.relay_world import Hands, World, config_of
+from tests.replication.support import Netcat
+
+from fedsender.admin import CannotListen
+from fedsender.config import TcpAddress, UnixAddress
+from fedsender.outside import real_outside
+from fedsender.relay.daemon import RelayDaemon, open_relay
+from fedsender.relay.disk import RealDisk
+from fedsender.relay.hub import close, listen
+from fedsender.replication.endpoint import Endpoint, connect
+from fedsender.replication.wire import OWN_KIND, PeerKind
+
+Clock = trio.testing.MockClock
+SECRET = "correct horse battery staple"
+LOOPBACK = TcpAddress("127.0.0.1", 0)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    path = tmp_path / "relay.secret"
+    path.write_text(SECRET + "\n")
+    return path
+
+
+# --- secrets, on the virtual clock ----------------------------------------------------------------
+
+
+async def test_a_listener_that_is_no_unix_socket_wants_the_secret_first(
+    autojump_clock: Clock, secret_file: Path
+) -> None:
+    """Without it nothing is told but the homeserver's name."""
+    async with World(settings={"secret_file": str(secret_file)}).running() as world:
+        await world.append()
+        for lines in (["NAME sender-1"], ["REPLICATE events 0"], [f"AUTH {SECRET}!"]):
+            hands = world.connect(trusted=False)
+            assert await hands.hear_any() == "SERVER hs.example"
+            await hands.say(*lines)
+            assert await hands.hear_any() == "ERROR AUTH a secret is needed, before anything else"
+        right = world.connect(trusted=False)
+        await right.say(f"AUTH {SECRET}")
+        await right.resume("sender-1", 0)
+        assert await right.tokens_until_level() == [1]
+
+
+async def test_without_a_secret_configured_no_such_listener_lets_anybody_in(
+    autojump_clock: Clock,
+) -> None:
+    """There is no default secret, and none is not a secret."""
+    async with World().running() as world:
+        hands = world.connect(trusted=False)
+        await hands.say("AUTH None")
+        assert (await hands.error()).startswith("AUTH ")
+
+
+async def test_wrong_secrets_are_counted_and_answered_ever_more_slowly(
+    autojump_clock: Clock, secret_file: Path
+) -> None:
+    """So nobody tries many; the right one is never kept waiting."""
+    async with World(settings={"secret_file": str(secret_file)}).running() as world:
+        took = []
+        for _ in range(6):
+            began = trio.current_time()
+            hands = world.connect(trusted=False)
+            await hands.say("AUTH wrong")
+            await hands.error()
+            took.append(trio.current_time() - began)
+        assert took == pytest.approx([0.5, 1, 2, 4, 8, 8])
+        assert world.relay.hub.counts.wrong_secrets == 6
+        began = trio.current_time()
+        right = world.connect(trusted=False)
+        await right.say(f"AUTH {SECRET}")
+        await right.greet()
+        assert trio.current_time() == began
+
+
+async def test_who_says_nothing_is_gone_after_ten_seconds(
+    autojump_clock: Clock, secret_file: Path
+) -> None:
+    """And so many of them at once are let wait, and no more."""
+    async with World(settings={"secret_file": str(secret_file)}).running() as world:
+        silent = [world.connect(trusted=False) for _ in range(32)]
+        await trio.testing.wait_all_tasks_blocked()
+        late = world.connect(trusted=False)
+        assert await late.hear_any() == "ERROR BUSY too many connections"
+        began = trio.current_time()
+        assert (await silent[0].error()).startswith("AUTH ")
+        assert trio.current_time() - began <= 10
+
+
+async def test_29_the_secret_can_change_and_is_in_no_log(
+    autojump_clock: Clock, secret_file: Path
+) -> None:
+    """29: changed on both sides, connections killed: following goes on."""
+    async with World(settings={"secret_file": str(secret_file)}).running() as world:
+        with structlog.testing.capture_logs() as logs:
+            first = world.connect(trusted=False)
+            await first.say(f"AUTH {SECRET}")
+            await first.resume("sender-1", 0)
+            await first.until("POSITION ")
+            await first.leave()
+            await trio.Path(secret_file).write_text("another secret\n")
+            old = world.connect(trusted=False)
+            await old.say(f"AUTH {SECRET}")
+            assert SECRET not in await old.error()
+            word = world.connect(trusted=False)
+            await word.say("another")
+            await word.error()
+            again = world.connect(trusted=False)
+            await again.say("AUTH another secret")
+            await again.resume("sender-1", 0)
+            await world.append()
+            assert await again.until("RDATA events 1 ")
+        said = repr(logs)
+        assert SECRET not in said
+        assert "another" not in said
+
+
+# --- addresses ------------------------------------------------------------------------------------
+
+
+async def test_an_address_that_others_can_reach_needs_tls() -> None:
+    """Checked on what was bound, whatever the configuration says of it."""
+    with pytest.raises(CannotListen, match="needs TLS"):
+        await listen([TcpAddress("0.0.0.0", 0)], None)
+
+
+async def test_addresses_that_were_opened_are_closed_when_another_is_taken(tmp_path: Path) -> None:
+    """One error, and nothing is left behind."""
+    taken = await listen([LOOPBACK], None)
+    path = tmp_path / "relay.sock"
+    try:
+        with pytest.raises(CannotListen):
+            await listen([UnixAddress(path), taken[0].address], None)
+        assert not path.exists()
+    finally:
+        await close(taken)
+
+
+# --- real sockets ---------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def real_relay(
+    directory: Path,
+    *,
+    secret_file: Path | None = None,
+    tls: ssl.SSLContext | None = None,
+    kind: PeerKind = OWN_KIND,
+) -> AsyncIterator[tuple[RelayDaemon, TcpAddress, UnixAddress]]:
+    """A relay on real sockets and a real disk."""
+    settings = {} if secret_file is None else {"secret_file": str(secret_file)}
+    socket = UnixAddress(directory / "relay.sock")
+    doors = await listen([LOOPBACK, socket], tls)
+    address = doors[0].address
+    assert isinstance(address, TcpAddress)
+    config = config_of(directory / "relay", settings)
+    try:
+        with trio.fail_after(PATIENCE_S):
+            async with open_relay(config, RealDisk(), real_outside(), doors, kind=kind) as relay:
+                yield relay, address, socket
+    finally:
+        await close(doors)
+
+
+async def test_tls_and_the_secret_together_and_netcat_by_the_unix_socket(
+    tmp_path: Path, secret_file: Path
+) -> None:
+    """30, 53: consumers find it by name; a Unix socket needs no secret, as its file's mode says
+    who may open it; a plain client of the line protocol reads along there."""
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    async with real_relay(tmp_path, secret_file=secret_file, tls=context) as (relay, where, unix):
+        endpoint = Endpoint(TcpAddress("localhost", where.port), trusting, "localhost")
+        hands = Hands.on(await connect(endpoint, real_outside()))
+        await hands.say(f"AUTH {SECRET}")
+        await hands.resume("sender-1", 0)
+        await hands.until("POSITION events 0")
+        netcat = Netcat.on(await trio.open_unix_socket(str(unix.path)))
+        await netcat.say("REPLICATE events NOW")
+        assert (await netcat.hear_lines(3))[2] == "POSITION events 0"
+        await relay.log.append([pdu(1)])
+        assert str(await netcat.hear()).startswith("RDATA events 1 ")
+        await hands.until("RDATA events 1 ")
+        await hands.stream.aclose()
+        await netcat.stream.aclose()
+
+
+async def test_25_connections_that_end_leave_no_descriptor_behind(tmp_path: Path) -> None:
+    """25: sixty-four reconnects, half of them broken off in the middle of the log."""
+    async with real_relay(tmp_path) as (relay, _, unix):
+        for number in range(200):
+            await relay.log.append([pdu(number, 2000)])
+
+        async def once(number: int) -> None:
+            hands = Hands.on(await trio.open_unix_socket(str(unix.path)))
+            await hands.resume("sender-1", 0)
+            await hands.until("RDATA events 1 " if number % 2 else "POSITION ")
+            await hands.stream.aclose()
+            while relay.hub.sessions:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+
+        await once(0)
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(64):
+            await once(number)
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+async def test_38_a_network_that_stalls_costs_the_connection_and_no_snapshot(
+    tmp_path: Path, secret_file: Path
+) -> None:
+    """38: real sockets, whose buffers fill; once they flow again the consumer is level."""
+    kind = PeerKind(OWN_KIND.max_line, OWN_KIND.dead_after_s, send_s=0.5)
+    async with (
+        real_relay(tmp_path, secret_file=secret_file, kind=kind) as (relay, where, _),
+        open_proxy((where.host, where.port)) as proxy,
+    ):
+
+        async def connected() -> Hands:
+            hands = Hands.on(await trio.open_tcp_stream(*proxy.address))
+            await hands.say(f"AUTH {SECRET}")
+            return hands
+
+        hands = await connected()
+        await hands.resume("sender-1", 0)
+        await hands.until("POSITION ")
+        proxy.to_client.stall()
+        number = 0
+        while not relay.hub.counts.slow:
+            for _ in range(20):
+                number += 1
+                await relay.log.append([pdu(number, 50_000)])
+            await trio.sleep(0.05)
+        await hands.stream.aclose()
+        proxy.cut()
+        proxy.to_client.flow()
+        while relay.registry.connected("sender-1"):  # noqa: ASYNC110
+            await trio.sleep(0.01)
+        again = await connected()
+        await again.resume("sender-1", 0)
+        assert await again.tokens_until_level() == list(range(1, number + 1))
+        assert relay.hub.counts.full_syncs == {}
+        await again.stream.aclose()

@@ -1,0 +1,266 @@
+"""The append endpoint over real sockets, and the client that a homeserver uses."""
+
+import asyncio
+import gc
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trio
+from tests.relay.log_support import lines_after, numbers, pdu
+
+from fedsender.config import Address, TcpAddress, UnixAddress
+from fedsender.outside import real_outside
+from fedsender.relay.client import NewRecord, Refused, RelayClient, ReservationLost
+from fedsender.relay.disk import RealDisk
+from fedsender.relay.facts import Ephemeral
+from fedsender.relay.intake import Intake
+from fedsender.relay.intake_app import BOUNDS, PREFIX, description, serve_intake
+from fedsender.relay.log import open_log
+
+TOKEN = "not for everybody"
+ANY_PORT: Address = TcpAddress("127.0.0.1", 0)
+
+
+@asynccontextmanager
+async def serving(
+    directory: Path,
+    listen: Address = ANY_PORT,
+    publish: Callable[[Ephemeral], None] = lambda row: None,
+) -> AsyncIterator[tuple[Intake, str]]:
+    """The endpoint with a log on a real disk; the intake, and its address."""
+    secret = directory / "token"
+    secret.write_text(TOKEN)
+    outside = real_outside()
+    async with open_log(directory / "relay", RealDisk(), outside) as log:
+        intake = Intake(log, outside, publish)
+        async with serve_intake(intake, listen, secret, outside) as served:
+            yield intake, str(served.address)
+
+
+async def ask(address: str, what: str, body: object, token: str = TOKEN) -> tuple[int, Any]:
+    async with httpx.AsyncClient(trust_env=False) as http:
+        response = await http.post(
+            f"http://{address}{PREFIX}/{what}",
+            content=body if isinstance(body, bytes) else json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {token}"},
+        )
+    return response.status_code, response.json()
+
+
+def one(number: int, **more: object) -> dict[str, object]:
+    return {"appends": [{"id": f"id{number}", "rows": [pdu(number)], **more}]}
+
+
+async def test_a_200_means_that_it_is_in_the_log(tmp_path: Path) -> None:
+    """Contract: an append endpoint over HTTP, with a token; the same id, the same token."""
+    async with serving(tmp_path) as (intake, address):
+        async with RelayClient.at(address, TOKEN) as relay:
+            assert await relay.append([pdu(1)], id="a") == 1
+            assert await relay.append([pdu(1)], id="a") == 1
+            records = [NewRecord([pdu(number)], f"id{number}") for number in range(2, 500)]
+            assert await relay.append_all(records) == list(range(2, 500))
+            assert await relay.append_all(records[-3:]) == [497, 498, 499]
+            epoch, first, head = await relay.position()
+        assert (epoch, first, head) == (intake.log.epoch, 1, 499)
+        assert numbers(await lines_after(intake.log, 0)) == list(range(1, 500))
+
+
+async def test_over_a_unix_socket(tmp_path: Path) -> None:
+    """The other kind of listener; lone surrogates and big numbers come through as they are."""
+    row = pdu(1)
+    row[1][2]["content"] = {"half": "\ud83d", "big": 2**70, "é": [None, True, "\u0000"]}
+    listen = UnixAddress(tmp_path / "append.sock")
+    async with (
+        serving(tmp_path, listen) as (intake, address),
+        RelayClient.at(address, TOKEN) as relay,
+    ):
+        assert await relay.append([row]) == 1
+        await intake.log.seal()
+        assert next(iter(intake.log.records(0, 1))).rows == (row,)
+
+
+async def test_the_client_waits_for_the_relay(tmp_path: Path) -> None:
+    """It tries again while the relay is away, refuses or breaks off, and appends once."""
+    listen = UnixAddress(tmp_path / "append.sock")
+    done = trio.Event()
+
+    async def bring() -> None:
+        async with RelayClient.at(str(listen), TOKEN) as relay:
+            tokens.append(await relay.append([pdu(1)], id="a"))
+            tokens.append(await relay.append([pdu(2)], id="b"))
+            done.set()
+
+    tokens: list[int | None] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(bring)
+        await trio.sleep(0.1)
+        async with serving(tmp_path, listen) as (intake, _):
+            intake.log.refusing = "no room"
+            await trio.sleep(0.2)
+            assert tokens == []
+            intake.log.refusing = None
+            with trio.fail_after(60):
+                await intake.log.moved.wait_past(0)
+        async with serving(tmp_path, listen) as (intake, _):
+            with trio.fail_after(60):
+                await done.wait()
+            assert tokens == [1, 2]
+            assert numbers(await lines_after(intake.log, 0)) == [1, 2]
+
+
+async def test_a_connection_that_breaks_off(tmp_path: Path) -> None:
+    """While the body is being sent, and instead of an answer: nothing is left behind but another
+    attempt."""
+    broken = 0
+
+    async def break_off(stream: trio.SocketStream) -> None:
+        nonlocal broken
+        broken += 1
+        with suppress(trio.BrokenResourceError):
+            await stream.receive_some(100 if broken % 2 else 10**7)
+        await trio.aclose_forcefully(stream)
+
+    async with trio.open_nursery() as nursery:
+        serve = partial(trio.serve_tcp, break_off, 0, host="127.0.0.1")
+        (listener,) = await nursery.start(serve)
+        address = f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        async with RelayClient.at(address, TOKEN) as relay:
+            nursery.start_soon(relay.append, [pdu(1, 200_000)] * 15)
+            with trio.fail_after(60):
+                while broken < 4:  # noqa: ASYNC110
+                    await trio.sleep(0.01)
+            nursery.cancel_scope.cancel()
+    gc.collect()
+
+
+async def test_two_writers_and_their_places(tmp_path: Path) -> None:
+    """Reserve and complete; a body that fails gives its place up, so nobody waits for it."""
+    async with (
+        serving(tmp_path) as (intake, address),
+        RelayClient.at(address, TOKEN) as relay,
+        trio.open_nursery() as nursery,
+    ):
+        with pytest.raises(ZeroDivisionError):
+            async with relay.reserved("a"):
+                raise ZeroDivisionError
+        assert intake.holder() is None
+        async with relay.reserved("a") as place, relay.reserved("b") as later:
+            nursery.start_soon(lambda: relay.append([pdu(2)], id="2", reservation=later))
+            await trio.sleep(0.1)
+            assert intake.log.head == 0
+            assert await relay.append([pdu(1)], id="1", reservation=place) == 1
+        with trio.fail_after(60):
+            await intake.log.moved.wait_past(1)
+        with pytest.raises(ReservationLost):
+            await relay.append([pdu(3)], id="3", reservation=place)
+
+
+async def test_what_is_of_use_only_now(tmp_path: Path) -> None:
+    """POST /ephemeral reaches who is connected, and no log."""
+    published: list[Ephemeral] = []
+    async with (
+        serving(tmp_path, publish=published.append) as (intake, address),
+        RelayClient.at(address, TOKEN) as relay,
+    ):
+        await relay.ephemeral(typing=[["!r:hs.example", []]])
+        assert published == [Ephemeral("typing", b'["!r:hs.example",[]]')]
+        with pytest.raises(Refused, match="typing"):
+            await relay.ephemeral(typing=[["!r:hs.example"]])
+        with pytest.raises(ValueError, match="events"):
+            await relay.ephemeral(events=[])
+        assert intake.log.head == 0
+
+
+async def test_requests_that_are_refused(tmp_path: Path) -> None:
+    """Every bad request has one clear answer, says no content of it, and leaves nothing behind."""
+    deep = b'{"appends":[{"id":"a","rows":' + b"[" * 50_000 + b"]" * 50_000 + b"}]}"
+    huge = b" " * (BOUNDS.body_bytes + 1)
+    many = {"appends": [{"id": str(n), "rows": [pdu(n)]} for n in range(1001)]}
+    secret_row = ["edu", ["to_device", "b.example", "m", "hush-hush"]]
+    refused: list[tuple[object, int, str]] = [
+        (b"{", 400, "M_NOT_JSON"),
+        (b"\xff", 400, "M_NOT_JSON"),
+        (deep, 400, "M_NOT_JSON"),
+        (huge, 413, "M_TOO_LARGE"),
+        ([], 400, "M_BAD_JSON"),
+        ({}, 400, "M_MISSING_PARAM"),
+        ({"appends": []}, 400, "M_INVALID_PARAM"),
+        (many, 400, "M_INVALID_PARAM"),
+        ({"appends": [{"id": "a"}]}, 400, "M_MISSING_PARAM"),
+        ({"appends": [{"id": "a", "rows": []}]}, 400, "M_BAD_JSON"),
+        (one(1, more=1), 400, "M_INVALID_PARAM"),
+        (one(1, reservation="x-1"), 409, "FEDSENDER_RESERVATION_GONE"),
+        ({"appends": [{"id": "a", "rows": [secret_row]}]}, 400, "M_BAD_JSON"),
+        ({"appends": [{"id": "a", "rows": [pdu(1, 300_000)]}]}, 400, "M_BAD_JSON"),
+        (b'{"appends":[{"id":"a","rows":[["hosts",[NaN,[],[]]]]}]}', 400, "M_BAD_JSON"),
+        (b'{"appends":[{"id":"a","rows":[["hosts",[%s,[],[]]]]}]}' % (b"9" * 5000), 400, "M_"),
+        ({"appends": [{"id": "id7", "rows": [pdu(8)]}]}, 409, "FEDSENDER_ID_REUSED"),
+    ]
+    async with serving(tmp_path) as (intake, address):
+        assert await ask(address, "append", one(7)) == (
+            200,
+            {"epoch": intake.log.epoch, "tokens": [1]},
+        )
+        for body, status, errcode in refused:
+            got, answer = await ask(address, "append", body)
+            assert (got, answer["errcode"][: len(errcode)]) == (status, errcode), answer
+            assert "hush-hush" not in str(answer)
+        assert (await ask(address, "append", one(1), token="wrong"))[0] == 401
+        assert (await ask(address, "reserve", {"writer": "a b"}))[0] == 400
+        assert (await ask(address, "reserve", {"writer": "a", "count": 101}))[0] == 400
+        assert (await ask(address, "nothing", {}))[0] == 404
+        intake.log.refusing = "no room"
+        got, answer = await ask(address, "append", one(2))
+        assert (got, answer["errcode"], answer["retry_after_ms"] > 0) == (
+            503,
+            "FEDSENDER_FULL",
+            True,
+        )
+        async with RelayClient.at(address, "wrong") as relay:
+            with pytest.raises(Refused) as refusal:
+                await relay.append([pdu(1)])
+            assert refusal.value.status == 401
+        assert intake.log.head == 1
+
+
+def test_it_runs_on_asyncio(tmp_path: Path) -> None:
+    """Most homeservers in Python do."""
+    ready: list[tuple[str, trio.lowlevel.TrioToken, trio.Event]] = []
+    up = threading.Event()
+
+    async def serve() -> None:
+        async with serving(tmp_path) as (_, address):
+            stop = trio.Event()
+            ready.append((address, trio.lowlevel.current_trio_token(), stop))
+            up.set()
+            await stop.wait()
+
+    async def bring() -> int | None:
+        async with RelayClient.at(ready[0][0], TOKEN) as relay:
+            return await relay.append([pdu(1)])
+
+    thread = threading.Thread(target=trio.run, args=(serve,))
+    thread.start()
+    try:
+        assert up.wait(60)
+        assert asyncio.run(bring()) == 1
+    finally:
+        for _, token, stop in ready:
+            token.run_sync_soon(stop.set)
+        thread.join(60)
+
+
+def test_the_endpoint_is_described() -> None:
+    """Issue: the endpoint described in OpenAPI, for homeservers in other languages."""
+    paths = description()["paths"]
+    assert sorted(paths) == [
+        f"{PREFIX}/{name}" for name in ("append", "ephemeral", "position", "reserve")
+    ]
+    assert "503" in paths[f"{PREFIX}/append"]["post"]["responses"]

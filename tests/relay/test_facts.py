@@ -1,0 +1,127 @@
+"""What a homeserver may tell the relay."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.relay.log_support import hosts, pdu, to_device
+
+from fedsender.relay.facts import (
+    MAX_RECORD_BYTES,
+    MAX_ROW_BYTES,
+    MAX_ROWS,
+    DeviceListRow,
+    ToDeviceRow,
+    parse_relay_row,
+    prepare,
+    rows_of,
+    without_edus,
+)
+from fedsender.replication.commands import Json, Rdata
+from fedsender.replication.protocol import OWN_MAX_LINE, Batches, Connection
+from fedsender.replication.rows import BadRow
+from fedsender.streams import HostsRow, PduRow
+
+DEVICE = ["device_list", "b.example", "@a:hs.example", "DEV", None]
+
+
+def test_edus_are_rows_for_one_server() -> None:
+    """Contract: to-device messages and device lists, each for a named server."""
+    assert parse_relay_row(["edu", ["to_device", "b.example", "m1", {"a": 1}]]) == ToDeviceRow(
+        "b.example", "m1", {"a": 1}
+    )
+    assert parse_relay_row(["edu", DEVICE]) == DeviceListRow(
+        "b.example", "@a:hs.example", "DEV", None
+    )
+    assert isinstance(parse_relay_row(pdu(1)), PduRow)
+    assert isinstance(parse_relay_row(hosts(1)), HostsRow)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["edu", ["to_device", "not a server", "m1", {}]],
+        ["edu", ["to_device", "b.example", "", {}]],
+        ["edu", ["to_device", "b.example", "m" * 256, {}]],
+        ["edu", ["to_device", "b.example", "m1", []]],
+        ["edu", ["to_device", "b.example", "m1"]],
+        ["edu", ["typing", "b.example", "m1", {}]],
+        ["edu", [*DEVICE[:4], "x"]],
+        ["edu", ["device_list", "b.example", None, "DEV", None]],
+        ["edu", ["device_list", "b.example", "@a\0", "DEV", None]],
+        ["edu"],
+        ["typing", ["!r:hs.example", []]],
+        [],
+        None,
+    ],
+)
+def test_bad_rows_are_named_without_their_content(row: Json) -> None:
+    """One clear error with the row's number, and nothing that could be secret (I10)."""
+    with pytest.raises(BadRow, match=r"^row 1: ") as bad:
+        prepare([pdu(1), row])
+    assert "m1" not in str(bad.value)
+
+
+def test_bounds() -> None:
+    """Rows, bytes of a row, bytes of a record; and the largest row is a line that is allowed."""
+    for rows in ([], [hosts(1)] * (MAX_ROWS + 1)):
+        with pytest.raises(BadRow, match="rows"):
+            prepare(rows)
+    spare = MAX_ROW_BYTES - len(prepare([pdu(1)]).rows[0])
+    largest = prepare([pdu(1, spare)])
+    peer = Connection(max_line=OWN_MAX_LINE)
+    peer.receive_data(largest.lines(2**63 - 1))
+    assert isinstance(peer.next_command(), Rdata)
+    with pytest.raises(BadRow, match=str(MAX_ROW_BYTES)):
+        prepare([pdu(1, spare + 1)])
+    with pytest.raises(BadRow, match=str(MAX_RECORD_BYTES)):
+        prepare([pdu(1, spare)] * 17)
+    batches = Batches()
+    peer.receive_data(prepare([hosts(1)] * MAX_ROWS).lines(5))
+    records = []
+    while isinstance(command := peer.next_command(), Rdata):
+        records.append(batches.add(command))
+    assert records[-1] == (5, (hosts(1),) * MAX_ROWS)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, b""])
+def test_what_is_not_json(value: object) -> None:
+    """Nothing that could not be read again."""
+    with pytest.raises(BadRow, match="row 0"):
+        prepare([["edu", ["to_device", "b.example", "m1", {"a": value}]]])
+
+
+def test_a_homeserver_may_write_its_keys_in_any_order() -> None:
+    """A retry is known by its rows, and some languages write maps in an order by chance."""
+    event = {f"k{number}": number for number in range(20)}
+    shuffled = dict(random.Random(1).sample(list(event.items()), 20))
+    one = prepare([["pdu", ["!r", "$e", event, {"room_version": "11"}]]])
+    other = prepare([["pdu", ["!r", "$e", shuffled, {"room_version": "11"}]]])
+    assert (one, one.check()) == (other, other.check())
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from((pdu(1), hosts(1), to_device(1), ["edu", DEVICE])), min_size=1),
+        max_size=6,
+    )
+)
+def test_observers_are_told_no_edus(records: list[list[Json]]) -> None:
+    """What is left are the records without their edu rows, under their own tokens."""
+    lines = b"".join(prepare(rows).lines(token) for token, rows in enumerate(records, 1))
+    peer, batches = Connection(max_line=OWN_MAX_LINE), Batches()
+    peer.receive_data(without_edus(lines))
+    told = {}
+    while (command := peer.next_command()) is not None:
+        assert isinstance(command, Rdata)
+        if (record := batches.add(command)) is not None:
+            told[record[0]] = list(record[1])
+    expected = {
+        token: public
+        for token, rows in enumerate(records, 1)
+        if (public := [row for row in rows if row[0] != "edu"])
+    }
+    assert told == expected
+    assert [json.loads(row) for row in rows_of(lines)] == [row for rows in records for row in rows]

@@ -1,0 +1,209 @@
+"""Taking in: the order of several writers, and each append once."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+import trio
+from tests.relay.log_support import DIRECTORY, lines_after, numbers, outside, pdu, to_device
+from tests.relay.memory_disk import MemoryDisk
+
+from fedsender.relay.facts import Ephemeral
+from fedsender.relay.intake import (
+    Append,
+    Busy,
+    Intake,
+    IntakeSettings,
+    ReservationGone,
+    Waiting,
+)
+from fedsender.relay.log import Full, KeyReused, open_log
+from fedsender.replication.rows import BadRow
+
+SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=5000)
+
+
+@asynccontextmanager
+async def opened(
+    disk: MemoryDisk | None = None, settings: IntakeSettings = SETTINGS, seed: int = 0
+) -> AsyncIterator[Intake]:
+    published: list[Ephemeral] = []
+    async with open_log(DIRECTORY, disk or MemoryDisk(), outside(seed)) as log:
+        yield Intake(log, outside(seed + 1), published.append, settings)
+
+
+def event(number: int, reservation: str | None = None, size: int = 0) -> Append:
+    return Append(f"id{number}", [pdu(number, size)], reservation)
+
+
+async def told(intake: Intake) -> list[int]:
+    return numbers(await lines_after(intake.log, 0))
+
+
+async def test_tokens_follow_the_order_of_reservation(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Seed streams: work overlaps and completes out of order; nobody reads past what is being
+    worked on, and the order is that of reserving. Who reserved nothing comes last."""
+    done: list[int] = []
+
+    async def bring(number: int, place: str | None) -> None:
+        assert await intake.append([event(number, place)])
+        done.append(number)
+
+    async with opened() as intake, trio.open_nursery() as nursery:
+        first, second = intake.reserve("a", 2)
+        (third,) = intake.reserve("b", 1)
+        nursery.start_soon(bring, 3, third)
+        await trio.sleep(1)
+        nursery.start_soon(bring, 4, None)
+        nursery.start_soon(bring, 2, second)
+        await trio.sleep(1)
+        assert done == []
+        assert intake.log.head == 0
+        assert intake.holder() == ("a", 2.0)
+        nursery.start_soon(bring, 1, first)
+        await trio.sleep(1)
+        assert sorted(done) == [1, 2, 3, 4]
+        assert await told(intake) == [1, 2, 3, 4]
+        assert intake.holder() is None
+
+
+async def test_work_that_came_to_nothing_holds_nobody(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A failed id simply has no rows (seed streams)."""
+    async with opened() as intake:
+        first, second = intake.reserve("a", 2)
+        assert await intake.append([Append("x", [], first), event(2, second)]) == [None, 1]
+        assert await told(intake) == [2]
+
+
+async def test_a_dead_writer_holds_the_others_for_a_minute(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A place lapses; its writer hears of it, reserves again, and comes later."""
+    async with opened(settings=replace(SETTINGS, wait_s=100)) as intake:
+        (dead,) = intake.reserve("a", 1)
+        started = trio.current_time()
+        assert await intake.append([event(1)]) == [1]
+        assert trio.current_time() - started == pytest.approx(60)
+        assert intake.lapsed == 1
+        with pytest.raises(ReservationGone):
+            await intake.append([event(2, dead)])
+        assert await intake.append([event(2, intake.reserve("a", 1)[0])]) == [2]
+
+
+async def test_an_append_that_waits_keeps_its_place(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """A request cannot wait for ever: it is answered, asked again by its id, and stands once."""
+    async with opened() as intake:
+        first, second = intake.reserve("a", 2)
+        for _ in range(2):
+            with pytest.raises(Waiting, match="a has held a place"):
+                await intake.append([event(2, second)])
+        with pytest.raises(Waiting):
+            await intake.append([event(3)])
+        with pytest.raises(KeyReused):
+            await intake.append([Append("id3", [pdu(33)])])
+        assert await intake.append([event(1, first)]) == [1]
+        assert await intake.append([event(2, second), event(3)]) == [2, 3]
+        assert await told(intake) == [1, 2, 3]
+
+
+async def test_a_place_is_gone_after_a_restart(autojump_clock: trio.testing.MockClock) -> None:
+    """And is never taken for one of the new life; what was appended by it is known by its id."""
+    disk = MemoryDisk()
+    async with opened(disk) as intake:
+        first, second = intake.reserve("a", 2)
+        assert await intake.append([event(1, first)]) == [1]
+    disk.crash()
+    async with opened(disk, seed=5) as intake:
+        again = intake.reserve("b", 2)
+        assert not {first, second} & set(again)
+        with pytest.raises(ReservationGone):
+            await intake.append([event(2, second)])
+        # It had no answer, asks again, finds its place gone, and reserves anew: still one record.
+        assert await intake.append([event(1, again[0])]) == [1]
+        assert await intake.append([event(2, again[1])]) == [2]
+        assert await told(intake) == [1, 2]
+
+
+async def test_what_waits_is_bounded(autojump_clock: trio.testing.MockClock) -> None:
+    """Places, appends and bytes that wait; but what all the others wait for is let in."""
+    async with opened() as intake:
+        (first,) = intake.reserve("a", 1)
+        with pytest.raises(Busy):
+            intake.reserve("a", 8)
+        with pytest.raises(Busy):
+            await intake.append([event(number) for number in range(20)])
+        with pytest.raises(Busy):
+            await intake.append([event(2, None, 6000)])
+        with pytest.raises(Waiting):
+            await intake.append([event(2, None, 4000)])
+        assert await intake.append([event(1, first, 6000)]) == [1]
+        assert await intake.append([event(2, None, 4000)]) == [2]
+
+
+async def test_all_or_nothing_of_what_can_be_checked() -> None:
+    """A bad row, a place that is gone, a place used twice: nothing of the call is taken, and the
+    place of it is still there."""
+    async with opened() as intake:
+        (place,) = intake.reserve("a", 1)
+        bad = [
+            [event(1, place), Append("x", [["pdu", []]])],
+            [event(1, place), Append("x", [])],
+            [event(1, place), Append("", [pdu(2)])],
+            [event(1, place), Append("x" * 256, [pdu(2)])],
+            [event(1, place), Append("\ud800", [pdu(2)])],
+            [event(1, place), event(2, place)],
+        ]
+        for appends in bad:
+            with pytest.raises(BadRow):
+                await intake.append(appends)
+        with pytest.raises(ReservationGone):
+            await intake.append([event(1, place), event(2, "nobody-1")])
+        assert await intake.append([event(1, place)]) == [1]
+
+
+async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.MockClock) -> None:
+    """FULL reaches each who waits, the places are gone, and nothing stands half."""
+    disk = MemoryDisk()
+    outcomes: list[str] = []
+
+    async def bring(number: int, place: str) -> None:
+        try:
+            await intake.append([event(number, place)])
+        except Full as full:
+            outcomes.append(str(full))
+
+    async with opened(disk) as intake:
+        first, second = intake.reserve("a", 2)
+        intake.log.refusing = "the disk is full"
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(bring, 2, second)
+            await trio.sleep(1)
+            nursery.start_soon(bring, 1, first)
+        assert outcomes == ["the disk is full"] * 2
+        intake.log.refusing = None
+        assert await intake.append([event(1)]) == [1]
+
+
+async def test_what_is_of_use_only_now_is_handed_on() -> None:
+    """Ephemeral rows never enter the log; one that is bad takes the others with it."""
+    published: list[Ephemeral] = []
+    async with open_log(DIRECTORY, MemoryDisk(), outside()) as log:
+        intake = Intake(log, outside(), published.append)
+        typing = ["!r:hs.example", ["@a:hs.example"]]
+        receipt = ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]
+        presence = ["@a:hs.example", "online", 5, None, True, ["b.example"]]
+        intake.ephemeral([("typing", typing), ("receipts", receipt), ("presence", presence)])
+        assert [each.stream for each in published] == ["typing", "receipts", "presence"]
+        assert published[0].row == b'["!r:hs.example",["@a:hs.example"]]'
+        for stream, row in (("typing", receipt), ("events", pdu(1)), ("edu", to_device(1))):
+            with pytest.raises(BadRow):
+                intake.ephemeral([("typing", typing), (stream, row)])
+        assert len(published) == 3
+        assert log.head == 0

@@ -1,0 +1,212 @@
+"""Snapshots as a relay hands them out: asking, fetching, and what is kept meanwhile.
+
+Numbers are those of the scenarios in docs/relay.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import structlog.testing
+import trio
+import trio.testing
+from tests.relay.log_support import hosts, to_device
+from tests.relay.relay_world import World, stored
+
+Clock = trio.testing.MockClock
+# Minutes stand for hours here: a virtual day has too many seconds.
+SHORT = {"consumer_ttl": "24m", "join_ttl": "30s"}
+HOUR, DAY = 60.0, 24 * 60.0
+CONSUMERS = Path("/relay/consumers.json")
+
+
+async def look(world: World) -> None:
+    """What happens every ten seconds, now."""
+    await world.relay.retention.tidy()
+
+
+async def test_54_one_that_only_took_a_snapshot_holds_the_log_behind_it_for_a_while(
+    autojump_clock: Clock,
+) -> None:
+    """54: pinned at the snapshot's token; gone after `join_ttl`, with a line in the log."""
+    async with World(settings=SHORT).running() as world:
+        await world.sealed(5)
+        hands, _, token = await world.join("sender-1")
+        assert (world.state("sender-1"), world.pin("sender-1")) == ("JOIN", token)
+        await hands.leave()
+        for _ in range(3):
+            await world.sealed(5)
+            await world.relay.shelf.make()
+        await look(world)
+        assert world.first == token + 1
+        with structlog.testing.capture_logs() as logs:
+            await trio.sleep(HOUR)
+        assert world.state("sender-1") is None
+        assert "relay_join_lapsed" in [line["event"] for line in logs]
+        assert world.first > token + 1
+
+
+async def test_55_56_nobody_lapses_while_connected(autojump_clock: Clock) -> None:
+    """55, 56: neither during a slow fetch or load nor idle for longer than any limit."""
+    async with World(settings=SHORT).running() as world:
+        await world.append(5)
+        joined, snapshot, _ = await world.join("joining")
+        idle = await world.follow("idle", 5)
+        for _ in range(int(2 * DAY / 10)):
+            await trio.sleep(10)
+            await joined.say("PING 1")
+            await idle.say("PING 1")
+        assert (world.state("joining"), world.state("idle")) == ("JOIN", "FOLLOW")
+        assert world.relay.shelf.find(snapshot) is not None
+        await joined.leave()
+        await idle.leave()
+        await trio.sleep(HOUR)
+        assert (world.state("joining"), world.state("idle")) == (None, "STOPPED")
+        await trio.sleep(DAY)
+        assert world.state("idle") == "LOST"
+
+
+async def test_11_a_join_that_comes_to_nothing_leaves_the_earlier_record(
+    autojump_clock: Clock,
+) -> None:
+    """11: until its own position is accepted again nothing that it had is given up."""
+    async with World(settings=SHORT).running() as world:
+        await world.sealed(5)
+        await world.stopped("sender-1", 2)
+        hands, _, token = await world.join("sender-1")
+        assert (token, world.pin("sender-1")) == (5, 2)
+        await hands.leave()
+        await trio.sleep(HOUR)
+        assert (world.state("sender-1"), world.pin("sender-1")) == ("STOPPED", 2)
+        again = world.connect()
+        await again.resume("sender-1", 2)
+        assert await again.tokens_until_level() == [3, 4, 5]
+
+
+async def test_a_snapshot_that_was_handed_out_stays_until_the_join_is_over(
+    autojump_clock: Clock,
+) -> None:
+    """3: its files can be fetched however many are made meanwhile; a broken one is never
+    offered, another that joins on to the log is."""
+    async with World().running() as world:
+        await world.append_rows(hosts(1))
+        await world.sealed(4)
+        hands, snapshot, _ = await world.join("sender-1")
+        for _ in range(4):
+            await world.sealed(5)
+            await world.relay.shelf.make()
+            await look(world)
+        assert len(await hands.fetch(snapshot, "manifest.json")) > 0
+        newest = world.relay.shelf.snapshots[-1]
+        world.disk.remove(newest.directory / newest.files[0].name)
+        _, other, token = await world.join("sender-2")
+        info = world.relay.shelf.find(other)
+        assert info is not None
+        assert (token, len(stored(world.disk, info.path(info.files[0].name)))) == (
+            20,
+            info.files[0].bytes,
+        )
+
+
+async def test_4_5_many_that_join_at_once_share_one_snapshot(autojump_clock: Clock) -> None:
+    """4, 5: at most one is made at a time, and it serves all."""
+    async with World().running() as world:
+        await world.append(5)
+        joined: list[str] = []
+
+        async def join(name: str) -> None:
+            joined.append((await world.join(name))[1])
+
+        async with trio.open_nursery() as nursery:
+            for number in range(8):
+                nursery.start_soon(join, f"sender-{number}")
+        assert len(set(joined)) == 1
+        assert world.relay.shelf.makings.made == 1
+        assert world.relay.hub.counts.full_syncs == {"ASKED": 8}
+
+
+async def test_62_there_is_room_for_so_many_consumers_and_no_more(autojump_clock: Clock) -> None:
+    """62: the next one is refused; once one is forgotten it is accepted."""
+    async with World(settings={"max_consumers": 2}).running() as world:
+        await world.append()
+        await world.stopped("sender-1", 1)
+        await world.stopped("sender-2", 1)
+        for ask in ("REPLICATE events 1 {}", "JOIN events"):
+            third = world.connect()
+            epoch = await third.introduce("sender-3")
+            await third.say(ask.format(epoch))
+            assert (await third.error()).startswith("BUSY ")
+        world.relay.registry.forget("sender-1")
+        await world.follow("sender-3", 1)
+
+
+async def test_a_new_consumer_with_nothing_takes_the_snapshot_if_there_is_one(
+    autojump_clock: Clock,
+) -> None:
+    """The log may begin at 1 and still not be all: what was there before is in the snapshot."""
+    async with World().running() as world:
+        await world.append(5)
+        await world.relay.shelf.make()
+        assert world.first == 1
+        hands = world.connect()
+        await hands.resume("sender-1", 0)
+        assert await hands.until("RESYNC ") == "RESYNC events NONE 1 5"
+
+
+async def test_edus_stay_in_snapshots_until_every_known_consumer_has_them(
+    autojump_clock: Clock,
+) -> None:
+    """To-device messages are not lost to one that has to take a snapshot, even twice."""
+    async with World().running() as world:
+        await world.append_rows(to_device(1))
+        await world.stopped("sender-1", 0)
+        other = await world.follow("sender-2", 1)
+        await other.ack(1)
+        hands, _, _ = await world.join("sender-1")
+        await hands.leave()
+        assert world.relay.registry.edu_floor() == 0
+        await world.append(5)
+        again, _, token = await world.join("sender-1")
+        await again.say(f"REPLICATE events {token} {world.relay.log.epoch}")
+        await again.until("POSITION ")
+        assert world.relay.registry.edu_floor() == 1
+
+
+async def test_a_file_is_fetched_from_an_offset_on_any_connection_of_the_consumer(
+    autojump_clock: Clock,
+) -> None:
+    """FILE says what follows it; the line after it is a line again."""
+    async with World().running() as world:
+        await world.append(5)
+        _, snapshot, _ = await world.join("sender-1")
+        info = world.relay.shelf.find(snapshot)
+        assert info is not None
+        whole = stored(world.disk, info.path("manifest.json"))
+        other = world.connect()
+        await other.introduce("sender-1")
+        assert await other.fetch(snapshot, "manifest.json") == whole
+        assert await other.fetch(snapshot, "manifest.json", 10) == whole[10:]
+        assert await other.fetch(snapshot, "manifest.json", len(whole)) == b""
+        await other.until("PING ")
+
+
+@pytest.mark.parametrize(
+    "asked", ["nothing manifest.json 0", "{} passwd 0", "{} manifest.json 99999999"]
+)
+async def test_only_files_of_a_snapshot_can_be_fetched(autojump_clock: Clock, asked: str) -> None:
+    """No name leads out of it."""
+    async with World().running() as world:
+        await world.append()
+        hands, snapshot, _ = await world.join("sender-1")
+        await hands.say(f"FETCH {asked.format(snapshot)}")
+        assert (await hands.error()).startswith("NOFILE ")
+
+
+async def test_a_path_is_no_file_name(autojump_clock: Clock) -> None:
+    """It is not even looked for."""
+    async with World().running() as world:
+        await world.append()
+        hands, snapshot, _ = await world.join("sender-1")
+        await hands.say(f"FETCH {snapshot} ../../consumers.json 0")
+        assert "failed to parse line: FETCH" in await hands.error()

@@ -1,0 +1,165 @@
+"""`fedsender relay` as a process: taking in, feeding, status, forget, reload, kill, stop.
+
+Numbers are those of the scenarios in docs/relay.md.
+"""
+
+from __future__ import annotations
+
+import signal
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+import yaml
+from tests.relay.log_support import pdu
+from tests.relay.relay_world import Hands
+from tests.service import PATIENCE_S, TOKEN, open_service
+
+from fedsender.cli import run_command
+from fedsender.config import ConfigError
+from fedsender.demo.process import write_secret
+from fedsender.relay.client import RelayClient
+from fedsender.relay.disk import RealDisk
+from fedsender.relay.process import load_config, only_one
+
+
+def configure(directory: Path, **more: object) -> Path:
+    """A relay's configuration on Unix sockets; it has no signing key."""
+    write_secret(directory / "admin.token", TOKEN)
+    write_secret(directory / "intake.token", "the intake token")
+    relay: dict[str, Any] = {
+        "listen": [f"unix:{directory}/relay.sock"],
+        "intake": f"unix:{directory}/intake.sock",
+        "intake_token_file": "intake.token",
+        "disk_reserve": 0,
+        **more,
+    }
+    values = {
+        "server_name": "hs.example",
+        "relay": relay,
+        "admin": {"listen": f"unix:{directory}/admin.sock", "token_file": "admin.token"},
+    }
+    path = directory / "relay.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+async def cli(*arguments: str) -> int:
+    """`fedsender relay` with these arguments; its exit code."""
+    return await trio.to_thread.run_sync(run_command, ["relay", *arguments])
+
+
+async def test_a_relay_from_its_start_to_its_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """15, 48: facts come in and go out; the operator sees who holds what; killed hard, it
+    knows what it knew; told to stop, it ends with 0."""
+    config = configure(tmp_path)
+    arguments = ["relay", "-c", str(config)]
+    socket = str(tmp_path / "relay.sock")
+    with trio.fail_after(PATIENCE_S):
+        async with (
+            open_service(tmp_path, arguments, 1) as service,
+            RelayClient.at(f"unix:{tmp_path}/intake.sock", "the intake token") as homeserver,
+            AsyncExitStack() as stack,
+        ):
+            assert await service.manager.ready() == "relay of hs.example"
+            stream = await stack.enter_async_context(await trio.open_unix_socket(socket))
+            hands = Hands.on(stream)
+            await hands.resume("sender-1", 0)
+            await hands.until("POSITION events 0")
+            assert await homeserver.append([pdu(1)], id="one") == 1
+            assert await homeserver.append([pdu(1)], id="one") == 1
+            await hands.until("RDATA events 1 ")
+            await homeserver.ephemeral(typing=[["!r:hs.example", ["@u:hs.example"]]])
+            await hands.until("RDATA typing ")
+            await hands.say("ACK events 1")
+            assert await cli("status", "-c", str(config)) == 0
+            assert "oldest pin: 1, held by sender-1" in capsys.readouterr().out
+            assert await cli("forget", "sender-1", "-c", str(config)) == 1
+            assert "sender-1 is connected: stop it first" in capsys.readouterr().err
+            service.tell(signal.SIGHUP)
+            assert (await service.manager.next()).startswith("RELOADING=1")
+            await service.manager.ready()
+            metrics = (await service.ask("/metrics")).text
+            assert 'fedsender_relay_head{server_name="hs.example"} 1.0' in metrics
+            service.tell(signal.SIGKILL)
+            await service.ended()
+        async with open_service(tmp_path, arguments, 2) as service, AsyncExitStack() as stack:
+            await service.manager.ready()
+            stream = await stack.enter_async_context(await trio.open_unix_socket(socket))
+            again = Hands.on(stream)
+            await again.resume("sender-2", "NOW")
+            await again.until("POSITION events 1")
+            answer = (await service.ask("/_fedsender/admin/v1/relay")).json()
+            states = {one["name"]: (one["state"], one["pin"]) for one in answer["consumers"]}
+            # What was acknowledged in the last second may not be on disk: more is kept then.
+            assert states.pop("sender-1") in (("STOPPED", 0), ("STOPPED", 1))
+            assert states == {"sender-2": ("FOLLOW", 1)}
+            assert answer["oldest_pin"] in (0, 1)
+            assert answer["doubts"] == []
+            assert await cli("forget", "sender-1", "-c", str(config)) == 0
+            assert capsys.readouterr().out == "forgotten: sender-1\n"
+            assert await service.stop() == 0
+            assert (await again.error()).startswith("STOPPING ")
+        assert not (tmp_path / "relay.sock").exists()
+
+
+def test_only_one_relay_runs_in_a_directory(tmp_path: Path) -> None:
+    """Two writers would spoil the log."""
+    config = load_config(configure(tmp_path))
+    with (
+        only_one(RealDisk(), config),
+        pytest.raises(ConfigError, match=r"relay\.directory: another relay runs in it"),
+        only_one(RealDisk(), config),
+    ):
+        pytest.fail("it must not get in")
+    with only_one(RealDisk(), config):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"intake_token_file": None}, "relay.intake_token_file: must be set for a relay"),
+        ({"listen": ["127.0.0.1:0"]}, "relay.secret_file: must be set"),
+        (
+            {"listen": ["0.0.0.0:9000"], "secret_file": "admin.token"},
+            "relay.listen[0]: is no loopback IP, so certificate_file must be set",
+        ),
+        ({"intake": "192.0.2.1:9001"}, "relay.intake: must be a loopback IP or a Unix socket"),
+        ({"log_cap": "64MiB"}, "relay.log_cap: is less than four times segment_bytes"),
+        ({"certificate_file": "x"}, "relay.private_key_file: goes with certificate_file"),
+        (
+            {"certificate_file": "admin.token", "private_key_file": "admin.token"},
+            "relay.certificate_file: cannot be used",
+        ),
+        ({"secret_file": "none"}, "relay.secret_file: "),
+    ],
+)
+def test_what_is_wrong_in_a_configuration_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: dict[str, Any], said: str
+) -> None:
+    """With the file and the setting; nothing is opened."""
+    config = configure(tmp_path, **settings)
+    assert run_command(["relay", "-c", str(config)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert str(config) in line
+
+
+def test_the_commands_say_what_they_miss(capsys: pytest.CaptureFixture[str]) -> None:
+    """As all commands do: one line, exit code 2."""
+    assert run_command(["relay"]) == 2
+    assert capsys.readouterr().err == "fedsender: Missing option '-c' / '--config'.\n"
+
+
+@pytest.mark.parametrize("admin", [[], ["--admin"]])
+def test_both_endpoints_are_described(capsys: pytest.CaptureFixture[str], admin: list[str]) -> None:
+    """For whoever writes a client in another language."""
+    assert run_command(["relay", "openapi", *admin]) == 0
+    described = yaml.safe_load(capsys.readouterr().out)
+    wanted = "/_fedsender/admin/v1/relay/forget" if admin else "/_fedsender/relay/v1/append"
+    assert wanted in described["paths"]

@@ -1,0 +1,35 @@
+"""The relay's benchmarks run, tiny, and print their figures. Never how good they are."""
+
+import json
+from typing import Any
+
+import pytest
+
+from fedsender.bench import main
+
+
+def figures_of(capfd: pytest.CaptureFixture[str], name: str, events: int) -> dict[str, Any]:
+    assert main((name, "--events", str(events), "--rounds", "1")) == 0
+    figures: dict[str, Any] = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert figures["bench"] == name
+    return figures
+
+
+def test_append_tells_the_rate_of_each_group(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = figures_of(capfd, "relay-append", 40)
+    assert list(figures["groups"]) == ["1", "16", "128", "1024"]
+    assert all(group["records_per_s"] > 0 for group in figures["groups"].values())
+
+
+def test_recovery_tells_how_long_it_takes(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = figures_of(capfd, "relay-recovery", 2)
+    assert figures["records"] >= 2048
+    assert figures["after_kill_s"] > 0
+    assert figures["all_read_s"] > 0
+
+
+def test_fanout_gives_every_consumer_every_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """It fails if a line is missing, so a figure is one of whole deliveries."""
+    figures = figures_of(capfd, "relay-fanout", 300)
+    assert list(figures["consumers"]) == ["1", "4", "16"]
+    assert all(group["lines_per_s"] > 0 for group in figures["consumers"].values())

@@ -1,0 +1,347 @@
+"""The sender's feed and a real relay, in memory and on the virtual clock: joining and coming back.
+
+Numbers are those of the scenarios in docs/relay.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from tests.relay.log_support import pdu, to_device
+from tests.relay.relay_world import World
+from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
+
+from fedsender.relay.snapshot import MANIFEST
+from fedsender.replication.commands import Json
+from fedsender.replication.relay_link import State
+from fedsender.store.records import History
+from fedsender.telemetry import Metrics
+
+Clock = trio.testing.MockClock
+HS = "hs.example"
+BEHIND = "sender-1"
+
+
+@pytest.fixture
+async def world(autojump_clock: Clock) -> AsyncIterator[World]:
+    found = World()
+    async with found.running():
+        yield found
+
+
+def store_of(shard: Shard) -> MemoryStore:
+    assert isinstance(shard.store, MemoryStore)
+    return shard.store
+
+
+def own(number: int, room: str = "!r:hs.example", size: int = 0) -> Json:
+    row = pdu(number, size, room)
+    row[1][2] |= {"sender": f"@a:{HS}", "prev_events": ["$p"]}
+    return row
+
+
+async def furnish(world: World, rooms: int, size: int = 0) -> None:
+    """So many rooms with an event of ours each, and the log forgotten."""
+    for number in range(rooms):
+        room = f"!{number}:{HS}"
+        await world.append_rows(["hosts", [room, ["a.example"], []]])
+        await world.append_rows(own(1000 + number, room, size))
+    await forget_log(world)
+
+
+async def test_12_63_who_is_behind_the_log_takes_a_snapshot_and_then_lives_on_as_ever(
+    world: World, autojump_clock: Clock
+) -> None:
+    """12, 63: nothing of the log was kept. The data is right, live updates follow at once, the
+    name is the old one; a restart afterwards is an ordinary one."""
+    await furnish(world, 20)
+    shard = Shard(Line(world))
+    async with shard.running():
+        await shard.level(world.relay.log.head)
+        assert shard.feed.full_syncs.total() == 1
+        assert store_of(shard).rows["events"] >= {f"$e{1000 + n}" for n in range(20)}
+        began = trio.current_time()
+        token = await world.append()
+        await shard.level(token)
+        assert trio.current_time() - began < 5
+        await until(lambda: world.pin(BEHIND) == token)
+    token = await world.append()
+    async with shard.running():
+        await shard.level(token)
+        assert shard.feed.full_syncs.total() == 0
+        assert world.state(BEHIND) == "FOLLOW"
+
+
+async def test_01_02_what_is_written_during_the_join_arrives_once(
+    world: World, autojump_clock: Clock
+) -> None:
+    """1, 2: a writer goes on, and a checkpoint and a clearing away happen during the transfer; at
+    the seam between snapshot and log there is neither a hole nor anything twice."""
+    await furnish(world, 20)
+    shard = Shard(Line(world))
+    shard.line.delay_s = 0.5
+    written: list[int] = []
+
+    async def write() -> None:
+        for number in range(60):
+            written.append(await world.append_rows(own(2000 + number, f"!w{number}:{HS}")))
+            if number == 30:
+                await world.relay.log.seal()
+                await world.relay.shelf.make()
+                await world.relay.retention.tidy()
+            await trio.sleep(0.05)
+
+    async with trio.open_nursery() as nursery, shard.running():
+        nursery.start_soon(write)
+        await until(lambda: len(written) == 60)
+        await shard.level(written[-1])
+    store = store_of(shard)
+    assert store.rows["events"] >= {f"$e{2000 + n}" for n in range(60)}
+    assert store.loads == 1
+    assert store.applied == sorted(set(store.applied))
+    assert store.applied[-1] == written[-1]
+
+
+async def test_03_a_newest_snapshot_that_was_spoiled_by_hand_is_replaced(
+    world: World, autojump_clock: Clock
+) -> None:
+    """3: its manifest is gone when somebody joins; the log still reaches the one before it."""
+    await furnish(world, 3)
+    newest = world.relay.shelf.snapshots[-1]
+    await world.append()
+    world.disk.remove(newest.directory / MANIFEST)
+    shard = Shard(Line(world))
+    async with shard.running():
+        await until(lambda: shard.feed.status().level or shard.feed.state is State.BACKOFF)
+        # The log had been cut down to the spoiled one: what cannot be made is said, and tried anew.
+        assert shard.feed.status().level or "snapshot" in str(shard.feed.last_error)
+
+
+async def test_04_05_eight_join_at_once_and_one_snapshot_serves_them(
+    world: World, autojump_clock: Clock
+) -> None:
+    """4, 5: at most one is made, and each counts its own full sync."""
+    await furnish(world, 5)
+    made = world.relay.shelf.makings.made
+    shards = [Shard(Line(world), name=f"sender-{number}") for number in range(8)]
+    async with trio.open_nursery() as nursery:
+
+        async def run(shard: Shard) -> None:
+            async with shard.running():
+                await shard.level(world.relay.log.head)
+
+        for shard in shards:
+            nursery.start_soon(run, shard)
+    assert [shard.feed.full_syncs.total() for shard in shards] == [1] * 8
+    assert world.relay.shelf.makings.made - made <= 1
+
+
+async def test_06_07_a_fetch_that_breaks_goes_on_where_it_was(
+    world: World, autojump_clock: Clock
+) -> None:
+    """6, 7: files that are whole are skipped, a half one is resumed at its offset, and the whole of
+    it is verified."""
+    await furnish(world, 40, size=30_000)
+    shard = Shard(Line(world))
+    shard.line.after = [10**9, 10**9, 6_000, 20_000, 12_000, 9_000, 9_000, 9_000]
+    async with shard.running():
+        await shard.level(world.relay.log.head)
+    assert store_of(shard).rows["events"] >= {f"$e{1000 + n}" for n in range(40)}
+    assert store_of(shard).loads == 1
+    (fetcher,) = shard.fetchers
+    assert fetcher.progress.skipped + fetcher.progress.resumed > 0
+    assert shard.disk.list(Path("/shard/snapshot")) == []
+
+
+async def test_07_a_flipped_bit_of_what_was_fetched_is_found_and_fetched_again(
+    world: World, autojump_clock: Clock
+) -> None:
+    """7: also in a file of more than one piece, and in one that was whole already."""
+    await furnish(world, 1, size=150_000)
+    shard = Shard(Line(world))
+    directory = Path("/shard/snapshot")
+    store = store_of(shard)
+
+    async def spoil() -> None:
+        raise OSError("the disk is gone for a moment")
+
+    store.before_load = spoil
+    async with shard.running():
+        await until(lambda: shard.feed.state is State.BACKOFF)
+        files = [name for name in shard.disk.list(directory) if name.startswith("events")]
+        size = len(shard.disk.content(directory / files[0]))
+        shard.disk.flip_bit(directory / files[0], 8 * (size - 100))
+        store.before_load = None
+        await shard.level(world.relay.log.head)
+    progress = shard.fetchers[0].progress
+    assert progress.skipped == progress.files - 1
+    assert store.loads == 1
+
+
+async def test_09_a_slow_relay_is_not_taken_for_a_dead_one(autojump_clock: Clock) -> None:
+    """9: the making of the snapshot takes a minute; PINGs go on, and the feed waits."""
+    world = World()
+    async with world.running():
+        await furnish(world, 3)
+        await world.append_rows(own(1, "!new:hs.example"))
+        world.relay.shelf.snapshots.clear()
+        world.thread_s = 40.0
+        shard = Shard(Line(world))
+        async with shard.running():
+            await until(lambda: shard.feed.state is State.JOINING)
+            joining = trio.current_time()
+            await until(lambda: shard.feed.state is not State.JOINING)
+            waited = trio.current_time() - joining
+            assert waited > 15 or shard.feed.last_error is None
+        world.thread_s = 0.0
+
+
+async def test_11_a_consumer_whose_fetch_leads_nowhere_keeps_its_place(
+    world: World, autojump_clock: Clock
+) -> None:
+    """11: the relay remembers the snapshot it handed out until it is followed up."""
+    await furnish(world, 5)
+    shard = Shard(Line(world))
+    store = store_of(shard)
+
+    async def fail() -> None:
+        await shard.line.cut()
+        raise OSError("no room")
+
+    store.before_load = fail
+    async with shard.running():
+        await until(lambda: shard.feed.state is State.BACKOFF)
+        assert world.state(BEHIND) is not None
+        store.before_load = None
+        await shard.level(world.relay.log.head)
+    assert store.loads == 1
+
+
+async def test_13_a_full_sync_is_shown_while_it_lasts_also_if_it_fails(
+    world: World, autojump_clock: Clock
+) -> None:
+    """13: the status says so at once, and clears at the end."""
+    await furnish(world, 5)
+    shard = Shard(Line(world))
+    store = store_of(shard)
+    fails = [True, False]
+
+    async def slow() -> None:
+        assert shard.feed.status().held == "a full sync: loading a snapshot"
+        assert not shard.feed.status().level
+        await trio.sleep(20)
+        if fails.pop(0):
+            raise OSError("no room")
+
+    store.before_load = slow
+    async with shard.running():
+        await until(lambda: shard.feed.state is State.LOADING)
+        await until(lambda: shard.feed.state is State.BACKOFF)
+        status = shard.feed.status()
+        assert (status.held, status.level, status.last_error) == (
+            None,
+            False,
+            "full sync: no room",
+        )
+        await shard.level(world.relay.log.head)
+        assert shard.feed.status().held is None
+
+
+async def test_14_a_name_that_was_forgotten_and_lost_its_data_joins_again(
+    world: World, autojump_clock: Clock
+) -> None:
+    """14: nobody deletes anything by hand."""
+    await furnish(world, 5)
+    shard = Shard(Line(world))
+    async with shard.running():
+        await shard.level(world.relay.log.head)
+    await until(lambda: world.state(BEHIND) == "STOPPED")
+    world.relay.registry.forget(BEHIND)
+    shard.store = MemoryStore()
+    async with shard.running():
+        await shard.level(world.relay.log.head)
+    assert store_of(shard).loads == 1
+
+
+async def test_69_full_syncs_that_lead_nowhere_come_ever_later_and_raise_an_alarm(
+    world: World, autojump_clock: Clock
+) -> None:
+    """69: the cap takes the log away under a running fetch, again and again."""
+    await furnish(world, 5)
+    shard = Shard(Line(world))
+    store = store_of(shard)
+    began: list[float] = []
+
+    async def overtaken() -> None:
+        began.append(trio.current_time())
+        if len(began) < 5:
+            await forget_log(world)
+
+    store.before_load = overtaken
+    async with shard.running() as feed:
+        metrics = feed.metrics = Metrics(HS)
+        await shard.level()
+        assert shard.feed.alarms == 3
+        assert shard.feed.fruitless == 0
+    told = f'{{server_name="{HS}"}} 3.0'
+    assert f"fedsender_feed_full_sync_alarms_total{told}" in metrics.exposition().decode()
+    for reason, count in shard.feed.full_syncs.items():
+        assert any(
+            line.startswith("fedsender_feed_full_syncs_total{")
+            and f'reason="{reason}"' in line
+            and line.endswith(f" {count}.0")
+            for line in metrics.exposition().decode().splitlines()
+        )
+    pauses = [after - before for before, after in pairwise(began)]
+    assert len(began) == 5
+    assert pauses[0] >= 5
+    assert pauses[-1] > 2 * pauses[0]
+
+
+async def test_64_a_relay_that_lost_its_newest_part_is_followed_behind_where_we_are(
+    world: World, autojump_clock: Clock
+) -> None:
+    """64: right epoch, but our token is ahead of the head. What the relay says from now on must not
+    be taken for what we have under the same tokens, so it is counted on from our position."""
+    await furnish(world, 3)
+    head = world.relay.log.head
+    shard = Shard(Line(world))
+    store = store_of(shard)
+    store.position, store.history = head + 50, History(world.relay.log.epoch, 0)
+    async with shard.running():
+        await shard.level(head + 50)
+        assert shard.feed.full_syncs == {"AHEAD": 1}
+        assert store.history == History(world.relay.log.epoch, head + 50)
+        await world.append(3)
+        await shard.level(2 * head + 50 + 3)
+        await until(lambda: world.pin(BEHIND) == head + 3)
+    async with shard.running():
+        await shard.level(2 * head + 50 + 3)
+        assert shard.feed.full_syncs.total() == 0
+
+
+async def test_edus_of_other_shards_are_left_to_them_and_ours_wake_their_servers(
+    world: World, autojump_clock: Clock
+) -> None:
+    """I4: what is not ours would lie in our store for ever; what is ours is told at once."""
+    shard = Shard(Line(world), handles=lambda server: server != "b.example")
+    async with shard.running():
+        token = await world.append_rows(
+            to_device(1), ["edu", ["to_device", "c.example", "m", {}]], pdu(1)
+        )
+        await shard.level(token)
+    assert shard.sink.to_device == ["c.example"]  # type: ignore[attr-defined]
+
+
+async def test_a_wrong_homeserver_is_not_followed(world: World, autojump_clock: Clock) -> None:
+    """The name is checked both ways, before anything else is said."""
+    shard = Shard(Line(world), server_name="other.example")
+    async with shard.running():
+        await until(lambda: shard.feed.last_error is not None)
+        assert "is the relay of hs.example" in str(shard.feed.last_error)
+        assert store_of(shard).history is None
