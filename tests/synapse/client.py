@@ -13,7 +13,7 @@ import httpx
 _ANSWER_S = 90.0
 _LONG_POLL_MS = 10_000
 _TRIES = 10
-_PASSWORD = "of a test"
+PASSWORD = "of a test"
 # A cut timeline would look like messages that are missing.
 _WHOLE_TIMELINES = quote(json.dumps({"room": {"include_leave": True, "timeline": {"limit": 1000}}}))
 
@@ -33,6 +33,11 @@ class User:
     mxid: str
     _http: httpx.AsyncClient
     _transactions: Iterator[int] = field(default_factory=itertools.count)
+
+    @property
+    def token(self) -> str:
+        """The access token."""
+        return str(self._http.headers["Authorization"]).removeprefix("Bearer ")
 
     async def create_room(self, **settings: object) -> str:
         """The id of a new room; `settings` are those of the client API."""
@@ -62,6 +67,16 @@ class User:
     async def send_all(self, room_id: str, texts: Sequence[str]) -> list[str]:
         """Send text messages one after the other; returns their event ids."""
         return [await self.send(room_id, text) for text in texts]
+
+    async def set_state(self, room_id: str, kind: str, content: Mapping[str, object]) -> str:
+        """Set a piece of state with an empty state key; returns its event id."""
+        path = f"rooms/{quote(room_id)}/state/{kind}/"
+        return str((await self._call("PUT", path, content))["event_id"])
+
+    async def redact(self, room_id: str, event_id: str) -> str:
+        """Take an event back; returns the redaction's id."""
+        path = f"rooms/{quote(room_id)}/redact/{quote(event_id)}/{next(self._transactions)}"
+        return str((await self._call("PUT", path, {}))["event_id"])
 
     async def membership(self, room_id: str, mxid: str) -> str | None:
         """The membership of `mxid` in the room as this homeserver sees it; None if unknown."""
@@ -107,7 +122,7 @@ class User:
         body = {
             "type": "m.login.password",
             "identifier": {"type": "m.id.user", "user": self.mxid},
-            "password": _PASSWORD,
+            "password": PASSWORD,
             "device_id": device_id,
         }
         told = await _call(http, "POST", "login", body)
@@ -205,7 +220,7 @@ async def register(client_url: str, localpart: str) -> User:
     http = httpx.AsyncClient(base_url=client_url, timeout=_ANSWER_S, trust_env=False)
     body = {
         "username": localpart,
-        "password": _PASSWORD,
+        "password": PASSWORD,
         "auth": {"type": "m.login.dummy"},
     }
     told = await _call(http, "POST", "register", body)

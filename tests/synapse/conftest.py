@@ -10,10 +10,17 @@ from tests.proxy import open_proxy, reserve
 from tests.servers import Postgres, Valkey, open_postgres, open_valkey
 from tests.synapse.daemon import Daemon
 from tests.synapse.homeserver import Database, Homeserver, free_port, open_homeserver
+from tests.synapse.installed import encrypted_client_python
 from tests.synapse.world import INSTANCE, World, open_world
 
 A_HOST = "127.0.0.2"
 B_HOST = "127.0.0.3"
+
+
+@pytest.fixture(scope="session")
+def encrypted_client() -> None:
+    """Installed."""
+    encrypted_client_python()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from fedsender.ledger import read_lines, segments
 
 DRAIN_S = 15
 POLL_S = 0.05
-_TOKEN = "admin token of a test"
+TOKEN = "admin token of a test"
 
 
 class DaemonError(RuntimeError):
@@ -41,7 +41,7 @@ class Daemon:
     redis_port: int
     admin_port: int = field(default_factory=lambda: free_port("127.0.0.1"))
     _process: trio.Process | None = None
-    _told_to_end: bool = False
+    _told_to_end: list[trio.Process] = field(default_factory=list)
 
     @property
     def config_path(self) -> Path:
@@ -62,16 +62,23 @@ class Daemon:
         return path.read_text(errors="replace") if path.exists() else ""
 
     async def watch(self) -> None:
-        """Wait for the end of the process; raises DaemonError if nobody asked for it."""
-        assert self._process is not None
-        await self._process.wait()
-        if not self._told_to_end:
-            raise DaemonError(f"ended by itself:\n{self.output[-4000:]}")
+        """Watch over this process and those that follow it, until cancelled.
+
+        Raises DaemonError if one ends and nobody asked for it.
+        """
+        while True:
+            process = self._process
+            assert process is not None
+            await process.wait()
+            if process not in self._told_to_end:
+                raise DaemonError(f"ended by itself:\n{self.output[-4000:]}")
+            while self._process is process:  # noqa: ASYNC110
+                await trio.sleep(POLL_S)
 
     async def kill(self) -> None:
         """End the process as a crash of the machine would."""
         assert self._process is not None
-        self._told_to_end = True
+        self._told_to_end.append(self._process)
         self._process.kill()
         await self._process.wait()
 
@@ -117,8 +124,7 @@ class Daemon:
     async def start(self) -> None:
         """Start the process."""
         if not self.config_path.exists():
-            self._write_files()
-        self._told_to_end = False
+            self.write_files()
         with (self.home / "output").open("ab") as output:
             self._process = await trio.lowlevel.open_process(
                 [sys.executable, "-m", "fedsender", "run", "-c", str(self.config_path)],
@@ -132,7 +138,7 @@ class Daemon:
         """End the process as a service manager does, and by force if it does not drain."""
         if self._process is None or not self.running:
             return
-        self._told_to_end = True
+        self._told_to_end.append(self._process)
         self._process.terminate()
         with trio.move_on_after(DRAIN_S):
             await self._process.wait()
@@ -143,14 +149,15 @@ class Daemon:
     async def _ask(self, method: str, path: str, body: object) -> httpx.Response:
         async with self._client() as client:
             url = f"/_fedsender/admin/v1/{path}"
-            headers = {"Authorization": f"Bearer {_TOKEN}"}
+            headers = {"Authorization": f"Bearer {TOKEN}"}
             return await client.request(method, url, json=body, headers=headers)
 
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.admin_port}", trust_env=False)
 
-    def _write_files(self) -> None:
-        (self.home / "admin.token").write_text(_TOKEN + "\n")
+    def write_files(self) -> None:
+        """Its configuration, and the secrets beside it."""
+        (self.home / "admin.token").write_text(TOKEN + "\n")
         (self.home / "admin.token").chmod(0o600)
         (self.home / "replication.secret").write_text(self.homeserver.replication_secret + "\n")
         (self.home / "replication.secret").chmod(0o600)

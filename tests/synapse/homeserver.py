@@ -105,7 +105,8 @@ class Homeserver:
         assert not self.running
         if not self.config_path.exists():
             self._write_files()
-        self._process = self._spawn("synapse.app.homeserver", "main", [self.config_path])
+        command = self._command("synapse.app.homeserver", self.config_path)
+        self._process = self._spawn("main", command)
         _wait_until_up(self._process, self.client_url + _SAYS_IT_IS_UP, self.log_path("main"))
 
     def stop(self) -> None:
@@ -118,29 +119,29 @@ class Homeserver:
     def worker(self, name: str) -> Iterator[None]:
         """Synapse's own federation sender `name`, until the body is left. Blocks."""
         port = free_port("127.0.0.1")
-        config = self.directory / f"{name}.yaml"
-        _write_json(
-            config,
-            {
-                "worker_app": "synapse.app.generic_worker",
-                "worker_name": name,
-                "worker_log_config": str(self._log_config(name)),
-                "worker_listeners": [
-                    {
-                        "port": port,
-                        "bind_addresses": ["127.0.0.1"],
-                        "type": "http",
-                        "resources": [{"names": ["health"]}],
-                    }
-                ],
-            },
-        )
-        process = self._spawn("synapse.app.generic_worker", name, [self.config_path, config])
+        process = self._spawn(name, self.worker_command(name, port))
         try:
             _wait_until_up(process, f"http://127.0.0.1:{port}/health", self.log_path(name))
             yield
         finally:
             _end(process)
+
+    def worker_path(self, name: str) -> Path:
+        """The configuration file of Synapse's own worker `name`."""
+        return self.directory / f"{name}.yaml"
+
+    def worker_command(self, name: str, health_port: int) -> list[str | Path]:
+        """What starts Synapse's own federation sender `name`, whose files are written."""
+        _write_json(
+            self.worker_path(name),
+            {
+                "worker_app": "synapse.app.generic_worker",
+                "worker_name": name,
+                "worker_log_config": str(self._log_config(name)),
+                "worker_listeners": [_listener("127.0.0.1", health_port, ["health"])],
+            },
+        )
+        return self._command("synapse.app.generic_worker", self.config_path, self.worker_path(name))
 
     def log_path(self, process: str) -> Path:
         """The log of `main` or of a worker."""
@@ -155,10 +156,13 @@ class Homeserver:
         """A new user of this homeserver, logged in."""
         return await register(self.client_url, localpart)
 
-    def _spawn(self, module: str, process: str, configs: Sequence[Path]) -> subprocess.Popen[bytes]:
+    def _command(self, module: str, *configs: Path) -> list[str | Path]:
         command: list[str | Path] = [synapse_python(), "-m", module]
         for config in configs:
             command += ["-c", config]
+        return command
+
+    def _spawn(self, process: str, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
         with (self.directory / f"{process}.out").open("ab") as out:
             return subprocess.Popen(
                 command,
@@ -166,7 +170,7 @@ class Homeserver:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                env=_clean_environment(),
+                env=clean_environment(),
             )
 
     def _write_files(self) -> None:
@@ -260,6 +264,10 @@ _TEST_SETTINGS: Mapping[str, object] = {
     "suppress_key_server_warning": True,
     "ip_range_blacklist": [],
     "federation_ip_range_blacklist": [],
+    # What Synapse still does to a new database is over at once.
+    "background_updates": {"sleep_enabled": False},
+    # A cut timeline would look like messages that are missing.
+    "filter_timeline_limit": -1,
     # What a homeserver asks of another that is down must not wait for minutes.
     "federation": {
         "client_timeout": "10s",
@@ -336,7 +344,8 @@ def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=1))
 
 
-def _clean_environment() -> dict[str, str]:
+def clean_environment() -> dict[str, str]:
+    """Our environment without what would change how a child finds its packages."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,6 +1,7 @@
-"""A Synapse from the package index, in a virtual environment of its own, installed once.
+"""Other people's software from the package index, each in a virtual environment of its own.
 
-Synapse is never imported: it runs as the other process, so nothing of it enters our tree.
+Synapse and the encrypted client are never imported: they run as the other process, so nothing of
+them enters our tree. Each is installed once and kept.
 """
 
 import fcntl
@@ -10,12 +11,34 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# The one place that says which Synapse the tests talk to.
-REQUIREMENTS = ("matrix-synapse[redis]==1.163.2", "psycopg2-binary==2.9.13")
+NEWEST_SYNAPSE = "1.163.2"
+# The one place that says which Synapse the tests talk to; `tests.synapse.versions` says another.
+SYNAPSE = os.environ.get("FEDSENDER_TEST_SYNAPSE", NEWEST_SYNAPSE)
+_ENCRYPTED_CLIENT = ("matrix-nio[e2e]==0.26.0",)
+_DATABASE_DRIVER = "psycopg2-binary==2.9.13"
+# An old Synapse takes any newer release of what it depends on, and does not run with all of them.
+_OF_ITS_TIME = (
+    "attrs<24",
+    "bcrypt<4.2",
+    "cryptography<43",
+    "jsonschema<4.22",
+    "pillow<10.4",
+    "prometheus-client<0.20",
+    "psycopg2-binary==2.9.9",
+    "pydantic<2.7",
+    "pyopenssl<24.2",
+    "service-identity<24.2",
+    "setuptools<70",
+    "treq<24",
+    "twisted<24.4",
+    "txredisapi<1.4.11",
+)
+_NEEDS_ITS_TIME = (1, 130)
+"""Releases before this one."""
 
 
 def cache_directory() -> Path:
@@ -38,17 +61,30 @@ def cache_directory() -> Path:
 
 
 def synapse_python() -> Path:
-    """The interpreter of a virtual environment that holds Synapse; made by the first caller.
+    """The interpreter of a virtual environment that holds Synapse."""
+    old = tuple(int(part) for part in SYNAPSE.split(".")[:2]) < _NEEDS_ITS_TIME
+    rest = _OF_ITS_TIME if old else (_DATABASE_DRIVER,)
+    return python_with("synapse", (f"matrix-synapse[redis]=={SYNAPSE}", *rest))
+
+
+def encrypted_client_python() -> Path:
+    """The interpreter of a virtual environment that holds matrix-nio with its encryption."""
+    return python_with("nio", _ENCRYPTED_CLIENT)
+
+
+def python_with(name: str, requirements: Sequence[str]) -> Path:
+    """The interpreter of a virtual environment that holds these; made by the first caller.
 
     Several test runs may ask at once: one installs, the others wait for it. Raises RuntimeError
     with pip's last lines if the installation fails.
     """
-    wanted = hashlib.sha256(repr((REQUIREMENTS, sys.version_info[:2])).encode()).hexdigest()[:12]
-    home = cache_directory() / f"synapse-{wanted}"
+    requirements = tuple(requirements)
+    wanted = hashlib.sha256(repr((requirements, sys.version_info[:2])).encode()).hexdigest()[:12]
+    home = cache_directory() / f"{name}-{wanted}"
     with _locked(home.with_suffix(".lock")):
         # The interpreter it was made with may be gone since.
         if not (home / "ready").exists() or not (home / "bin" / "python").exists():
-            _install(home)
+            _install(home, requirements)
     return home / "bin" / "python"
 
 
@@ -59,16 +95,18 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _install(home: Path) -> None:
+def _install(home: Path, requirements: Sequence[str]) -> None:
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home, with_pip=True)
     pip = [str(home / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input"]
     done = subprocess.run(
-        [*pip, "install", "--quiet", *REQUIREMENTS],
+        [*pip, "install", "--quiet", *requirements],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     if done.returncode != 0:
-        raise RuntimeError(f"Synapse could not be installed:\n{done.stdout[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(requirements)} could not be installed:\n{done.stdout[-2000:]}"
+        )
     (home / "ready").touch()

@@ -14,8 +14,8 @@ from tests.synapse.client import User
 from tests.synapse.daemon import open_daemon
 from tests.synapse.world import World, until
 
-TEST_S = 150
-READ_S = 15
+TEST_S = 300
+READ_S = 60
 
 Answer = Mapping[str, Any]
 

@@ -2,20 +2,23 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import trio
+import trustme
 from tests.proxy import Proxy
 from tests.servers import Postgres, Valkey
 from tests.synapse.client import User
 from tests.synapse.daemon import Daemon
 from tests.synapse.homeserver import Homeserver
+from tests.synapse.recorder import Recording, open_recorder
 
 INSTANCE = "fed1"
 POLL_S = 0.05
+STALL_S = 30
 _numbers = itertools.count(1)
 
 
@@ -108,6 +111,17 @@ class World:
 
         return await trio.to_thread.run_sync(ask)
 
+    async def change(self, sql: str, *values: object) -> None:
+        """Execute a statement in A's database, as a mischievous administrator might."""
+        database = self.a.database
+        assert database is not None
+
+        def execute() -> None:
+            with self.postgres.connect(database.name) as connection:
+                connection.execute(sql.encode(), values)
+
+        await trio.to_thread.run_sync(execute)
+
     async def events_position(self) -> int:
         """Up to where `fed1` has recorded who gets what."""
         sql = (
@@ -174,6 +188,55 @@ async def open_world(world: World) -> AsyncIterator[World]:
     """`world`, whose users are logged out of their connections at the end."""
     async with world._users:
         yield world
+
+
+@asynccontextmanager
+async def recorded(world: World, authority: trustme.CA) -> AsyncIterator[Recording]:
+    """What B is sent while the body runs."""
+    world.door.refuse()
+    world.door.cut()
+    async with open_recorder(world.door.address, world.b.listens_at, authority) as recording:
+        yield recording
+    world.door.listen()
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """What alice has said when B has a transaction and its answer does not come back.
+
+    Attributes:
+        before: the texts that B has answered for.
+        texts: those after them; the first is in the transaction, the others wait behind it.
+        event_ids: of `texts`.
+    """
+
+    before: Sequence[str]
+    texts: Sequence[str]
+    event_ids: Sequence[str]
+
+
+async def stall_with_a_transaction_at_b(world: World, room: Room, messages: int) -> Stalled:
+    """Let alice send so many messages such that B's answer to the first does not come back.
+
+    Returns once all of them are fanned out.
+    """
+    before: list[str] = []
+    for attempt in itertools.count():
+        # Its answer is back: there is a connection, so that no handshake is half done.
+        before.append(f"warm {attempt}")
+        await world.wait_until_settled(world.b.name, await room.alice.send(room.id, before[-1]))
+        texts = [f"message {attempt}.{number}" for number in range(messages)]
+        world.door.to_client.stall()
+        event_ids = [await room.alice.send(room.id, texts[0])]
+        with trio.move_on_after(STALL_S):
+            await room.bob.read_until(room.id, texts[0])
+            break
+        # An EDU, say presence, went just before it, and it is that one's answer that is missing.
+        world.door.to_client.flow()
+        before.append(texts[0])
+    event_ids += await room.alice.send_all(room.id, texts[1:])
+    await world.wait_until_fanned_out(event_ids[-1])
+    return Stalled(before, texts, event_ids)
 
 
 class ReplicationLines:

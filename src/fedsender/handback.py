@@ -1,0 +1,209 @@
+"""Handing back to Synapse's own federation sender: what it would not send, said before it is lost.
+
+Synapse's sender goes on from the tables that we kept true: the events position, who is owed which
+room, LSSO, to-device messages and device lists. It knows nothing of what stands in the sender's own
+tables. So before it may start again, three things are looked for there: events and EDUs in
+quarantine, events that are to be sent again, and transactions that left and were not answered.
+"""
+
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import trio
+from sqlalchemy import make_url
+
+from fedsender.config import Config, ConfigError
+from fedsender.ledger import Ledger, open_ledger
+from fedsender.outside import Outside
+from fedsender.sender.takeover import discard, hand_over, take_over
+from fedsender.store import Store, StoreConfig, open_store
+from fedsender.store.records import Settlement
+from fedsender.telemetry import Metrics
+
+__all__ = ["Findings", "hand_back", "leave_to_owner", "owner_of"]
+
+PAGE: Final = 1000
+REASON_CHARACTERS: Final = 200
+DISCARDED: Final = "handed back to Synapse's own sender"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What stands between us and Synapse's sender, each a sentence that names server and room.
+
+    Attributes:
+        losses: what Synapse's sender would never send.
+        repeats: what it would send again under an id of its own.
+        notes: what an operator should know, and nothing to decide.
+        done: whether the sending was handed back. If not, nothing was changed.
+    """
+
+    losses: Sequence[str]
+    repeats: Sequence[str]
+    notes: Sequence[str]
+    done: bool
+
+
+async def hand_back(
+    config: Config,
+    settings: StoreConfig,
+    outside: Outside,
+    *,
+    accept_repeats: bool = False,
+    accept_loss: bool = False,
+) -> Findings:
+    """Leave everything as Synapse's own sender needs it, or say why not.
+
+    What a killed daemon's ledger proves to be answered is written to the databases first. Then, if
+    nothing is found or what is found is accepted: unanswered transactions are given up, each with a
+    line in the ledger, and servers that were never reached get a low-water mark (LSSO) from which
+    Synapse's sender can catch up with them (W2). Quarantine stays for the day we come back.
+    Synapse's schema is not touched.
+
+    Args:
+        settings: where the databases of `config` are.
+        accept_repeats: unanswered transactions are no reason to refuse.
+        accept_loss: nothing is.
+
+    Raises:
+        ConfigError: there is no Synapse behind this configuration.
+        LockHeld: the daemon is still running.
+        StoreError: a database is not one that we know, or of a version outside the tested range.
+    """
+    if config.homeserver.kind != "synapse":
+        raise ConfigError("homeserver.kind is not synapse: there is nobody to hand back to")
+    try:
+        async with _records(config, settings, outside) as (store, ledger):
+            frozen = await take_over(store, ledger, outside, config.instance_name, config.handles)
+            losses = [*await _quarantined(store, config), *await _redeliveries(store, config)]
+            repeats = [await _unanswered(store, name) for name in sorted(frozen)]
+            refused = not accept_loss and (losses or (repeats and not accept_repeats))
+            notes = [] if refused else await _settle(store, ledger, outside, config, frozen)
+            await hand_over(store, config.instance_name)
+    finally:
+        leave_to_owner(_places(config, settings))
+    return Findings(losses, repeats, notes, done=not refused)
+
+
+@asynccontextmanager
+async def _records(
+    config: Config, settings: StoreConfig, outside: Outside
+) -> AsyncIterator[tuple[Store, Ledger]]:
+    """The databases and the ledger, as the daemon has them, in its place."""
+    boot_id = outside.entropy(8).hex()
+    async with open_store(settings, outside) as store:
+        await store.sender.take_lock(config.instance_name, boot_id)
+        async with open_ledger(
+            config.ledger.directory,
+            config.instance_name,
+            boot_id,
+            outside,
+            keep_days=config.ledger.keep_days,
+            keep_bytes=config.ledger.keep_bytes,
+            segment_seconds=config.ledger.segment_seconds,
+            segment_bytes=config.ledger.segment_bytes,
+            lost_lines=Metrics(config.server_name).ledger_failures,
+        ) as ledger:
+            yield store, ledger
+
+
+async def _quarantined(store: Store, config: Config) -> list[str]:
+    """One sentence for each server and room with something in quarantine."""
+    counts: Counter[tuple[str, str]] = Counter()
+    reasons: dict[tuple[str, str], str] = {}
+    after = 0
+    while page := await store.sender.quarantine_list(None, PAGE, after):
+        after = page[-1].id
+        for item in page:
+            if item.destination is not None and not config.handles(item.destination):
+                continue
+            where = f"room {item.room_id}" if item.room_id is not None else item.kind
+            key = (item.destination or "all servers", where)
+            counts[key] += 1
+            reasons.setdefault(key, item.reason[:REASON_CHARACTERS])
+    return [
+        f"{server}, {where}: {counts[server, where]} in quarantine ({reasons[server, where]});"
+        " Synapse's sender will not send them"
+        for server, where in sorted(counts)
+    ]
+
+
+async def _redeliveries(store: Store, config: Config) -> list[str]:
+    """One sentence for each server and room with events that wait to be sent again."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in await store.sender.destinations_with_redeliveries():
+        if config.handles(name):
+            found = await store.sender.redeliveries(name, PAGE)
+            counts.update((name, each.room_id) for each in found)
+    return [
+        f"{server}, room {room}: {count} to be sent again; Synapse's sender does not know of them"
+        for (server, room), count in sorted(counts.items())
+    ]
+
+
+async def _unanswered(store: Store, name: str) -> str:
+    """What this server may or may not have, in words."""
+    record = await store.sender.load_frozen(name)
+    if record is None:
+        return f"{name}: a transaction is unanswered"
+    pdus, edus = record.manifest["pdus"], record.manifest["edu_types"]
+    rooms = ", ".join(sorted({pdu["room_id"] for pdu in pdus}))
+    return (
+        f"{name}: transaction {record.transaction_id} ({len(pdus)} events"
+        f"{' of ' + rooms if rooms else ''}, {sum(edus.values())} EDUs) was sent and not answered;"
+        " Synapse's sender will send the newest event of each room, to-device messages and device"
+        " lists again, and no receipts"
+    )
+
+
+async def _settle(
+    store: Store, ledger: Ledger, outside: Outside, config: Config, frozen: set[str]
+) -> list[str]:
+    """Give our transactions up, and make up for what Synapse's sender cannot do; in words."""
+    for name in sorted(frozen):
+        await discard(store, ledger, outside, name, DISCARDED)
+    notes = []
+    unreached = [each for each in await store.homeserver.lagging() if each.lsso is None]
+    for each in unreached:
+        if not config.handles(each.destination):
+            continue
+        for _, ordering in await store.homeserver.owed_rooms(each.destination, 0, 1):
+            await store.homeserver.settle([Settlement(each.destination, ordering - 1)])
+            notes.append(f"{each.destination} was never reached; LSSO is now {ordering - 1}")
+        await trio.lowlevel.checkpoint()
+    debts = (await store.receipts.load(config.instance_name)).debts
+    if owed := sum(config.handles(name) for name in debts):
+        notes.append(f"receipts that {owed} servers are owed are not sent: Synapse keeps none back")
+    return notes
+
+
+def _places(config: Config, settings: StoreConfig) -> list[Path]:
+    """The directories of ours that a hand-back writes to."""
+    database = make_url(settings.sender_url)
+    if database.get_backend_name() != "sqlite" or not database.database:
+        return [config.ledger.directory]
+    return [config.ledger.directory, Path(database.database).parent]
+
+
+def owner_of(path: Path) -> tuple[int, int]:
+    """User and group that a file or directory belongs to; not what a link leads to."""
+    found = path.lstat()
+    return found.st_uid, found.st_gid
+
+
+def leave_to_owner(directories: Sequence[Path]) -> None:
+    """Give the files that root wrote here to the user that the daemon runs as: each directory's."""
+    if os.geteuid() != 0:
+        return
+    for directory in directories:
+        if not directory.is_dir():
+            continue
+        user, group = owner_of(directory)
+        for path in directory.iterdir():
+            if user != 0 and path.is_file() and owner_of(path)[0] == 0:
+                os.chown(path, user, group, follow_symlinks=False)

@@ -1,0 +1,122 @@
+"""The guide docs/switching.md, step by step, on a machine where `systemctl` is a stand-in."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import trio
+
+GUIDE = Path(__file__).parents[2] / "docs" / "switching.md"
+_STAND_IN = Path(__file__).with_name("systemctl.py")
+_BLOCK = re.compile(r"^ *```sh\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_VARIABLE = re.compile(r"^([A-Z_]+)=", re.MULTILINE)
+
+
+def steps(heading: str) -> list[str]:
+    """The shell commands of each numbered step below this heading of the guide."""
+    section = re.split(r"^## ", GUIDE.read_text(), flags=re.MULTILINE)
+    (text,) = [part for part in section if part.startswith(f"{heading}\n")]
+    items = re.split(r"^\d\. ", text, flags=re.MULTILINE)[1:]
+    return [
+        "\n".join(textwrap.dedent(block).strip() for block in _BLOCK.findall(item))
+        for item in items
+    ]
+
+
+def variables() -> list[str]:
+    """The names that the guide tells its reader to adjust."""
+    first = _BLOCK.search(GUIDE.read_text())
+    assert first is not None
+    return _VARIABLE.findall(first[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine on which the guide is followed.
+
+    Attributes:
+        directory: its programs, unit files and what they leave.
+        values: what the reader put for the guide's variables.
+    """
+
+    directory: Path
+    values: Mapping[str, str]
+
+    @property
+    def units(self) -> Path:
+        return self.directory / "units"
+
+    def add_unit(self, name: str, command: Sequence[str | Path]) -> None:
+        """A unit that an administrator had before."""
+        words = " ".join(shlex.quote(str(word)) for word in command)
+        (self.units / f"{name}.service").write_text(f"[Service]\nType=notify\nExecStart={words}\n")
+
+    async def follow(self, step: str) -> str:
+        """Run a step's commands as they stand; what they print. Raises AssertionError on failure.
+
+        The tests' variables are those of the guide, no more and no fewer.
+        """
+        done = await self.run(step)
+        assert done.returncode == 0, f"{step}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    async def run(self, commands: str) -> subprocess.CompletedProcess[str]:
+        """Run commands in a shell, whatever comes of it."""
+        assert sorted(self.values) == sorted(variables())
+        settings = [f"{name}={shlex.quote(value)}" for name, value in self.values.items()]
+        path = f"{self.directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        done = await trio.run_process(
+            ["sh", "-eu", "-c", "\n".join([*settings, commands])],
+            cwd=self.directory,
+            env=os.environ | {"PATH": path},
+            capture_stdout=True,
+            capture_stderr=True,
+            check=False,
+        )
+        output, errors = done.stdout.decode(), done.stderr.decode()
+        return subprocess.CompletedProcess(done.args, done.returncode, output, errors)
+
+    def write_programs(self) -> None:
+        """The commands that the guide uses: this fedsender, and the stand-in."""
+        self.units.mkdir()
+        state = self.directory / "state"
+        state.mkdir()
+        programs = self.directory / "bin"
+        programs.mkdir()
+        stand_in = [sys.executable, str(_STAND_IN), str(self.units), str(state)]
+        for name, command in {
+            "fedsender": [sys.executable, "-m", "fedsender"],
+            "systemctl": stand_in,
+        }.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            (programs / name).chmod(0o755)
+
+    def stop_all(self) -> None:
+        """Stop every unit. Blocks."""
+        for unit in self.units.glob("*.service"):
+            command = [self.directory / "bin" / "systemctl", "stop", unit.stem]
+            subprocess.run([str(word) for word in command], check=True)
+
+    def log_of(self, unit: str) -> str:
+        """What the unit has printed."""
+        path = self.directory / "state" / f"{unit}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+@contextmanager
+def open_host(directory: Path, values: Mapping[str, str]) -> Iterator[Host]:
+    """A host with its programs; whatever was started on it is stopped at the end."""
+    directory.mkdir()
+    host = Host(directory, {**values, "UNITS": str(directory / "units")})
+    host.write_programs()
+    try:
+        yield host
+    finally:
+        host.stop_all()

@@ -1,0 +1,286 @@
+"""An operator follows docs/switching.md: Synapse's own worker sends, then fedsender, then it again.
+
+The commands are read from the guide and run as they stand, so that text and test cannot drift.
+"""
+
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+import trustme
+from tests.synapse.daemon import open_daemon
+from tests.synapse.guide import Host, open_host, steps
+from tests.synapse.homeserver import free_port
+from tests.synapse.world import (
+    INSTANCE,
+    Room,
+    World,
+    recorded,
+    stall_with_a_transaction_at_b,
+    until,
+)
+
+from fedsender.config import load
+from fedsender.daemon import store_config
+from fedsender.outside import real_outside
+from fedsender.store import StoreConfig, open_store
+from fedsender.store.sender import Redelivery
+
+TEST_S = 300
+WORKER = "matrix-synapse-worker@fed1"
+
+
+def host_values(world: World) -> dict[str, str]:
+    """What the reader of the guide puts for its variables."""
+    return {
+        "HOMESERVER": str(world.a.config_path),
+        "WORKER": str(world.a.worker_path(INSTANCE)),
+        "SYNAPSE_WORKER": WORKER,
+        "CONFIG": str(world.daemon.config_path),
+        "STATE": str(world.daemon.home),
+        "ADMIN": f"127.0.0.1:{world.daemon.admin_port}",
+    }
+
+
+async def schema_of(world: World) -> list[tuple[object, ...]]:
+    """Tables, columns, constraints and triggers of A's database, once Synapse has settled in."""
+
+    async def settled_in() -> bool:
+        # New databases are still being worked on by Synapse itself, which says so here.
+        return await world.rows("SELECT count(*) FROM background_updates") == [(0,)]
+
+    await until(settled_in)
+    queries = (
+        "SELECT table_name, column_name, data_type, is_nullable, column_default"
+        " FROM information_schema.columns WHERE table_schema = 'public'",
+        "SELECT tablename, indexname, indexdef FROM pg_indexes WHERE schemaname = 'public'",
+        "SELECT conrelid::regclass::text, conname, pg_get_constraintdef(oid) FROM pg_constraint",
+        "SELECT tgrelid::regclass::text, tgname, pg_get_triggerdef(oid) FROM pg_trigger",
+        "SELECT proname, prosrc FROM pg_proc WHERE pronamespace = 'public'::regnamespace",
+        "SELECT sequence_name, data_type FROM information_schema.sequences",
+    )
+    return sorted([row for sql in queries for row in await world.rows(sql)], key=repr)
+
+
+async def test_there_and_back_again_by_the_guide(
+    world: World, synapse_authority: trustme.CA, tmp_path: Path
+) -> None:
+    """Nothing lost, nothing that has an answer sent twice, and Synapse's schema as it was.
+
+    Five steps each way. What each side sends again of the other's is counted at B's door.
+    """
+    command = world.a.worker_command(INSTANCE, free_port("127.0.0.1"))
+    async with recorded(world, synapse_authority) as at_b:
+        with trio.fail_after(TEST_S), open_host(tmp_path / "host", host_values(world)) as host:
+            host.add_unit(WORKER, command)
+            trip = Trip(world, host, await world.room())
+            schema = await schema_of(world)
+
+            await trip.with_synapse()
+            answered = await trip.there()
+            ours = world.daemon.delivered(world.b.name)
+            await trip.back()
+
+            assert await schema_of(world) == schema
+        assert len(ours) == len(set(ours))
+        assert world.daemon.delivered(world.b.name) == ours
+        for event_id in ours:
+            assert await world.stream_ordering(event_id) > answered
+    bodies = [pdu["content"].get("body") for pdu in at_b.pdus(trip.room.id)]
+    times = {text: bodies.count(text) for text in trip.said}
+    print("how often each message was sent:", times)
+    # These had their answer on record when the other side began. Of what came after them Synapse's
+    # sender, which catches up when it starts, may send the newest twice, and the one before it not
+    # at all (W22): B fetches that, as the reading has shown.
+    for text in ("by Synapse's worker", "while nobody sends", "by fedsender"):
+        assert times[text] == 1
+
+
+@dataclass(slots=True)
+class Trip:
+    """There and back: after each part B has read all that alice has said."""
+
+    world: World
+    host: Host
+    room: Room
+    said: list[str] = field(default_factory=list)
+
+    async def say(self, text: str) -> str:
+        self.said.append(text)
+        return await self.room.alice.send(self.room.id, text)
+
+    async def all_read(self) -> None:
+        assert await self.room.bob.read_until(self.room.id, self.said[-1]) == self.said
+
+    async def with_synapse(self) -> None:
+        """Before: Synapse's own worker sends."""
+        await self.host.follow(f'systemctl enable --now "{WORKER}"')
+        event_id = await self.say("by Synapse's worker")
+        await self.all_read()
+        await self.world.wait_until_settled(self.world.b.name, event_id)
+
+    async def there(self) -> int:
+        """The five steps; the LSSO that Synapse's worker left for B."""
+        guide = steps("There")
+        assert len(guide) == 5
+        lsso = None
+        for number, step in enumerate(guide, start=1):
+            await self.host.follow(step)
+            if number == 3:
+                lsso = (await self.world.progress(self.world.b.name)).lsso
+                await self.say("while nobody sends")
+        await self.all_read()
+        await self.say("by fedsender")
+        await self.all_read()
+        await nothing_is_behind(self.world, self.host, guide[-1])
+        assert lsso is not None
+        return lsso
+
+    async def back(self) -> None:
+        """The five steps, and the next thing that is said."""
+        guide = steps("Back")
+        assert len(guide) == 5
+        for number, step in enumerate(guide, start=1):
+            await self.host.follow(step)
+            if number == 2:
+                await self.say("while nobody sends again")
+        last = await self.say("by Synapse's worker again")
+        await self.all_read()
+        await self.world.wait_until_settled(self.world.b.name, last)
+
+
+async def nothing_is_behind(world: World, host: Host, step: str) -> None:
+    """Return once the last step's command shows that B is owed nothing."""
+
+    async def level() -> bool:
+        return world.b.name not in await host.follow(step)
+
+    await until(level)
+
+
+# --- handing back ---------------------------------------------------------------------------------
+
+
+async def hand_back(host: Host, *options: str) -> subprocess.CompletedProcess[str]:
+    """The guide's third step back, whatever comes of it, with options."""
+    return await host.run(" ".join([steps("Back")[2], *options]))
+
+
+async def test_handing_back_waits_for_the_daemon_and_for_what_is_in_quarantine(
+    world: World, tmp_path: Path
+) -> None:
+    """What Synapse would not send is named, by server and room, and nothing is changed before."""
+    world.daemon.write_files()
+    with trio.fail_after(TEST_S), open_host(tmp_path / "host", host_values(world)) as host:
+        room = await world.room()
+        async with open_daemon(world.daemon):
+            event_id = await room.alice.send(room.id, "before")
+            await world.wait_until_settled(world.b.name, event_id)
+
+            refused = await hand_back(host, "--accept-loss")
+
+            assert refused.returncode == 1
+            assert "another daemon runs as 'fed1'" in refused.stderr
+        async with open_store(store_of(world), real_outside()) as store:
+            await store.sender.quarantine_item(
+                destination=world.b.name,
+                kind="pdu",
+                reason="too strange",
+                event_id=event_id,
+                room_id=room.id,
+                stream_ordering=await world.stream_ordering(event_id),
+            )
+            await store.sender.add_redeliveries(
+                [Redelivery(world.b.name, event_id, room.id, await world.stream_ordering(event_id))]
+            )
+
+        refused = await hand_back(host, "--accept-repeats")
+
+        assert refused.returncode == 1
+        assert f"{world.b.name}, room {room.id}: 1 in quarantine (too strange)" in refused.stderr
+        assert f"{world.b.name}, room {room.id}: 1 to be sent again" in refused.stderr
+        assert "--accept-loss" in refused.stderr.splitlines()[-1]
+        async with a_server_never_reached(world, room, event_id) as never:
+            accepted = await hand_back(host, "--accept-loss")
+
+            assert "handed back" in accepted.stdout
+            # W2: Synapse's sender would have forgotten what this one is owed.
+            ordering = await world.stream_ordering(event_id)
+            assert f"{never} was never reached; LSSO is now {ordering - 1}" in accepted.stdout
+            assert (await world.progress(never)).lsso == ordering - 1
+        # What is in quarantine stays there, and is still a reason.
+        assert (await hand_back(host)).returncode == 1
+
+
+@asynccontextmanager
+async def a_server_never_reached(world: World, room: Room, event_id: str) -> AsyncIterator[str]:
+    """A server that is owed this event, of which nobody knows what it has."""
+    name = "never-reached.example"
+    await world.change("INSERT INTO destinations (destination) VALUES (%s)", name)
+    await world.change(
+        "INSERT INTO destination_rooms (destination, room_id, stream_ordering) VALUES (%s, %s, %s)",
+        name,
+        room.id,
+        await world.stream_ordering(event_id),
+    )
+    try:
+        yield name
+    finally:
+        for table in ("destination_rooms", "destinations"):
+            await world.change(f"DELETE FROM {table} WHERE destination = %s", name)
+
+
+async def test_handing_back_says_what_is_unanswered_and_synapse_sends_it_again(
+    world: World, tmp_path: Path
+) -> None:
+    """Accepted, it leaves the ledger with a reason; B reads everything, and reads it once."""
+    world.daemon.write_files()
+    with trio.fail_after(TEST_S), open_host(tmp_path / "host", host_values(world)) as host:
+        room = await world.room()
+        async with open_daemon(world.daemon):
+            stalled = await stall_with_a_transaction_at_b(world, room, 3)
+        world.door.cut()
+        world.door.to_client.flow()
+
+        refused = await hand_back(host)
+
+        assert refused.returncode == 1
+        assert f"{world.b.name}: transaction" in refused.stderr
+        assert room.id in refused.stderr
+        assert "--accept-repeats" in refused.stderr
+
+        accepted = await hand_back(host, "--accept-repeats")
+
+        assert accepted.returncode == 0, accepted.stderr
+        (given_up,) = [line for line in world.daemon.ledger() if line["outcome"] == "discarded"]
+        assert "handed back" in given_up["reason"]
+        assert given_up["transaction_id"] in refused.stderr
+        async with world.synapse_worker():
+            await room.alice.send(room.id, "by Synapse's worker")
+            expected = [*stalled.before, *stalled.texts, "by Synapse's worker"]
+            assert await room.bob.read_until(room.id, expected[-1]) == expected
+
+
+async def test_a_schema_outside_the_tested_range_is_refused(world: World, tmp_path: Path) -> None:
+    """By `run` and by `hand-back`, each with one clear sentence; our lock is not even taken."""
+    world.daemon.write_files()
+    ((version,),) = await world.rows("SELECT version FROM schema_version")
+    with trio.fail_after(TEST_S), open_host(tmp_path / "host", host_values(world)) as host:
+        await world.change("UPDATE schema_version SET version = 9999")
+        try:
+            run = await host.run('fedsender run -c "$CONFIG"')
+            handed = await hand_back(host)
+        finally:
+            await world.change("UPDATE schema_version SET version = %s", version)
+        for refused in (run, handed):
+            assert refused.returncode == 1
+            assert "Synapse's schema is version 9999" in refused.stderr.splitlines()[-1]
+            assert "upgrade fedsender" in refused.stderr.splitlines()[-1]
+
+
+def store_of(world: World) -> StoreConfig:
+    """Where the daemon of `world` keeps its records."""
+    return store_config(load(world.daemon.config_path))
