@@ -1,0 +1,94 @@
+"""What `fedsender pipeline health` found out about servers, as the daemon reads it.
+
+One small SQLite file, made by the pipeline beside and put in place by rename; the daemon opens it
+read-only and lives well without it: where it is absent, stale or damaged, nothing is known.
+"""
+
+import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import quote
+
+import structlog
+
+VERSION: Final = 1
+STALE_MS: Final = 86_400_000
+"""Health that was found out longer ago than this says nothing about today."""
+
+SCHEMA: Final = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE windows (
+    server TEXT NOT NULL, hour_ms INTEGER NOT NULL, attempts INTEGER NOT NULL,
+    delivered INTEGER NOT NULL, pdus INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    connections INTEGER NOT NULL, errors TEXT NOT NULL, latencies TEXT NOT NULL,
+    PRIMARY KEY (server, hour_ms));
+CREATE TABLE servers (
+    server TEXT PRIMARY KEY, attempts INTEGER NOT NULL, delivered INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, connections INTEGER NOT NULL,
+    p50_ms INTEGER, p90_ms INTEGER, p99_ms INTEGER, errors TEXT NOT NULL);
+CREATE TABLE states (
+    server TEXT PRIMARY KEY, last_ms INTEGER NOT NULL, ill_since_ms INTEGER);
+CREATE TABLE illnesses (
+    server TEXT NOT NULL, began_ms INTEGER NOT NULL, ended_ms INTEGER, attempts INTEGER NOT NULL,
+    first_outcome TEXT NOT NULL, last_outcome TEXT NOT NULL, PRIMARY KEY (server, began_ms));
+"""
+"""Times are milliseconds since the epoch. `windows` are hours; `servers` is the day up to the
+newest line; `errors` and `latencies` are JSON objects: outcome, or step of took_ms -> attempts."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerHealth:
+    """One server's day, up to the newest line that the pipeline has read.
+
+    Attributes:
+        success_rate: of attempts that were delivered, from 0 to 1.
+        p50_ms, p90_ms, p99_ms: how long a delivered transaction took; None: there was none.
+        ill_since_ms: the first failure of a streak that has not ended; None: it is well.
+    """
+
+    success_rate: float
+    attempts: int
+    p50_ms: int | None
+    p90_ms: int | None
+    p99_ms: int | None
+    ill_since_ms: int | None
+
+
+def doubts(known: Mapping[str, ServerHealth], server: str) -> int:
+    """How much its last day speaks against this server, in tenths of its attempts."""
+    health = known.get(server)
+    return 0 if health is None else round(10 * (1 - health.success_rate))
+
+
+def read_health(path: Path, now_ms: int) -> dict[str, ServerHealth]:
+    """What the file says of each server; nothing, if it is absent, stale or damaged. Blocks."""
+    if not path.exists():
+        return {}
+    try:
+        connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
+        try:
+            return _read(connection, now_ms)
+        finally:
+            connection.close()
+    except (sqlite3.Error, ValueError, TypeError) as error:
+        log.warning("the servers' health cannot be read", path=str(path), error=str(error))
+        return {}
+
+
+def _read(connection: sqlite3.Connection, now_ms: int) -> dict[str, ServerHealth]:
+    meta = dict(connection.execute("SELECT name, value FROM meta"))
+    newest_ms = int(meta.get("newest_ms", 0))
+    if int(meta.get("version", 0)) != VERSION or abs(now_ms - newest_ms) > STALE_MS:
+        return {}
+    rows = connection.execute(
+        "SELECT server, attempts, delivered, p50_ms, p90_ms, p99_ms, ill_since_ms"
+        " FROM servers LEFT JOIN states USING (server) WHERE attempts > 0"
+    )
+    return {
+        server: ServerHealth(delivered / attempts, attempts, p50, p90, p99, ill_since_ms)
+        for server, attempts, delivered, p50, p90, p99, ill_since_ms in rows
+    }

@@ -1,0 +1,17 @@
+"""The data pipeline: proof of delivery, on Spark, from a laptop to a cluster.
+
+`ingest` brings what a homeserver and the ledger know into a lake of Parquet files (`lake`,
+`schemas`); every other job is a read of the lake, transforms from DataFrame to DataFrame, and a
+write. Who should get which event is never spelt out per event and server: it is kept as intervals
+of stream orderings per room and server (`intervals`), and the ledger is held against those.
+
+Nothing of the daemon imports this package, and Spark is imported by functions, when a job runs.
+"""
+
+
+class PipelineError(Exception):
+    """A job cannot go on; the text names the file, table or setting and what to do about it."""
+
+
+class Usage(PipelineError):
+    """What was asked for cannot be done with this configuration."""

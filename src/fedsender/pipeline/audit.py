@@ -1,0 +1,214 @@
+"""`fedsender pipeline audit`: what should have been delivered, held against what is proven.
+
+What should have been: the lake's intervals and events, up to the position that the last ingest
+read. What is proven: the ledger, from the lake and, for what is newer, from the segments
+themselves, also the open ones: a line is in the ledger before the homeserver's database learns of
+it, so what that database counted as delivered at the ingest is there. What is neither delivered nor
+owed by the databases of then is missing.
+"""
+
+import datetime
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fedsender.admin.client import AdminClient, AdminError
+from fedsender.admin.commands import PAIRS_AT_ONCE
+from fedsender.config import Config
+from fedsender.outside import real_outside
+from fedsender.pipeline import PipelineError, coverage, ledger_lines, schemas
+from fedsender.pipeline.accounts import Accounts
+from fedsender.pipeline.lake import Lake
+from fedsender.pipeline.progress import Steps
+from fedsender.pipeline.schemas import FATES
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SHOWN: Final = 20
+_TRIES: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Audited:
+    """What an audit found.
+
+    Attributes:
+        upto: the stream ordering up to which events were looked at.
+        expected: pairs of event and server.
+        counts: fate -> pairs.
+        unknown_hosts: events whose servers cannot be told, which are in no other figure.
+        shown: the first of what is missing, as dictionaries.
+    """
+
+    upto: int
+    expected: int
+    counts: dict[str, int]
+    unknown_hosts: int
+    shown: list[dict[str, Any]]
+
+    @property
+    def missing(self) -> int:
+        """Pairs that nothing accounts for."""
+        return self.counts["missing"]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        shown = [row | {"day": str(row["day"])} for row in self.shown]
+        return asdict(self) | {"shown": shown}
+
+
+@dataclass(slots=True)
+class Repaired:
+    """What the daemon said to what is missing; `refused`: as it answered, with the reasons."""
+
+    accepted: int = 0
+    refused: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def audit(
+    spark: "SparkSession",
+    lake: Lake,
+    config: Config,
+    steps: Steps,
+    *,
+    since: datetime.date | None = None,
+) -> Audited:
+    """Look at every pair of event and server, and leave what was found in the lake.
+
+    Args:
+        since: the first day of events to look at.
+
+    Raises:
+        PipelineError: nothing was ingested, or the ledger cannot be read.
+    """
+    if lake.position("intervals") < 0:
+        raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
+    with steps.spark("ledger since then", spark):
+        pdus = known_pdus(spark, lake, config.ledger.directory, since)
+    view = Accounts(spark, lake, config, pdus, since)
+    with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
+        found = view.stretches().persist()
+        for table, rows in (
+            (schemas.AUDIT, coverage.by_day(found, view.places)),
+            (schemas.MISSING, view.missing(found)),
+            (schemas.SUPERSEDED, view.superseded(found)),
+        ):
+            commit.clear(table)
+            commit.append_frame(table, rows)
+        commit.set_position("audit", lake.position("intervals"))
+        commit.set_position("audit_ms", real_outside().now_ms())
+        found.unpersist()
+        view.places.unpersist()
+        step.say("")
+    with steps.spark("summing up", spark) as step:
+        told = summed_up(spark, lake)
+        step.say(f"{told.expected:,} expected, {told.missing:,} missing")
+    return told
+
+
+def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
+    """What the last audit left in the lake, in few figures; `shown` of what is missing."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    columns = (coverage.EXPECTED, *FATES)
+    row = lake.frame(spark, schemas.AUDIT).agg(*(F.sum(name).alias(name) for name in columns))
+    totals = row.first()
+    assert totals is not None
+    first = (
+        lake.frame(spark, schemas.MISSING)
+        .orderBy("stream_ordering", "server")
+        .limit(shown)
+        .collect()
+    )
+    return Audited(
+        lake.position("audit"),
+        totals[coverage.EXPECTED] or 0,
+        {fate: totals[fate] or 0 for fate in FATES},
+        lake.rows(schemas.UNKNOWN_HOSTS),
+        [each.asDict() for each in first],
+    )
+
+
+def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: Steps) -> Repaired:
+    """Hand what is missing to the daemon, which sends it again by its own rules: only to servers
+    that may see the event, in its own time, with a line in the ledger.
+
+    Args:
+        pages: [server, event id] pairs, as many at once as the endpoint takes: `missing_pairs`.
+        total: how many pairs there are.
+
+    Raises:
+        PipelineError: the daemon cannot be asked; what it has accepted stays so.
+    """
+    told = Repaired()
+    client = AdminClient.of(config)
+    with steps.step("redeliver", max(total, 1)) as step:
+        done = 0
+        for pairs in pages:
+            try:
+                answer = client.post("redeliver", body={"pairs": pairs})
+            except AdminError as error:
+                raise PipelineError(f"after {told.accepted} events: {error}") from None
+            told.accepted += answer["accepted"]
+            told.refused += answer["refused"]
+            done += len(pairs)
+            step.show(done)
+        step.say(f"{told.accepted:,} accepted, {len(told.refused):,} refused")
+    return told
+
+
+def missing_pairs(
+    spark: "SparkSession", lake: Lake, size: int = PAIRS_AT_ONCE
+) -> Iterator[list[list[str]]]:
+    """[server, event id] of all that the last audit missed, oldest first, `size` at once."""
+    rows = lake.frame(spark, schemas.MISSING).orderBy("stream_ordering", "server")
+    pairs: list[list[str]] = []
+    for row in rows.select("server", "event_id").toLocalIterator():
+        pairs.append([row["server"], row["event_id"]])
+        if len(pairs) == size:
+            yield pairs
+            pairs = []
+    if pairs:
+        yield pairs
+
+
+# --- what the ledger says -------------------------------------------------------------------------
+
+
+def known_pdus(
+    spark: "SparkSession", lake: Lake, directory: Path, since: datetime.date | None
+) -> "DataFrame":
+    """Rows as in `pdus`: those of the lake, and those of segments that it has not read.
+
+    What is not in the lake is read here and now: the daemon goes on writing.
+
+    Raises:
+        PipelineError: the ledger cannot be read.
+    """
+    from pyspark.errors import PySparkException
+
+    if not directory.is_dir():
+        raise PipelineError(f"ledger.directory: {directory}: is not a directory")
+    # A delivery follows its event; a day is for clocks that differ.
+    first = "" if since is None else str(since - datetime.timedelta(days=1))
+    known = lake.frame(spark, schemas.PDUS, parts=lambda day: day >= first)
+    for attempt in range(_TRIES):
+        paths = ledger_lines.unread_segments(lake, directory)
+        if not paths:
+            return known
+        try:
+            fresh = ledger_lines.fresh_pdus(spark, lake, paths).localCheckpoint(eager=True)
+        except PySparkException as error:
+            # One was closed meanwhile, and has another name now.
+            gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
+            if not gone or attempt == _TRIES - 1:
+                raise PipelineError(f"ledger: {str(error)[:500]}") from None
+        else:
+            return known.unionByName(fresh)
+    return known

@@ -1,0 +1,304 @@
+"""`fedsender pipeline`: the jobs, as an operator calls them. Exit codes are the command line's."""
+
+import datetime
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.pipeline import PipelineError, Usage
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from fedsender.config import Config
+    from fedsender.pipeline.lake import Lake
+    from fedsender.pipeline.plan import Plan
+    from fedsender.pipeline.progress import Steps
+
+app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark.")
+
+
+@contextmanager
+def job(
+    name: str, config: Path, *, create: bool = False
+) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
+    """What a job works with: a Spark session, the lake, the configuration, and its display.
+
+    Errors of the pipeline become what the command line shows; it exits with 1, or 2 for usage.
+    """
+    from fedsender.config import load
+    from fedsender.pipeline.lake import open_lake
+    from fedsender.pipeline.progress import showing
+    from fedsender.pipeline.session import spark_session
+
+    loaded = load(config)
+    try:
+        lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=create)
+        with (
+            showing() as steps,
+            spark_session(loaded.pipeline.spark, name, lake.directory) as spark,
+        ):
+            yield spark, lake, loaded, steps
+    except Usage as error:
+        raise Mistake(str(error)) from None
+    except PipelineError as error:
+        print(f"fedsender: pipeline {name}: {error}", file=sys.stderr)
+        raise typer.Exit(WRONG) from None
+
+
+@app.command()
+def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
+    """Bring what is new in the homeserver's database and the ledger into the lake."""
+    from fedsender.pipeline.ingest import ingest as run
+
+    with job("ingest", config, create=True) as (spark, lake, loaded, steps):
+        told = run(spark, lake, loaded, steps)
+        position = lake.position("events")
+    if as_json:
+        print(json.dumps({"position": position, **told.as_json()}))
+    else:
+        print(
+            f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
+            f" from {told.segments} segments, {told.rejects} lines rejected"
+        )
+        if told.unknown_fields:
+            print(f"{told.unknown_fields} lines have fields that this version does not know")
+    return DONE
+
+
+@app.command()
+def rebuild(
+    config: ConfigFile,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Compare with destination_rooms, as last ingested.")
+    ] = False,
+    write: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write what is missing there, for `fedsender owe`."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Compute who should have got what, and from it destination_rooms."""
+    from fedsender.pipeline import rebuild as module
+
+    written = None
+    with job("rebuild", config) as (spark, lake, loaded, steps):
+        expected = module.rebuild(spark, lake, loaded).persist()
+        if not diff and write is None:
+            with steps.spark("destination_rooms", spark):
+                rows = expected.count()
+            print(json.dumps({"rows": rows}) if as_json else f"{rows} rows in destination_rooms")
+            return DONE
+        differing = module.differences(spark, lake, expected).persist()
+        with steps.spark("differences", spark):
+            found = module.summed_up(expected, differing)
+        if write is not None:
+            with steps.spark(f"writing {write}", spark):
+                written = module.write_owed(differing, write)
+    counts = [
+        {"kind": kind, "reason": reason, "rows": n}
+        for (kind, reason), n in sorted(found.counts.items())
+    ]
+    if as_json:
+        summary = {"rows": found.rows, "differences": counts, "shown": found.shown}
+        print(json.dumps(summary if written is None else summary | {"written": written}))
+    else:
+        print(f"{found.rows} rows expected in destination_rooms")
+        for each in counts:
+            print(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip())
+        for row in found.shown:
+            print(
+                f"{row['kind']}: {row['destination']} {row['room_id']} expected {row['expected']},"
+                f" found {row['found']} {row['reason']}".rstrip()
+            )
+        if written is not None:
+            print(f"{written} rows written to {write}")
+    return WRONG if found.wrong else DONE
+
+
+# --- what came of it ------------------------------------------------------------------------------
+
+
+@app.command()
+def audit(
+    config: ConfigFile,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Have the daemon send again what is missing.")
+    ] = False,
+    since: Annotated[
+        str | None, typer.Option(metavar="YYYY-MM-DD", help="Only events from that day on.")
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Hold what should have been delivered against what the ledger proves."""
+    from fedsender.pipeline import audit as module
+
+    first = _day(since)
+    repaired = None
+    with job("audit", config) as (spark, lake, loaded, steps):
+        found = module.audit(spark, lake, loaded, steps, since=first)
+        if repair:
+            pages = module.missing_pairs(spark, lake)
+            repaired = module.repair(pages, found.missing, loaded, steps)
+    if as_json:
+        told = found.as_json() | ({} if repaired is None else repaired.as_json())
+        print(json.dumps(told))
+    else:
+        print(f"{found.expected} deliveries expected, of events up to {found.upto}")
+        for fate, number in found.counts.items():
+            print(f"{number:>9} {fate.replace('_', ' ')}")
+        if found.unknown_hosts:
+            print(f"{found.unknown_hosts} events have servers that cannot be told")
+        for row in found.shown:
+            print(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
+        if found.missing > len(found.shown):
+            print(f"and {found.missing - len(found.shown)} more: see the table `missing`")
+        if repaired is not None:
+            print(f"accepted by the daemon: {repaired.accepted}")
+            for each in repaired.refused:
+                print(f"refused: {' '.join(str(value) for value in each.values())}")
+    if repaired is not None:
+        return WRONG if repaired.refused else DONE
+    return WRONG if found.missing else DONE
+
+
+def _day(text: str | None) -> datetime.date | None:
+    if text is None:
+        return None
+    try:
+        return datetime.date.fromisoformat(text)
+    except ValueError:
+        raise Mistake(f"--since: {text[:50]!r} is not a day such as 2026-01-31") from None
+
+
+@app.command()
+def health(
+    config: ConfigFile,
+    follow: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=1, max=86_400, help="Go on, looking that often."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Find out from the ledger which servers are well; the daemon reads what comes of it."""
+    from fedsender.pipeline import health as module
+
+    with job("health", config) as (spark, lake, loaded, steps):
+        told = module.health(spark, lake, loaded, steps, every_seconds=follow)
+    if as_json:
+        print(json.dumps({"batches": told.batches, "servers": told.servers, "ill": told.ill}))
+    else:
+        print(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
+    return DONE
+
+
+@app.command()
+def plan(
+    config: ConfigFile,
+    names: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="These senders; else one to eight of them."),
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
+    """Say what other senders would have to do, and which servers would move."""
+    from fedsender.pipeline import plan as module
+
+    try:
+        chosen = None if names is None else module.checked_names(names)
+    except Usage as error:
+        raise Mistake(str(error)) from None
+    with job("plan", config) as (spark, lake, loaded, steps):
+        now = module.current_names(loaded)
+        wanted = (
+            [module.names_for(number, now) for number in range(1, module.MOST_SHARDS + 1)]
+            if chosen is None
+            else [chosen]
+        )
+        loads = module.loads(spark, lake).persist()
+        made = []
+        with steps.step("plans", len(wanted)) as step:
+            for each in wanted:
+                made.append(module.plan(loads, each, now))
+                step.show(len(made))
+    if as_json:
+        for one in made:
+            print(json.dumps(one.as_json() | {"yaml": one.as_yaml()}))
+    else:
+        _show_plans(made)
+    return DONE
+
+
+def _show_plans(made: "Sequence[Plan]") -> None:
+    if len(made) > 1:
+        print(f"{'senders':>7} {'worst':>24} {'share':>7} {'even':>7} {'servers moving':>14}")
+        for each in made:
+            share = max(shard.share for shard in each.shards)
+            even = 1 / len(each.shards)
+            number = len(each.shards)
+            print(f"{number:>7} {each.worst:>24} {share:>7.1%} {even:>7.1%} {each.moving:>14}")
+        print("\n`--names A,B,...` shows the load of each, who moves, and the YAML")
+        return
+    (only,) = made
+    print(f"{'sender':>24} {'servers':>8} {'attempts':>10} {'events':>10} {'MiB':>8} {'busy s':>8}")
+    for shard in only.shards:
+        print(
+            f"{shard.name:>24} {shard.servers:>8} {shard.attempts:>10} {shard.pdus:>10}"
+            f" {shard.bytes / 2**20:>8.1f} {shard.busy_ms / 1000:>8.1f} {shard.share:>7.1%}"
+        )
+    print(f"the worst is {only.worst}; {only.moving} servers move")
+    for server, before, after in only.moves:
+        print(f"  {server}: {before} -> {after}")
+    if only.moving > len(only.moves):
+        print(f"  and {only.moving - len(only.moves)} more")
+    print(f"\n# in every sender's configuration\n{only.as_yaml()}", end="")
+
+
+ReportFile = Annotated[
+    Path | None,
+    typer.Option("-o", "--output", metavar="FILE", help="The page; else report.html in the lake."),
+]
+
+
+@app.command()
+def report(config: ConfigFile, output: ReportFile = None) -> int:
+    """Write one HTML page that shows how deliveries go."""
+    from fedsender.pipeline import report as module
+
+    with job("report", config) as (spark, lake, loaded, steps):
+        path = (output or lake.directory / "report.html").absolute()
+        module.report(spark, lake, loaded, steps, path)
+    print(path)
+    return DONE
+
+
+@app.command()
+def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) -> int:
+    """All that a scheduled run does: ingest, audit, health, report. Exits with 1 if anything is
+    missing."""
+    from fedsender.pipeline import audit as audit_module
+    from fedsender.pipeline import health as health_module
+    from fedsender.pipeline import ingest as ingest_module
+    from fedsender.pipeline import report as report_module
+
+    with job("run", config, create=True) as (spark, lake, loaded, steps):
+        told = ingest_module.ingest(spark, lake, loaded, steps)
+        found = audit_module.audit(spark, lake, loaded, steps)
+        well = health_module.health(spark, lake, loaded, steps)
+        path = (output or lake.directory / "report.html").absolute()
+        report_module.report(spark, lake, loaded, steps, path)
+    if as_json:
+        summary = {"ingest": told.as_json(), "audit": found.as_json(), "report": str(path)}
+        print(json.dumps(summary | {"health": {"servers": well.servers, "ill": well.ill}}))
+    else:
+        print(
+            f"{told.events} events, {told.attempts} attempts taken in; {found.expected} deliveries"
+            f" expected, {found.missing} missing; {well.ill} of {well.servers} servers ill; {path}"
+        )
+    return WRONG if found.missing else DONE

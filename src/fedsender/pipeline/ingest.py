@@ -1,0 +1,234 @@
+"""`fedsender pipeline ingest`: bring what is new into the lake.
+
+Each step commits by itself, so that a job that is killed goes on where it was; run twice, it
+changes nothing. Events come first, up to the position that the fan-out had then; whatever is read
+after them can only know more. The last step derives from all of it who should get what.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fedsender.config import Config, database_url
+from fedsender.pipeline import PipelineError, intervals, ledger_lines, schemas, sources
+from fedsender.pipeline.database import Source, open_source
+from fedsender.pipeline.lake import Commit, Lake
+from fedsender.pipeline.progress import Steps
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyspark.sql import SparkSession
+
+ROWS_PER_COMMIT: Final = 250_000
+_TRIES: Final = 3
+
+
+@dataclass(slots=True)
+class Ingested:
+    """What a run brought, in rows."""
+
+    events: int = 0
+    state_groups: int = 0
+    state_members: int = 0
+    room_servers: int = 0
+    segments: int = 0
+    attempts: int = 0
+    pdus: int = 0
+    rejects: int = 0
+    unknown_fields: int = 0
+    snapshots: dict[str, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> Ingested:
+    """Bring what is new into the lake, and derive from it who should get what.
+
+    Raises:
+        PipelineError: a source cannot be read; what was committed before stays.
+    """
+    told = Ingested()
+    homeserver = config.homeserver
+    main_url = database_url(homeserver.database, homeserver.database_password_file)
+    with open_source(main_url, "homeserver") as main:
+        read_homeserver(lake, main, config, steps, told)
+        _read_snapshots(lake, main, "homeserver", steps, told)
+    own_url = database_url(config.sender_database, config.sender_database_password_file)
+    with open_source(own_url, "sender") as own:
+        _read_snapshots(lake, own, "sender", steps, told)
+    read_ledger(spark, lake, config.ledger.directory, steps, told)
+    derive(spark, lake, config.server_name, steps)
+    lake.tidy()
+    return told
+
+
+def read_homeserver(lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested) -> None:
+    """Events, and the servers of their rooms."""
+    synapse = config.homeserver.kind == "synapse"
+    upto = sources.events_position(main, config.instance_name)
+    before = lake.position("events", 0)
+    if upto < before:
+        raise PipelineError(
+            f"the homeserver's events position is {upto}, and the lake has read up to {before}:"
+            " the database is another one, or was restored; ingest into a new lake"
+        )
+    with steps.step("events", max(upto - before, 1)) as step:
+        pages = sources.event_pages(
+            main, config.server_name, after=before, upto=upto, synapse=synapse
+        )
+        for rows in _batches(pages):
+            last = rows["stream_ordering"][-1].as_py()
+            with lake.commit() as commit:
+                _append_parts(commit, schemas.EVENTS, rows)
+                commit.set_position("events", last)
+            told.events += rows.num_rows
+            step.show(last - before)
+        if lake.position("events", 0) < upto:
+            with lake.commit() as commit:
+                commit.set_position("events", upto)
+        step.say(f"{told.events:,} new")
+    if synapse:
+        _read_state(lake, main, config, steps, told, before=before, upto=upto)
+    else:
+        told.room_servers = _read_room_servers(lake, main, steps, upto)
+
+
+def _append_parts(commit: Commit, table: schemas.LakeTable, rows: "pyarrow.Table") -> None:
+    import pyarrow.compute as pc
+
+    for part in pc.unique(rows[table.part]).to_pylist():
+        commit.append(table, rows.filter(pc.equal(rows[table.part], part)), part)
+
+
+def _batches(pages: Iterable["pyarrow.Table"]) -> Iterator["pyarrow.Table"]:
+    """Pages, put together to what is worth a commit and a file."""
+    import pyarrow as pa
+
+    waiting: list[pyarrow.Table] = []
+    for page in pages:
+        waiting.append(page)
+        if sum(rows.num_rows for rows in waiting) >= ROWS_PER_COMMIT:
+            yield pa.concat_tables(waiting, promote_options="permissive")
+            waiting = []
+    if waiting:
+        yield pa.concat_tables(waiting, promote_options="permissive")
+
+
+def _read_state(
+    lake: Lake,
+    main: Source,
+    config: Config,
+    steps: Steps,
+    told: Ingested,
+    *,
+    before: int,
+    upto: int,
+) -> None:
+    homeserver = config.homeserver
+    if before < upto:
+        with lake.commit() as commit:
+            for rows in sources.told_servers(main, after=before, upto=upto):
+                commit.append(schemas.TOLD_SERVERS, rows)
+    if homeserver.state_database is None:
+        _read_groups(lake, main, main, steps, told)
+        return
+    url = database_url(homeserver.state_database, homeserver.database_password_file)
+    with open_source(url, "state") as state:
+        _read_groups(lake, main, state, steps, told)
+
+
+def _read_groups(lake: Lake, main: Source, state: Source, steps: Steps, told: Ingested) -> None:
+    """State groups, with their members: one commit, since neither is of use without the other."""
+    after = lake.position("state_groups")
+    newest = state.read(sources.newest_state_group)
+    if newest <= after:
+        return
+    start = max(after - sources.GROUP_OVERLAP, -1)
+    with steps.step("state groups") as step, lake.commit() as commit:
+        for rows in _batches(sources.state_group_pages(state, start, newest)):
+            commit.append(schemas.STATE_GROUPS, rows)
+            told.state_groups += rows.num_rows
+            step.show(told.state_groups)
+        for rows in _batches(sources.state_member_pages(main, state, start, newest)):
+            commit.append(schemas.STATE_MEMBERS, rows)
+            told.state_members += rows.num_rows
+            step.show(told.state_groups + told.state_members)
+        commit.set_position("state_groups", newest)
+        step.say(f"{told.state_groups:,} groups, {told.state_members:,} members")
+
+
+def _read_room_servers(lake: Lake, main: Source, steps: Steps, upto: int) -> int:
+    """The intervals that changed since; read after the events, so they know at least as much."""
+    after = lake.position("room_servers")
+    found = 0
+    if upto <= after:
+        return found
+    with steps.step("servers in rooms") as step, lake.commit() as commit:
+        for rows in _batches(sources.room_server_pages(main, after)):
+            commit.append(schemas.ROOM_SERVERS, rows)
+            found += rows.num_rows
+            step.show(found)
+        commit.set_position("room_servers", upto)
+        step.say(f"{found:,} new")
+    return found
+
+
+def _read_snapshots(
+    lake: Lake, source: Source, database: str, steps: Steps, told: Ingested
+) -> None:
+    with steps.step(f"{database} as it stands") as step, lake.commit() as commit:
+        for table, pages in sources.snapshots(source, database):
+            commit.clear(table)
+            rows = 0
+            for page in _batches(pages):
+                commit.append(table, page)
+                rows += page.num_rows
+                step.show(rows)
+            told.snapshots[table.name] = rows
+
+
+def read_ledger(
+    spark: "SparkSession", lake: Lake, directory: Path, steps: Steps, told: Ingested
+) -> None:
+    """The ledger's closed segments that are new."""
+    from pyspark.errors import PySparkException
+
+    if not directory.is_dir():
+        raise PipelineError(f"ledger.directory: {directory}: is not a directory")
+    with steps.spark("ledger", spark) as step:
+        for attempt in range(_TRIES):
+            try:
+                for batch in ledger_lines.new_segments(lake, directory):
+                    with lake.commit() as commit:
+                        read = ledger_lines.read_batch(spark, lake, commit, batch)
+                    told.segments += len(batch.paths)
+                    told.attempts += read.attempts
+                    told.pdus += read.pdus
+                    told.rejects += read.rejects
+                    told.unknown_fields += read.unknown_fields
+            except PySparkException as error:
+                # The daemon removes segments by age: then there are fewer to read.
+                gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
+                if not gone or attempt == _TRIES - 1:
+                    raise PipelineError(f"ledger: {str(error)[:500]}") from None
+            else:
+                break
+        step.say(f"{told.attempts:,} attempts, {told.pdus:,} PDUs, {told.rejects:,} rejected")
+
+
+def derive(spark: "SparkSession", lake: Lake, server_name: str, steps: Steps) -> None:
+    """`intervals` and `unknown_hosts`, anew if there is anything new."""
+    upto = lake.position("events", 0)
+    if lake.position("intervals") == upto:
+        return
+    with steps.spark("who should get what", spark) as step, lake.commit() as commit:
+        found, unknown = intervals.derive(spark, lake, server_name)
+        commit.clear(schemas.INTERVALS)
+        commit.clear(schemas.UNKNOWN_HOSTS)
+        rows = commit.append_frame(schemas.INTERVALS, found)
+        commit.append_frame(schemas.UNKNOWN_HOSTS, unknown)
+        commit.set_position("intervals", upto)
+        step.say(f"{rows:,} intervals")

@@ -1,0 +1,361 @@
+"""The lake: Parquet files, and one manifest that says which of them count.
+
+    MANIFEST.json                  the files of every table, and up to where each source was read
+    LOCK                           held by the one job that writes
+    events/part=0/00000003-000.parquet, attempts/day=2026-01-31/..., intervals/..., ...
+    staging/                       what a job has begun and not committed
+
+A job writes files that nobody reads yet, flushes them to the disk, and then renames a new manifest
+over the old one: all that it did becomes visible in that instant, or nothing does. What a killed
+job left behind is not in the manifest, and the next job that writes removes it. Files that a
+commit replaces stay for an hour, for readers that began before it.
+
+Files are read by their names, never by listing a directory, so a lake with a file missing is an
+error and not a smaller answer.
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+
+from fedsender.outside import real_outside
+from fedsender.pipeline import PipelineError, Usage
+from fedsender.pipeline.manifest import LakeFile, Manifest, flush, read_manifest, write_manifest
+from fedsender.pipeline.schemas import TABLES, LakeTable
+from fedsender.pipeline.session import LOG_NAME
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyspark.sql import DataFrame, SparkSession
+
+STAGING: Final = "staging"
+KEEP_DROPPED_MS: Final = 3_600_000
+# A run every hour makes small files; that many of one part are put together, up to a size.
+SMALL_BYTES: Final = 16 * 2**20
+SMALL_FILES: Final = 32
+Faults = Callable[[str], None]
+
+
+class Lake:
+    """A lake as its newest commit left it when this was opened. See `open_lake`."""
+
+    def __init__(self, directory: Path, manifest: Manifest, *, faults: Faults | None) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._faults = faults or (lambda _: None)
+
+    def position(self, source: str, default: int = -1) -> int:
+        """Up to where `source` was read."""
+        return self.manifest.positions.get(source, default)
+
+    def files(self, table: LakeTable, parts: Callable[[str], bool] | None = None) -> list[LakeFile]:
+        """The table's files; `parts` picks by the value of its part column.
+
+        Raises:
+            PipelineError: one of them is missing or has another size: the lake is damaged.
+        """
+        found = self.manifest.tables.get(table.name, [])
+        if parts is not None:
+            found = [file for file in found if parts(file.part)]
+        for file in found:
+            path = self.directory / file.path
+            try:
+                size = path.stat().st_size
+            except OSError as error:
+                raise self._damaged(path, error.strerror or "cannot be read") from None
+            if size != file.bytes:
+                raise self._damaged(path, f"has {size} bytes in place of {file.bytes}")
+        return found
+
+    def _damaged(self, path: Path, why: str) -> PipelineError:
+        return PipelineError(
+            f"{path}: {why}: the lake is damaged; restore it, or remove {self.directory} and"
+            " ingest anew (what the ledger no longer holds is lost then)"
+        )
+
+    def rows(self, table: LakeTable) -> int:
+        """How many rows the table's files have."""
+        return sum(file.rows for file in self.manifest.tables.get(table.name, []))
+
+    def frame(
+        self,
+        spark: "SparkSession",
+        table: LakeTable,
+        parts: Callable[[str], bool] | None = None,
+    ) -> "DataFrame":
+        """The table for Spark, with exactly the columns of its schema.
+
+        Raises:
+            PipelineError: the lake is damaged.
+        """
+        files = self.files(table, parts)
+        if not files:
+            return empty_frame(spark, table)
+        paths = [self.url(file.path) for file in files]
+        return spark.read.schema(table.ddl).parquet(*paths)
+
+    def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> "pyarrow.Table":
+        """A table small enough for memory, without Spark."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        schema = table.arrow_schema()
+        names = list(columns or schema.names)
+        pieces = [
+            pq.read_table(self.directory / file.path, columns=names, partitioning=None)
+            for file in self.files(table)
+        ]
+        empty = pa.schema([schema.field(name) for name in names]).empty_table()
+        return pa.concat_tables([empty, *pieces], promote_options="permissive")
+
+    def url(self, path: str) -> str:
+        """A file of the lake as Spark is told of it."""
+        return f"file://{self.directory / path}"
+
+    @contextmanager
+    def commit(self) -> Iterator["Commit"]:
+        """A change of the lake: visible as a whole when the body ends, or, if it raises, not at
+        all. Afterwards this object is the lake as the change left it.
+
+        Raises:
+            PipelineError: another job is writing; or the lake was changed since it was opened.
+        """
+        with locked(self.directory):
+            current = read_manifest(self.directory)
+            if current is not None and current.commit != self.manifest.commit:
+                raise PipelineError(f"{self.directory}: another job has written to the lake")
+            self._sweep()
+            commit = Commit(self, self.manifest, self._faults)
+            yield commit
+            self.manifest = commit.finish()
+            shutil.rmtree(self.directory / STAGING, ignore_errors=True)
+
+    def tidy(self) -> int:
+        """Put small files together where there are many; how many were. One commit, if any."""
+        crowds: list[tuple[LakeTable, list[LakeFile]]] = []
+        for name, files in self.manifest.tables.items():
+            parts: dict[str, list[LakeFile]] = {}
+            for file in files:
+                if file.bytes < SMALL_BYTES:
+                    parts.setdefault(file.part, []).append(file)
+            crowds += [
+                (TABLES[name], crowd[:SMALL_FILES])
+                for crowd in parts.values()
+                if len(crowd) >= SMALL_FILES
+            ]
+        if crowds:
+            with self.commit() as commit:
+                for table, crowd in crowds:
+                    commit.merge(table, crowd)
+        return sum(len(crowd) for _, crowd in crowds)
+
+    def _sweep(self) -> None:
+        """Remove what killed jobs left, and what was replaced long ago."""
+        now_ms = real_outside().now_ms()
+        old = [path for path, ms in self.manifest.dropped if ms + KEEP_DROPPED_MS < now_ms]
+        self.manifest.dropped = [item for item in self.manifest.dropped if item[0] not in old]
+        known = {file.path for files in self.manifest.tables.values() for file in files}
+        known.update(path for path, _ in self.manifest.dropped)
+        shutil.rmtree(self.directory / STAGING, ignore_errors=True)
+        for name in TABLES:
+            for path in (self.directory / name).rglob("*.parquet"):
+                if str(path.relative_to(self.directory)) not in known:
+                    path.unlink(missing_ok=True)
+
+
+def empty_frame(spark: "SparkSession", table: LakeTable) -> "DataFrame":
+    """No rows of a table; made without a Python worker, which `createDataFrame` would start."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    columns = (F.lit(None).cast(kind).alias(name) for name, kind in table.columns.items())
+    return spark.range(0).select(*columns)
+
+
+class Commit:
+    """A change under way. See `Lake.commit`."""
+
+    def __init__(self, lake: Lake, base: Manifest, faults: Faults) -> None:
+        self._directory = lake.directory
+        self._lake = lake
+        self._faults = faults
+        self._dropped: list[str] = []
+        self._files = 0
+        self._manifest = Manifest(
+            base.server_name,
+            commit=base.commit + 1,
+            positions=dict(base.positions),
+            tables={name: list(files) for name, files in base.tables.items()},
+            dropped=list(base.dropped),
+        )
+
+    @property
+    def version(self) -> int:
+        """This commit's number, for `version` columns: higher is newer."""
+        return self._manifest.commit
+
+    def set_position(self, source: str, position: int) -> None:
+        """Up to where `source` is read once this is committed."""
+        self._manifest.positions[source] = position
+
+    def clear(self, table: LakeTable) -> None:
+        """The table's rows are replaced by what this commit writes."""
+        files = self._manifest.tables.pop(table.name, [])
+        self._dropped += [file.path for file in files]
+
+    def append(self, table: LakeTable, rows: "pyarrow.Table", part: object = "") -> None:
+        """Add rows, all of one value of the table's part column. Nothing if there are none.
+
+        Columns that the rows do not have are null; `version` is this commit's.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if rows.num_rows == 0:
+            return
+        path = self._new_path(table, part)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        schema = table.arrow_schema()
+        for name in table.columns:
+            if name not in rows.column_names:
+                value = self.version if name == "version" else None
+                rows = rows.append_column(
+                    name, pa.array([value] * rows.num_rows, schema.field(name).type)
+                )
+        pq.write_table(rows.select(schema.names).cast(schema), path, compression="zstd")
+        self._adopt(table, path, rows.num_rows, part)
+
+    def merge(self, table: LakeTable, files: Sequence[LakeFile]) -> None:
+        """Put several files of one part into one, row by row: nobody reads other rows for it."""
+        import pyarrow.parquet as pq
+
+        part = files[0].part
+        path = self._new_path(table, part)
+        with pq.ParquetWriter(path, table.arrow_schema(), compression="zstd") as writer:
+            for file in files:
+                with pq.ParquetFile(self._directory / file.path) as source:
+                    for rows in source.iter_batches(columns=list(table.columns)):
+                        writer.write_batch(rows.cast(table.arrow_schema()))
+        merged = set(files)
+        kept = [file for file in self._manifest.tables[table.name] if file not in merged]
+        self._manifest.tables[table.name] = kept
+        self._dropped += [file.path for file in files]
+        self._adopt(table, path, sum(file.rows for file in files), part)
+
+    def append_frame(self, table: LakeTable, frame: "DataFrame") -> int:
+        """Add what a Spark job comes to; how many rows that were.
+
+        The frame must have the table's columns. Its files are those of its partitions (and of the
+        table's parts): repartition it before.
+        """
+        import pyarrow.parquet as pq
+        from pyspark.sql import functions as F  # noqa: N812
+
+        staging = f"{STAGING}/{table.name}-{self._files:03d}"
+        (self._directory / STAGING).mkdir(parents=True, exist_ok=True, mode=0o700)
+        contract = frame.select(*(F.col(name).cast(kind) for name, kind in table.columns.items()))
+        if table.part is None:
+            writer = contract.write
+        else:
+            # The column stays in the files: the copy names the directories and goes.
+            writer = contract.withColumn("_part", F.col(table.part)).write.partitionBy("_part")
+        writer.option("compression", "zstd").parquet(self._lake.url(staging))
+        self._faults(f"{table.name}: staged")
+        total = 0
+        for path in sorted((self._directory / staging).rglob("*.parquet")):
+            rows = pq.read_metadata(path).num_rows
+            part = "" if table.part is None else path.parent.name.removeprefix("_part=")
+            if rows:
+                target = self._new_path(table, part)
+                target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                os.replace(path, target)
+                self._adopt(table, target, rows, part)
+            total += rows
+        return total
+
+    def _new_path(self, table: LakeTable, part: object) -> Path:
+        self._files += 1
+        name = f"{self._manifest.commit:08d}-{self._files:04d}.parquet"
+        directory = self._directory / table.name
+        if table.part is not None:
+            directory /= f"{table.part}={quote(str(part), safe='-')}"
+        return directory / name
+
+    def _adopt(self, table: LakeTable, path: Path, rows: int, part: object) -> None:
+        os.chmod(path, 0o600)
+        flush(path)
+        file = LakeFile(
+            str(path.relative_to(self._directory)), rows, path.stat().st_size, str(part)
+        )
+        self._manifest.tables.setdefault(table.name, []).append(file)
+        self._faults(f"{table.name}: written")
+
+    def finish(self) -> Manifest:
+        """Put the new manifest in the old one's place."""
+        now_ms = real_outside().now_ms()
+        self._manifest.dropped += [(path, now_ms) for path in self._dropped]
+        for files in self._manifest.tables.values():
+            for directory in {(self._directory / file.path).parent for file in files}:
+                flush(directory)
+        self._faults("before commit")
+        write_manifest(self._directory, self._manifest)
+        self._faults("after commit")
+        return self._manifest
+
+
+def open_lake(
+    directory: Path, server_name: str, *, create: bool = False, faults: Faults | None = None
+) -> Lake:
+    """The lake in `directory`.
+
+    Args:
+        create: make it if there is none.
+        faults: called at the points of a commit, for tests.
+
+    Raises:
+        Usage: there is none, it is another homeserver's, or its path cannot be used.
+        PipelineError: its manifest is damaged or of a newer version.
+    """
+    directory = directory.absolute()
+    if any(letter in str(directory) for letter in "*?[]{}\\\n"):
+        raise Usage(f"pipeline.lake: {directory}: none of * ? [ ] {{ }} \\ may be in this path")
+    manifest = read_manifest(directory)
+    if manifest is None:
+        if not create:
+            raise Usage(f"{directory}: there is no lake; `fedsender pipeline ingest` makes it")
+        _make(directory)
+        manifest = Manifest(server_name)
+    if manifest.server_name != server_name:
+        raise Usage(
+            f"{directory}: is the lake of {manifest.server_name}, and server_name is {server_name}"
+        )
+    return Lake(directory, manifest, faults=faults)
+
+
+def _make(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        known = {"LOCK", STAGING, LOG_NAME, *TABLES}
+        strange = sorted({path.name for path in directory.iterdir()} - known)
+    except OSError as error:
+        raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
+    if strange:
+        raise Usage(f"pipeline.lake: {directory}: is not empty and is no lake: it has {strange[0]}")
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock while the body runs; raises PipelineError: somebody else does."""
+    descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PipelineError(f"{directory}: another job is writing here") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,251 @@
+"""From the ledger's closed segments to `attempts`, `pdus` and `rejects`, by Spark.
+
+A line that cannot be read is not lost: it goes to `rejects`, whole, with the reason. A line is
+known by its text, so one that comes twice (a segment restored from a backup, a copy) counts once,
+and one that comes late goes to its own day.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fedsender.ledger import LINE_VERSION
+from fedsender.pipeline import schemas
+from fedsender.pipeline.lake import Commit, Lake
+from fedsender.segments import segments
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+MAX_BATCH_BYTES: Final = 2**30
+# The last millisecond of the year 9999: later days have no name.
+_LAST_MS: Final = 253_402_300_799_999
+
+_PDU: Final = (
+    "STRUCT<event_id: STRING, room_id: STRING, stream_ordering: BIGINT, lane: STRING,"
+    " supersedes: ARRAY<BIGINT>>"
+)
+FIELDS: Final = {
+    "v": "BIGINT",
+    "ms": "BIGINT",
+    "instance": "STRING",
+    "destination": "STRING",
+    "transaction_id": "STRING",
+    "attempt": "INT",
+    "outcome": "STRING",
+    "status": "INT",
+    "reason": "STRING",
+    "pdus": f"ARRAY<{_PDU}>",
+    "edus": "MAP<STRING, BIGINT>",
+    "outbox": "ARRAY<BIGINT>",
+    "device_lists": "ARRAY<ARRAY<STRING>>",
+    "refused": "MAP<STRING, STRING>",
+    "lsso": "BIGINT",
+    "bytes": "BIGINT",
+    "took_ms": "BIGINT",
+    "reused": "BOOLEAN",
+}
+"""The fields of a line, as `ledger.Line` and docs/ledger.md have them, and their types."""
+
+_NEEDED: Final = ("ms", "instance", "destination", "attempt", "outcome")
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Segments that are read in one go: names, and bytes of each."""
+
+    paths: tuple[Path, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What came of a batch, in rows; `unknown_fields`: lines with fields we do not know."""
+
+    attempts: int
+    pdus: int
+    rejects: int
+    unknown_fields: int
+
+
+def new_segments(lake: Lake, directory: Path) -> list[Batch]:
+    """Closed segments that the lake has not read, or not at their present size, in batches."""
+    known = lake.read(schemas.SEGMENTS).to_pylist()
+    sizes = {row["name"]: row["bytes"] for row in sorted(known, key=lambda row: row["version"])}
+    batches: list[Batch] = []
+    paths: list[Path] = []
+    bytes_: list[int] = []
+    for path in segments(directory):
+        if path.suffix != ".jsonl":
+            continue
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            continue
+        if sizes.get(path.name) == size:
+            continue
+        if paths and sum(bytes_) + size > MAX_BATCH_BYTES:
+            batches.append(Batch(tuple(paths), tuple(bytes_)))
+            paths, bytes_ = [], []
+        paths.append(path)
+        bytes_.append(size)
+    if paths:
+        batches.append(Batch(tuple(paths), tuple(bytes_)))
+    return batches
+
+
+def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
+    """Segments whose lines the lake does not have yet, also the open ones."""
+    closed = [path for batch in new_segments(lake, directory) for path in batch.paths]
+    return (*closed, *(path for path in segments(directory) if path.suffix == ".open"))
+
+
+def fresh_pdus(spark: "SparkSession", lake: Lake, paths: tuple[Path, ...]) -> "DataFrame":
+    """Rows as in `pdus`, of the lines of these segments that are good and not in the lake."""
+    good = parsed(spark, paths).where("why is null")
+    return _pdus(_new(good, lake.frame(spark, schemas.ATTEMPTS)))
+
+
+def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) -> Read:
+    """Add a batch's lines to the lake.
+
+    Raises:
+        PySparkException: a segment went while it was read; nothing of the batch may be committed.
+    """
+    import pyarrow as pa
+    from pyspark.sql import functions as F  # noqa: N812
+
+    lines = parsed(spark, batch.paths).persist()
+    good, bad = lines.where("why is null"), lines.where("why is not null")
+    days = good.agg(F.min("day").alias("first"), F.max("day").alias("last")).first()
+    first, last = (str(days["first"]), str(days["last"])) if days else ("", "")
+    seen = lake.frame(spark, schemas.ATTEMPTS, parts=lambda day: first <= day <= last)
+    fresh = _new(good, seen).persist()
+    attempts = commit.append_frame(schemas.ATTEMPTS, _by_day(_attempts(fresh)))
+    pdus = commit.append_frame(schemas.PDUS, _by_day(_pdus(fresh)))
+    rejects = _new(bad, lake.frame(spark, schemas.REJECTS)).select(
+        "segment", "line", F.col("why").alias("reason"), F.col("value").alias("text")
+    )
+    rejected = commit.append_frame(schemas.REJECTS, rejects.coalesce(1))
+    unknown = fresh.where("unknown_fields is not null").count()
+    fresh.unpersist()
+    lines.unpersist()
+    names = [path.name for path in batch.paths]
+    commit.append(schemas.SEGMENTS, pa.table({"name": names, "bytes": list(batch.sizes)}))
+    return Read(attempts, pdus, rejected, unknown)
+
+
+def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
+    """Every line: its text, the segment it is from, its fields, and `why` it is no good (null:
+    it is good)."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    text = spark.read.text([url(path) for path in paths], lineSep="\n")
+    return parsed_text(text.select("value", F.col("_metadata.file_name").alias("segment")))
+
+
+def parsed_text(text: "DataFrame") -> "DataFrame":
+    """The same of lines (value) whose segment is known."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
+    options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "corrupt"}
+    keys = F.json_object_keys("value")
+    known = F.array(*(F.lit(name) for name in FIELDS))
+    strange = F.array_except(keys, known)
+    everything = F.from_json("value", "MAP<STRING, STRING>")
+    return (
+        text.where("value != ''")
+        .withColumn("line", F.md5("value"))
+        .withColumn("fields", F.from_json("value", f"{schema}, corrupt STRING", options))
+        .withColumn("strange", strange)
+        .select(
+            "value",
+            "segment",
+            "line",
+            "fields.*",
+            F.when(keys.isNull(), "torn: not a JSON object").alias("torn"),
+            F.when(
+                F.size("strange") > 0,
+                F.to_json(
+                    F.map_filter(everything, lambda name, _: F.array_contains("strange", name))
+                ),
+            ).alias("unknown_fields"),
+        )
+        .withColumn("why", _why())
+        .withColumn("day", F.to_date(F.timestamp_millis("ms")))
+        .drop("torn", "corrupt")
+    )
+
+
+def _why() -> "Column":
+    """Why a line is no good; null: it is."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    missing = F.concat_ws(", ", *(F.when(F.col(name).isNull(), name) for name in _NEEDED))
+    nameless = F.exists(
+        "pdus",
+        lambda pdu: (
+            pdu["event_id"].isNull() | pdu["room_id"].isNull() | pdu["stream_ordering"].isNull()
+        ),
+    )
+    return F.coalesce(
+        "torn",
+        F.when(
+            F.col("v") > LINE_VERSION,
+            F.concat(F.lit("version "), "v", F.lit(": written by a newer fedsender")),
+        ),
+        F.when(F.col("v").isNull() | (F.col("v") < 1), "has no version"),
+        F.when(F.col("corrupt").isNotNull(), "a field is not of its type"),
+        F.when(missing != "", F.concat(F.lit("has no "), missing)),
+        F.when(~F.col("ms").between(0, _LAST_MS), "ms is not a time"),
+        F.when(F.coalesce(nameless, F.lit(False)), "a PDU has no id, room or stream ordering"),
+    )
+
+
+def _new(lines: "DataFrame", seen: "DataFrame") -> "DataFrame":
+    return lines.dropDuplicates(["line"]).join(
+        seen.select("line").hint("merge"), on="line", how="left_anti"
+    )
+
+
+def _by_day(rows: "DataFrame") -> "DataFrame":
+    """One file per day, several where a day is large, and not one per task and day."""
+    return rows.hint("rebalance", "day")
+
+
+def _attempts(lines: "DataFrame") -> "DataFrame":
+    from pyspark.sql import functions as F  # noqa: N812
+
+    counts = {
+        "pdu_count": F.coalesce(F.size("pdus"), F.lit(0)),
+        "refused_count": F.coalesce(F.size("refused"), F.lit(0)),
+    }
+    return lines.select(
+        *(counts[name].alias(name) if name in counts else name for name in schemas.ATTEMPTS.columns)
+    )
+
+
+def _pdus(lines: "DataFrame") -> "DataFrame":
+    from pyspark.sql import functions as F  # noqa: N812
+
+    whole = ("line", "day", "ms", "instance", "destination", "transaction_id", "attempt", "outcome")
+    return lines.select(*whole, "refused", F.explode("pdus").alias("pdu")).select(
+        *whole,
+        "pdu.event_id",
+        "pdu.room_id",
+        "pdu.stream_ordering",
+        "pdu.lane",
+        F.col("pdu.supersedes")[0].alias("supersedes_from"),
+        F.col("pdu.supersedes")[1].alias("supersedes_to"),
+        F.col("refused")[F.col("pdu.event_id")].alias("refused"),
+    )
+
+
+def url(path: Path) -> str:
+    """A file or directory as Spark is told of it."""
+    # Spark reads these as patterns.
+    text = str(path.absolute())
+    for letter in "\\*?[]{}":
+        text = text.replace(letter, f"\\{letter}")
+    return f"file://{text}"

@@ -1,0 +1,164 @@
+"""`fedsender pipeline plan`: what another number of senders, or other names for them, would do.
+
+A server belongs to the sender that its name's hash picks from `federation_sender_instances`; the
+hash knows only how many there are, so the names' order matters and their spelling does not. The
+load is the ledger's: transactions, events, bytes, and the time that transactions were under way.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+
+from fedsender.config import Config
+from fedsender.pipeline import PipelineError, Usage, schemas
+from fedsender.pipeline.lake import Lake
+from fedsender.pipeline.servers import shard_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+MOST_SHARDS: Final = 8
+MOST_NAMES: Final = 100
+SHOWN: Final = 20
+LOADS: Final = ("servers", "attempts", "pdus", "bytes", "busy_ms")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The load of one sender.
+
+    Attributes:
+        busy_ms: how long its transactions were under way, together.
+        share: of all events, from 0 to 1.
+    """
+
+    name: str
+    servers: int
+    attempts: int
+    pdus: int
+    bytes: int
+    busy_ms: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a list of senders comes to.
+
+    Attributes:
+        worst: the sender with the most events.
+        moving: how many servers another sender handles now.
+        moves: the first of those, as (server, from, to), those with the most events first.
+    """
+
+    names: tuple[str, ...]
+    shards: tuple[Shard, ...]
+    worst: str
+    moving: int
+    moves: tuple[tuple[str, str, str], ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+    def as_yaml(self) -> str:
+        """What to write into every sender's configuration (and Synapse's own)."""
+        text: str = yaml.safe_dump(
+            {"homeserver": {"federation_sender_instances": list(self.names)}}, sort_keys=False
+        )
+        return text
+
+
+def current_names(config: Config) -> tuple[str, ...]:
+    """The senders that the configuration names."""
+    return tuple(config.homeserver.federation_sender_instances or (config.instance_name,))
+
+
+def names_for(number: int, current: Sequence[str]) -> tuple[str, ...]:
+    """That many names: those of now, from the front, and new ones behind them."""
+    names = list(current[:number])
+    count = 1
+    while len(names) < number:
+        count += 1
+        if (name := f"{current[0]}-{count}") not in names:
+            names.append(name)
+    return tuple(names)
+
+
+def checked_names(text: str) -> tuple[str, ...]:
+    """The names of a list with commas.
+
+    Raises:
+        Usage: one is empty or there twice, or they are too many.
+    """
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise Usage(f"--names: {text[:200]!r}: a name is empty")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise Usage(f"--names: {twice[0]} is there twice")
+    if len(names) > MOST_NAMES:
+        raise Usage(f"--names: {len(names)} names, and {MOST_NAMES} at most")
+    return names
+
+
+def loads(spark: "SparkSession", lake: Lake) -> "DataFrame":
+    """server, attempts, pdus, bytes, busy_ms: of each server that we know of.
+
+    Raises:
+        PipelineError: nothing was ingested.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    if lake.manifest.commit == 0:
+        raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
+    known = lake.frame(spark, schemas.DESTINATIONS).select(
+        "destination", *(F.lit(0).cast("bigint").alias(name) for name in LOADS[1:])
+    )
+    return (
+        lake.frame(spark, schemas.ATTEMPTS)
+        .where("outcome != 'discarded'")
+        .select(
+            "destination",
+            F.lit(1).cast("bigint").alias("attempts"),
+            F.when(F.col("outcome") == "delivered", F.col("pdu_count"))
+            .otherwise(0)
+            .cast("bigint")
+            .alias("pdus"),
+            F.coalesce("bytes", F.lit(0)).alias("bytes"),
+            F.coalesce("took_ms", F.lit(0)).alias("busy_ms"),
+        )
+        .unionByName(known)
+        .groupBy(F.col("destination").alias("server"))
+        .agg(*(F.sum(name).alias(name) for name in LOADS[1:]))
+    )
+
+
+def plan(loads: "DataFrame", names: Sequence[str], current: Sequence[str]) -> Plan:
+    """What these senders would have to do, by what there was to do."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def owner(senders: Sequence[str]) -> Any:
+        index = shard_of(F.col("server"), len(senders))
+        return F.element_at(F.array(*(F.lit(name) for name in senders)), index + 1)
+
+    owned = loads.withColumns({"now": owner(current), "then": owner(names)}).persist()
+    sums = (F.sum(name).alias(name) for name in LOADS[1:])
+    found = owned.groupBy("then").agg(F.count(F.lit(1)).alias("servers"), *sums).collect()
+    moving = owned.where("now != then")
+    number = moving.count()
+    first = moving.orderBy(F.desc("pdus"), "server").limit(SHOWN).collect()
+    owned.unpersist()
+    rows = {row["then"]: row.asDict() for row in found}
+    everything = sum(row["pdus"] for row in rows.values())
+    shards = tuple(_shard(name, rows.get(name, {}), everything) for name in names)
+    worst = max(shards, key=lambda shard: (shard.pdus, shard.attempts, shard.servers))
+    moves = tuple((row["server"], row["now"], row["then"]) for row in first)
+    return Plan(tuple(names), shards, worst.name, number, moves)
+
+
+def _shard(name: str, row: dict[str, Any], everything: int) -> Shard:
+    values = {load: row.get(load, 0) for load in LOADS}
+    share = values["pdus"] / everything if everything else 0.0
+    return Shard(name, **values, share=round(share, 4))

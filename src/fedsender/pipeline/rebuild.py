@@ -1,0 +1,233 @@
+"""`fedsender pipeline rebuild`: what `destination_rooms` should hold, and where it does not.
+
+The newest event of ours that each server should get in each room, from the intervals and the events
+alone; held against the table as the last ingest found it. Rows above the position that the lake
+has read are not judged.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fedsender.config import Config
+from fedsender.pipeline import PipelineError, intervals, schemas, servers
+from fedsender.pipeline.lake import Lake
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+WRONG: Final = ("missing", "behind")
+"""Differences that mean that a server was not told of an event that it should get."""
+
+SHOWN: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What a comparison found.
+
+    Attributes:
+        rows: how many rows `destination_rooms` should have.
+        counts: kind of difference and its reason -> rows; nothing where all is equal.
+        shown: the first of them, as dictionaries.
+    """
+
+    rows: int
+    counts: dict[tuple[str, str], int]
+    shown: list[dict[str, Any]]
+
+    @property
+    def wrong(self) -> int:
+        """Rows by which a server was not told of something."""
+        return sum(n for (kind, _), n in self.counts.items() if kind in WRONG)
+
+
+def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
+    """destination, room_id, stream_ordering: the newest event that each server should get.
+
+    No event is joined with a server: what an interval needs to know of its room's events is the
+    newest one up to its end, and that is one pass over both, in order.
+
+    Args:
+        events: room_id, stream_ordering of events of ours.
+        spans: `intervals`.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    newest = events.groupBy("room_id").agg(F.max("stream_ordering").alias("newest"))
+    still_there = (
+        spans.where("last is null")
+        .join(newest.hint("shuffle_hash"), on="room_id", how="inner")
+        .select("server", "room_id", "first", "newest")
+    )
+    gone = spans.where("last is not null")
+    rooms = gone.select("room_id").distinct()
+    marks = gone.select("room_id", F.col("last").alias("at")).distinct()
+    in_room = Window.partitionBy("room_id").orderBy("at", "is_mark")
+    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    newest_upto = (
+        events.join(rooms.hint("shuffle_hash"), on="room_id", how="left_semi")
+        .select("room_id", F.col("stream_ordering").alias("at"), F.lit(False).alias("is_mark"))
+        .unionByName(marks.withColumn("is_mark", F.lit(True)))
+        .withColumn("newest", F.max(F.when(~F.col("is_mark"), F.col("at"))).over(upto_here))
+        .where("is_mark")
+        .select("room_id", F.col("at").alias("last"), "newest")
+    )
+    left = gone.join(newest_upto.hint("shuffle_hash"), on=["room_id", "last"], how="inner").select(
+        "server", "room_id", "first", "newest"
+    )
+    return (
+        still_there.unionByName(left)
+        .where("newest >= first")
+        .groupBy(F.col("server").alias("destination"), "room_id")
+        .agg(F.max("newest").alias("stream_ordering"))
+    )
+
+
+def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
+    """What `destination_rooms` should hold by the lake, for the servers that may be sent to."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    if lake.position("intervals") < 0:
+        raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
+    events = intervals.ours(spark, lake)
+    known = events.join(
+        lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering").hint("shuffle_hash"),
+        on="stream_ordering",
+        how="left_anti",
+    )
+    server = F.col("server")
+    spans = lake.frame(spark, schemas.INTERVALS).where(
+        servers.allowed(server, config) & servers.handled(server, config)
+    )
+    return expected_rooms(known.select("room_id", "stream_ordering"), spans)
+
+
+def differences(spark: "SparkSession", lake: Lake, expected: "DataFrame") -> "DataFrame":
+    """Where the table and `expected` differ: destination, room_id, kind, expected, found, event_id,
+    reason.
+
+    Kinds: `missing` (no row), `behind` (an older event), `ahead` (a newer one that it should not
+    get), `unexpected` (a row, and nothing that it should get).
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    upto = lake.position("intervals")
+    table = (
+        lake.frame(spark, schemas.DESTINATION_ROOMS)
+        .where(F.col("stream_ordering") <= upto)
+        .withColumnRenamed("stream_ordering", "found")
+    )
+    newer = (
+        lake.frame(spark, schemas.DESTINATION_ROOMS)
+        .where(F.col("stream_ordering") > upto)
+        .select("destination", "room_id")
+    )
+    should = expected.withColumnRenamed("stream_ordering", "expected")
+    kind = (
+        F.when(F.col("found").isNull(), "missing")
+        .when(F.col("expected").isNull(), "unexpected")
+        .when(F.col("found") < F.col("expected"), "behind")
+        .when(F.col("found") > F.col("expected"), "ahead")
+    )
+    differing = (
+        should.join(table.hint("merge"), on=["destination", "room_id"], how="full_outer")
+        .join(newer.hint("shuffle_hash"), on=["destination", "room_id"], how="left_anti")
+        .withColumn("kind", kind)
+        .where("kind is not null")
+    )
+    return _explained(differing, intervals.ours(spark, lake))
+
+
+def _explained(differing: "DataFrame", events: "DataFrame") -> "DataFrame":
+    """With the event that is in question, and the weakness of other senders that it shows, if it
+    is a known one (docs/weaknesses.md)."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    asked = F.coalesce("expected", "found")
+    event = events.select(
+        F.col("stream_ordering").alias("at"),
+        "event_id",
+        "type",
+        "sender",
+        "state_key",
+        "membership",
+        "auth_membership",
+    )
+    turned_away = intervals.turns_away() & (
+        servers.server_of(F.col("state_key")) == F.col("destination")
+    )
+    untold = turned_away & ((F.col("membership") == "ban") | (F.col("auth_membership") == "knock"))
+    reason = F.when(
+        F.col("kind").isin(*WRONG) & untold, "W26: turned away, and only told by fedsender"
+    ).when(F.col("event_id").isNull(), "no event of ours")
+    return (
+        differing.withColumn("at", asked)
+        .join(event.hint("merge"), on="at", how="left")
+        .select(
+            "destination",
+            "room_id",
+            "kind",
+            "expected",
+            "found",
+            "event_id",
+            F.coalesce(reason, F.lit("")).alias("reason"),
+        )
+    )
+
+
+def summed_up(expected: "DataFrame", differing: "DataFrame") -> Differences:
+    """How many differences of which kind, and the first of them; both should be persisted."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    counted = differing.groupBy("kind", "reason").agg(F.count(F.lit(1)).alias("n")).collect()
+    shown = differing.orderBy("kind", "destination", "room_id").limit(SHOWN).collect()
+    return Differences(
+        expected.count(),
+        {(row["kind"], row["reason"]): row["n"] for row in counted},
+        [row.asDict() for row in shown],
+    )
+
+
+def write_owed(differing: "DataFrame", path: Path) -> int:
+    """Write what servers are owed and `destination_rooms` does not say, for `fedsender owe`.
+
+    One JSON object a line: server, room_id, stream_ordering, event_id. Upwards only: rows that are
+    ahead or unexpected are left alone. Returns the number of lines; the file appears whole.
+
+    Raises:
+        PipelineError: it cannot be written.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    owed = differing.where(F.col("kind").isin(*WRONG)).select(
+        F.col("destination").alias("server"),
+        "room_id",
+        F.col("expected").alias("stream_ordering"),
+        "event_id",
+    )
+    draft = path.with_name(path.name + ".new")
+    written = 0
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            for line in _lines(owed):
+                file.write(line)
+                written += 1
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        raise PipelineError(f"{path}: cannot be written: {error.strerror}") from None
+    return written
+
+
+def _lines(owed: "DataFrame") -> Iterator[str]:
+    """A partition at a time, so that only one of them is in memory."""
+    ordered = owed.orderBy("server", "room_id")
+    for row in ordered.toLocalIterator():
+        yield json.dumps(row.asDict(), separators=(",", ":")) + "\n"

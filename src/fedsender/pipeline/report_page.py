@@ -1,0 +1,330 @@
+"""The report as one HTML page that needs nothing else: no network, no script, inline SVG."""
+
+import html
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from fedsender.pipeline.report import AGES, OLDER, Figures, as_script
+from fedsender.pipeline.schemas import FATES
+
+WIDTH: Final = 960
+_LEFT: Final = 56
+_BOTTOM: Final = 22
+_TOP: Final = 26
+_NAMES: Final = 220
+_ROW: Final = 18
+
+_STYLE: Final = """
+:root { color-scheme: light dark; --ink: #1d2530; --dim: #667280; --line: #d5dbe2; --page: #fff;
+ --good: #2a7f62; --bad: #c0392b; --mid: #d98e04; --blue: #2f6db3; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --dim: #98a4b1; --line: #39424d;
+ --page: #14181d; --good: #4fb892; --bad: #ef6f61; --mid: #eab04a; --blue: #6da7e8; } }
+body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page);
+ max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
+p, .dim { color: var(--dim); margin: .2rem 0; } svg { width: 100%; height: auto; display: block; }
+svg text { font: 11px system-ui, sans-serif; fill: var(--dim); }
+table { border-collapse: collapse; width: 100%; font-size: 13px; }
+th, td { text-align: left; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line);
+ vertical-align: top; overflow-wrap: anywhere; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.cards { display: flex; flex-wrap: wrap; gap: .6rem; margin-top: 1rem; }
+.card { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .9rem; min-width: 8rem; }
+.card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
+.bad { color: var(--bad); } .good { color: var(--good); }
+"""
+
+
+def page(figures: Figures, before: Figures | None) -> str:
+    """The page.
+
+    Args:
+        before: of the report that it takes the place of.
+    """
+    title = f"Deliveries of {_text(figures.server_name)}"
+    parts = (
+        f"<h1>{title}</h1>",
+        f"<p>Made {_when(figures.made_ms)}; events up to {figures.upto:,};"
+        f" ledger from {_when(figures.first_ms)} to {_when(figures.last_ms)}</p>",
+        _cards(figures),
+        _section("Since the last report", _changes(figures, before)),
+        _section(
+            "Deliveries over time",
+            f"<p>Events delivered, and attempts that failed, per {_length(figures.step_ms)}.</p>"
+            + _curves(figures, (("pdus", "--good"), ("failed", "--bad"))),
+        ),
+        _section(
+            "Latency",
+            "<p>How long delivered transactions took, in ms: median, 90 %, 99 %.</p>"
+            + _curves(figures, (("p50", "--good"), ("p90", "--mid"), ("p99", "--bad"))),
+        ),
+        _section("What is owed, by age", _owed(figures)),
+        _section("The worst servers", _worst(figures)),
+        _section("Illness", _timeline(figures)),
+        _section("Proof of delivery", _audit(figures)),
+    )
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body>\n"
+        + "\n".join(parts)
+        + f"\n{as_script(figures)}\n</body></html>\n"
+    )
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _when(ms: int | None) -> str:
+    if ms is None:
+        return "never"
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _length(ms: int) -> str:
+    minutes = ms // 60_000
+    if minutes % 1440 == 0:
+        return "day" if minutes == 1440 else f"{minutes // 1440} days"
+    if minutes % 60 == 0:
+        return "hour" if minutes == 60 else f"{minutes // 60} hours"
+    return "minute" if minutes == 1 else f"{minutes} minutes"
+
+
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>{body}</section>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int = 0) -> str:
+    """Columns from `numbers` on are numbers."""
+
+    def cells(tag: str, row: Sequence[object]) -> Iterator[str]:
+        for index, cell in enumerate(row):
+            told = f"{cell:,}" if isinstance(cell, int) else _text("" if cell is None else cell)
+            kind = ' class="n"' if 0 < numbers <= index else ""
+            yield f"<{tag}{kind}>{told}</{tag}>"
+
+    lines = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
+    return f"<table><thead><tr>{''.join(cells('th', head))}</tr></thead>{lines}</table>"
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def _totals(figures: Figures) -> dict[str, int]:
+    """The figures that stand on top, and that two reports are compared by."""
+    attempts = sum(figures.outcomes.values())
+    return {
+        "attempts": attempts,
+        "delivered attempts": figures.outcomes.get("delivered", 0),
+        "events delivered": sum(point["pdus"] or 0 for point in figures.series),
+        "events owed": figures.fates.get("pending", 0) + figures.fates.get("parked", 0),
+        "events missing": figures.fates.get("missing", 0),
+        "servers ill": sum(1 for each in figures.illnesses if each["ended_ms"] is None),
+        "ledger lines rejected": figures.rejects,
+    }
+
+
+def _cards(figures: Figures) -> str:
+    cards = []
+    for name, value in _totals(figures).items():
+        unproven = name == "events missing" and not figures.fates
+        wrong = value and name in ("events missing", "ledger lines rejected")
+        shown = "no audit" if unproven else f"{value:,}"
+        kind = ' class="bad"' if wrong else ""
+        cards.append(f'<div class="card"><b{kind}>{shown}</b>{name}</div>')
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _changes(figures: Figures, before: Figures | None) -> str:
+    if before is None:
+        return "<p>This is the first one here.</p>"
+    now, then = _totals(figures), _totals(before)
+    rows = [(name, then[name], value, f"{value - then[name]:+,}") for name, value in now.items()]
+    ill, was_ill = _ill_now(figures), _ill_now(before)
+    text = f"<p>The last one was made {_when(before.made_ms)}.</p>"
+    text += _table(("", "then", "now", "change"), rows, numbers=1)
+    for said, names in (("Fallen ill", ill - was_ill), ("Well again", was_ill - ill)):
+        if names:
+            text += f"<p>{said}: {_text(', '.join(sorted(names)))}</p>"
+    return text
+
+
+def _ill_now(figures: Figures) -> set[str]:
+    return {each["server"] for each in figures.illnesses if each["ended_ms"] is None}
+
+
+def _curves(figures: Figures, named: Sequence[tuple[str, str]]) -> str:
+    """Lines over time, with a scale that begins at nothing."""
+    height, points = 200, figures.series
+    if not points:
+        return "<p>The ledger has no attempts.</p>"
+    most = max([point[name] or 0 for point in points for name, _ in named] + [1])
+    first: int = points[0]["at_ms"]
+    span: int = max(points[-1]["at_ms"] - first, 1)
+    wide, high = WIDTH - _LEFT - 8, height - _BOTTOM - _TOP
+
+    def x(at_ms: int) -> float:
+        return _LEFT + wide * (at_ms - first) / span
+
+    def y(value: float) -> float:
+        return _TOP + high * (1 - value / most)
+
+    drawn = [_grid(most, y)]
+    drawn.append(f'<text x="{_LEFT}" y="{height - 4}">{_when(first)}</text>')
+    drawn.append(
+        f'<text x="{WIDTH - 8}" y="{height - 4}" text-anchor="end">'
+        f"{_when(points[-1]['at_ms'])}</text>"
+    )
+    for place, (name, colour) in enumerate(named):
+        known = [point for point in points if point[name] is not None]
+        path = " ".join(f"{x(point['at_ms']):.1f},{y(point[name]):.1f}" for point in known)
+        drawn.append(
+            f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="1.6"/>'
+        )
+        drawn += [
+            f'<circle cx="{x(point["at_ms"]):.1f}" cy="{y(point[name]):.1f}" r="2"'
+            f' fill="var({colour})"><title>{_when(point["at_ms"])}: {name} {point[name]:,}'
+            "</title></circle>"
+            for point in known
+        ]
+        drawn.append(
+            f'<text x="{_LEFT + 70 * place}" y="14" style="fill:var({colour})">{name}</text>'
+        )
+    return _svg(height, drawn, f"{', '.join(name for name, _ in named)} over time")
+
+
+def _grid(most: float, y: Callable[[float], float]) -> str:
+    lines = []
+    for part in (0, 0.5, 1):
+        at = y(most * part)
+        lines.append(
+            f'<line x1="{_LEFT}" x2="{WIDTH - 8}" y1="{at:.1f}" y2="{at:.1f}"'
+            ' stroke="var(--line)"/>'
+            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{most * part:,.0f}</text>'
+        )
+    return "".join(lines)
+
+
+def _svg(height: int, drawn: Iterable[str], label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{_text(label)}">'
+        + "".join(drawn)
+        + "</svg>"
+    )
+
+
+def _name(server: str, row: int) -> str:
+    short = server if len(server) <= 32 else f"{server[:31]}…"
+    return (
+        f'<text x="{_NAMES - 8}" y="{row * _ROW + 13}" text-anchor="end">{_text(short)}'
+        f"<title>{_text(server)}</title></text>"
+    )
+
+
+def _owed(figures: Figures) -> str:
+    """A cell per server and age, the darker the more."""
+    if not figures.owed:
+        return "<p>Nothing, by the last audit.</p>" if figures.fates else "<p>No audit yet.</p>"
+    ages = [name for name, _ in AGES] + [OLDER]
+    most = max(max(row.values()) for row in figures.owed.values())
+    wide = (WIDTH - _NAMES) / len(ages)
+    drawn = [
+        f'<text x="{_NAMES + wide * (column + 0.5):.0f}" y="13" text-anchor="middle">{age}</text>'
+        for column, age in enumerate(ages)
+    ]
+    for row, (server, owed) in enumerate(figures.owed.items(), 1):
+        drawn.append(_name(server, row))
+        for column, age in enumerate(ages):
+            n = owed.get(age, 0)
+            shade = 0 if not n else 0.15 + 0.75 * (n / most) ** 0.5
+            left = _NAMES + wide * column
+            drawn.append(
+                f'<rect x="{left + 1:.1f}" y="{row * _ROW + 1}" width="{wide - 2:.1f}"'
+                f' height="{_ROW - 2}" fill="var(--mid)" fill-opacity="{shade:.2f}"'
+                f' stroke="var(--line)"><title>{_text(server)}, {age}: {n:,}</title></rect>'
+            )
+            if n:
+                drawn.append(
+                    f'<text x="{left + wide / 2:.0f}" y="{row * _ROW + 13}" text-anchor="middle"'
+                    f' style="fill:var(--ink)">{n:,}</text>'
+                )
+    heading = "<p>Events by the day they were made; the servers that are owed most.</p>"
+    return heading + _svg((len(figures.owed) + 1) * _ROW + 4, drawn, "events owed by age")
+
+
+def _worst(figures: Figures) -> str:
+    if not figures.worst:
+        return "<p>No attempt has failed.</p>"
+    rows = [
+        (
+            each["server"],
+            each["outcome"],
+            each["attempts"],
+            each["failed"],
+            f"{100 * each['failed'] / each['attempts']:.1f} %",
+            each["p90"],
+        )
+        for each in figures.worst
+    ]
+    head = ("server", "last outcome", "attempts", "failed", "failed of all", "p90, ms")
+    return _table(head, rows, numbers=2)
+
+
+def _timeline(figures: Figures) -> str:
+    """A row per server, and a bar from when attempts began to fail to when one was answered."""
+    if not figures.illnesses or figures.first_ms is None or figures.last_ms is None:
+        return "<p>No server was ill.</p>"
+    rows = {each["server"]: 0 for each in figures.illnesses}
+    rows = {server: number for number, server in enumerate(rows)}
+    span = max(figures.last_ms - figures.first_ms, 1)
+    wide = WIDTH - _NAMES - 8
+    height = len(rows) * _ROW + _BOTTOM
+    drawn = [_name(server, row) for server, row in rows.items()]
+    for each in figures.illnesses:
+        ended = each["ended_ms"]
+        began = _NAMES + wide * (each["began_ms"] - figures.first_ms) / span
+        until = figures.last_ms if ended is None else ended
+        length = max(wide * (until - each["began_ms"]) / span, 2)
+        told = "goes on" if ended is None else f"answered again {_when(ended)}"
+        drawn.append(
+            f'<rect x="{began:.1f}" y="{rows[each["server"]] * _ROW + 3}" width="{length:.1f}"'
+            f' height="{_ROW - 6}" rx="2" fill="var({"--bad" if ended is None else "--mid"})">'
+            f"<title>{_text(each['server'])}: {_text(each['outcome'])},"
+            f" {each['attempts']:,} attempts from {_when(each['began_ms'])}, {told}</title></rect>"
+        )
+    drawn.append(f'<text x="{_NAMES}" y="{height - 6}">{_when(figures.first_ms)}</text>')
+    drawn.append(
+        f'<text x="{WIDTH - 8}" y="{height - 6}" text-anchor="end">{_when(figures.last_ms)}</text>'
+    )
+    heading = "<p>From the first attempt that failed to the next that was answered; red: still.</p>"
+    return heading + _svg(height, drawn, "when servers were ill")
+
+
+def _audit(figures: Figures) -> str:
+    if not figures.fates:
+        return "<p>No audit yet: <code>fedsender pipeline audit</code>.</p>"
+    rows = [
+        (fate.replace("_", " "), figures.fates[fate], _share(figures.fates[fate], figures.expected))
+        for fate in FATES
+    ]
+    told = f"<p>Made {_when(figures.audit_ms)}: {figures.expected:,} pairs of event and server.</p>"
+    told += _table(("what became of them", "pairs", "share"), rows, numbers=1)
+    if not figures.missing:
+        return told + '<p class="good">Nothing is missing.</p>'
+    shown = [
+        (each["server"], each["event_id"], each["day"], "; ".join(each["reasons"]))
+        for each in figures.missing
+    ]
+    more = figures.fates["missing"] - len(shown)
+    told += '<h2 class="bad">Missing</h2>'
+    told += _table(("server", "event", "day", "what is on record"), shown)
+    return told + (f"<p>and {more:,} more</p>" if more > 0 else "")
+
+
+def _share(n: int, of: int) -> str:
+    return f"{100 * n / of:.2f} %" if of else ""

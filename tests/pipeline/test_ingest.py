@@ -1,0 +1,216 @@
+"""Reading a homeserver's database: from SQLite and PostgreSQL, in pieces, after a crash."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from tests.pipeline.worlds import US, embedded_world, set_position, synapse_world
+from tests.servers import Databases
+from tests.store import synapse_schema
+
+from fedsender.config import Config, from_values
+from fedsender.pipeline import PipelineError, database, ingest, schemas
+from fedsender.pipeline.database import open_source
+from fedsender.pipeline.lake import Lake, open_lake
+from fedsender.pipeline.progress import showing
+from fedsender.store import sender_tables, tables
+
+ROOM_TABLES = (
+    schemas.EVENTS,
+    schemas.STATE_GROUPS,
+    schemas.STATE_MEMBERS,
+    schemas.ROOM_SERVERS,
+    schemas.TOLD_SERVERS,
+)
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+def config_of(directory: Path, kind: str, **homeserver: Any) -> Config:
+    return from_values(
+        {
+            "server_name": US,
+            "signing_key": "key",
+            "instance_name": "master" if kind == "synapse" else "fedsender",
+            "homeserver": {"kind": kind, "database": "unused", **homeserver},
+        },
+        directory=directory,
+    )
+
+
+def read(lake: Lake, url: str, config: Config) -> ingest.Ingested:
+    told = ingest.Ingested()
+    with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
+        ingest.read_homeserver(lake, source, config, steps, told)
+    return told
+
+
+def contents(lake: Lake) -> dict[str, list[dict[str, Any]]]:
+    """The rows about rooms, each once, without the commit that brought them."""
+    found = {}
+    for table in ROOM_TABLES:
+        rows = lake.read(table).to_pylist()
+        for row in rows:
+            row.pop("version", None)
+        unique = {repr(row): row for row in rows}
+        found[table.name] = [unique[key] for key in sorted(unique)]
+    return found
+
+
+def move(url: str, instance: str, position: int) -> None:
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        set_position(connection, instance, position)
+    engine.dispose()
+
+
+def test_postgresql_and_sqlite_give_the_same(tmp_path: Path, postgres: Databases) -> None:
+    config = config_of(tmp_path, "synapse")
+    found = []
+    for name, url in (("l", f"sqlite:///{tmp_path}/a.db"), ("p", postgres.create_database())):
+        url = url.replace("postgresql://", "postgresql+psycopg://")
+        world = synapse_world(url, 7, rooms=5, steps=40)
+        lake = open_lake(tmp_path / name, US, create=True)
+        assert read(lake, url, config).events == world.ordering
+        found.append(contents(lake))
+    assert found[0] == found[1]
+    assert all(found[0][table.name] for table in ROOM_TABLES if table.name != "room_servers")
+
+
+@pytest.mark.parametrize("kind", ["synapse", "embedded"])
+def test_in_pieces_twice_and_after_crashes_it_is_the_same(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Events come in commits; between any two steps of them the process may end."""
+    monkeypatch.setattr(database, "PAGE", 20)
+    monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 50)
+    make: Callable[..., Any] = synapse_world if kind == "synapse" else embedded_world
+    url = f"sqlite:///{tmp_path}/a.db"
+    world = make(url, 3, rooms=4, steps=40)
+    config = config_of(tmp_path, kind)
+    whole = open_lake(tmp_path / "whole", US, create=True)
+    read(whole, url, config)
+    expected = contents(whole)
+    expected["told_servers"] = []  # These are of the moment, and said for what is read then.
+
+    steps = 0
+
+    def killed_at(number: int) -> Callable[[str], None]:
+        def faults(_: str) -> None:
+            nonlocal steps
+            steps += 1
+            if steps == number:
+                raise Killed
+
+        return faults
+
+    for position in (world.ordering // 2, world.ordering):
+        move(url, config.instance_name, position)
+        number, done = 1, False
+        while not done:
+            steps = 0
+            lake = open_lake(tmp_path / "lake", US, create=True, faults=killed_at(number))
+            try:
+                read(lake, url, config)
+                done = True
+            except Killed:
+                number += 4
+    commit = lake.manifest.commit
+    assert read(lake, url, config).events == 0
+    found = contents(lake)
+    found["told_servers"] = []
+    assert found == expected
+    assert lake.rows(schemas.EVENTS) == world.ordering
+    assert lake.manifest.commit == commit
+
+
+def test_state_may_be_in_a_database_of_its_own(tmp_path: Path) -> None:
+    """Synapse can be split so; what a membership event says is then in the other one."""
+    main, state = f"sqlite:///{tmp_path}/main.db", f"sqlite:///{tmp_path}/state.db"
+    synapse_world(main, 5, rooms=3, steps=30)
+    whole = open_lake(tmp_path / "whole", US, create=True)
+    read(whole, main, config_of(tmp_path, "synapse"))
+    engine, other = sa.create_engine(main), sa.create_engine(state)
+    split = (tables.state_groups, tables.state_groups_state, tables.state_group_edges)
+    with engine.begin() as source, other.begin() as target:
+        synapse_schema.create_state(target)
+        tables.state_groups.create(target, checkfirst=True)
+        for table in split:
+            rows = [dict(row._mapping) for row in source.execute(table.select())]
+            target.execute(table.insert(), rows)
+            source.execute(sa.text(f"DROP TABLE {table.name}"))
+    engine.dispose()
+    other.dispose()
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    read(lake, main, config_of(tmp_path, "synapse", state_database=state))
+    assert contents(lake) == contents(whole)
+
+
+def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/own.db"
+    engine = sa.create_engine(url)
+    sender_tables.sender.create_all(engine)
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    for room in ("!a", "!b"):
+        with engine.begin() as connection:
+            connection.execute(
+                sender_tables.catch_ups.insert().prefix_with("OR REPLACE"),
+                [{"destination": name, "floor": 3, "newest_only": False} for name in "xy"],
+            )
+            connection.execute(
+                sender_tables.catch_up_rooms.insert(),
+                [{"destination": "x", "room_id": room, "sent_to": 4}],
+            )
+        told = ingest.Ingested()
+        with showing(quiet=True) as steps, open_source(url, "sender") as source:
+            ingest._read_snapshots(lake, source, "sender", steps, told)
+    engine.dispose()
+    rows = [tuple(row.values()) for row in lake.read(schemas.CATCH_UPS).to_pylist()]
+    assert rows == [("x", 3, "!a", 4), ("x", 3, "!b", 4), ("y", 3, None, None)]
+    assert told.snapshots["catch_ups"] == 3
+    assert told.snapshots["quarantine"] == 0
+
+
+def test_a_database_that_went_back_is_not_the_lakes(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/a.db"
+    synapse_world(url, 1, rooms=1, steps=10)
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    config = config_of(tmp_path, "synapse")
+    read(lake, url, config)
+    move(url, "master", 2)
+    with pytest.raises(PipelineError, match=r"position is 2, and the lake has read up to \d+"):
+        read(lake, url, config)
+
+
+def test_a_database_that_cannot_be_read_is_named(tmp_path: Path, postgres: Databases) -> None:
+    config = config_of(tmp_path, "synapse")
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    (tmp_path / "text.db").write_text("this is not a database, but it is long enough for one")
+    empty = postgres.create_database()
+    nowhere = re.sub(r"/[^/?]+(\?|$)", r"/nowhere\1", empty)
+    for url, said in (
+        (f"sqlite:///{tmp_path}/none.db", "homeserver database: there is no file .*none.db"),
+        (f"sqlite:///{tmp_path}/text.db", "homeserver database: file is not a database"),
+        (empty, "homeserver database: .*federation_stream_position.* does not exist"),
+        (nowhere, "homeserver database: .*nowhere.* does not exist"),
+    ):
+        with pytest.raises(PipelineError, match=said):
+            read(lake, url, config)
+    assert lake.manifest.commit == 0
+
+
+def test_nothing_can_be_written_to_the_homeserver(tmp_path: Path, postgres: Databases) -> None:
+    """Whatever the pipeline does with it, the database refuses."""
+    sqlite, postgresql = f"sqlite:///{tmp_path}/a.db", postgres.create_database()
+    synapse_world(sqlite, 1, rooms=1, steps=3)
+    for url in (sqlite, postgresql):
+        with (
+            open_source(url, "homeserver") as source,
+            pytest.raises(PipelineError, match=r"read-?only"),
+        ):
+            source.read(lambda connection: connection.execute(sa.text("CREATE TABLE x (y INT)")))

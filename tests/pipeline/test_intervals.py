@@ -1,0 +1,169 @@
+"""Who should get what: the Spark transforms against the fan-out's own code, on random rooms."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import trio
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.pipeline.worlds import US, embedded_world, synapse_world
+
+from fedsender.config import Config, from_values
+from fedsender.outside import real_outside
+from fedsender.pipeline import ingest, intervals, rebuild, schemas
+from fedsender.pipeline.database import open_source
+from fedsender.pipeline.lake import Lake, open_lake
+from fedsender.pipeline.progress import showing
+from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.store import HomeserverSettings, StoreConfig, open_store
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+A_BATCH = settings(
+    max_examples=1,
+    deadline=None,
+    derandomize=True,
+    # Each example is a Spark job over many rooms: looking for a smaller one would take an hour.
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+Expected = dict[str, frozenset[str] | str]
+"""Event id -> who should get it, or why that cannot be told."""
+
+
+def config_of(directory: Path, kind: str) -> Config:
+    return from_values(
+        {
+            "server_name": US,
+            "signing_key": "key",
+            "instance_name": "master" if kind == "synapse" else "fedsender",
+            "homeserver": {"kind": kind, "database": "homeserver.db"},
+            "pipeline": {"lake": "lake"},
+        },
+        directory=directory,
+    )
+
+
+def why_of(item: Bad) -> str:
+    """The store's own words in what the router says of it."""
+    found = re.search(r"reason='(.*)'", item.reason)
+    return found[1] if found else item.reason.removeprefix("servers before it are unknown: ")
+
+
+def by_the_fan_out(directory: Path, config: Config) -> Expected:
+    """What the daemon's own router says of every event that it would send."""
+
+    async def route() -> list[Routed | Bad]:
+        kind = config.homeserver.kind
+        instance = config.instance_name
+        store_config = StoreConfig(
+            HomeserverSettings(kind, instance, (instance,)),
+            config.homeserver.database,
+            config.sender_database,
+            synchronous="OFF",
+        )
+        async with open_store(store_config, real_outside()) as store:
+            router = Router(store.homeserver, US, lambda _: True, cache_bytes=10**9)
+            rows = await store.homeserver.read_events(0, 10**9, 10**9)
+            return await router.route(rows)
+
+    return {
+        item.event_id if isinstance(item, Bad) else item.pdu.event_id: (
+            why_of(item) if isinstance(item, Bad) else item.servers
+        )
+        for item in trio.run(route)
+    }
+
+
+def by_spark(spark: "SparkSession", directory: Path, config: Config) -> tuple[Lake, Expected]:
+    """What the lake says, spelt out."""
+    lake = open_lake(config.pipeline.lake, US, create=True)
+    with showing(quiet=True) as steps:
+        with open_source(config.homeserver.database, "homeserver") as source:
+            ingest.read_homeserver(lake, source, config, steps, ingest.Ingested())
+        ingest.derive(spark, lake, US, steps)
+    spans: dict[str, list[Mapping[str, Any]]] = {}
+    for row in lake.read(schemas.INTERVALS).to_pylist():
+        spans.setdefault(row["room_id"], []).append(row)
+    expected: Expected = {}
+    for event in lake.read(schemas.EVENTS).to_pylist():
+        at = event["stream_ordering"]
+        if event["ours"]:
+            expected[event["event_id"]] = frozenset(
+                span["server"]
+                for span in spans.get(event["room_id"], [])
+                if span["first"] <= at and (span["last"] is None or at <= span["last"])
+            )
+    for row in lake.read(schemas.UNKNOWN_HOSTS).to_pylist():
+        expected[row["event_id"]] = row["reason"]
+    return lake, expected
+
+
+def same_newest(spark: "SparkSession", lake: Lake, expected: Expected) -> None:
+    """`rebuild` finds of each server and room the newest event of those spelt out."""
+    newest: dict[tuple[str, str], int] = {}
+    for event in lake.read(schemas.EVENTS).to_pylist():
+        servers = expected.get(event["event_id"], frozenset())
+        for server in servers if isinstance(servers, frozenset) else ():
+            key = (server, event["room_id"])
+            newest[key] = max(event["stream_ordering"], newest.get(key, 0))
+    events = intervals.ours(spark, lake).join(
+        lake.frame(spark, schemas.UNKNOWN_HOSTS).select("event_id"), on="event_id", how="left_anti"
+    )
+    found = rebuild.expected_rooms(events, lake.frame(spark, schemas.INTERVALS)).collect()
+    assert {(r["destination"], r["room_id"]): r["stream_ordering"] for r in found} == newest
+
+
+def disjoint(lake: Lake) -> None:
+    """Intervals of one room and server neither overlap nor are empty."""
+    last: dict[tuple[str, str], int] = {}
+    rows = sorted(lake.read(schemas.INTERVALS).to_pylist(), key=lambda row: row["first"])
+    for row in rows:
+        key = (row["room_id"], row["server"])
+        assert row["first"] > last.get(key, -1)
+        assert row["last"] is None or row["last"] >= row["first"]
+        last[key] = 10**12 if row["last"] is None else row["last"]
+
+
+def compared(spark: "SparkSession", kind: str, seed: int, rooms: int, steps: int) -> Expected:
+    with TemporaryDirectory() as name:
+        directory = Path(name)
+        make = synapse_world if kind == "synapse" else embedded_world
+        make(f"sqlite:///{directory}/homeserver.db", seed, rooms=rooms, steps=steps)
+        config = config_of(directory, kind)
+        by_router = by_the_fan_out(directory, config)
+        lake, by_lake = by_spark(spark, directory, config)
+        wrong = {
+            name: (by_router.get(name), by_lake.get(name))
+            for name in by_router.keys() | by_lake.keys()
+            if by_router.get(name) != by_lake.get(name)
+        }
+        assert not wrong, sorted(wrong.items())[:5]
+        disjoint(lake)
+        same_newest(spark, lake, by_lake)
+        return by_router
+
+
+@A_BATCH
+@given(seed=st.integers(0, 2**32))
+def test_state_groups_say_what_the_fan_out_says(spark: "SparkSession", seed: int) -> None:
+    """Joins, kicks, rescinded invites, forks, merges, re-joins, state resets, sending on behalf,
+    rooms without their full state, events without a state group: for every event the same servers
+    as the daemon's router, and the same events whose servers nobody can tell."""
+    routed = compared(spark, "synapse", seed, rooms=30, steps=40)
+    assert sum(isinstance(servers, frozenset) for servers in routed.values()) > 300
+    assert any(isinstance(servers, str) for servers in routed.values())
+
+
+@A_BATCH
+@given(seed=st.integers(0, 2**32))
+def test_an_embedded_stores_intervals_say_what_the_fan_out_says(
+    spark: "SparkSession", seed: int
+) -> None:
+    """The same of the embedded store: its intervals, `plus`, `minus`, those who are turned away."""
+    routed = compared(spark, "embedded", seed, rooms=30, steps=40)
+    assert sum(isinstance(servers, frozenset) for servers in routed.values()) > 300

@@ -1,0 +1,224 @@
+"""The lake: what a commit shows, what a crash leaves, and what is said of a damaged one."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from tests.pipeline.worlds import US
+
+from fedsender.pipeline import PipelineError, Usage
+from fedsender.pipeline.lake import (
+    KEEP_DROPPED_MS,
+    SMALL_FILES,
+    STAGING,
+    Lake,
+    open_lake,
+)
+from fedsender.pipeline.manifest import MANIFEST
+from fedsender.pipeline.schemas import DESTINATIONS, EVENTS, TABLES, TOLD_SERVERS
+
+
+class Killed(BaseException):
+    """The process ended here."""
+
+
+def names(*values: str) -> pa.Table:
+    return pa.table({"destination": list(values)})
+
+
+def stored(lake: Lake) -> list[str]:
+    return [row["destination"] for row in lake.read(DESTINATIONS).to_pylist()]
+
+
+def replace_with(lake: Lake, name: str, more: pa.Table | None = None) -> None:
+    with lake.commit() as commit:
+        commit.clear(DESTINATIONS)
+        commit.append(DESTINATIONS, names(name))
+        if more is not None:
+            commit.append(DESTINATIONS, more)
+
+
+def parquet(directory: Path) -> set[str]:
+    return {str(path.relative_to(directory)) for path in directory.rglob("*.parquet")}
+
+
+def event(ordering: int) -> pa.Table:
+    row = {
+        "stream_ordering": ordering,
+        "event_id": f"${ordering}",
+        "room_id": "!r",
+        "type": "m",
+        "ours": True,
+        "part": ordering // 1_000_000,
+    }
+    return pa.Table.from_pylist([row], EVENTS.arrow_schema())
+
+
+def test_a_commit_shows_all_it_wrote_and_its_positions(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path, US, create=True)
+    with lake.commit() as commit:
+        commit.append(DESTINATIONS, names("a", "b"))
+        commit.append(EVENTS, event(5), 0)
+        commit.append(EVENTS, event(1_000_005), 1)
+        commit.set_position("events", 1_000_005)
+    again = open_lake(tmp_path, US)
+    assert stored(again) == ["a", "b"]
+    assert again.position("events") == 1_000_005
+    assert again.rows(EVENTS) == 2
+    assert [file.part for file in again.files(EVENTS, lambda part: part == "1")] == ["1"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.rglob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("point", "shown"),
+    [
+        ("destinations: written", ["old"]),
+        ("before commit", ["old"]),
+        ("after commit", ["new"]),
+    ],
+)
+def test_a_killed_commit_is_seen_whole_or_not_at_all(
+    tmp_path: Path, point: str, shown: list[str]
+) -> None:
+    """And the next job removes what it left."""
+
+    def faults(at: str) -> None:
+        if at == point:
+            raise Killed
+
+    with open_lake(tmp_path, US, create=True).commit() as commit:
+        commit.append(DESTINATIONS, names("old"))
+    with pytest.raises(Killed):
+        replace_with(open_lake(tmp_path, US, faults=faults), "new")
+    lake = open_lake(tmp_path, US)
+    assert stored(lake) == shown
+    with lake.commit():
+        pass
+    assert stored(lake) == shown
+    known = {file.path for file in lake.files(DESTINATIONS)}
+    known.update(path for path, _ in lake.manifest.dropped)
+    assert parquet(tmp_path) == known
+    assert not (tmp_path / STAGING).exists()
+
+
+def test_a_body_that_raises_changes_nothing(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path, US, create=True)
+    with pytest.raises(pa.ArrowInvalid):
+        replace_with(lake, "a", pa.table({"destination": ["b"], "failure_ts": ["no number"]}))
+    assert lake.manifest.commit == 0
+    assert lake.rows(DESTINATIONS) == 0
+    with lake.commit() as commit:
+        commit.append(DESTINATIONS, names("b"))
+    assert stored(lake) == ["b"]
+
+
+def test_replaced_files_stay_for_readers_that_began_before(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path, US, create=True)
+    with lake.commit() as commit:
+        commit.append(DESTINATIONS, names("a"))
+    reader = open_lake(tmp_path, US)
+    with lake.commit() as commit:
+        commit.clear(DESTINATIONS)
+    with lake.commit():
+        pass
+    assert stored(reader) == ["a"]
+    lake.manifest.dropped = [(path, ms - KEEP_DROPPED_MS - 1) for path, ms in lake.manifest.dropped]
+    with lake.commit():
+        pass
+    with pytest.raises(PipelineError, match="the lake is damaged"):
+        stored(reader)
+
+
+def test_two_jobs_never_write_at_once(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path, US, create=True)
+    with lake.commit():
+        other = open_lake(tmp_path, US, create=True)
+        with pytest.raises(PipelineError, match="another job is writing"), other.commit():
+            pass
+    with pytest.raises(PipelineError, match="another job has written"), other.commit():
+        pass
+
+
+def test_a_lake_half_deleted_is_an_error_and_not_a_smaller_answer(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path, US, create=True)
+    with lake.commit() as commit:
+        commit.append(DESTINATIONS, names("a"))
+        commit.append(DESTINATIONS, names("b"))
+    file = tmp_path / lake.files(DESTINATIONS)[1].path
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(PipelineError, match=rf"{file}: has \d+ bytes in place of"):
+        lake.files(DESTINATIONS)
+    file.unlink()
+    with pytest.raises(PipelineError, match=rf"{file}: No such file .* the lake is damaged"):
+        lake.read(DESTINATIONS)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "said"),
+    [
+        ("{", "is not a manifest"),
+        ("[]", "is not a manifest"),
+        ("{}", "is not a manifest"),
+        ('{"lake": 2}', "the lake has version 2, and this fedsender knows 1"),
+        ('{"lake": 1, "tables": 3}', "is not a manifest"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read(tmp_path: Path, manifest: str, said: str) -> None:
+    (tmp_path / MANIFEST).write_text(manifest)
+    with pytest.raises(PipelineError, match=said):
+        open_lake(tmp_path, US)
+
+
+def test_wrong_paths_are_named(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match="there is no lake"):
+        open_lake(tmp_path / "none", US)
+    with pytest.raises(Usage, match="may be in this path"):
+        open_lake(tmp_path / "a*b", US, create=True)
+    (tmp_path / "diary.txt").write_text("dear diary")
+    with pytest.raises(Usage, match=r"is no lake: it has diary\.txt"):
+        open_lake(tmp_path, US, create=True)
+    with pytest.raises(PipelineError, match="Not a directory"):
+        open_lake(tmp_path / "diary.txt" / "lake", US, create=True)
+
+
+def test_a_lake_belongs_to_one_homeserver(tmp_path: Path) -> None:
+    with open_lake(tmp_path, US, create=True).commit():
+        pass
+    assert json.loads((tmp_path / MANIFEST).read_text())["server_name"] == US
+    with pytest.raises(Usage, match=r"is the lake of us\.example"):
+        open_lake(tmp_path, "other.example")
+
+
+def test_missing_columns_are_null_and_versions_are_the_commits(tmp_path: Path) -> None:
+    lake = open_lake(tmp_path, US, create=True)
+    with lake.commit() as commit:
+        commit.append(
+            TABLES["room_servers"], pa.table({"room_id": ["!r"], "server": ["a"], "joined": [1]})
+        )
+    with lake.commit() as commit:
+        commit.append(TABLES["segments"], pa.table({"name": ["x"], "bytes": [1]}))
+    assert lake.read(TABLES["room_servers"]).to_pylist() == [
+        {"room_id": "!r", "server": "a", "joined": 1, "left": None, "version": 1}
+    ]
+    assert lake.read(TABLES["segments"]).to_pylist()[0]["version"] == 2
+    assert lake.read(TOLD_SERVERS).num_rows == 0
+
+
+def test_many_small_files_become_one_with_the_same_rows(tmp_path: Path) -> None:
+    """A run every hour for years must not leave a file for each."""
+    lake = open_lake(tmp_path, US, create=True)
+    for number in range(SMALL_FILES):
+        with lake.commit() as commit:
+            commit.append(EVENTS, event(number), 0)
+            if number:
+                commit.append(EVENTS, event(1_000_000 + number), 1)
+    before = {row["event_id"] for row in lake.read(EVENTS).to_pylist()}
+    assert lake.tidy() == SMALL_FILES
+    assert lake.tidy() == 0
+    again = open_lake(tmp_path, US)
+    assert len(again.files(EVENTS)) == SMALL_FILES
+    assert len(again.files(EVENTS, lambda part: part == "0")) == 1
+    assert again.rows(EVENTS) == 2 * SMALL_FILES - 1
+    assert {row["event_id"] for row in again.read(EVENTS).to_pylist()} == before
+    assert all(table.arrow_schema() is not None for table in TABLES.values())

@@ -1,0 +1,182 @@
+"""The ledger's lines in the lake: read once, nothing lost, what is no good set apart."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.pipeline.worlds import US
+
+from fedsender.ledger import LINE_VERSION, Line
+from fedsender.pipeline import PipelineError, schemas
+from fedsender.pipeline.ingest import Ingested, read_ledger
+from fedsender.pipeline.lake import Lake, open_lake
+from fedsender.pipeline.ledger_lines import FIELDS, new_segments
+from fedsender.pipeline.progress import showing
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+DAY_MS = 86_400_000
+NOW_MS = 1_767_225_600_000 + 5 * DAY_MS  # 2026-01-06
+
+
+def line(**changed: Any) -> dict[str, Any]:
+    """A line as the daemon writes it."""
+    return {
+        "v": LINE_VERSION,
+        "ms": NOW_MS,
+        "instance": "fedsender",
+        "destination": "a.example",
+        "transaction_id": "t1",
+        "attempt": 1,
+        "outcome": "delivered",
+        "status": 200,
+        "reason": None,
+        "pdus": [
+            {"event_id": "$1", "room_id": "!r", "stream_ordering": 1, "lane": "live"},
+            {
+                "event_id": "$5",
+                "room_id": "!q",
+                "stream_ordering": 5,
+                "lane": "catch_up",
+                "supersedes": [2, 4],
+            },
+        ],
+        "edus": {"m.typing": 2},
+        "outbox": [7, 8],
+        "device_lists": [[3, "@u:us.example", "DEVICE"]],
+        "refused": {"$5": "not allowed"},
+        "lsso": 5,
+        "bytes": 1234,
+        "took_ms": 56,
+        "reused": True,
+        **changed,
+    }
+
+
+def write(directory: Path, name: str, *lines: dict[str, Any] | str) -> Path:
+    directory.mkdir(exist_ok=True)
+    path = directory / name
+    texts = (each if isinstance(each, str) else json.dumps(each) + "\n" for each in lines)
+    path.write_text("".join(texts))
+    return path
+
+
+def read(spark: "SparkSession", lake: Lake, directory: Path) -> Ingested:
+    told = Ingested()
+    with showing(quiet=True) as steps:
+        read_ledger(spark, lake, directory, steps, told)
+    return told
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return open_lake(tmp_path / "lake", US, create=True)
+
+
+def test_the_lake_knows_the_fields_that_a_line_has() -> None:
+    """A field that the daemon adds must be read here too (and `Line` has those it writes)."""
+    named = set(Line.__dataclass_fields__) | {"v", "instance"}
+    assert set(FIELDS) == named
+    assert set(schemas.ATTEMPTS.columns) >= named - {"v", "pdus", "refused"}
+
+
+def test_lines_become_attempts_and_pdus(spark: "SparkSession", lake: Lake, tmp_path: Path) -> None:
+    """Typed, by day; an attempt without a transaction has no PDUs; an open segment waits."""
+    ledger = tmp_path / "ledger [1]"
+    unreachable = line(
+        transaction_id=None, attempt=0, outcome="unreachable", status=None, pdus=[], refused={},
+        ms=NOW_MS - DAY_MS, reused=False, lsso=None, reason="no route",
+    )  # fmt: skip
+    write(ledger, "fedsender.b.000001.jsonl", line(), unreachable)
+    write(ledger, "fedsender.b.000002.open", line(transaction_id="t2"))
+    told = read(spark, lake, ledger)
+    assert (told.attempts, told.pdus, told.rejects, told.segments) == (2, 2, 0, 1)
+    rows = sorted(lake.frame(spark, schemas.ATTEMPTS).collect(), key=lambda row: row["ms"])
+    assert [(str(row["day"]), row["outcome"], row["attempt"]) for row in rows] == [
+        ("2026-01-05", "unreachable", 0),
+        ("2026-01-06", "delivered", 1),
+    ]
+    full = rows[1].asDict()
+    del full["line"]
+    assert full == {
+        "segment": "fedsender.b.000001.jsonl",
+        "day": rows[1]["day"],
+        "pdu_count": 2,
+        "refused_count": 1,
+        "unknown_fields": None,
+        **{
+            name: value
+            for name, value in line().items()
+            if name not in ("v", "pdus", "refused", "device_lists")
+        },
+        "device_lists": [["3", "@u:us.example", "DEVICE"]],
+    }
+    pdus = {row["event_id"]: row for row in lake.frame(spark, schemas.PDUS).collect()}
+    assert pdus["$1"]["refused"] is None
+    assert pdus["$1"]["supersedes_from"] is None
+    assert pdus["$5"]["refused"] == "not allowed"
+    assert (pdus["$5"]["supersedes_from"], pdus["$5"]["supersedes_to"]) == (2, 4)
+    assert (pdus["$5"]["room_id"], pdus["$5"]["stream_ordering"]) == ("!q", 5)
+    assert {file.part for file in lake.files(schemas.PDUS)} == {"2026-01-06"}
+
+
+def test_reading_again_changes_nothing_and_late_and_double_lines_count_once(
+    spark: "SparkSession", lake: Lake, tmp_path: Path
+) -> None:
+    """Idempotent by segment; a copy of a segment under another name, a line twice in one, a line
+    of long ago."""
+    ledger = tmp_path / "ledger"
+    write(ledger, "i.b.000001.jsonl", line(), line(transaction_id="t2"))
+    assert read(spark, lake, ledger).attempts == 2
+    commit = lake.manifest.commit
+    again = read(spark, lake, ledger)
+    assert (again.segments, again.attempts, lake.manifest.commit) == (0, 0, commit)
+    late = line(transaction_id="t3", ms=NOW_MS - 3 * DAY_MS)
+    write(ledger, "i.b.000002.jsonl", line(), late, late, line(transaction_id="t4"))
+    told = read(spark, lake, ledger)
+    assert (told.attempts, told.pdus) == (2, 4)
+    ids = [row["transaction_id"] for row in lake.frame(spark, schemas.ATTEMPTS).collect()]
+    assert sorted(ids) == ["t1", "t2", "t3", "t4"]
+    assert {file.part for file in lake.files(schemas.ATTEMPTS)} == {"2026-01-06", "2026-01-03"}
+    # One that grew although it was closed is read again, and only what is new in it counts.
+    write(ledger, "i.b.000002.jsonl", *[line()] * 4, late, line(transaction_id="t5"))
+    assert read(spark, lake, ledger).attempts == 1
+    assert new_segments(lake, ledger) == []
+
+
+def test_what_cannot_be_read_is_set_apart_whole(
+    spark: "SparkSession", lake: Lake, tmp_path: Path
+) -> None:
+    """A torn line, a schema from the future, a wrong type: counted, kept, and nothing else lost. A
+    field that we do not know costs nothing."""
+    bad: dict[str, tuple[dict[str, Any] | str, str]] = {
+        "torn": (json.dumps(line())[:50], "torn: not a JSON object"),
+        "list": ("[1, 2]", "torn: not a JSON object"),
+        "future": (line(v=LINE_VERSION + 1, pdus="other"), "version 2: written by a newer"),
+        "no version": (line(v=None), "has no version"),
+        "text for a time": (line(ms="yesterday"), "a field is not of its type"),
+        "no destination": (line(destination=None), "has no destination"),
+        "no time": (line(ms=-1), "ms is not a time"),
+        "nameless PDU": (line(pdus=[{"room_id": "!r"}]), "a PDU has no id"),
+    }
+    lines = [each if isinstance(each, str) else json.dumps(each) for each, _ in bad.values()]
+    good = line(transaction_id="new", colour="blue", shape={"sides": 3})
+    write(
+        tmp_path / "ledger", "i.b.000001.jsonl", *(text + "\n" for text in lines), good, "\n", "{"
+    )
+    told = read(spark, lake, tmp_path / "ledger")
+    assert (told.attempts, told.rejects, told.unknown_fields) == (1, len(bad) + 1, 1)
+    rows = {row["text"]: row["reason"] for row in lake.frame(spark, schemas.REJECTS).collect()}
+    assert rows.pop("{") == "torn: not a JSON object"
+    for text, (name, (_, reason)) in zip(lines, bad.items(), strict=True):
+        assert rows.pop(text).startswith(reason), name
+    assert rows == {}
+    (kept,) = lake.frame(spark, schemas.ATTEMPTS).collect()
+    assert json.loads(kept["unknown_fields"]) == {"colour": "blue", "shape": '{"sides":3}'}
+
+
+def test_a_wrong_directory_is_named(spark: "SparkSession", lake: Lake, tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"ledger\.directory: .*/none: is not a directory"):
+        read(spark, lake, tmp_path / "none")
