@@ -26,7 +26,7 @@ SEEDS = (2, 5, 1)
 def goes_red(invariant: str) -> bool:
     """Whether one of the fixed seeds sees this invariant broken."""
     for seed in SEEDS:
-        report = simulate(seed, 12, 0.15, stop_at_first=True)
+        report = simulate(seed, 12, 0.15, stop_at=invariant)
         if any(violation.invariant == invariant for violation in report.violations):
             return True
     return False
@@ -106,12 +106,12 @@ def test_i7_a_queue_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_i8_a_start_that_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing(self: Sender) -> None: ...
+    async def nothing(self: Sender, *_: Any) -> None: ...
 
     monkeypatch.setattr(Sender, "load_book", nothing)
     monkeypatch.setattr(Sender, "sweep", nothing)
 
-    assert goes_red("I8") or goes_red("I2")
+    assert goes_red("I8")
 
 
 def test_i9_an_answer_that_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:

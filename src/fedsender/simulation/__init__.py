@@ -37,21 +37,25 @@ MEMORY_DISK = Path("/dev/shm")
 
 
 def simulate(
-    seed: int, servers: int = SERVERS, days: float = DAYS, *, stop_at_first: bool = False
+    seed: int, servers: int = SERVERS, days: float = DAYS, *, stop_at: str | None = None
 ) -> Report:
-    """Run one world; `stop_at_first` ends it at the first violation. Not from within trio."""
+    """Run one world; a violation of the invariant `stop_at` ends it. Not from within trio."""
     size = Size(seed, servers, days)
     where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
-        return run_virtually(seed, lambda: _run(size, Path(directory), stop_at_first))
+        return run_virtually(seed, lambda: _run(size, Path(directory), stop_at))
 
 
-async def _run(size: Size, directory: Path, stop_at_first: bool) -> Report:
+async def _run(size: Size, directory: Path, stop_at: str | None) -> Report:
     async with trio.open_nursery() as nursery:
         world = build_world(size, directory, nursery)
         evidence = world.evidence
-        if stop_at_first:
-            evidence.on_violation = lambda _violation: nursery.cancel_scope.cancel()
+
+        def judge(violation: Violation) -> None:
+            if violation.invariant == stop_at:
+                nursery.cancel_scope.cancel()
+
+        evidence.on_violation = judge
         with _logging_to(evidence):
             await Course(world).run()
         nursery.cancel_scope.cancel()
@@ -110,6 +114,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="fedsender simulate")
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--servers", type=int, default=SERVERS)
-    parser.add_argument("--days", type=float, default=DAYS)
+    parser.add_argument("--days", type=float)
+    parser.add_argument("--relay", action="store_true", help="a relay and its senders instead")
     options = parser.parse_args(arguments)
-    return run_simulation(options.seed, options.servers, options.days)
+    if options.relay:
+        # Here, because it brings the libraries of the relay's snapshots.
+        from fedsender.simulation.relay import DAYS as RELAY_DAYS
+        from fedsender.simulation.relay import run_relay_simulation
+
+        days = RELAY_DAYS if options.days is None else options.days
+        return run_relay_simulation(options.seed, days)
+    days = DAYS if options.days is None else options.days
+    return run_simulation(options.seed, options.servers, days)

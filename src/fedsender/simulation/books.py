@@ -47,6 +47,7 @@ class Book:
         redelivered: events that an operator asked to be sent again.
         digests: transaction id -> hash of its body.
         newest_live: token of the newest PDU that a line of the ledger has in the live lane.
+        sought_at: when it was last tried, by what arrived or by the ledger.
     """
 
     name: str
@@ -73,11 +74,23 @@ class Book:
     redelivered: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)
     newest_live: int = 0
+    sought_at: float = -1.0
 
     def owe(self, happening: Happening) -> None:
         """The homeserver says that this server should get the event."""
         self.owed.append(happening)
         self.tokens.append(happening.token)
+
+    def go_back(self, mark: int, repeats: Unanswered | None) -> None:
+        """The databases were restored; `repeats` is on record in them as what comes next.
+
+        What is known to have arrived stays known: the server was not restored.
+        """
+        self.mark, self.unanswered = mark, repeats
+        self.proven.clear()
+        self.failures.clear()
+        self.newest.clear()
+        self.newest_live = self.unlined = 0
 
     def owed_between(self, after: int, upto: int) -> list[Happening]:
         """What it should get with after < token <= upto."""

@@ -32,6 +32,11 @@ class CommitChecks:
         else:
             self._note_quarantine(disk)
 
+    def restored(self, disk: Disk) -> None:
+        """The databases are what they were long ago."""
+        self._outbox = disk.outbox()
+        self._quarantine = {item.id: item for item in disk.quarantine()}
+
     def _note_quarantine(self, disk: Disk) -> None:
         """An operator may empty it before anybody asks."""
         now = {item.id: item for item in disk.quarantine()}

@@ -11,8 +11,11 @@ from fedsender.simulation.disasters import Operator, fill_ledger_disk
 from fedsender.simulation.ending import Ending
 from fedsender.simulation.lives import Life
 from fedsender.simulation.manners import HOUR, MINUTE, Manner, Mood, life_of
+from fedsender.simulation.programme import Programme, Troubles
 from fedsender.simulation.receiver import RemoteServer
+from fedsender.simulation.restoring import Backup
 from fedsender.simulation.sites import move
+from fedsender.simulation.start_checks import LOOKS_S, PER_SERVER_S, StartCheck
 from fedsender.simulation.virtual import derived
 from fedsender.simulation.world import World, configuration
 from fedsender.streams import Watermark
@@ -35,9 +38,17 @@ class Course:
         self._lives = 0
         self._over = False
         self._opened = Watermark()
+        self._nursery: trio.Nursery | None = None
         self._rng = derived(world.size.seed, "course")
         self._operator = Operator(
             world.evidence, derived(world.size.seed, "operator"), lambda: self._life
+        )
+        self._backup = Backup(
+            world.directory,
+            world.evidence,
+            world.commits,
+            self._operator,
+            derived(world.size.seed, "backup"),
         )
         world.plan.orderly = self._restart_in_order
         world.wire.at_point = self._at_wire_point
@@ -45,7 +56,8 @@ class Course:
     async def run(self) -> None:
         """From the first room to the last check."""
         world = self._world
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as self._nursery:
+            nursery = self._nursery
             await nursery.start(world.replication.run)
             nursery.start_soon(self._keep_daemon_alive)
             await self._found_rooms()
@@ -72,6 +84,8 @@ class Course:
             self._evidence.counts["spills"] += life.spills()
             directory = life.image if life.crashed else directory
             await trio.sleep(self._rng.uniform(2, 60))
+            if self._backup.wanted:
+                self._backup.put_back(directory)
 
     def _next_life(self, directory: Path) -> Life:
         self._lives += 1
@@ -86,8 +100,25 @@ class Course:
             checks=world.commits,
             wire=world.wire,
             plan=world.plan,
-            opened=partial(self._opened.advance, self._lives),
+            opened=partial(self._has_opened, self._lives),
         )
+
+    def _has_opened(self, number: int) -> None:
+        self._opened.advance(number)
+        assert self._nursery is not None
+        self._nursery.start_soon(self._watch_start, StartCheck(self._evidence))
+
+    async def _watch_start(self, check: StartCheck) -> None:
+        """Until something comes in between that excuses it (I8)."""
+        life, started = self._life, trio.current_time()
+        more_s = PER_SERVER_S * len(self._world.servers)
+        for after_s in (*LOOKS_S[:-1], LOOKS_S[-1] + more_s):
+            await trio.sleep_until(started + after_s)
+            if life is None or life is not self._life or life.crashed or life.draining:
+                return
+            if life.daemon is None or life.away or life.away_at >= started:
+                return
+            check.look(life.daemon)
 
     def _restart_in_order(self) -> None:
         if self._life is not None:
@@ -137,6 +168,18 @@ class Course:
             nursery.start_soon(self._write_to_devices)
             nursery.start_soon(self._trouble_homeserver, seconds / 4)
             nursery.start_soon(self._trouble_disk, seconds / 6)
+            nursery.start_soon(self._programme().run)
+            nursery.start_soon(self._back_up_and_restore, seconds)
+
+    def _programme(self) -> Programme:
+        """What chance has left out by then."""
+        troubles = Troubles(
+            life=lambda: self._life,
+            restart=self._restart_in_order,
+            fail_database=self._fail_database,
+            fail_homeserver=self._fail_homeserver,
+        )
+        return Programme(self._world, self._operator, troubles)
 
     async def _now_and_then(self, name: str, every_s: float, act: Callable[[], None]) -> None:
         rng = derived(self._world.size.seed, "now and then", name)
@@ -205,15 +248,29 @@ class Course:
 
     async def _trouble_homeserver(self, every_s: float) -> None:
         rng = derived(self._world.size.seed, "homeserver restarts")
-        replication = self._world.replication
         while True:
             await trio.sleep(rng.uniform(0.2, 1.2) * every_s)
-            self._evidence.counts["homeserver restarts"] += 1
-            replication.go_down()
-            try:
-                await trio.sleep(rng.uniform(1, 10 * MINUTE))
-            finally:
-                replication.up = True
+            await self._fail_homeserver(rng.uniform(1, 10 * MINUTE))
+
+    async def _fail_homeserver(self, seconds: float) -> None:
+        self._evidence.counts["homeserver restarts"] += 1
+        self._world.replication.go_down()
+        try:
+            await trio.sleep(seconds)
+        finally:
+            self._world.replication.up = True
+
+    async def _back_up_and_restore(self, seconds: float) -> None:
+        """Once: a backup in the middle of a catch-up, and much later the way back to it."""
+        rng = derived(self._world.size.seed, "restore")
+        await trio.sleep(rng.uniform(0.1, 0.3) * seconds)
+        await self._backup.take()
+        await trio.sleep(rng.uniform(0.05, 0.3) * seconds)
+        self._backup.wanted = True
+        if self._life is not None and rng.random() < 0.5:
+            self._life.crash("before a restore")
+        elif self._life is not None:
+            self._life.stop()
 
     async def _trouble_disk(self, every_s: float) -> None:
         """The database, or the ledger's disk, takes nothing for a while."""
@@ -225,13 +282,19 @@ class Course:
                 continue
             if rng.random() < 0.5:
                 await fill_ledger_disk(self._evidence, life, seconds)
-                continue
-            self._evidence.counts["database outages"] += 1
-            life.away = True
-            try:
-                await trio.sleep(seconds)
-            finally:
-                life.away = False
+            else:
+                await self._fail_database(seconds)
+
+    async def _fail_database(self, seconds: float) -> None:
+        life = self._life
+        if life is None:
+            return
+        self._evidence.counts["database outages"] += 1
+        life.away = True
+        try:
+            await trio.sleep(seconds)
+        finally:
+            life.away = False
 
     async def _look_at_memory(self) -> None:
         while True:

@@ -36,6 +36,14 @@ class Disk:
         self._quarantine: list[QuarantinedItem] | None = None
         self._by_event: dict[tuple[str | None, str], QuarantinedItem] = {}
 
+    def back_up(self, to: Path, *names: str) -> None:
+        """Copy these databases as they are, as `sqlite3 FILE .backup` does."""
+        for name in names:
+            target = sqlite3.connect(to / name)
+            self._connection(name).backup(target)
+            target.close()
+            (to / name).chmod(0o600)
+
     def close(self) -> None:
         """Look no more."""
         for connection in self._connections.values():
@@ -57,12 +65,15 @@ class Disk:
         )
 
     def _rows(self, file: str, query: str, *values: object) -> list[Any]:
+        return self._connection(file).execute(query, values).fetchall()
+
+    def _connection(self, file: str) -> sqlite3.Connection:
         connection = self._connections.get(file)
         if connection is None:
             uri = f"file:{self.directory / file}?mode=ro"
             connection = sqlite3.connect(uri, uri=True, isolation_level=None)
             self._connections[file] = connection
-        return connection.execute(query, values).fetchall()
+        return connection
 
     # --- the homeserver's database ----------------------------------------------------------------
 
@@ -103,11 +114,24 @@ class Disk:
         query = "SELECT destination, stream_id, messages_json FROM device_federation_outbox"
         return {(server, row): text for server, row, text in self._rows(HOMESERVER, query)}
 
+    def owing(self) -> set[str]:
+        """The destinations that are owed an event above their mark, or a to-device message."""
+        query = (
+            "SELECT destination FROM destination_rooms JOIN destinations USING (destination)"
+            " WHERE stream_ordering > coalesce(last_successful_stream_ordering, -1)"
+            " UNION SELECT destination FROM device_federation_outbox"
+        )
+        return {row[0] for row in self._rows(HOMESERVER, query)}
+
     # --- the sender's database --------------------------------------------------------------------
 
-    def frozen(self, server: str) -> tuple[str, bytes] | None:
-        """The recorded transaction: its id and body."""
-        query = "SELECT transaction_id, body FROM frozen_transactions WHERE destination = ?"
+    def catching_up(self) -> bool:
+        """Whether any destination is in the middle of a catch-up."""
+        return bool(self._rows(SENDER, "SELECT 1 FROM catch_ups LIMIT 1"))
+
+    def frozen(self, server: str) -> tuple[str, int] | None:
+        """The recorded transaction: its id, and how many attempts it has had."""
+        query = "SELECT transaction_id, attempts FROM frozen_transactions WHERE destination = ?"
         rows = self._rows(SENDER, query, server)
         return rows[0] if rows else None
 
@@ -116,6 +140,14 @@ class Disk:
         query = "SELECT isolating FROM server_states WHERE destination = ?"
         rows = self._rows(SENDER, query, server)
         return bool(rows) and rows[0][0] is not None
+
+    def held(self, now_ms: int) -> set[str]:
+        """The destinations to which nothing is to be sent at present."""
+        query = (
+            "SELECT destination FROM server_states"
+            " WHERE paused IS NOT NULL OR parked IS NOT NULL OR next_attempt_ms > ?"
+        )
+        return {row[0] for row in self._rows(SENDER, query, now_ms)}
 
     def quarantine(self) -> list[QuarantinedItem]:
         """All of the quarantine."""
@@ -178,7 +210,7 @@ class LedgerTail:
         if self._open is not None:
             path, descriptor = self._open
             lines = self._take(path.stem, descriptor)
-            if path.exists():
+            if path.exists() and not _successor(path).exists():
                 return lines
             lines += self._take(path.stem, descriptor)
             self.forget()
@@ -191,12 +223,15 @@ class LedgerTail:
             return lines
         for name in sorted(os.listdir(directory)):
             path = directory / name
+            if path.suffix not in (".open", ".jsonl"):
+                continue
             # A segment goes from .open to .jsonl; its stem, with boot and number, stays.
             if self._read.get(path.stem, 0) < 0:
                 continue
             descriptor = os.open(path, os.O_RDONLY)
             lines += self._take(path.stem, descriptor)
-            if path.suffix == ".open" and self._open is None:
+            # One that waits for an answer to be settled is open too, and written no more.
+            if path.suffix == ".open" and not _successor(path).exists() and self._open is None:
                 self._open = (path, descriptor)
                 continue
             os.close(descriptor)
@@ -212,3 +247,9 @@ class LedgerTail:
         whole = text[: text.rfind(b"\n") + 1]
         self._read[stem] = at + len(whole)
         return whole.splitlines()
+
+
+def _successor(segment: Path) -> Path:
+    """The open segment that the same daemon writes after this one."""
+    boot, number, _ = segment.name.rsplit(".", 2)
+    return segment.with_name(f"{boot}.{int(number) + 1:06d}.open")

@@ -12,7 +12,8 @@ from fedsender.simulation.disk import Disk, LedgerTail
 from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.virtual import Trace
 
-KEPT_VIOLATIONS = 50
+KEPT_VIOLATIONS = 20
+"""Of each invariant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,13 @@ class Evidence:
         self.position = position
         self._passed.append((position, trio.current_time()))
 
+    def back_to(self, position: int) -> None:
+        """The databases were restored, to when they had come up to this position."""
+        self.position = position
+        self._passed = [entry for entry in self._passed if entry[0] <= position]
+        # What a server had failed since is forgotten, too.
+        self.crashed_at.append(trio.current_time())
+
     def passed_at(self, token: int) -> float | None:
         """When the events position went past this token; None: it has not."""
         at = bisect_left(self._passed, (token, 0.0))
@@ -74,7 +82,8 @@ class Evidence:
         violation = Violation(invariant, trio.current_time(), text[:600])
         self.counts["violations"] += 1
         self.trace.note("VIOLATION", violation)
-        if len(self.violations) < KEPT_VIOLATIONS:
+        alike = sum(each.invariant == invariant for each in self.violations)
+        if alike < KEPT_VIOLATIONS:
             self.violations.append(violation)
         self.on_violation(violation)
 

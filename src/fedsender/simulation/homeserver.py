@@ -101,6 +101,7 @@ class Homeserver:
         self.watermark = Watermark()
         self._tokens: list[int] = []
         self._token = 0
+        self._created = 0
         self._signer = signer
         self._servers = list(servers)
         self._rng = rng
@@ -126,13 +127,18 @@ class Homeserver:
 
     # --- what may happen --------------------------------------------------------------------------
 
-    def create_room(self, members: Sequence[str]) -> Room:
-        """A new room with a local creator and these remote servers in it."""
-        number = len(self.rooms)
+    def create_room(self, members: Sequence[str], *, apart: bool = False) -> Room:
+        """A new room with a local creator and these remote servers in it.
+
+        With `apart` nothing happens in it by itself.
+        """
+        number = self._created
+        self._created += 1
         version = ROOM_VERSIONS[VERSIONS[number % len(VERSIONS)]]
         creator = f"@creator{number}:{self.name}"
         room = Room(new_timeline(version, f"room{number}", creator), creator)
-        self.rooms.append(room)
+        if not apart:
+            self.rooms.append(room)
         content = {"room_version": version.identifier}
         if not version.updated_redactions:
             content["creator"] = creator
@@ -165,8 +171,8 @@ class Homeserver:
         actions: list[tuple[int, Callable[[Room], object]]] = [
             (45, self.say),
             (4, self._set_topic),
-            (4, self._redact),
-            (4, self._fork),
+            (4, self.redact),
+            (4, self.fork),
             (6, self._remote_message),
             (10, self._arrive),
             (6, self._leave),
@@ -197,13 +203,14 @@ class Homeserver:
         topic = {"topic": self._rng.choice(WORDS)}
         self._happen(room, "m.room.topic", room.creator, topic, state_key="")
 
-    def _redact(self, room: Room) -> None:
+    def redact(self, room: Room) -> None:
+        """One of the newest messages is taken back."""
         if room.said:
             self.counts["redactions"] += 1
             target = room.said.pop(-1 - self._rng.randrange(min(5, len(room.said))))
             self._happen(room, "m.room.redaction", room.creator, {}, redacts=target)
 
-    def _fork(self, room: Room) -> None:
+    def fork(self, room: Room) -> None:
         """A message on a branch where other servers were in the room than are by now."""
         inside = [server for server in room.servers() if server != self.name]
         outside = [server for server in self._servers if server not in inside]

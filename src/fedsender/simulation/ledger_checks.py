@@ -48,6 +48,7 @@ class LedgerChecks:
         if outcome == "discarded":
             book.unanswered = None
             return
+        book.sought_at = max(book.sought_at, at)
         if line["transaction_id"] is not None and line["attempt"] > 0:
             book.unlined = 0
         if outcome == "delivered":

@@ -86,6 +86,7 @@ class Life:
         daemon: while it runs.
         acts: where an operator's doings run: they end when it does.
         away: its databases take no writes at present.
+        away_at: when that was last so.
         image: where the next life begins, if this one crashes.
     """
 
@@ -111,6 +112,7 @@ class Life:
         self.crashed = False
         self.draining = False
         self.away = False
+        self.away_at = -1.0
         self.ended = trio.Event()
         self._metrics: Metrics | None = None
         self._config = config
@@ -213,6 +215,7 @@ class Life:
             raise Crash
         database = point.partition(":")[0]
         if self.away and point.endswith("before commit"):
+            self.away_at = trio.current_time()
             raise _disk_full()
         if point.endswith("after commit"):
             self._checks.committed(database)

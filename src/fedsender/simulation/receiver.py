@@ -20,6 +20,9 @@ WELL_KNOWN = "/.well-known/matrix/server"
 VERSION = "/_matrix/federation/v1/version"
 POISON_SHARE = 80
 """One event in so many is poison to a picky server."""
+AT_ONCE_S = 0.5
+"""Longer than a TLS handshake takes here: a request that comes later comes over an idle connection.
+"""
 STATUSES = {
     Manner.FAILING: (500, 502, 503),
     Manner.FORBIDDEN: (401, 403),
@@ -36,13 +39,14 @@ class Attempt:
 
     Attributes:
         began_at: when its head was there.
-        reused: its connection had carried a request before.
+        reused: its connection had carried a request before, or lain idle.
         digest: of its body; None while that is not there in whole.
         status: of the answer; None: none left.
         answered: a proper answer, of the kind that lets the sender go on, has left in whole.
         processed: the server has taken the contents in.
         life: of the daemon, that it came from.
         searching: its sender was looking for a poisonous item by then, on record.
+        second_try: over a new connection, because the reused one turned out to be closed (I5).
     """
 
     server: str
@@ -58,6 +62,7 @@ class Attempt:
     over: bool = False
     life: int = 0
     searching: bool = False
+    second_try: bool = False
 
 
 class Witness(Protocol):
@@ -98,6 +103,7 @@ class RemoteServer:
         mood: how it treats what comes.
         seen: events it has taken in -> when first.
         messages: to-device messages it has taken in -> how often.
+        poison: events that it takes in no transaction, be it picky or not.
     """
 
     site: Site
@@ -109,6 +115,7 @@ class RemoteServer:
     mood: Mood = WELL
     seen: dict[str, float] = field(default_factory=dict)
     messages: dict[str, int] = field(default_factory=dict)
+    poison: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -120,6 +127,8 @@ class RemoteServer:
 
     def poisonous(self, event_id: str) -> bool:
         """Whether it refuses every transaction with this event."""
+        if event_id in self.poison:
+            return True
         if not self.character.picky:
             return False
         digest = hashlib.sha256(f"{self.name} {event_id}".encode()).digest()
@@ -135,12 +144,14 @@ class RemoteServer:
 
     async def converse(self, stream: MemoryStream) -> None:
         attempts: dict[Request, Attempt] = {}
+        opened_at = trio.current_time()
 
         def began(request: Request) -> None:
             named = transaction_id(request)
             if named is not None:
-                manner = self.mood.draw(self.rng)
-                attempt = Attempt(self.name, named, trio.current_time(), request.number > 0, manner)
+                manner, now = self.mood.draw(self.rng), trio.current_time()
+                reused = request.number > 0 or now - opened_at > AT_ONCE_S
+                attempt = Attempt(self.name, named, now, reused, manner)
                 attempts[request] = attempt
                 self.witness.began(attempt)
 
@@ -216,7 +227,7 @@ class RemoteServer:
             return self._break(stream)
         poison = self._poison_in(attempt)
         if poison and manner.processes:
-            return await self._say(stream, attempt, self.character.picky, b"{}")
+            return await self._say(stream, attempt, self.character.picky or 400, b"{}")
         if manner.processes:
             self._process(attempt)
             return await self._acknowledge(stream, attempt)

@@ -11,7 +11,14 @@ TRANSACTIONS_PER_CRASH = 500
 PDUS_PER_SERVER_AND_DAY = 20.0
 AT_LEAST_ONCE = (
     *("spills", "isolations", "large gaps", "PDUs of small gaps", "re-joins", "full disks"),
-    *("database outages", "homeserver restarts", "orderly restarts", "redeliveries", "wakes"),
+    *(
+        "restores",
+        "database outages",
+        "homeserver restarts",
+        "orderly restarts",
+        "redeliveries",
+        "wakes",
+    ),
     *("to-device messages", "refused PDUs", "quarantined", "redactions", "forks"),
 )
 

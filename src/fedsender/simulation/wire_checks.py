@@ -16,6 +16,8 @@ STUBBORN = 5
 """So many failures with 5xx, or without an answer, may make a sender suspect the content."""
 SETTLED_S = 10.0
 """Longer than any database here takes to say what a transaction is formed by."""
+REQUEST_S = 60.0
+"""One attempt, all its connections included, takes no longer: `federation.request_timeout`."""
 MAY_BE_CONTENT = (400, 401, 403, 413)
 
 
@@ -37,6 +39,7 @@ class WireChecks:
         """Somebody connects to the server."""
         self._ledger.catch_up()
         book = self._book(server)
+        book.sought_at = trio.current_time()
         self._evidence.trace.note("contact", server)
         if book.failed_at is not None and book.failure == "unreachable":
             self._check_patience(book)
@@ -46,6 +49,7 @@ class WireChecks:
         self._ledger.catch_up()
         evidence, book = self._evidence, self._book(attempt.server)
         evidence.trace.note("began", attempt.server, attempt.transaction_id)
+        book.sought_at = trio.current_time()
         if book.flight is not None and not book.flight.over:
             evidence.fail(
                 "I3",
@@ -58,7 +62,8 @@ class WireChecks:
             return
         assert evidence.disk is not None
         attempt.searching = evidence.disk.isolating(attempt.server)
-        if not self._is_second_try(book, attempt):
+        attempt.second_try = self._is_second_try(book, attempt)
+        if not attempt.second_try:
             self._check_patience(book)
             self._check_lines(book)
             self._check_succession(book, attempt)
@@ -85,17 +90,16 @@ class WireChecks:
         """An answer has begun to leave, or the connection is gone."""
         evidence, book = self._evidence, self._book(attempt.server)
         evidence.trace.note("ended", book.name, attempt.status, attempt.processed)
-        second_try = self._is_second_try(book, attempt)
         book.last = attempt
         if attempt.processed and attempt.contents is not None:
             self._take_in(book, attempt)
         if attempt.answered:
             self._answered(book, attempt)
         else:
-            self._unanswered(book, attempt, second_try=second_try)
+            self._unanswered(book, attempt)
         if attempt.life != evidence.life or not evidence.alive:
             self._forget_unrecorded(book)
-        elif not second_try and not evidence.disk_full:
+        elif not attempt.second_try and not evidence.disk_full:
             book.unlined += 1
         if attempt.status is not None:
             self.at_point("answer leaves")
@@ -140,26 +144,32 @@ class WireChecks:
             if (record is None or record[0] != wanted) and not self._isolated(book):
                 evidence.fail("I3", f"{book.name}: {wanted} is not on record after a drain")
 
-    def _unanswered(self, book: Book, attempt: Attempt, *, second_try: bool) -> None:
+    def _unanswered(self, book: Book, attempt: Attempt) -> None:
         known = book.unanswered
         if known is None or known.attempt.transaction_id != attempt.transaction_id:
             book.unanswered = Unanswered(attempt)
             return
-        known.times += not second_try
+        known.times += not attempt.second_try
         known.attempt = attempt
 
     # --- the rules --------------------------------------------------------------------------------
 
     def _is_second_try(self, book: Book, attempt: Attempt) -> bool:
-        """The same attempt again: its reused connection turned out to be closed (I5)."""
+        """The same attempt again: its reused connection turned out to be closed (I5).
+
+        The line comes when both are over, unless the ledger's disk takes none.
+        """
         last = book.last
         return (
             last is not None
             and last.reused
+            and not last.second_try
+            and not attempt.reused
             and last.status is None
+            and last.life == attempt.life
             and last.transaction_id == attempt.transaction_id
-            and attempt.began_at - last.began_at < 60
-            and book.unlined > 0
+            and attempt.began_at - last.began_at < REQUEST_S
+            and (book.unlined > 0 or self._evidence.disk_full)
         )
 
     def _check_patience(self, book: Book) -> None:

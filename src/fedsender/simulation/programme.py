@@ -1,0 +1,179 @@
+"""What chance has left out: each kind of happening that the floor demands is made to take place.
+
+It begins when a part of the run is over, and insists on one kind after the other, until it is seen.
+All of it plays in a room of its own, with the first server, which is well if left alone.
+"""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from fedsender.sender.failure import Outcome
+from fedsender.simulation.disasters import Operator, fill_ledger_disk
+from fedsender.simulation.homeserver import Room
+from fedsender.simulation.lives import Life
+from fedsender.simulation.manners import MINUTE, WELL, Manner, Mood
+from fedsender.simulation.world import World
+
+BEGINS = 0.4
+"""After this part of the run."""
+TRIES = 30
+FLOOD = 120
+"""Events, all at once: more than a queue or a small gap holds."""
+OUTCOMES = {
+    Outcome.UNREACHABLE: Manner.REFUSED,
+    Outcome.BUSY: Manner.BUSY,
+    Outcome.FAILING: Manner.FAILING,
+    Outcome.REFUSING: Manner.FORBIDDEN,
+    Outcome.NOT_THERE: Manner.NOT_THERE,
+    Outcome.LYING: Manner.GARBAGE,
+    Outcome.DELIVERED: Manner.WELL,
+}
+Step = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Troubles:
+    """What the course can do to the daemon and its homeserver."""
+
+    life: Callable[[], Life | None]
+    restart: Callable[[], None]
+    fail_database: Callable[[float], Awaitable[None]]
+    fail_homeserver: Callable[[float], Awaitable[None]]
+
+
+class Programme:
+    """See the module."""
+
+    def __init__(self, world: World, operator: Operator, troubles: Troubles) -> None:
+        self._world = world
+        self._homeserver = world.homeserver
+        self._operator = operator
+        self._troubles = troubles
+        self._server = world.servers[0]
+        self._room: Room | None = None
+
+    async def run(self) -> None:
+        """Insist on whatever has not been seen by now."""
+        await trio.sleep(BEGINS * self._world.size.seconds)
+        for name, step in self._steps().items():
+            for _ in range(TRIES):
+                if self._count(name):
+                    break
+                self._world.evidence.trace.note("insists", name)
+                self._operator.resume()
+                await step()
+                await trio.sleep(MINUTE)
+
+    def _steps(self) -> dict[str, Step]:
+        steps: dict[str, Step] = {
+            f"outcome: {outcome.value}": partial(self._meet, manner)
+            for outcome, manner in OUTCOMES.items()
+        }
+        # Behind, so that there is a catch-up to take a backup in.
+        return (
+            {"backups": self._fall_behind}
+            | steps
+            | {
+                "outcome: rejecting": self._poison,
+                "isolations": self._poison,
+                "quarantined": self._poison,
+                "refused PDUs": partial(self._meet, Manner.REFUSES_SOME),
+                "spills": self._flood,
+                "large gaps": partial(self._fall_behind, FLOOD),
+                "PDUs of small gaps": self._fall_behind,
+                "re-joins": self._leave_and_come_back,
+                "redactions": self._redact,
+                "forks": self._fork,
+                "full disks": self._fill_disk,
+                "database outages": partial(self._troubles.fail_database, 20.0),
+                "homeserver restarts": partial(self._troubles.fail_homeserver, 20.0),
+                "orderly restarts": self._restart,
+                "redeliveries": self._redeliver,
+                "wakes": self._wake,
+                "to-device messages": self._operator.send_to_device,
+            }
+        )
+
+    def _count(self, name: str) -> int:
+        life = self._troubles.life()
+        running = life.spills() if name == "spills" and life is not None else 0
+        return self._world.evidence.counts[name] + running
+
+    def _stage(self) -> Room:
+        if self._room is None:
+            self._room = self._homeserver.create_room([self._server.name], apart=True)
+        return self._room
+
+    # --- with the server --------------------------------------------------------------------------
+
+    async def _meet(self, manner: Manner) -> None:
+        """Somebody says something while the server is like this."""
+        room = self._stage()
+        self._server.mood = Mood((manner,))
+        self._homeserver.say(room)
+        await self._try_now()
+        self._server.mood = WELL
+
+    async def _try_now(self) -> None:
+        await trio.sleep(5)
+        self._operator.wake_all([self._server.name])
+        await trio.sleep(MINUTE)
+
+    async def _poison(self) -> None:
+        """The server refuses every transaction with this one event."""
+        self._server.poison.add(self._homeserver.say(self._stage()).event_id)
+        await self._try_now()
+
+    async def _flood(self) -> None:
+        room = self._stage()
+        self._server.mood = Mood((Manner.SLOW,))
+        for _ in range(FLOOD):
+            self._homeserver.say(room)
+        await self._try_now()
+        self._server.mood = WELL
+        await self._try_now()
+
+    async def _fall_behind(self, events: int = 3) -> None:
+        """The daemon restarts while the server fails and there is this much to be sent."""
+        room = self._stage()
+        self._server.mood = Mood((Manner.FAILING,))
+        for _ in range(events):
+            self._homeserver.say(room)
+        await trio.sleep(MINUTE / 2)
+        self._troubles.restart()
+        await trio.sleep(2 * MINUTE)
+        self._server.mood = WELL
+        await self._try_now()
+
+    # --- the rest ---------------------------------------------------------------------------------
+
+    async def _leave_and_come_back(self) -> None:
+        room, user = self._stage(), f"@first:{self._server.name}"
+        for membership in ("leave", "join"):
+            self._homeserver.set_membership(room, user, user, membership)
+            await trio.sleep(1)
+
+    async def _redact(self) -> None:
+        self._homeserver.say(self._stage())
+        await trio.sleep(1)
+        self._homeserver.redact(self._stage())
+
+    async def _fork(self) -> None:
+        self._homeserver.fork(self._stage())
+
+    async def _fill_disk(self) -> None:
+        life = self._troubles.life()
+        if life is not None:
+            await fill_ledger_disk(self._world.evidence, life, 20.0)
+
+    async def _restart(self) -> None:
+        self._troubles.restart()
+
+    async def _redeliver(self) -> None:
+        self._operator.redeliver()
+
+    async def _wake(self) -> None:
+        self._operator.wake()

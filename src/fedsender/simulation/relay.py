@@ -1,0 +1,124 @@
+"""`fedsender simulate --relay`: a relay, its homeserver and its senders on the virtual clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+
+from fedsender.simulation.evidence import Violation
+from fedsender.simulation.relay_books import RelayBooks
+from fedsender.simulation.relay_world import RelayWorld
+from fedsender.simulation.virtual import run_virtually
+
+DAYS: Final = 0.1
+PER_HOUR: Final[Mapping[str, float]] = {
+    "answered 200": 300,
+    "crashes": 10,
+    "consumer crashes": 10,
+    "records followed": 500,
+    "segments deleted": 10,
+    "snapshots loaded": 1,
+    "links cut": 10,
+    "answers lost": 20,
+    "requests broken off": 10,
+}
+"""So many, at least; or the run says nothing."""
+AT_LEAST_ONCE: Final = (
+    *("full disks", "disk errors", "bits flipped", "restores", "orderly stops", "repetitions"),
+    *("segments deleted for want of room", "consumers seen lost", "reservations gone"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayReport:
+    """One run.
+
+    Attributes:
+        trace: a hash of what happened; the same seed gives the same one.
+    """
+
+    seed: int
+    days: float
+    counts: Counter[str]
+    violations: tuple[Violation, ...]
+    trace: str
+
+    @property
+    def passed(self) -> bool:
+        """Every invariant held, and the run was not too tame."""
+        return not self.violations and not self.too_tame()
+
+    def too_tame(self) -> list[str]:
+        """What there was too little of, in words."""
+        hours = self.days * 24
+        few = [
+            f"{self.counts[name]} {name}, {wanted * hours:.0f} are wanted"
+            for name, wanted in PER_HOUR.items()
+            if self.counts[name] < wanted * hours
+        ]
+        return few + [f"no {name}" for name in AT_LEAST_ONCE if not self.counts[name]]
+
+    def text(self) -> str:
+        """For people."""
+        lines = [
+            f"relay, seed {self.seed}: {self.days:g} days",
+            *(f"  {name}: {count}" for name, count in sorted(self.counts.items())),
+            f"trace {self.trace}",
+            *(f"VIOLATION {violation}" for violation in self.violations),
+            *(f"TOO TAME {lack}" for lack in self.too_tame()),
+        ]
+        if not self.passed:
+            lines.append(
+                f"again: fedsender simulate --relay --seed {self.seed} --days {self.days:g}"
+            )
+        return "\n".join(lines)
+
+
+def simulate_relay(seed: int, days: float = DAYS) -> RelayReport:
+    """Run one world. Not from within trio."""
+
+    async def run() -> RelayReport:
+        world = RelayWorld(seed)
+        with _logging_to(world.books):
+            await world.run(days)
+        books = world.books
+        trace = books.trace.digest()
+        return RelayReport(seed, days, books.counts, tuple(books.violations), trace)
+
+    return run_virtually(seed, run)
+
+
+@contextmanager
+def _logging_to(books: RelayBooks) -> Iterator[None]:
+    """Let no log line out, and take what should never be said for a bug."""
+
+    def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+        name = event.get("event")
+        books.trace.note("log", name, event.get("consumer", ""), event.get("reason", ""))
+        if event.get("exc_info"):
+            text = structlog.processors.format_exc_info(None, "", dict(event))
+            books.fail("bug", f"{name}: {text.get('exception', '')[-1500:]}")
+        if name == "relay_resync" and method == "critical":
+            books.fail("ahead", f"a consumer is ahead of its own history: {event}")
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(processors=[take], cache_logger_on_first_use=False)
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def run_relay_simulation(
+    seed: int, days: float = DAYS, *, say: Callable[[str], object] = print
+) -> int:
+    """Run one world and say how it went; 0 if every invariant held and it was not too tame."""
+    report = simulate_relay(seed, days)
+    say(report.text())
+    return 0 if report.passed else 1

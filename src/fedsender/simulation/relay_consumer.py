@@ -1,0 +1,264 @@
+"""A sender's side of the simulated relay: the real feed, and a store that only remembers.
+
+The store's transactions are steps of a disk, so that a crash comes before them, between them and
+after them; what it holds is checked as it comes in.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import trio
+
+from fedsender.config import UnixAddress
+from fedsender.outside import Network, Outside
+from fedsender.relay.facts import RelayRow, ToDeviceRow
+from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.relay_feed import RelayFeed
+from fedsender.replication.relay_fetch import Fetcher
+from fedsender.replication.relay_link import RelaySettings, connect_relay
+from fedsender.replication.wire import Wire
+from fedsender.simulation.relay_books import RelayBooks
+from fedsender.simulation.relay_disk import MemoryDisk, PowerCut
+from fedsender.simulation.virtual import now_ms
+from fedsender.store.records import History, PresenceState, Receipt
+from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
+from fedsender.streams import PduRow, Watermark
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SERVER = "hs.example"
+ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
+STAGING = Path("/sender/snapshot")
+
+
+async def inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+    """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
+    async with limiter:
+        return function()
+
+
+class DeafEdus:
+    """Takes no EDUs."""
+
+    def __init__(self) -> None:
+        self.device_lists = Watermark()
+        self.receipts = Watermark()
+
+    def typing(self, room_id: str, users: Sequence[str], token: int) -> None: ...
+    def typing_reset(self) -> None: ...
+    def presence(self, state: PresenceState) -> None: ...
+    def presence_missed(self, after: int, upto: int) -> None: ...
+    def presence_wanted(self, server: str, user_id: str) -> None: ...
+    def edu(
+        self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
+    ) -> None: ...
+
+
+class DeafSink:
+    """A sender that wants to know nothing."""
+
+    def __init__(self) -> None:
+        self.events = Watermark()
+        self.edus = DeafEdus()
+
+    def server_up(self, server: str) -> None: ...
+    def backoff_changed(self, server: str) -> None: ...
+    def to_device_changed(self, server: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is durable at a consumer: replaced in one step."""
+
+    position: int = -1
+    history: History | None = None
+
+
+@dataclass
+class RecordingStore:
+    """See the module.
+
+    Attributes:
+        slow_s: a transaction takes so long.
+        backups: older states.
+    """
+
+    name: str
+    books: RelayBooks
+    disk: MemoryDisk
+    slow_s: float = 0.0
+    held: Held = field(default_factory=Held)
+    backups: list[Held] = field(default_factory=list)
+
+    async def feed_position(self) -> int:
+        return self.held.position
+
+    async def feed_history(self) -> History | None:
+        return self.held.history
+
+    async def begin_history(self, history: History) -> None:
+        await self._commit(replace(self.held, history=history))
+
+    async def _commit(self, held: Held) -> None:
+        await trio.sleep(self.slow_s)
+        self.disk.step("begin")
+        self.held = held
+        self.disk.step("commit")
+
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
+        history, position = self.held.history, max(0, self.held.position)
+        assert history is not None
+        for token, rows in batch:
+            # POSITION comes without rows, and says nothing new.
+            if token != position + bool(rows):
+                self.books.fail("gap", f"{self.name} has {position}, and then gets {token}")
+            position = token
+            if rows:
+                self.books.told(self.name, history.epoch, token - history.base, self._check(rows))
+        await self._commit(replace(self.held, position=position))
+        self.books.counts["records followed"] += len(batch)
+
+    def _check(self, rows: Sequence[RelayRow]) -> str:
+        """The record's id; its rows are those that the homeserver sent in."""
+        first = rows[0]
+        assert isinstance(first, PduRow | ToDeviceRow)
+        record = first.event_id if isinstance(first, PduRow) else first.message_id
+        sent = self.books.rows[record]
+        same = first.event == sent[0][1][2] if isinstance(first, PduRow) else True
+        if len(rows) != len(sent) or not same:
+            self.books.fail("content", f"{self.name} got {record} other than it was")
+        return record
+
+    async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
+        position = snapshot.token + snapshot.history.base
+        if position < self.held.position:
+            self.books.fail("gap", f"{self.name} went back from {self.held.position} to {position}")
+        heads = {row[0]: row[2] for part in range(16) for row in snapshot.read("heads", part)}
+        wanted = self.books.newest_in_rooms(snapshot.history.epoch, snapshot.token)
+        other = sorted(heads.items() ^ wanted.items())
+        if other:
+            self.books.fail("content", f"{self.name}: snapshot {snapshot.token} says {other}")
+        await self._commit(Held(position, snapshot.history))
+        self.books.counts["snapshots loaded"] += 1
+        return Loaded(position, 0, frozenset())
+
+    async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
+        return len(receipts)
+
+
+class Connects(Protocol):
+    """The way to the relay."""
+
+    async def open_unix(self, path: Path) -> trio.abc.Stream: ...
+
+
+@dataclass(frozen=True)
+class Manners:
+    """How a consumer behaves.
+
+    Attributes:
+        slow_s: its store takes so long for a transaction.
+        lives_s, away_s: how long it runs and stays away, on average.
+        restores: how often it comes back with an older state.
+    """
+
+    slow_s: float = 0.02
+    lives_s: float = 600.0
+    away_s: float = 20.0
+    restores: float = 0.0
+
+
+class SimulatedConsumer:
+    """A consumer that lives, dies and comes back until it is `calmed`."""
+
+    def __init__(
+        self, name: str, books: RelayBooks, network: Connects, rng: random.Random, manners: Manners
+    ) -> None:
+        self.disk = MemoryDisk(rng.getrandbits(32))
+        self.disk.make_directory(STAGING.parent)
+        self.disk.settle()
+        self.store = RecordingStore(name, books, self.disk, manners.slow_s)
+        self.feed: RelayFeed | None = None
+        self.calmed = trio.Event()
+        self._name = name
+        self._books = books
+        self._random = rng
+        self._manners = manners
+        self._outside = Outside(now_ms, rng, rng.randbytes, inline, _as_network(network))
+
+    def calm(self) -> None:
+        """Live for ever from now on."""
+        self.store.slow_s = 0.0
+        self.disk.cut_at = None
+        self.calmed.set()
+
+    async def run(self) -> None:
+        """Lives, one after the other, until cancelled."""
+        while True:
+            await self._live()
+            self.disk.crash(power=self._random.random() < 0.5)
+            self.feed = None
+            with trio.move_on_after(self._random.expovariate(1 / self._manners.away_s)):
+                await self.calmed.wait()
+            self._restore()
+
+    def _restore(self) -> None:
+        store = self.store
+        if self._random.random() < self._manners.restores and store.backups:
+            store.held = self._random.choice(store.backups)
+            self._books.counts["restores"] += 1
+        store.backups = [*store.backups[-5:], store.held]
+
+    async def _live(self) -> None:
+        if not self.calmed.is_set() and self._random.random() < 0.7:
+            self.disk.cut_at = self.disk.steps + round(self._random.expovariate(1 / 100))
+        ends_s = self._random.expovariate(1 / self._manners.lives_s)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._feed)
+                with trio.move_on_after(ends_s):
+                    await self.calmed.wait()
+                if self.calmed.is_set():
+                    await trio.sleep_forever()
+                nursery.cancel_scope.cancel()
+        except BaseExceptionGroup as group:
+            if group.split(PowerCut)[1] is not None:
+                raise
+            self._books.counts["consumer crashes"] += 1
+        self._books.trace.note(self._name, self.store.held.position)
+
+    async def _feed(self) -> None:
+        def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+            async def open_wire(nursery: trio.Nursery) -> Wire:
+                return (await connect_relay(settings, outside, nursery))[0]
+
+            return Fetcher(STAGING, self.disk, outside, open_wire, 2)
+
+        self.feed = RelayFeed(
+            RelaySettings(ENDPOINT, SERVER, self._name),
+            self._outside,
+            self.store,
+            DeafSink(),
+            handles=lambda server: True,
+            make_fetcher=make_fetcher,
+        )
+        await self.feed.run()
+        self._books.fail("bug", f"the feed of {self._name} stopped: {self.feed.stopped}")
+
+    def level_at(self, epoch: str, head: int) -> bool:
+        """Whether it has everything."""
+        history = self.store.held.history
+        if self.feed is None or history is None or not self.feed.status().level:
+            return False
+        return history.epoch == epoch and self.store.held.position - history.base == head
+
+
+def _as_network(network: Connects) -> Network:
+    """Only Unix sockets are asked for here."""
+    return network  # type: ignore[return-value]
