@@ -118,6 +118,8 @@ class _Takeover:
         lines, files = await self.outside.run_sync(find, limiter=limiter)
         for line in lines:
             self.ledger.record(line)
+        if self.ledger.failing is not None:
+            return  # The disk is full: the next start finds them again.
         for path in files:
             path.unlink(missing_ok=True)
 
