@@ -39,11 +39,12 @@ def fedsender(*arguments: str) -> "subprocess.CompletedProcess[str]":
 def without_java(directory: Path) -> str:
     """A PATH with all that is on this one, but Java."""
     directory.mkdir()
-    for origin in os.get_exec_path():
-        for program in Path(origin).glob("*"):
-            here = directory / program.name
-            if not program.name.startswith("java") and not here.is_symlink():
-                here.symlink_to(program)
+    # Who is not root may have directories on it that are closed to him.
+    open_to_us = [Path(one) for one in os.get_exec_path() if os.access(one, os.R_OK | os.X_OK)]
+    for program in (each for origin in open_to_us for each in origin.glob("*")):
+        here = directory / program.name
+        if not program.name.startswith("java") and not here.is_symlink():
+            here.symlink_to(program)
     return str(directory)
 
 

@@ -10,6 +10,10 @@ from fedsender.simulation.receiver import Attempt
 DAY_S = 86_400.0
 
 
+STUBBORN = 5
+"""So many failures with 5xx, or without an answer, may make a sender suspect the content."""
+
+
 @dataclass(slots=True)
 class Unanswered:
     """A transaction that may have arrived and got no answer: it must be what comes next.
@@ -41,6 +45,7 @@ class Book:
         failed_at: when the newest failed attempt ended, by the ledger; None: the last was answered.
         failure: how it failed.
         failures: when attempts failed since the last answer, in the last 24 h.
+        stubborn: "failing" attempts since the last answer, of whatever transaction.
         wakes: when it was woken (by an admin: True).
         newest: room -> token of the newest event taken in; `taken` are the events.
         quarantined: events and to-device messages that were ever in quarantine for it.
@@ -67,6 +72,7 @@ class Book:
     failed_at: float | None = None
     failure: str = ""
     failures: deque[float] = field(default_factory=deque)
+    stubborn: int = 0
     wakes: deque[tuple[float, bool]] = field(default_factory=deque)
     newest: dict[str, int] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
@@ -89,6 +95,8 @@ class Book:
         self.mark, self.unanswered = mark, repeats
         self.proven.clear()
         self.failures.clear()
+        # The copy has the streak of its own day, which may have been longer.
+        self.stubborn = STUBBORN
         self.newest.clear()
         self.newest_live = self.unlined = 0
 

@@ -59,6 +59,7 @@ class LedgerChecks:
     def _delivered(self, book: Book, line: dict[str, Any]) -> None:
         book.failed_at = None
         book.failures.clear()
+        book.stubborn = 0
         for pdu in line["pdus"]:
             lane, token = pdu["lane"], pdu["stream_ordering"]
             self._evidence.counts[f"PDUs: {lane}"] += 1
@@ -89,6 +90,7 @@ class LedgerChecks:
         book.failed_at = at
         book.failure = line["outcome"]
         book.failures.append(at)
+        book.stubborn += line["outcome"] == "failing"
         while book.failures[0] <= at - DAY_S:
             book.failures.popleft()
         allowed = self._allowed(book, at)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from fedsender.simulation.books import Book, Unanswered
+from fedsender.simulation.books import STUBBORN, Book, Unanswered
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Happening
 from fedsender.simulation.ledger_checks import LedgerChecks
@@ -12,8 +12,6 @@ from fedsender.simulation.receiver import Attempt
 
 MIN_GAP_S = 0.998
 """One second, less what is lost in rounding to milliseconds."""
-STUBBORN = 5
-"""So many failures with 5xx, or without an answer, may make a sender suspect the content."""
 SETTLED_S = 10.0
 """Longer than any database here takes to say what a transaction is formed by."""
 REQUEST_S = 60.0
@@ -193,7 +191,9 @@ class WireChecks:
         if before is None or before.attempt.transaction_id == attempt.transaction_id:
             return
         status = before.attempt.status
-        suspect = status in MAY_BE_CONTENT or before.times >= STUBBORN or before.attempt.searching
+        # A streak counts for the server: what it was sent meanwhile may have changed its id.
+        stubborn = max(before.times, book.stubborn) >= STUBBORN
+        suspect = status in MAY_BE_CONTENT or stubborn or before.attempt.searching
         if not (suspect and self._isolated(book)):
             self._evidence.fail(
                 "I3",
