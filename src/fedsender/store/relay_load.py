@@ -248,22 +248,7 @@ class _Loading:
     def _store_rooms(self, hosts: Mapping[str, _Hosts], events: Sequence[PduRow]) -> None:
         versions: dict[str, str | None] = dict.fromkeys(hosts)
         versions.update((row.room_id, row.room_version) for row in events)
-        rooms = [{"room_id": name, "room_version": versions[name]} for name in sorted(versions)]
-        for chunk in in_chunks(rooms, 5_000):
-            insert_rows(self.connection, tables.rooms, chunk)
-        known = [
-            {"at_room": room["room_id"], "version": room["room_version"]}
-            for room in rooms
-            if room["room_version"] is not None
-        ]
-        if known:
-            table = tables.rooms
-            statement = (
-                update(table)
-                .where(table.c.room_id == bindparam("at_room"), table.c.room_version.is_(None))
-                .values(room_version=bindparam("version"))
-            )
-            self.connection.execute(statement, known)
+        embedded.store_rooms(self.connection, versions)
 
     def _store_events(self, events: Sequence[tuple[int, PduRow]]) -> None:
         for chunk in in_chunks(events):
