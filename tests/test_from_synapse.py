@@ -243,6 +243,36 @@ def test_what_it_prints_passes_the_check_with_the_secrets_it_wrote(tmp_path: Pat
     assert "is there already, and is not overwritten" in err
 
 
+def test_all_that_the_daemon_writes_is_below_the_state_directory(tmp_path: Path) -> None:
+    """A unit lets it write nowhere else; and the endpoint gets a token that nothing shows."""
+    (tmp_path / "hs.key").write_text("ed25519 a_1 " + 43 * "A" + "\n")
+    files = write(
+        tmp_path,
+        homeserver=homeserver(signing_key_path="hs.key", federation={"client_timeout": "90s"}),
+    )
+    state = tmp_path / "state"
+    config = tmp_path / "etc" / "config.yaml"
+    config.parent.mkdir()
+    where = ("--secrets", config.parent, "--state", state, "--admin", "127.0.0.1:9009")
+
+    code, out, err = run("config", "from-synapse", *files, *where)
+    assert (code, err) == (0, "")
+    config.write_text(out)
+    assert run("config", "check", "-c", config)[0] == 0
+
+    made = loads(out, directory=config.parent)
+    assert made.sender_database == f"sqlite:///{state}/fedsender.sqlite3"
+    assert made.ledger.directory == state / "ledger"
+    assert made.federation.discovery_cache == state / "discovery-cache.json"
+    assert made.federation.request_timeout == 90
+    assert made.pipeline.health == state / "health.sqlite3"
+    token = config.parent / "admin.token"
+    assert made.admin.token_file == token
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert len(token.read_text().strip()) >= 32
+    assert token.read_text().strip() not in out + err
+
+
 def test_what_could_not_be_carried_over_is_named(tmp_path: Path) -> None:
     federation = {"max_long_retries": 3, "destination_max_retry_interval": "1s"}
     hs = homeserver(

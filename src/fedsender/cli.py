@@ -305,11 +305,21 @@ def config_from_synapse(
         Path | None,
         typer.Option(metavar="DIR", help="Write secrets that stand in these files to files here."),
     ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Let the daemon keep all that it writes here."),
+    ] = None,
+    admin: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS", help="Let the admin endpoint listen here, with a new token."
+        ),
+    ] = None,
 ) -> int:
     """Print a configuration for a live Synapse; on standard error, what it leaves out."""
     from fedsender.config.from_synapse import from_synapse, write_secrets
 
-    made = from_synapse(files, instance=instance, secrets=secrets)
+    made = from_synapse(files, instance=instance, secrets=secrets, state=state, admin=admin)
     if secrets is not None:
         write_secrets(made.secrets)
     for note in made.notes:

@@ -6,6 +6,7 @@ where it has one.
 """
 
 import os
+import secrets as random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,7 @@ _RETRY_WITHIN_A_REQUEST: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A secret that stands in Synapse's file itself.
+    """A secret that stands in Synapse's file itself, or is ours.
 
     Attributes:
         file: the file that the configuration names for it.
@@ -65,7 +66,12 @@ class Converted:
 
 
 def from_synapse(
-    files: Sequence[Path], *, instance: str | None = None, secrets: Path | None = None
+    files: Sequence[Path],
+    *,
+    instance: str | None = None,
+    secrets: Path | None = None,
+    state: Path | None = None,
+    admin: str | None = None,
 ) -> Converted:
     """What these files say, as a configuration of ours.
 
@@ -73,6 +79,9 @@ def from_synapse(
         files: Synapse's, in the order in which Synapse is given them.
         instance: the federation sender to be, where the files leave a choice.
         secrets: the directory for files with secrets; None: that of the configuration.
+        state: the directory of all that the daemon writes; None: that of the configuration.
+        admin: where the admin endpoint listens, with a token of its own; None: as by default, where
+            without a token it only says how it is.
 
     Raises:
         ConfigError: one of them cannot be used, or it is not a Synapse that we can send for.
@@ -80,6 +89,10 @@ def from_synapse(
     settings = read_synapse(files)
     made = _Making(settings, Converted(), secrets)
     values = made.values(roles_of(settings, instance, made.done.notes))
+    values |= {} if state is None else _kept_in(state.absolute(), values)
+    if admin is not None:
+        token = made.secret("admin.token_file", "admin.token", random.token_urlsafe(32))
+        values["admin"] = {"listen": admin, "token_file": token}
     heading = "# Made from Synapse's configuration by `fedsender config from-synapse`.\n"
     made.done.text = heading + yaml.safe_dump(values, sort_keys=False, width=100)
     # In its own words what is still wrong: it should not be, whatever the files hold.
@@ -101,6 +114,17 @@ def write_secrets(secrets: Sequence[Secret]) -> None:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
         with os.fdopen(opened, "w") as file:
             file.write(secret.value + "\n")
+
+
+def _kept_in(state: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What the daemon writes, below one directory: all that its unit lets it write to."""
+    return {
+        "sender_database": str(state / "fedsender.sqlite3"),
+        "federation": values.get("federation", {})
+        | {"discovery_cache": str(state / "discovery-cache.json")},
+        "ledger": {"directory": str(state / "ledger")},
+        "pipeline": {"lake": str(state / "lake"), "health": str(state / "health.sqlite3")},
+    }
 
 
 @dataclass(slots=True)

@@ -107,6 +107,12 @@ def _backoff(settings: Settings, note: Note) -> dict[str, float]:
             "left out: a server that never answers would be tried more than 60 times a day",
         )
         return {}
+    if values:
+        note(
+            "federation.destination_*retry*",
+            "is carried over; without it (destinations.defaults.backoff) a server that was well is"
+            " tried again after seconds",
+        )
     return values
 
 
