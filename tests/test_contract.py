@@ -48,6 +48,7 @@ def test_the_sender_tables_are_these() -> None:
         "receipt_positions",
         "receipt_debts",
         "generation",
+        "sender_list",
         "instance_lock",
     }
 

@@ -1,6 +1,7 @@
 """`fedsender hand-back` where it needs no Synapse; tests/synapse/test_switching.py has the rest."""
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -26,18 +27,42 @@ def test_what_root_wrote_belongs_to_the_daemons_user_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a daemon that comes back could not read its own ledger. What was its own stays."""
-    given: list[tuple[str, int]] = []
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(os, "chown", lambda path, uid, gid, **_: given.append((path.name, uid)))
-    (tmp_path / "segment").write_text("")
-    mine = tmp_path.stat().st_uid
-
+    given = _given(monkeypatch)
+    segment = tmp_path / "segment"
+    segment.write_text("")
+    (tmp_path / "directory").mkdir()
     leave_to_owner([tmp_path, tmp_path / "missing"])
+    assert given == [(segment.stat().st_ino, 7)]
+
+
+def test_what_root_did_not_write_here_stays_roots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's user owns the directory: a link in it, of either kind, to a file of root's must
+    not make that file his; nor may a link in place of the directory."""
+    given = _given(monkeypatch)
+    state, elsewhere = tmp_path / "state", tmp_path / "elsewhere"
+    state.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "shadow").write_text("")
+    (elsewhere / "sudoers").write_text("")
+    (state / "hard").hardlink_to(elsewhere / "shadow")
+    (state / "soft").symlink_to(elsewhere / "sudoers")
+    (state / "ledger").symlink_to(elsewhere)
+    leave_to_owner([state, state / "ledger"])
     assert given == []
 
+
+def _given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """We are root, directories are user 7's, files are root's; what is given to whom, by inode."""
+    given: list[tuple[int, int]] = []
+
+    def owner_of(file: int) -> tuple[int, int]:
+        return (7, 7) if stat.S_ISDIR(os.fstat(file).st_mode) else (0, 0)
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(
-        "fedsender.handback.owner_of", lambda path: (7, 7) if path == tmp_path else (0, 0)
+        os, "fchown", lambda file, uid, gid: given.append((os.fstat(file).st_ino, uid))
     )
-    leave_to_owner([tmp_path])
-    assert given == [("segment", 7)]
-    assert tmp_path.stat().st_uid == mine
+    monkeypatch.setattr("fedsender.handback.owner_of", owner_of)
+    return given

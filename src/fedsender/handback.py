@@ -7,9 +7,10 @@ quarantine, events that are to be sent again, and transactions that left and wer
 """
 
 import os
+import stat
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,7 @@ from fedsender.config import Config, ConfigError
 from fedsender.ledger import Ledger, open_ledger
 from fedsender.outside import Outside
 from fedsender.sender.takeover import discard, hand_over, take_over
+from fedsender.shards import take_shard
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Settlement
 from fedsender.telemetry import Metrics
@@ -71,8 +73,10 @@ async def hand_back(
         accept_loss: nothing is.
 
     Raises:
-        ConfigError: there is no Synapse behind this configuration.
+        ConfigError: there is no Synapse behind this configuration; or we hold what by its list of
+            senders belongs to others, who cannot see it.
         LockHeld: the daemon is still running.
+        SendersDiffer: another sender runs, by another list of senders.
         StoreError: a database is not one that we know, or of a version outside the tested range.
     """
     if config.homeserver.kind != "synapse":
@@ -97,7 +101,7 @@ async def _records(
     """The databases and the ledger, as the daemon has them, in its place."""
     boot_id = outside.entropy(8).hex()
     async with open_store(settings, outside) as store:
-        await store.sender.take_lock(config.instance_name, boot_id)
+        await take_shard(store, config, boot_id)
         async with open_ledger(
             config.ledger.directory,
             config.instance_name,
@@ -190,20 +194,45 @@ def _places(config: Config, settings: StoreConfig) -> list[Path]:
     return [config.ledger.directory, Path(database.database).parent]
 
 
-def owner_of(path: Path) -> tuple[int, int]:
-    """User and group that a file or directory belongs to; not what a link leads to."""
-    found = path.lstat()
+def owner_of(file: int) -> tuple[int, int]:
+    """User and group that an open file or directory belongs to."""
+    found = os.fstat(file)
     return found.st_uid, found.st_gid
 
 
 def leave_to_owner(directories: Sequence[Path]) -> None:
-    """Give the files that root wrote here to the user that the daemon runs as: each directory's."""
+    """Give the files that root wrote here to the user that the daemon runs as: each directory's.
+
+    That user may have put anything there, and may be at it now. So what is given is what was
+    looked at, and neither what a link leads to nor a file that has another name elsewhere.
+    """
     if os.geteuid() != 0:
         return
     for directory in directories:
-        if not directory.is_dir():
-            continue
-        user, group = owner_of(directory)
-        for path in directory.iterdir():
-            if user != 0 and path.is_file() and owner_of(path)[0] == 0:
-                os.chown(path, user, group, follow_symlinks=False)
+        with _opened(directory, os.O_DIRECTORY) as there:
+            if there is None:
+                continue
+            user, group = owner_of(there)
+            for name in os.listdir(there) if user != 0 else ():
+                with _opened(name, os.O_NONBLOCK, there) as file:
+                    if file is not None and owner_of(file)[0] == 0 and _is_one_file(file):
+                        os.fchown(file, user, group)
+
+
+@contextmanager
+def _opened(path: str | Path, flags: int, directory: int | None = None) -> Iterator[int | None]:
+    """The file, open while the body runs; None: it is a link, not of this kind, or not there."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flags, dir_fd=directory)
+    except OSError:
+        yield None
+        return
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _is_one_file(file: int) -> bool:
+    found = os.fstat(file)
+    return stat.S_ISREG(found.st_mode) and found.st_nlink == 1

@@ -149,6 +149,90 @@ async def test_what_the_ledger_knows_of_many_servers_is_settled_together(
     assert all(world.servers[name].got == ["one"] for name in names)
 
 
+async def test_a_kill_amid_a_catch_up_loses_nothing(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I2: LSSO has passed what the room that is half done still owes."""
+    world.settings["destinations"] = {"defaults": {"max_pdus": 3}}
+    server = world.server(A, down=True)
+
+    def stall(request: Request) -> Answer:
+        server.latency = 1000.0
+        return ok(request)
+
+    async with world.run():
+        for room in (R1, R2):
+            await world.join(room, A)
+        for text in ("b", "c", "d", "e"):
+            await world.say(R2, text)
+        # LSSO passes this one's room first, and with it all of the other but its newest.
+        await world.say(R1, "a")
+        await world.say(R2, "f")
+        await trio.sleep(5)
+    server.down, server.reply = False, stall
+    with killed():
+        async with world.run() as sender:
+            sender.wake([A], by_admin=True)
+            await trio.sleep(30)
+            assert server.got == ["a", "b", "c"]
+            raise Killed
+    server.latency, server.reply = 0.01, ok
+    async with world.run():
+        await trio.sleep(60)
+
+    assert server.got == ["a", "b", "c", "d", "e", "f"]
+
+
+async def test_a_catch_up_that_one_transaction_ends_writes_no_record_of_itself(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart with thousands of servers behind would wait for a commit of each of them thrice."""
+    server = world.server(A, down=True)
+    written = []
+
+    async def note(*values: object) -> None:
+        written.append(values)
+
+    async with world.run() as sender:
+        for room in (R1, R2):
+            await world.join(room, A)
+            await world.say(room, room)
+        await trio.sleep(5)
+        for name in ("begin_catch_up", "catch_up_sent", "end_catch_up"):
+            monkeypatch.setattr(world.store.sender, name, note)
+        sender.active[A].spill()
+        server.down = False
+        await trio.sleep(60)
+        assert await world.store.homeserver.lagging() == []
+
+    assert server.got == [R1, R2]
+    assert written == []
+
+
+async def test_what_is_frozen_is_read_page_by_page(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I3, I7: a start has neither all of it in memory at once nor overlooks any."""
+    monkeypatch.setattr("fedsender.sender.takeover.PAGE", 2)
+    names = [f"s{number}.example" for number in range(5)]
+    async with world.run():
+        await world.join(R1, *names)
+        for name in names:
+            world.server(name).reply = lambda _: answer(500)
+        await world.say(R1, "one")
+        await trio.sleep(2)
+        page = await world.store.sender.frozen_page(names[1], 2)
+        assert [each.destination for each in page] == names[2:4]
+    for name in names:
+        world.server(name).reply = ok
+    async with world.run():
+        await trio.sleep(120)
+    for name in names:
+        server = world.servers[name]
+        assert server.got == ["one"]
+        assert len({request.id for request in server.requests}) == 1
+
+
 async def test_a_backup_of_the_homeserver_s_database_from_amid_a_catch_up_loses_nothing(
     world: World, autojump_clock: MockClock
 ) -> None:

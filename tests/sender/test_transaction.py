@@ -11,6 +11,7 @@ from fedsender.sender.transaction import (
     Edu,
     Outgoing,
     TransactionIds,
+    envelope_bytes,
     freeze,
     thaw,
 )
@@ -85,6 +86,22 @@ def test_bytes_end_a_draft_but_one_item_always_fits() -> None:
     assert filled.add_pdu(Outgoing(pdu(1, content="x" * 500), "live"))
     assert not filled.add_pdu(Outgoing(pdu(2), "live"))
     assert not filled.add_edu(edu(1))
+
+
+def test_a_full_draft_is_no_larger_than_the_policy_says() -> None:
+    """What is around the PDUs and EDUs is within the limit, too."""
+    limit, origin = 5_000, "hs.example"
+    full = draft(max_bytes=limit - envelope_bytes(origin))
+    assert full.add_edu(edu(1))
+    number = 1
+    while full.add_pdu(Outgoing(pdu(number, content="x" * (150 + number % 7)), "live")):
+        number += 1
+    left = full.max_bytes - full.bytes - len(pdu(99, content="").wire) - 1
+    assert left < 0 or full.add_pdu(Outgoing(pdu(99, content="x" * left), "live"))
+
+    frozen = freeze(full, transaction_id="t", origin=origin, now_ms=2**53 - 1, lsso_before=None)
+
+    assert limit - 100 < len(frozen.body) <= limit
 
 
 def test_isolation_counts_pdus_and_edus_together() -> None:

@@ -2,6 +2,7 @@
 
 import sqlite3
 import stat
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -185,6 +186,50 @@ async def test_writers_are_let_go_when_the_committer_dies(new_url: NewUrl) -> No
     assert len(seen) == 1
 
 
+async def test_many_small_questions_are_asked_together(new_url: NewUrl) -> None:
+    """Those that are asked while others are answered; and what is asked twice is read once."""
+    asked: list[int] = []
+
+    def squares(connection: Connection, items: Sequence[int]) -> dict[int, int]:
+        asked.append(len(items))
+        return {item: item * item for item in items}
+
+    answers: list[tuple[int, int]] = []
+    async with open_database(new_url(), real_outside(), name="test") as database:
+
+        async def ask(item: int) -> None:
+            answers.append((item, await database.read_together(squares, item)))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(90):
+                nursery.start_soon(ask, number % 30)
+
+    assert sorted(answers) == sorted((item % 30, (item % 30) ** 2) for item in range(90))
+    assert len(asked) <= 4
+    assert sum(asked) <= 61
+
+
+async def test_a_small_question_that_fails_fails_alone(new_url: NewUrl) -> None:
+    def look(connection: Connection, items: Sequence[str]) -> dict[str, str]:
+        connection.execute(text("SELECT 1" if "bad" not in items else "SELECT nothing"))
+        return {item: item for item in items}
+
+    answers: list[str] = []
+    async with open_database(new_url(), real_outside(), name="test") as database:
+
+        async def ask(item: str) -> None:
+            try:
+                answers.append(await database.read_together(look, item))
+            except StoreError:
+                answers.append(f"no {item}")
+
+        async with trio.open_nursery() as nursery:
+            for item in ("a", "bad", "b", "c"):
+                nursery.start_soon(ask, item)
+
+    assert sorted(answers) == ["a", "b", "c", "no bad"]
+
+
 # --- the database is away -------------------------------------------------------------------------
 
 
@@ -205,6 +250,36 @@ async def test_a_serialization_failure_is_run_again(postgres: Databases) -> None
         assert len(tries) == 3
         assert await database.read(notes) == ["once"]
         assert database.available
+
+
+async def test_a_statement_that_always_takes_too_long_is_its_callers_error(
+    postgres: Databases,
+) -> None:
+    """The database is there, and says so: others do not wait behind this one for ever."""
+    tries: list[str] = []
+
+    def too_long(connection: Connection) -> None:
+        tries.append("")
+        connection.execute(text("SET LOCAL statement_timeout = 20"))
+        connection.execute(text("SELECT pg_sleep(60)"))
+
+    async def fails(write: bool) -> None:
+        with pytest.raises(StoreError, match="statement timeout"):
+            await (database.write(too_long) if write else database.read(too_long))
+
+    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
+        await database.write(make_table)
+        for write in (True, False):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(fails, write)
+                nursery.start_soon(database.write, partial(add, note=str(write)))
+                with trio.fail_after(60):
+                    while len(tries) < 2:  # noqa: ASYNC110  (it is about other threads)
+                        await trio.sleep(0.01)
+                assert database.available
+            assert 3 < len(tries) < 10  # In a batch, then by itself.
+            tries.clear()
+        assert await database.read(notes) == ["False", "True"]
 
 
 async def test_one_of_two_deadlocked_transactions_is_run_again(postgres: Databases) -> None:

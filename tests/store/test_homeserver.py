@@ -444,6 +444,29 @@ async def test_to_device_messages_are_deleted_by_their_exact_ids(open_synapse: O
         assert await synapse.store.lsso("one.example") is None
 
 
+async def test_what_several_are_owed_is_asked_together(open_synapse: OpenSynapse) -> None:
+    """And each is told its own, also those that are owed nothing, or are not known."""
+    names = ["one.example", "two.example", "none.example"]
+    async with open_synapse() as synapse:
+        store = synapse.store
+        await store.queue_to_device("one.example", 3, "{}")
+        await store.queue_to_device("two.example", 5, "{}")
+        await store.settle([Settlement("two.example", 7)])
+        messages: dict[str, list[tuple[int, str]]] = {}
+        marks: dict[str, int | None] = {}
+
+        async def ask(name: str) -> None:
+            messages[name] = await store.to_device(name, 0, None, 10)
+            marks[name] = await store.lsso(name)
+
+        async with trio.open_nursery() as nursery:
+            for name in names:
+                nursery.start_soon(ask, name)
+
+        assert [messages[name] for name in names] == [[(3, "{}")], [(5, "{}")], []]
+        assert [marks[name] for name in names] == [None, 7, None]
+
+
 async def test_to_device_messages_of_one_id_come_together(open_synapse: OpenSynapse) -> None:
     """They are deleted by that id: whoever gets some of them must get them all."""
     async with open_synapse() as synapse:

@@ -9,21 +9,26 @@ import pytest
 import trio
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
+from tests.servers import Databases
 from tests.store import synapse_schema
 from tests.store.conftest import NewUrl
 
 from fedsender.outside import real_outside
 from fedsender.store import (
     LockHeld,
+    SenderStore,
     StoreConfig,
     StoreError,
+    WrongDatabase,
     migrations,
     open_store,
     upgrade_databases,
 )
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings
+from fedsender.store.lock import InstanceLock
 from fedsender.store.migrations import Line, SchemaDiffers
+from fedsender.store.records import FrozenManifest
 
 ROOT = Path(__file__).parents[2]
 LINES: list[Line] = ["homeserver", "sender"]
@@ -101,6 +106,45 @@ async def test_a_synapse_is_never_migrated(new_url: NewUrl, tmp_path: Path) -> N
         assert await database.read(table_names) == before
 
 
+async def test_our_tables_are_never_made_in_a_synapse_s_database(
+    new_url: NewUrl, tmp_path: Path
+) -> None:
+    """A `sender_database` that is the homeserver's: one sentence, and nothing is changed."""
+    url = new_url()
+    config = StoreConfig(
+        homeserver=HomeserverSettings("synapse", "fed1", ("fed1",)),
+        homeserver_url=url,
+        sender_url=url,
+    )
+    async with open_database(url, real_outside(), name="test") as database:
+        await database.write(synapse_schema.create)
+        before = await database.read(table_names)
+        with pytest.raises(WrongDatabase, match="sender_database is a Synapse's own database"):
+            await upgrade_databases(config, real_outside())
+        with pytest.raises(WrongDatabase, match="sender_database is a Synapse's own database"):
+            async with open_store(config, real_outside()):
+                pass
+        assert await database.read(table_names) == before
+
+
+async def test_a_schema_of_its_own_in_a_synapse_s_database_will_do(postgres: Databases) -> None:
+    """Both databases' locks are one and the same then: it does not lock itself out."""
+    url = postgres.create_schema()
+    config = StoreConfig(
+        homeserver=HomeserverSettings("synapse", "fed1", ("fed1",)),
+        homeserver_url=url,
+        sender_url=postgres.create_schema().replace("127.0.0.1", "localhost"),
+    )
+    async with open_database(url, real_outside(), name="test") as database:
+        await database.write(synapse_schema.create)
+    async with open_store(config, real_outside()) as store:
+        await store.sender.take_lock("fed1", "boot")
+        assert await store.sender.renew_lock()
+        async with open_store(config, real_outside()) as second:
+            with pytest.raises(LockHeld):
+                await second.sender.take_lock("fed1", "another boot")
+
+
 async def test_a_database_that_is_no_synapse_is_refused(new_url: NewUrl, tmp_path: Path) -> None:
     url = new_url()
     async with open_database(url, real_outside(), name="test") as database:
@@ -144,7 +188,7 @@ def test_alembic_itself_can_be_used_from_the_source_tree(tmp_path: Path) -> None
         ).stdout
 
     alembic("upgrade", "sender@head")
-    assert alembic("current") == "sender_0003 (head)\n"
+    assert alembic("current") == "sender_0004 (head)\n"
     alembic("downgrade", "sender@base")
     assert alembic("current") == ""
 
@@ -238,6 +282,33 @@ async def test_old_records_survive_and_belong_to_nobody(new_url: NewUrl, tmp_pat
         taken = await store.sender.take_over_records(lambda _: True, ["fed1"])
         assert taken.taken == {None: 1}
         assert await store.sender.foreign_records(lambda _: "fed1") == []
+
+
+async def test_what_all_senders_held_back_as_one_belongs_to_each_of_them(
+    new_url: NewUrl, tmp_path: Path
+) -> None:
+    """From before the list of senders was noted: who shared a database shared these. And what was
+    frozen then, whoever holds it froze himself."""
+    url = new_url()
+    async with open_database(url, real_outside(), name="test") as database:
+        await database.write(partial(migrations.upgrade, line="sender", to="sender_0003"))
+        for statement in (
+            "INSERT INTO quarantine (id, kind, event_id, room_id, stream_ordering, reason, at_ms,"
+            " instance_name) VALUES (7, 'pdu', '$1', '!r', 4, 'why', 5, 'fed1')",
+            "INSERT INTO frozen_transactions VALUES ('one', 't1', '{}', '{}', 5, 1, 'fed1')",
+            "INSERT INTO catch_ups VALUES ('one', 4, FALSE, 'fed1')",
+        ):
+            await database.write(partial(Connection.execute, statement=text(statement)))
+    async with open_store(embedded(url, tmp_path), real_outside()) as store:
+        assert await store.sender.frozen_page("", 9) == [FrozenManifest("one", {}, ours=True)]
+        assert await store.sender.catch_up_marks() == {"one": 4}
+        assert await store.sender.last_list() == []
+        await store.sender.follow_list(["fed1", "fed2"])
+        other = SenderStore(store.sender._database, real_outside(), InstanceLock([]), "fed2")
+        (item,) = await store.sender.quarantine_list(None, 9)
+        assert (item.id, item.event_id) == (7, "$1")
+        there = [each.event_id for each in await other.quarantine_list(None, 9)]
+        assert there == (["$1"] if store.sender.shared else [])
 
 
 async def test_an_id_of_quarantine_is_never_given_again(new_url: NewUrl, tmp_path: Path) -> None:

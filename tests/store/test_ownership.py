@@ -6,13 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
 from tests.servers import Databases
 from tests.store.test_sender_store import ONE, TWO, config, frozen
 
 from fedsender.outside import real_outside
 from fedsender.sender.failure import ServerState
-from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store import (
+    HomeserverSettings,
+    LockHeld,
+    SenderStore,
+    Store,
+    StoreConfig,
+    open_store,
+)
+from fedsender.store.engine import Database
+from fedsender.store.lock import InstanceLock, SendersDiffer
 from fedsender.store.ownership import Foreign, TakenOver
+from fedsender.store.receipt_book import OwedReceipts
 from fedsender.store.sender import Redelivery
 
 
@@ -69,6 +81,8 @@ async def test_all_records_of_a_server_change_hands_at_once(two: tuple[Store, St
     await first.sender.quarantine_item(destination=None, kind="pdu", event_id="$n", reason="x")
     owners = {ONE: "fed1", TWO: "fed2"}
 
+    assert (await second.receipts.load("fed2")).debts == {}
+
     expected = [Foreign("fed1", "fed2", 1, {**ROWS, "receipt_debts": 1})]
     assert await second.sender.foreign_records(owners.get) == expected
     mine = {TWO}
@@ -76,7 +90,7 @@ async def test_all_records_of_a_server_change_hands_at_once(two: tuple[Store, St
     assert taken == TakenOver({"fed1": 1}, {})
     assert await second.sender.foreign_records(owners.get) == []
     # fed1 had told servers without a debt of receipts up to 40 only.
-    assert (await second.receipts.load("fed2")).position == 40
+    assert await second.receipts.load("fed2") == OwedReceipts(40, {TWO: 12})
     again = await second.sender.take_over_records(mine.__contains__, ["fed1", "fed2"])
     assert again == TakenOver({}, {})
     assert await second.sender.load_frozen(TWO) == frozen(TWO)
@@ -115,3 +129,93 @@ async def test_a_database_of_one_sender_gives_nothing_away(tmp_path: Path) -> No
         assert taken == TakenOver({}, {"fed1": 1})
         (foreign,) = await store.sender.foreign_records({ONE: "fed1", TWO: "fed2"}.get)
         assert (foreign.owner, foreign.records) == ("fed2", ROWS)
+
+
+async def hold_back(store: Store, event_id: str, stream_ordering: int = 5) -> int:
+    """An event that can be sent to nobody goes into quarantine."""
+    return await store.sender.quarantine_item(
+        destination=None,
+        kind="pdu",
+        event_id=event_id,
+        room_id="!r",
+        stream_ordering=stream_ordering,
+        reason="x",
+    )
+
+
+async def held_back(store: Store) -> list[str | None]:
+    return [item.event_id for item in await store.sender.quarantine_list(None, 99)]
+
+
+async def test_what_no_server_got_each_sender_holds_back_for_its_own(
+    two: tuple[Store, Store],
+) -> None:
+    """I2: one that gives it up, or sends it after all, does so for its own servers alone."""
+    first, second = two
+    one = await hold_back(first, "$n")
+    other = await hold_back(second, "$n")
+    assert await hold_back(first, "$n") == one != other
+    assert await held_back(first) == await held_back(second) == ["$n"]
+
+    assert await first.sender.quarantined([other]) == []
+    assert [item.id for item in await first.sender.drop([one, other])] == [one]
+    assert await first.sender.quarantined_rooms() == {}
+    assert await second.sender.quarantined_rooms() == {"!r": 5}
+    assert await held_back(second) == ["$n"]
+
+
+async def test_by_another_list_each_sender_holds_back_what_any_of_the_old_ones_did(
+    two: tuple[Store, Store],
+) -> None:
+    """Its servers may have been those of one that has gone, or of one that gave up nothing."""
+    first, second = two
+    await first.sender.follow_list(["fed1", "fed2"])
+    await hold_back(first, "$of fed1", 5)
+    for store in two:
+        await hold_back(store, "$of both", 6)
+    (before,) = await second.sender.quarantine_list(None, 9)
+
+    # fed1 has gone; fed3 is new, and starts first.
+    third = SenderStore(second.sender._database, real_outside(), InstanceLock([]), "fed3")
+    await third.follow_list(["fed2", "fed3"])
+    # What was there keeps the id that an operator may have read.
+    assert before in await second.sender.quarantine_list(None, 9)
+    assert await held_back(second) == ["$of both", "$of fed1"]
+    given = [item.event_id for item in await third.quarantine_list(None, 9)]
+    assert given == ["$of fed1", "$of both"]
+    assert await third.quarantined_rooms() == {"!r": 5}
+    assert await held_back(first) == []
+
+    # Once given it is not given again: not by the other one's start, nor by the next one.
+    await third.drop([item.id for item in await third.quarantine_list(None, 9)])
+    await second.sender.follow_list(["fed2", "fed3"])
+    await third.follow_list(["fed2", "fed3"])
+    assert await third.quarantine_list(None, 9) == []
+    assert len(await held_back(second)) == 2
+
+
+async def test_a_lost_connection_does_not_end_a_start(two: tuple[Store, Store]) -> None:
+    """The list of senders is said over the connection that holds the lock: both again, then."""
+    first, second = two
+    await first.sender.take_lock("fed1", "boot")
+    lose_locks(first.sender._database)
+    await first.sender.agree_on_senders("hs", ["fed1", "fed2"])
+
+    assert await first.sender.renew_lock()
+    with pytest.raises(LockHeld):
+        await second.sender.take_lock("fed1", "another boot")
+    await second.sender.take_lock("fed2", "boot")
+    with pytest.raises(SendersDiffer):
+        await second.sender.agree_on_senders("hs", ["fed2"])
+
+
+def lose_locks(database: Database) -> None:
+    """The connections that hold locks break."""
+    engine = create_engine(database.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE"
+                " application_name = 'fedsender lock' AND datname = current_database()"
+            )
+        )

@@ -16,6 +16,7 @@ from fedsender.outside import real_outside
 from fedsender.store import open_store, tables
 from fedsender.store.connections import checked_url
 from fedsender.store.lock import AdvisoryLock, SendersDiffer
+from fedsender.store.records import Lagging
 
 
 async def test_a_new_sender_goes_on_with_receipts_where_the_old_one_was(
@@ -60,6 +61,44 @@ async def test_never_reached_servers_cost_a_fan_out_no_statement_each(
         await synapse.store.commit_fan_out(30, {(name, "!b:x"): 20 for name in names})
         assert len(statements) < 20
         assert await synapse.store.lsso(names[0]) is None
+
+
+async def test_servers_that_owe_keys_only_cost_a_start_no_statement_each(
+    open_synapse: OpenSynapse,
+) -> None:
+    """After an outage of many, all that waits for most of them may be messages to devices."""
+    names = sorted(f"{n}.example" for n in range(40))
+    async with open_synapse() as synapse:
+        await synapse.database.write(lambda connection: put_room(connection, "!a:x"))
+        await synapse.store.events_position()
+        await put(
+            synapse,
+            tables.destinations,
+            *({"destination": name, "last_successful_stream_ordering": 7} for name in names[1:]),
+        )
+        await put(
+            synapse,
+            tables.device_federation_outbox,
+            *(
+                {"destination": name, "stream_id": n, "queued_ts": 1, "messages_json": "{}"}
+                for n, name in enumerate(names)
+            ),
+        )
+        await synapse.store.commit_fan_out(30, {(names[1], "!a:x"): 20})
+        statements: list[str] = []
+        engine = synapse.database._readers.engine
+        event.listen(
+            engine,
+            "before_cursor_execute",
+            lambda _connection, _cursor, statement, *_: statements.append(statement),
+        )
+        lagging = await synapse.store.lagging()
+        assert lagging == [
+            Lagging(names[0], None, 0, owes_keys=True),
+            Lagging(names[1], 7, 1, owes_keys=True),
+            *(Lagging(name, 7, 0, owes_keys=True) for name in names[2:]),
+        ]
+        assert len(statements) < 10
 
 
 async def test_who_comes_back_asks_by_which_list_the_others_send(postgres: Databases) -> None:

@@ -97,6 +97,33 @@ async def test_a_catch_up_goes_on_where_it_stood(store: SenderStore) -> None:
     assert await store.catch_up(ONE) == CatchUp(30, False, {})
 
 
+async def test_what_is_on_record_of_several_is_asked_together(store: SenderStore) -> None:
+    """And each is told its own, also those of whom there is nothing."""
+    names = [ONE, TWO, "three.example"]
+    await store.begin_catch_up(ONE, 10, newest_only=False)
+    await store.catch_up_sent(ONE, {"!a:x": 15})
+    await quarantine(store, TWO, "$held")
+    await store.add_redeliveries([Redelivery(TWO, "$again", "!a:x", 4)])
+    found: dict[str, tuple[object, ...]] = {}
+
+    async def ask(name: str) -> None:
+        found[name] = (
+            await store.catch_up(name),
+            await store.quarantined_events(name),
+            await store.redeliveries(name, 50),
+        )
+
+    async with trio.open_nursery() as nursery:
+        for name in names:
+            nursery.start_soon(ask, name)
+
+    assert [found[name] for name in names] == [
+        (CatchUp(10, False, {"!a:x": 15}), set(), []),
+        (None, {"$held"}, [Redelivery(TWO, "$again", "!a:x", 4)]),
+        (None, set(), []),
+    ]
+
+
 async def quarantine(store: SenderStore, destination: str | None, event_id: str) -> int:
     return await store.quarantine_item(
         destination=destination,

@@ -77,3 +77,59 @@ async def test_an_answer_that_waits_for_hours_is_known_after_a_kill(
         await trio.sleep(600)
         assert good.got == ["one"]
         assert await after.store.homeserver.lsso(GOOD) == 4
+
+
+async def test_an_answer_waits_for_a_database_that_is_away_for_hours_of_the_next_start_too(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I3, I9: killed with an answer that no database knows of; the next start waits for hours to
+    tell it, and is killed as well. What is said by then is neither lost nor said twice."""
+    first, second = world(tmp_path / "first"), world(tmp_path / "second")
+    good = first.server(GOOD)
+    second.servers = first.servers
+    away = False
+
+    def faults(point: str) -> None:
+        if away and point == "homeserver: before commit":
+            raise full()
+
+    first.faults = second.faults = faults
+    async with first.run():
+        await first.join(R1, GOOD)
+        await first.say(R1, "one")
+        await trio.sleep(1)
+        good.latency = 5
+        await first.say(R1, "two")
+        await trio.sleep(1)
+        away = True
+        await trio.sleep(60)
+        copy(first.directory, second.directory)
+        away = False
+    assert good.got == ["one", "two"]
+
+    away = True
+    async with trio.open_nursery() as nursery:
+
+        async def start() -> None:
+            async with second.run():
+                raise AssertionError("it did not wait")
+
+        nursery.start_soon(start)
+        await trio.sleep(5 * 3600)
+        copy(second.directory, tmp_path / "third")
+        nursery.cancel_scope.cancel()
+    assert good.got == ["one", "two"]
+
+    third = world(tmp_path / "third")
+    third.servers = first.servers
+    async with third.run():
+        await third.say(R1, "three")
+        await trio.sleep(600)
+        assert good.got == ["one", "two", "three"]
+        assert await third.store.homeserver.lsso(GOOD) == 4
+
+
+def copy(running: Path, to: Path) -> None:
+    """What a kill at this moment leaves."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(running, to)

@@ -11,7 +11,7 @@ import trio
 from fedsender.bench.children import BenchFailed
 from fedsender.bench.floor import open_floor
 from fedsender.bench.messages import ROOM_VERSION, Room, signer
-from fedsender.bench.meter import Meter, Options, rss_kb
+from fedsender.bench.meter import Meter, Options, cpu_s_of, rss_kb
 from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
 from fedsender.daemon import Daemon, store_config
 from fedsender.store import open_store
@@ -56,10 +56,12 @@ async def restart(options: Options) -> dict[str, Any]:
     ) as stage:
         await _fill(stage, options.events)
         before_kb = rss_kb()
+        receivers_s = cpu_s_of(stage.receivers.pid)
         meter = Meter()
         async with stage.open_daemon() as daemon:
             seconds = await _all_attempted(stage, daemon, meter)
             usage = meter.read()
+            receivers_s = cpu_s_of(stage.receivers.pid) - receivers_s
             peak_kb = rss_kb()
         got = await stage.receivers.ask("tell")
     return {
@@ -69,6 +71,8 @@ async def restart(options: Options) -> dict[str, Any]:
         **seconds,
         "cpu_s": round(usage.cpu_s, 1),
         "cpu_ms_per_server": round(usage.cpu_s * 1000 / options.servers, 2),
+        # They share the machine with it.
+        "receivers_cpu_s": round(receivers_s, 1),
         "memory_grown_mb": round((peak_kb - before_kb) / 1024, 1),
         "goal": {"all_attempted_s": 120},
         "verify_every": VERIFY_EVERY,

@@ -16,7 +16,7 @@ import trio
 from fedsender.bench.children import BenchFailed, Child, Order, open_child
 from fedsender.bench.messages import SERVER_NAME, encode_seed
 from fedsender.config import Config, Log, from_values
-from fedsender.daemon import Daemon, open_core, store_config
+from fedsender.daemon import Daemon, collect_less_often, open_core, store_config
 from fedsender.demo.process import write_secret
 from fedsender.outside import Outside, real_outside
 from fedsender.store import upgrade_databases
@@ -122,6 +122,7 @@ async def open_stage(
         first_token: where the homeserver's stream begins; `rooms` stand in it above that.
         settings: sections of the configuration that are not to have their defaults.
     """
+    collect_less_often()
     outside = real_outside()
     configure_logging(Log(level="error"), now_ms=outside.now_ms)
     seed = encode_seed(outside.entropy(32))

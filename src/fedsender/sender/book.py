@@ -251,6 +251,12 @@ class Book:
         except Exception:
             log.exception("transaction not written down", destination=destination.name)
 
+    async def write_down_unsaved(self, server: str) -> None:
+        """The same for one that has left, unless it was purged since."""
+        destination = self.unsaved.get(server)
+        if destination is not None:
+            await self.write_down(destination)
+
     def _strike(self, destination: Destination) -> None:
         name, state = destination.name, destination.state
         del self.active[name]

@@ -6,7 +6,8 @@ lies above its low-water mark (LSSO). Those rooms are taken oldest first, many p
 
 - A room's *gap* is what lies above the floor F (LSSO when the catch-up began) or above what was
   answered in that room since, up to the row's value. F and the answered positions are in a table of
-  ours, because LSSO itself moves past events that are still owed through a newer one.
+  ours, because LSSO itself moves past events that are still owed through a newer one. As long as
+  one transaction takes all that is owed, as after most restarts, nothing is written there.
 - A small gap is sent whole and in order. Of a large one the newest event stands in for the rest
   (the receiver fetches what lies between), or, if other servers have written since, the room's
   forward extremities that this server may see (I6); the ledger says what they supersede.
@@ -18,7 +19,7 @@ loaded is quarantined or passed, never waited for (W23).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import structlog
 
@@ -63,6 +64,8 @@ class CatchUp:
         answered: room -> stream ordering up to which this catch-up was answered there.
         gap_events: how many events make a small gap.
         stuck: events that could not be loaded; the caller quarantines them and clears the list.
+        on_record: whether the table has F and what was answered. Until then LSSO may only pass all
+            that was owed, at once.
     """
 
     destination: str
@@ -75,23 +78,26 @@ class CatchUp:
     whole: bool = False
     answered: dict[str, int] = field(default_factory=dict)
     stuck: list[Bad] = field(default_factory=list)
+    on_record: bool = True
 
-    async def fill(self, draft: Draft, lsso: int) -> bool:
-        """Put what is owed above `lsso` into the draft; False if nothing is owed any more.
+    async def fill(self, draft: Draft, lsso: int) -> Literal["nothing", "some", "all"]:
+        """Put what is owed above `lsso` into the draft; how much of it that is.
 
         The draft may come back without PDUs and yet with rooms done: then that progress is to be
         written down, and the next call goes on behind it.
         """
         owed = await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1)
         if not owed:
-            return False
+            return "nothing"
         for room_id, value in owed[:PAGE]:
             if not await self._fill_room(draft, room_id, value):
                 draft.lsso = value - 1
-                break
-        else:
-            draft.lsso = owed[PAGE][1] - 1 if len(owed) > PAGE else owed[-1][1]
-        return True
+                return "some"
+        if len(owed) > PAGE:
+            draft.lsso = owed[PAGE][1] - 1
+            return "some"
+        draft.lsso = owed[-1][1]
+        return "all"
 
     async def _fill_room(self, draft: Draft, room_id: str, value: int) -> bool:
         """Put one room's gap into the draft; whether the room is done once that is answered."""

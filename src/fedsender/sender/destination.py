@@ -19,7 +19,7 @@ from fedsender.sender.aftermath import Aftermath
 from fedsender.sender.context import Announcer, Context, Phase
 from fedsender.sender.exchange import Exchange
 from fedsender.sender.failure import Outcome, ServerState, Verdict
-from fedsender.sender.transaction import Draft, Transaction, freeze
+from fedsender.sender.transaction import Draft, Transaction, envelope_bytes, freeze
 
 __all__ = ["Announcer", "Context", "Destination", "Phase"]
 
@@ -234,7 +234,7 @@ class Destination(Aftermath):
         draft = Draft(
             max_pdus=self.policy.max_pdus,
             max_edus=self.policy.max_edus,
-            max_bytes=self.policy.max_transaction_bytes,
+            max_bytes=self.policy.max_transaction_bytes - envelope_bytes(self._context.origin),
             max_items=self.state.isolating,
         )
         await self.outbox.fill(draft, self.policy)

@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 NEWEST = 2**63
 """Beyond every stream ordering."""
+LOOK_BYTES = 256 * 1024
+"""A window of so many bytes is no burden, and to look at every queue is."""
 
 
 REDACT_EVENTS = ("redact_events", "org.matrix.msc4293.redact_events")
@@ -45,14 +47,16 @@ class Homeserver(Protocol):
 class Window:
     """The PDUs that may still stand in a queue, and those of them redacted since.
 
-    Bounded by the bytes of the PDUs: when it overflows, its oldest PDUs are let go, and whoever
-    still has one queued has to give it up.
+    What no queue holds any more is let go as the window grows. Bounded by the bytes of the PDUs:
+    when it overflows, its oldest PDUs are let go, and whoever still has one queued has to give it
+    up.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._pdus: deque[Pdu] = deque()
         self._rooms: dict[str, Pdu] = {}
+        self._look_at = LOOK_BYTES
         self.bytes = 0
         self.pruned: dict[str, Pdu] = {}
         """Event id -> the pruned PDU, to be sent in place of the one queued."""
@@ -73,12 +77,27 @@ class Window:
         self.bytes += len(pdu.wire)
         gone = None
         while self.bytes > self._limit and len(self._pdus) > 1:
-            old = self._pdus.popleft()
-            self._rooms.pop(old.event_id, None)
-            self.pruned.pop(old.event_id, None)
-            self.bytes -= len(old.wire)
-            gone = old.stream_ordering
+            gone = self._let_go()
         return gone
+
+    @property
+    def grown(self) -> bool:
+        """Whether it has grown so much that `keep_from` is worth asking every queue."""
+        return self.bytes >= self._look_at
+
+    def keep_from(self, stream_ordering: int) -> None:
+        """No queue holds a PDU below this stream ordering."""
+        while self._pdus and self._pdus[0].stream_ordering < stream_ordering:
+            self._let_go()
+        self._look_at = max(LOOK_BYTES, 2 * self.bytes)
+
+    def _let_go(self) -> int:
+        """Forget the oldest PDU; its stream ordering."""
+        old = self._pdus.popleft()
+        self._rooms.pop(old.event_id, None)
+        self.pruned.pop(old.event_id, None)
+        self.bytes -= len(old.wire)
+        return old.stream_ordering
 
 
 class Downstream(Protocol):
@@ -87,6 +106,7 @@ class Downstream(Protocol):
     def offer(self, server: str, pdu: Pdu) -> None: ...
     def owe(self, server: str, pdu: Pdu) -> None: ...
     def spill_before(self, stream_ordering: int) -> None: ...
+    def oldest_queued(self) -> int: ...
     def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None: ...
 
 
@@ -134,13 +154,14 @@ class FanOut:
         await self._notice_redactions(rows)
         owed: dict[tuple[str, str], int] = {}
         first: dict[str, int] = {}
+        marks = {row.event_id: stands_above(row.internal_metadata) for row in rows}
         for item in routed:
+            mark, stream_ordering = marks.get(item.pdu.event_id), item.pdu.stream_ordering
+            # Whoever is owed something for the first time was perhaps owed some of what never came.
+            oldest = stream_ordering if mark is None else mark + 1
             for server in item.servers:
-                owed[server, item.pdu.room_id] = item.pdu.stream_ordering
-                first.setdefault(server, item.pdu.stream_ordering)
-        standing_in = {
-            row.event_id for row in rows if stands_above(row.internal_metadata) is not None
-        }
+                owed[server, item.pdu.room_id] = stream_ordering
+                first[server] = min(oldest, first.get(server, oldest))
         gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
         # From here to the end nothing may wait: whoever sees the new position also sees the PDUs.
         self.position = position
@@ -151,12 +172,14 @@ class FanOut:
             if item.pdu.room_id in gone_rooms:
                 continue
             # What stands in for events that never came is catch-up's to send: it can say for which.
-            stands_in = item.pdu.event_id in standing_in
+            stands_in = marks.get(item.pdu.event_id) is not None
             tell = self._downstream.owe if stands_in else self._downstream.offer
             for server in sorted(item.servers):
                 tell(server, item.pdu)
         if gone is not None:
             self._downstream.spill_before(gone)
+        if self.window.grown:
+            self.window.keep_from(self._downstream.oldest_queued())
         self._downstream.fanned_out(position, len(rows), routed)
 
     async def _sort_out(self, items: Sequence[Routed | Bad]) -> list[Routed]:

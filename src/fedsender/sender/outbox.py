@@ -140,7 +140,9 @@ class Outbox(Lanes):
     async def _fill_redeliveries(self, draft: Draft) -> None:
         self._owes_redeliveries = False
         waiting = await self._store.redeliveries(self.destination, draft.max_pdus)
-        self._owes_redeliveries |= len(waiting) > 0
+        if not waiting:
+            return
+        self._owes_redeliveries = True
         event_ids = [item.event_id for item in waiting]
         routed = await self._router.load(event_ids)
         dropped = []
@@ -163,7 +165,14 @@ class Outbox(Lanes):
         catch_up.gap_events = policy.catch_up_gap_events
         offered = self._offered
         assert self.lsso is not None
-        if await catch_up.fill(draft, self.lsso):
+        found = await catch_up.fill(draft, self.lsso)
+        if found == "some" and not catch_up.on_record:
+            await self._put_on_record(catch_up)
+            # Who may see it is judged when it is sent (I6), and writing takes time.
+            draft.drop_catch_up()
+            catch_up.stuck.clear()
+            found = await catch_up.fill(draft, self.lsso)
+        if found != "nothing":
             stuck, catch_up.stuck = catch_up.stuck, []
             for bad in stuck:
                 await self.quarantine_pdu(bad)
@@ -182,7 +191,8 @@ class Outbox(Lanes):
 
     async def _end_catch_up(self, offered: int) -> None:
         """A query that ran after `offered` was the newest offered found nothing owed."""
-        await self._store.end_catch_up(self.destination)
+        if self._catch_up is not None and self._catch_up.on_record:
+            await self._store.end_catch_up(self.destination)
         self._catch_up = None
         # No await from here on: what was not offered by now will be offered to a level queue.
         if self._offered == offered:
@@ -199,20 +209,32 @@ class Outbox(Lanes):
         else:
             newest_only, answered = lsso is None, {}
             floor = await self._floor_without_lsso() if lsso is None else lsso
-            await self._store.begin_catch_up(name, floor, newest_only)
         self.lsso = floor if lsso is None else lsso
         self.stored_lsso = lsso
-        return CatchUp(
+        catch_up = CatchUp(
             name,
             self._homeserver,
             self._router,
             floor,
             newest_only,
             gap_events=0,
-            refused=await self._store.quarantined_events(name),
+            refused=set(await self._store.quarantined_events(name)),
             whole=self._spilled_in_health,
             answered=answered,
+            on_record=record is not None,
         )
+        if newest_only and not catch_up.on_record:
+            await self._put_on_record(catch_up)
+        return catch_up
+
+    async def _put_on_record(self, catch_up: CatchUp) -> None:
+        """Before LSSO passes what is still owed, even by an answer that we do not live to see."""
+        assert self.lsso is not None
+        # What was answered until now was all that was owed then.
+        catch_up.floor = self.lsso
+        catch_up.answered.clear()
+        await self._store.begin_catch_up(self.destination, self.lsso, catch_up.newest_only)
+        catch_up.on_record = True
 
     async def _floor_without_lsso(self) -> int:
         """A server that was never reached by whoever sent before us: below all that it is owed."""
@@ -255,9 +277,14 @@ class Outbox(Lanes):
     ) -> None:
         """Write progress down: rooms first, because LSSO passes what they still owe."""
         if rooms_done:
-            catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
-            await self._store.catch_up_sent(self.destination, rooms_done)
-            catch_up.answered.update(rooms_done)
+            if self._catch_up is None:
+                # It was frozen by a catch-up that is gone, and may not be all that is owed.
+                self._catch_up = await self._begin_catch_up()
+                if not self._catch_up.on_record:
+                    await self._put_on_record(self._catch_up)
+            if self._catch_up.on_record:
+                await self._store.catch_up_sent(self.destination, rooms_done)
+            self._catch_up.answered.update(rooms_done)
         if lsso is not None or outbox_ids or pokes:
             settlement = Settlement(
                 self.destination, lsso, tuple(outbox_ids), pokes=tuple(pokes), resync=resync

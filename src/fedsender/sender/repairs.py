@@ -116,6 +116,8 @@ class Repairs:
         await self.hold(server, paused=None, parked="being purged")
         while server in self._book.active:
             await self._book.active[server].gone.wait()
+        # A drain would write down what it left.
+        self._book.unsaved.pop(server, None)
         await self._context.store.forget(server)
         await self._context.homeserver.purge(server)
         self._book.forget(server)

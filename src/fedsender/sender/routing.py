@@ -22,9 +22,13 @@ from typing import Any, Protocol
 
 import tenacity
 import trio
-from cachetools import LRUCache
+from cachetools import TTLCache
 
 from fedsender.matrix import BadEvent, Pdu, make_pdu, prune, server_of
+
+REMEMBERED_S = 300.0
+"""Servers that catch up ask for the same events within minutes of each other. What has been
+remembered for longer would only fill memory, slowly, up to the bound."""
 
 
 class EventRow(Protocol):
@@ -138,7 +142,9 @@ class Router:
         self._server_name = server_name
         self._is_mine = is_mine
         self._forgotten = 0
-        self._routed: LRUCache[str, Routed] = LRUCache(cache_bytes, getsizeof=_size)
+        self._routed: TTLCache[str, Routed] = TTLCache(
+            cache_bytes, REMEMBERED_S, timer=trio.current_time, getsizeof=_size
+        )
 
     def forget(self, event_id: str) -> None:
         """The event has changed (it was redacted); the next question reads it anew."""
@@ -207,6 +213,8 @@ class Router:
     async def _servers_before(self, rows: Sequence[EventRow]) -> dict[str, object]:
         """The servers of each event; what is unknown is asked again a few times, then stays so."""
         found: dict[str, object] = {}
+        if not rows:
+            return found
         open_rows = list(rows)
         retrying = tenacity.AsyncRetrying(
             stop=tenacity.stop_after_attempt(4),

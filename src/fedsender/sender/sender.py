@@ -4,7 +4,7 @@ What is going on with each server is in the book (`book.py`); this module brings
 takes over what the last daemon left, and drains at the end.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -109,17 +109,18 @@ class Sender:
         """No queue may hold a PDU up to this stream ordering any longer."""
         if stream_ordering < self._oldest_queued:
             return
-        # PDUs enter queues in stream order: the next look at all of them is far away.
-        oldest_queued = self.fan_out.position + 1
         for destination in self.active.values():
             oldest = destination.outbox.queue.oldest
-            if oldest is None:
-                continue
-            if oldest.stream_ordering <= stream_ordering:
+            if oldest is not None and oldest.stream_ordering <= stream_ordering:
                 destination.spill()
-            else:
-                oldest_queued = min(oldest_queued, oldest.stream_ordering)
-        self._oldest_queued = oldest_queued
+        # PDUs enter queues in stream order: the next look at all of them is far away.
+        self._oldest_queued = self.oldest_queued()
+
+    def oldest_queued(self) -> int:
+        """No queue holds a PDU below this stream ordering."""
+        queued = (destination.outbox.queue.oldest for destination in self.active.values())
+        following = self.fan_out.position + 1
+        return min((pdu.stream_ordering for pdu in queued if pdu is not None), default=following)
 
     def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None:
         """A chunk is done; for the metrics."""
@@ -295,8 +296,8 @@ class Sender:
         """Make durable what the tasks that have ended knew."""
         # Side by side: one whose answer waits for a database that is away holds back no record.
         async with trio.open_nursery() as nursery:
-            for destination in list(self.book.unsaved.values()):
-                nursery.start_soon(self.book.write_down, destination)
+            for server in list(self.book.unsaved):
+                nursery.start_soon(self.book.write_down_unsaved, server)
         await self.edus.save()
 
 
@@ -316,13 +317,12 @@ async def open_sender(
     metrics: Metrics,
     admission: Admission,
     announcer: Announcer,
-    newcomers: Collection[str] = (),
     doubt: Callable[[str], int] = lambda server: 0,
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
-    `newcomers`: servers that another sender has handled until now. `doubt`: how much its last day
-    speaks against a server; those with the least are brought back first.
+    `doubt`: how much its last day speaks against a server; those with the least are brought back
+    first.
 
     Draining takes at most `sending.drain_seconds`. A transaction that is then still unanswered is
     written down, to be repeated unchanged by the next daemon (I3); so it is if the body raises.
@@ -333,7 +333,7 @@ async def open_sender(
         policies.may_send_to,
         cache_bytes=sending.window_bytes // 4,
     )
-    frozen = await take_over(store, ledger, outside, instance, policies.handles, newcomers)
+    frozen = await take_over(store, ledger, outside, instance, policies.handles)
     boot = outside.entropy(8)
     with open_under_way(ledger.directory, instance, boot.hex()) as under_way:
         context = Context(

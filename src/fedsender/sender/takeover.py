@@ -5,7 +5,7 @@ Which answers are in the ledger that the databases did not get to know of? Which
 off? And which frozen transactions may still be repeated?
 """
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 AT_ONCE = 128
 """So many servers are seen to side by side: their writes are committed in groups."""
+PAGE = 200
+"""So many frozen transactions are read at once: what each holds may be 50 KB."""
 
 
 async def take_over(
@@ -32,27 +34,20 @@ async def take_over(
     outside: Outside,
     instance: str,
     is_mine: Callable[[str], bool],
-    newcomers: Collection[str] = (),
 ) -> set[str]:
     """Answer the questions; the servers whose frozen transaction is to be repeated.
 
     `is_mine`: whether a server belongs to this shard; others' records are left alone.
-    `newcomers`: servers that have come to it now; what is on record of them another sender left,
-    whose events position was another one.
 
     All frozen transactions are void if the homeserver's database has moved without us (Synapse's
     own worker ran, a backup was restored); one is if its server's LSSO is not what it was. Void
     ones are discarded, each with a line in the ledger.
     """
-    takeover = _Takeover(store, ledger, outside, is_mine, frozenset(newcomers))
+    takeover = _Takeover(store, ledger, outside, is_mine)
     await takeover.note_cut_off(instance)
     left = await store.sender.load_generation(instance)
-    frozen = {
-        name: manifest
-        for name, manifest in (await store.sender.frozen_manifests()).items()
-        if is_mine(name)
-    }
-    moved = await takeover.moved_without_us(left, frozen)
+    frozen, newest = await takeover.look_at_frozen()
+    moved = await takeover.moved_without_us(left, newest)
     await takeover.note_well()
     if moved is None:
         await _for_each(ledger.last_words.values(), takeover.settle)
@@ -109,7 +104,6 @@ class _Takeover:
     ledger: Ledger
     outside: Outside
     is_mine: Callable[[str], bool]
-    newcomers: frozenset[str]
 
     async def note_cut_off(self, instance: str) -> None:
         """A line for each attempt that was under way when the last daemon was killed (I9)."""
@@ -123,8 +117,22 @@ class _Takeover:
         for path in files:
             path.unlink(missing_ok=True)
 
+    async def look_at_frozen(self) -> tuple[dict[str, int | None], int]:
+        """By server what LSSO was when its transaction was frozen; and the newest event in those
+        that we froze ourselves (-1: none)."""
+        frozen: dict[str, int | None] = {}
+        newest, after = -1, ""
+        while page := await self.store.sender.frozen_page(after, PAGE):
+            after = page[-1].destination
+            for each in page:
+                if self.is_mine(each.destination):
+                    frozen[each.destination] = each.manifest["lsso_before"]
+                    if each.ours:
+                        newest = max(newest, _newest(each.manifest))
+        return frozen, newest
+
     async def moved_without_us(
-        self, left: StoredGeneration | None, frozen: Mapping[str, Mapping[str, Any]]
+        self, left: StoredGeneration | None, newest_frozen: int
     ) -> str | None:
         """Why the homeserver's database is not as we left it; None: it is, or we never had it."""
         there = await self.store.homeserver.generation()
@@ -134,27 +142,18 @@ class _Takeover:
             return f"the events position is {there.position}, and was {there.ours} when we left it"
         if there.mark is not None and there.mark != left.mark:
             return "the homeserver's database is not the one that we left"
-        known = max(left.events_position, await self._newest_known(frozen))
+        known = max(left.events_position, newest_frozen, await self._newest_settled())
         if there.position < known:
             return f"the events position went back to {there.position} from {known}"
         return None
 
-    async def _newest_known(self, frozen: Mapping[str, Mapping[str, Any]]) -> int:
-        """The newest event that we know to have been fanned out, by what we have on record."""
+    async def _newest_settled(self) -> int:
+        """The newest event that catch-ups and the ledger's last words say was answered. Not by
+        what another sender left: it may have been ahead of us."""
         marks = (await self.store.sender.catch_up_marks()).items()
-        ours = {name: mark for name, mark in marks if self.is_mine(name)}
-        newest = max((ours[name] for name in ours.keys() - self.newcomers), default=-1)
-        lines = (line for line in self.ledger.last_words.values())
-        known = (frozen[name] for name in frozen.keys() - self.newcomers)
-        for sent in (*known, *lines):
-            orderings = (
-                # What stands in for others may be newer than all that was fanned out.
-                pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
-                for pdu in sent["pdus"]
-                if pdu["lane"] != "redelivery"
-            )
-            newest = max(newest, *orderings, sent["lsso"] or -1)
-        return newest
+        caught_up = (mark for name, mark in marks if self.is_mine(name))
+        answered = (_newest(line) for line in self.ledger.last_words.values())
+        return max((*caught_up, *answered), default=-1)
 
     async def note_well(self) -> None:
         """Who has answered since its state was written down has nothing to wait for."""
@@ -199,14 +198,14 @@ class _Takeover:
         else:
             await self.store.sender.restart_catch_up(name, lsso)
 
-    async def sift(self, frozen: Mapping[str, Mapping[str, Any]], moved: str | None) -> set[str]:
+    async def sift(self, frozen: Mapping[str, int | None], moved: str | None) -> set[str]:
         """The servers whose frozen transaction may be repeated; the others' are discarded."""
         valid: set[str] = set()
 
         async def look(name: str) -> None:
             reason = moved
             if reason is None:
-                lsso, before = await self.store.homeserver.lsso(name), frozen[name]["lsso_before"]
+                lsso, before = await self.store.homeserver.lsso(name), frozen[name]
                 if lsso != before:
                     reason = f"LSSO is {lsso}, and was {before} when it was frozen"
             if reason is None:
@@ -217,3 +216,15 @@ class _Takeover:
         there = set(await self.store.sender.frozen_destinations())
         await _for_each(sorted(name for name in frozen if name in there), look)
         return valid
+
+
+def _newest(sent: Mapping[str, Any]) -> int:
+    """The newest event of a transaction (its manifest, or its line) that was fanned out."""
+    orderings = (
+        # What stands in for others may be newer than all that was fanned out.
+        pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
+        for pdu in sent["pdus"]
+        if pdu["lane"] != "redelivery"
+    )
+    newest: int = max(-1, *orderings, sent["lsso"] or -1)
+    return newest

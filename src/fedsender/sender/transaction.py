@@ -13,6 +13,7 @@ from fedsender.ledger import SentPdu
 from fedsender.matrix import Pdu, canonical_json
 from fedsender.store.records import DevicePoke
 
+_ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'
 Key = tuple[str, ...]
 """What a conflated EDU is about; a newer one of the same key replaces it."""
 
@@ -102,6 +103,13 @@ class Draft:
         self.bytes += size
         return True
 
+    def drop_catch_up(self) -> None:
+        """Take out again what a catch-up has put in."""
+        kept = [outgoing for outgoing in self.pdus if outgoing.lane != "catch_up"]
+        gone = (outgoing for outgoing in self.pdus if outgoing.lane == "catch_up")
+        self.bytes -= sum(len(outgoing.pdu.wire) + 1 for outgoing in gone)
+        self.pdus, self.lsso, self.rooms_done = kept, None, {}
+
     def drop_outbox(self, row_id: int) -> bool:
         """Take the EDUs of this row out again; False if they are all there is, and stay."""
         kept = [edu for edu in self.edus if row_id not in edu.outbox_ids]
@@ -184,6 +192,11 @@ class Transaction:
             "lsso_before": self.lsso_before,
             "rooms_done": dict(self.rooms_done),
         }
+
+
+def envelope_bytes(origin: str) -> int:
+    """Bytes of a transaction's body that are neither PDUs nor EDUs, at the most."""
+    return len(_ENVELOPE) + len(canonical_json(origin)) + len(str(2**53))
 
 
 def freeze(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import trio
-from sqlalchemy import URL
+from sqlalchemy import URL, Connection, inspect, text
 
 from fedsender.outside import Outside
 from fedsender.store.connections import checked_url
@@ -99,8 +99,9 @@ async def open_store(
     `after_commit` and `faults`: see `open_database`; here a fault's point begins with the database,
     "homeserver: before commit" and so on.
 
-    Raises SchemaDiffers, LockHeld if our tables are old and a daemon runs on them, and StoreError
-    if a homeserver's database is not one we know. Waits for a database that is away.
+    Raises SchemaDiffers, LockHeld if our tables are old and a daemon runs on them, WrongDatabase if
+    a Synapse's tables are where ours should be, and StoreError if a homeserver's database is not
+    one we know. Waits for a database that is away.
     """
     async with AsyncExitStack() as stack:
 
@@ -132,13 +133,14 @@ async def open_store(
         if config.state_url is not None and not embedded:
             state = await open_one(config.state_url, "state", ours=False)
         own = await open_one(config.sender_url, "sender", ours=True)
+        await own.read(_refuse_a_synapses)
         await bring_up_to_date(own, "sender", _lock(own.url, outside))
         if embedded:
             # A daemon takes its share of the tables in its own database only.
             await bring_up_to_date(main, "homeserver", _lock(own.url, outside))
         homeserver = HomeserverStore(main, outside, config.homeserver, state_database=state)
         await homeserver.check_schema()
-        lock = InstanceLock(_locks(own, main, outside, embedded=embedded))
+        lock = InstanceLock(await _locks(own, main, outside, embedded=embedded))
         try:
             yield Store(
                 homeserver,
@@ -154,14 +156,24 @@ async def open_store(
 async def upgrade_databases(config: StoreConfig, outside: Outside) -> None:
     """Migrate and check our own tables and nothing else: `fedsender db upgrade`.
 
-    Raises LockHeld if there is something to migrate while a daemon runs.
+    Raises LockHeld if there is something to migrate while a daemon runs, and WrongDatabase if a
+    Synapse's tables are where ours should be.
     """
     lines: list[tuple[str, Line]] = [(config.sender_url, "sender")]
     if config.homeserver.kind == "embedded":
         lines.append((config.homeserver_url, "homeserver"))
     for url, line in lines:
         async with open_database(url, outside, name=line) as database:
+            if line == "sender":
+                await database.read(_refuse_a_synapses)
             await bring_up_to_date(database, line, _lock(checked_url(config.sender_url), outside))
+
+
+def _refuse_a_synapses(connection: Connection) -> None:
+    if inspect(connection).has_table("schema_version"):
+        raise WrongDatabase(
+            "sender_database is a Synapse's own database: fedsender's tables need another one"
+        )
 
 
 def _lock(url: URL, outside: Outside) -> Lock:
@@ -170,7 +182,7 @@ def _lock(url: URL, outside: Outside) -> Lock:
     return FileLock(Path(url.database or ""))
 
 
-def _locks(own: Database, main: Database, outside: Outside, *, embedded: bool) -> list[Lock]:
+async def _locks(own: Database, main: Database, outside: Outside, *, embedded: bool) -> list[Lock]:
     """A lock in each of the databases that could be shared: on a Synapse, in the Synapse's too.
 
     A homeserver's SQLite is left alone: a file of ours beside it would be a surprise.
@@ -178,4 +190,14 @@ def _locks(own: Database, main: Database, outside: Outside, *, embedded: bool) -
     ours = _lock(own.url, outside)
     if embedded or main.dialect != "postgresql":
         return [ours]
+    if own.dialect == "postgresql" and await own.read(_place) == await main.read(_place):
+        return [ours]  # In another schema of the same database: the lock is seen by all.
     return [ours, AdvisoryLock(main.url, outside)]
+
+
+def _place(connection: Connection) -> tuple[object, ...]:
+    """A PostgreSQL database, however its URL is written: no two servers start at the same time."""
+    query = (
+        "SELECT oid, pg_postmaster_start_time() FROM pg_database WHERE datname = current_database()"
+    )
+    return tuple(connection.execute(text(query)).one())

@@ -1,17 +1,22 @@
 """Catch-ups under way: functions of a connection."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, delete, func, select, update
 
 from fedsender.store.records import CatchUp
-from fedsender.store.rows import insert_rows
+from fedsender.store.rows import having_rows, insert_rows
 from fedsender.store.sender_tables import catch_up_rooms, catch_ups
 
 
-def find(connection: Connection, destination: str) -> CatchUp | None:
-    """The destination's, if one is under way."""
+def find(connection: Connection, names: Sequence[str]) -> dict[str, CatchUp | None]:
+    """By destination the one that is under way, if any."""
+    there = having_rows(connection, catch_ups.c.destination, names)
+    return {name: _find(connection, name) if name in there else None for name in names}
+
+
+def _find(connection: Connection, destination: str) -> CatchUp | None:
     row = connection.execute(
         select(catch_ups.c.floor, catch_ups.c.newest_only).where(
             catch_ups.c.destination == destination
@@ -65,10 +70,19 @@ def restart(connection: Connection, destination: str, lsso: int) -> None:
 
 
 def marks(connection: Connection) -> dict[str, int]:
-    """By destination the newest stream ordering that its catch-up speaks of."""
+    """By destination the newest stream ordering that its catch-up speaks of, if nobody else began
+    it."""
     rooms = catch_up_rooms.c
-    query = select(rooms.destination, func.max(rooms.sent_to)).group_by(rooms.destination)
+    begun_by_others = select(catch_ups.c.destination).where(catch_ups.c.taken_from.is_not(None))
+    query = (
+        select(rooms.destination, func.max(rooms.sent_to))
+        .where(rooms.destination.not_in(begun_by_others))
+        .group_by(rooms.destination)
+    )
     found = {row[0]: row[1] for row in connection.execute(query)}
-    for name, floor in connection.execute(select(catch_ups.c.destination, catch_ups.c.floor)):
+    ours = select(catch_ups.c.destination, catch_ups.c.floor).where(
+        catch_ups.c.taken_from.is_(None)
+    )
+    for name, floor in connection.execute(ours):
         found[name] = max(floor, found.get(name, floor))
     return found

@@ -14,6 +14,9 @@ from sqlalchemy.pool import QueuePool
 FIRST_PAUSE_S = 0.2
 LAST_PAUSE_S = 10.0
 SQLITE_BUSY_S = 5.0
+SQLITE_CACHE_KIB = 512
+"""Pages that a connection keeps. It would keep 2 MB, and be hours in getting there; what it asks
+again is in the system's own cache."""
 CONNECT_S = 10
 STATEMENT_MS = 60_000
 LOCK_MS = 10_000
@@ -95,7 +98,11 @@ def _sqlite_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> 
             "check_same_thread": False,
         },
     )
-    pragmas = [f"synchronous = {options.synchronous}", "foreign_keys = ON"]
+    pragmas = [
+        f"synchronous = {options.synchronous}",
+        "foreign_keys = ON",
+        f"cache_size = -{SQLITE_CACHE_KIB}",
+    ]
     if options.ours:
         pragmas.insert(0, "journal_mode = WAL")
     if kind == "read":

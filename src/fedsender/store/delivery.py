@@ -25,7 +25,7 @@ from sqlalchemy import (
 from fedsender.store import tables
 from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import Backoff, Lagging, Settlement
-from fedsender.store.rows import insert_rows, upsert
+from fedsender.store.rows import having_rows, insert_rows, upsert
 
 destinations = tables.destinations
 destination_rooms = tables.destination_rooms
@@ -128,9 +128,16 @@ def _marks(connection: Connection, names: Iterable[str]) -> dict[str, int | None
 
 
 def owed_rooms(
+    connection: Connection, asked: Iterable[tuple[str, int, int]]
+) -> dict[tuple[str, int, int], list[tuple[str, int]]]:
+    """By (destination, after, limit) the first `limit` of the (room, newest stream ordering) above
+    `after`, ascending by stream ordering."""
+    return {each: _owed_rooms(connection, *each) for each in asked}
+
+
+def _owed_rooms(
     connection: Connection, destination: str, after: int, limit: int
 ) -> list[tuple[str, int]]:
-    """(room, newest stream ordering) above `after`, ascending by stream ordering."""
     query = (
         select(destination_rooms.c.room_id, destination_rooms.c.stream_ordering)
         .where(destination_rooms.c.destination == destination)
@@ -141,16 +148,19 @@ def owed_rooms(
     return [(room_id, stream_ordering) for room_id, stream_ordering in connection.execute(query)]
 
 
-def backoff(connection: Connection, destination: str) -> Backoff | None:
-    """The destination's row, or None if it has none."""
-    query = select(
-        destinations.c.retry_last_ts,
-        destinations.c.retry_interval,
-        destinations.c.failure_ts,
-        destinations.c.last_successful_stream_ordering,
-    ).where(destinations.c.destination == destination)
-    row = connection.execute(query).one_or_none()
-    return None if row is None else Backoff(*row)
+def backoffs(connection: Connection, names: Sequence[str]) -> dict[str, Backoff | None]:
+    """The rows of these destinations; None for one that has none."""
+    found: dict[str, Backoff | None] = dict.fromkeys(names)
+    for chunk in in_chunks(sorted(found)):
+        query = select(
+            destinations.c.destination,
+            destinations.c.retry_last_ts,
+            destinations.c.retry_interval,
+            destinations.c.failure_ts,
+            destinations.c.last_successful_stream_ordering,
+        ).where(destinations.c.destination.in_(chunk))
+        found.update((row[0], Backoff(*row[1:])) for row in connection.execute(query))
+    return found
 
 
 def lagging_page(connection: Connection, start: str) -> tuple[list[Lagging], str | None]:
@@ -191,13 +201,24 @@ def owing_keys_page(
     return found, found[-1] if len(found) == LAGGING_PAGE else None
 
 
+ToDevice = tuple[str, int, int | None, int]
+"""Of a destination the rows with stream ids above one and up to another, so many of them."""
+
+
 def to_device(
-    connection: Connection, destination: str, after: int, upto: int | None, limit: int
-) -> list[tuple[int, str]]:
-    """To-device rows with `after` < stream id (<= `upto`), ascending, the first `limit` of them.
+    connection: Connection, asked: Sequence[ToDevice]
+) -> dict[ToDevice, list[tuple[int, str]]]:
+    """To-device rows by (destination, after, upto, limit), ascending.
 
     All rows of a stream id come together, beyond the limit if they must: they are deleted by it.
     """
+    owed = having_rows(connection, outbox.c.destination, [each[0] for each in asked])
+    return {each: _to_device(connection, *each) if each[0] in owed else [] for each in asked}
+
+
+def _to_device(
+    connection: Connection, destination: str, after: int, upto: int | None, limit: int
+) -> list[tuple[int, str]]:
     query = (
         select(outbox.c.stream_id, outbox.c.messages_json)
         .where(outbox.c.destination == destination, outbox.c.stream_id > after)

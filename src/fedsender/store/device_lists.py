@@ -17,7 +17,7 @@ from sqlalchemy import Connection, delete, select
 from fedsender.store import tables
 from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import CrossSigning, Device, DeviceChanges, DevicePoke
-from fedsender.store.rows import insert_rows
+from fedsender.store.rows import having_rows, insert_rows
 
 pokes_table = tables.device_lists_outbound_pokes
 last_success = tables.device_lists_outbound_last_success
@@ -26,11 +26,22 @@ ROWS = 500
 """So many rows are looked at for one transaction; what repeats among them is sent once."""
 
 
-def changes(connection: Connection, destination: str, upto: int, *, names: bool) -> DeviceChanges:
-    """What the server is to hear of devices, by its oldest rows at or below `upto`.
+def changes(
+    connection: Connection, asked: Sequence[tuple[str, int]], *, names: bool
+) -> dict[tuple[str, int], DeviceChanges]:
+    """By (server, `upto`) what it is to hear of devices, by its oldest rows at or below `upto`.
 
     `names`: whether it is told the names of devices.
     """
+    owed = having_rows(connection, pokes_table.c.destination, [each[0] for each in asked])
+    nothing = DeviceChanges([], complete=True, devices={}, cross_signing={}, last_sent={})
+    return {
+        each: _changes(connection, *each, names=names) if each[0] in owed else nothing
+        for each in asked
+    }
+
+
+def _changes(connection: Connection, destination: str, upto: int, *, names: bool) -> DeviceChanges:
     query = (
         select(pokes_table.c.stream_id, pokes_table.c.user_id, pokes_table.c.device_id)
         .where(pokes_table.c.destination == destination, pokes_table.c.stream_id <= upto)

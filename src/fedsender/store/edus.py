@@ -3,7 +3,7 @@
 An embedded store has what a relay brings of it; it does not know whose users are in which rooms.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from sqlalchemy import Connection
 
@@ -25,13 +25,15 @@ class EduStore:
 
     async def device_changes(self, destination: str, upto: int) -> DeviceChanges:
         """What the server is to hear of devices, by its oldest rows at or below `upto`."""
+        asked = (destination, upto)
+        return await self._database.read_together(self._device_changes, asked)
+
+    def _device_changes(
+        self, connection: Connection, asked: Sequence[tuple[str, int]]
+    ) -> dict[tuple[str, int], DeviceChanges]:
         # A homeserver behind a relay has left out what others are not to know.
         names = self._device_names or self._embedded
-
-        def look(connection: Connection) -> DeviceChanges:
-            return device_lists.changes(connection, destination, upto, names=names)
-
-        return await self._database.read(look)
+        return device_lists.changes(connection, asked, names=names)
 
     async def changed_device_lists(self, after: int, upto: int) -> list[str]:
         """The servers to be told of device changes with after < stream id <= upto."""

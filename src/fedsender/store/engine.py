@@ -1,21 +1,23 @@
-"""A database behind worker threads: reads side by side, writes committed in groups.
+"""A database behind worker threads: reads side by side, small reads and writes in groups.
 
 `Database.write` is the only way in for changes. Callers queue up, one committer takes all that are
 waiting and runs them in one transaction, in one thread hop; a caller's await returns once that
 transaction is durable. If a function raises, its batch is rolled back and each of the batch is run
-by itself, so that only the bad one raises.
+by itself, so that only the bad one raises. `Database.read_together` is the same for small reads:
+a hop and a transaction cost several times what such a read itself costs.
 
 A database that is away (restarting, full, locked by somebody else) is not an error: reads and
-writes wait, with growing pauses, until it is back or until they are cancelled. A connection can
+writes wait, with growing pauses, until it is back or until they are cancelled. One that is there
+and takes too long is asked a few times more, and then it is an error of who asked. A connection can
 break after COMMIT was sent and before its answer came; the batch is then run again. So what is
 given to `write` must come to the same when it is run twice.
 """
 
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from functools import partial
+from typing import Literal, TypeVar
 
 import structlog
 import trio
@@ -33,7 +35,7 @@ from fedsender.store.connections import (
     make_engine,
     prepare_file,
 )
-from fedsender.store.jobs import Job, run_jobs
+from fedsender.store.jobs import Batches, Job, StoreClosed, run_reads, run_writes
 from fedsender.store.outages import kind_of, words
 
 __all__ = [
@@ -48,14 +50,18 @@ __all__ = [
 
 T = TypeVar("T")
 Item = TypeVar("Item")
+Asked = TypeVar("Asked", bound=Hashable)
 Faults = Callable[[str], None]
 
 log = structlog.get_logger()
 
-# A transaction of this many small writes takes some 10 ms; more would make the first one wait.
-MAX_BATCH = 256
+# A transaction of so many small ones takes some 10 ms; more would make the first one wait.
+MAX_WRITES = 256
+MAX_READS = 64
 # Serialization failures end by themselves; this many in a row mean that something else is wrong.
 MAX_CONFLICTS = 20
+# Who runs out of time so often has others wait for nothing, and is told.
+MAX_SLOW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,6 @@ class Meter:
 
     took: Callable[[float], None] = lambda _: None
     retried: Callable[[], None] = lambda: None
-
-
-class StoreClosed(StoreError):
-    """The database is closed. A write that was waiting was not begun, or its end is not known."""
 
 
 @dataclass(slots=True)
@@ -103,11 +105,13 @@ class Database:
         self._meter = meter or Meter()
         self._readers = _make_lane("read", url, options.readers, options)
         self._writer = _make_lane("write", url, 1, options)
-        self._queue: deque[Job] = deque()
-        self._running: list[Job] = []
-        self._arrived = trio.Event()
+        self._writes = Batches(
+            name, self._commit, partial(self._pause_after, self._writer), largest=MAX_WRITES
+        )
+        self._reads = Batches(
+            name, self._look, partial(self._pause_after, self._readers), largest=MAX_READS
+        )
         self._worked = False
-        self._closed = False
 
     @property
     def available(self) -> bool:
@@ -120,7 +124,7 @@ class Database:
         Waits while the database is away; raises StoreError for what waiting does not cure, and
         StoreClosed once nothing is read or written any more.
         """
-        await self._check_open()
+        await self._writes.check_open()
         lane = self._readers
 
         def look() -> T:
@@ -152,29 +156,25 @@ class Database:
         raised here and undoes only its own work. If cancelled before the transaction has begun,
         nothing happens; after that it waits for the transaction's end, then raises Cancelled.
         """
-        value: T = await self._written(Job(fn))
+        value: T = await self._writes.put(Job(fn))
         return value
 
     async def write_together(self, fn: Callable[[Connection, Sequence[Item]], T], item: Item) -> T:
         """The same with `fn(connection, items)`, of all that wait with this `fn` when it runs."""
-        value: T = await self._written(Job(fn, [item]))
+        value: T = await self._writes.put(Job(fn, [item]))
         return value
 
-    async def _written(self, job: Job) -> Any:
-        await self._check_open()
-        self._queue.append(job)
-        self._arrived.set()
-        try:
-            await job.done.wait()
-        except trio.Cancelled:
-            await self._withdraw(job)
-            raise
-        if isinstance(job.error, StoreClosed):
-            # The committer has died and takes everybody with it; only who is shielded is told.
-            await trio.lowlevel.checkpoint()
-        if job.error is not None:
-            raise job.error
-        return job.value
+    async def read_together(
+        self, fn: Callable[[Connection, Sequence[Asked]], Mapping[Asked, T]], item: Asked
+    ) -> T:
+        """What `fn(connection, items)` says of this item: for the small questions that many ask.
+
+        All that wait are answered in one read transaction, those with the same `fn` in one call.
+        Equal items share an answer, which is not to be changed. Errors are as with `read`.
+        """
+        await self._writes.check_open()
+        value: T = await self._reads.put(Job(fn, [item]))
+        return value
 
     async def _timed(self, transaction: Callable[[], T], lane: _Lane) -> T:
         began = trio.current_time()
@@ -182,101 +182,24 @@ class Database:
         self._meter.took(trio.current_time() - began)
         return value
 
-    async def _check_open(self) -> None:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        if self._closed:
-            raise StoreClosed(f"the {self.name} database was closed")
-
-    async def _withdraw(self, job: Job) -> None:
-        job.withdrawn = True
-        if job.running:
-            with trio.CancelScope(shield=True):
-                await job.done.wait()
-        elif not job.done.is_set():
-            self._queue.remove(job)
-
-    async def _commit_forever(self) -> None:
-        """Commit what is waiting, batch by batch; leaves nobody waiting when it ends."""
-        tries = 0
-        try:
-            while True:
-                await self._arrived.wait()
-                pause = await self._commit(self._take_batch(), tries)
-                tries = tries + 1 if pause else 0
-                await trio.sleep(pause)
-        finally:
-            # Nobody is left who would do what comes from here on.
-            self._closed = True
-            for job in (*self._running, *self._queue):
-                job.error = StoreClosed(f"the {self.name} database was closed")
-                job.done.set()
-
-    def _take_batch(self) -> list[Job]:
-        batch: list[Job] = []
-        while self._queue and len(batch) < MAX_BATCH:
-            if self._queue[0].alone and batch:
-                break
-            job = self._queue.popleft()
-            job.running = True
-            batch.append(job)
-            if job.alone:
-                break
-        if not self._queue:
-            self._arrived = trio.Event()
-        self._running = batch
-        return batch
-
-    async def _commit(self, batch: list[Job], tries: int) -> float:
-        """Run one batch in one transaction; returns the seconds to pause before the next."""
-        lane = self._writer
-        if not batch:
-            return 0
-        try:
-            await self._timed(lambda: self._transact(batch), lane)
-        except Exception as error:
-            return self._settle_failure(batch, error, tries)
-        self._note_back(lane)
+    async def _commit(self, batch: Sequence[Job]) -> None:
+        await self._timed(lambda: self._transact(batch), self._writer)
+        self._note_back(self._writer)
         self._after_commit()
-        self._finish(batch)
-        return 0
 
-    def _transact(self, batch: list[Job]) -> None:
+    def _transact(self, batch: Sequence[Job]) -> None:
         with self._writer.engine.begin() as connection:
-            run_jobs(connection, batch)
+            run_writes(connection, batch)
             self._faults("before commit")
         self._faults("after commit")
 
-    def _settle_failure(self, batch: list[Job], error: Exception, tries: int) -> float:
-        try:
-            pause = self._pause_after(self._writer, error, tries)
-        except Exception as final:
-            if len(batch) == 1:
-                batch[0].error = final
-                self._finish(batch)
-            else:
-                self._put_back(batch, alone=True)
-            return 0
-        self._put_back(batch, alone=False)
-        return pause
+    async def _look(self, batch: Sequence[Job]) -> None:
+        def look() -> None:
+            with self._readers.engine.connect() as connection:
+                run_reads(connection, batch)
 
-    def _finish(self, batch: list[Job]) -> None:
-        for job in batch:
-            job.running = False
-            job.done.set()
-        self._running = []
-
-    def _put_back(self, batch: list[Job], *, alone: bool) -> None:
-        """To the front of the queue, in order; who was cancelled meanwhile is let go."""
-        self._running = []
-        for job in reversed(batch):
-            job.running = False
-            job.alone = job.alone or alone
-            if job.withdrawn:
-                job.done.set()
-            else:
-                self._queue.appendleft(job)
-        if self._queue:
-            self._arrived.set()
+        await self._timed(look, self._readers)
+        self._note_back(self._readers)
 
     def _pause_after(self, lane: _Lane, error: Exception, tries: int) -> float:
         """Seconds until the next try; raises what is not cured by trying again."""
@@ -284,6 +207,10 @@ class Database:
         if kind == "conflict" and tries < MAX_CONFLICTS:
             self._meter.retried()
             return min(1.0, 0.01 * 2.0**tries) * self._outside.random.uniform(0.5, 1.5)
+        if kind == "slow" and tries < MAX_SLOW:
+            self._meter.retried()
+            log.warning("database too slow", database=self.name, lane=lane.kind, error=words(error))
+            return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0**tries)
         # One that has let us in is the right one: it is being restored, or its password changed.
         if kind == "away" or (kind == "wrong" and self._worked):
             self._meter.retried()
@@ -350,18 +277,20 @@ async def open_database(
         faults=faults,
         meter=meter,
     )
+    scopes = [trio.CancelScope(shield=True) for _ in range(2)]
+
+    async def run(batches: Batches, scope: trio.CancelScope) -> None:
+        with scope:
+            await batches.run()
+
     async with _plain_errors(), trio.open_nursery() as nursery:
-        scope = trio.CancelScope(shield=True)
-
-        async def commit() -> None:
-            with scope:
-                await database._commit_forever()
-
-        nursery.start_soon(commit)
+        for batches, scope in zip((database._writes, database._reads), scopes, strict=True):
+            nursery.start_soon(run, batches, scope)
         try:
             yield database
         finally:
-            scope.cancel()
+            for scope in scopes:
+                scope.cancel()
             with trio.CancelScope(shield=True):
                 await database.close()
 

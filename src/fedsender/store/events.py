@@ -92,23 +92,34 @@ class EventStore:
 
         Rejected ones too (flagged); one without JSON has `json` "".
         """
-        return await self._read_events(after, upto, limit, None)
-
-    async def room_events(self, room_id: str, after: int, upto: int, limit: int) -> list[EventRow]:
-        """The same for one room."""
-        return await self._read_events(after, upto, limit, room_id)
-
-    async def _read_events(
-        self, after: int, upto: int, limit: int, room_id: str | None
-    ) -> list[EventRow]:
         return await self._database.read(
-            lambda connection: event_rows.read_events(
-                connection, after=after, upto=upto, limit=limit, room_id=room_id, late=self._late
-            )
+            lambda connection: self._look(connection, after, upto, limit, None)
+        )
+
+    async def room_events(
+        self, room_id: str, after: int, upto: int, limit: int
+    ) -> Sequence[EventRow]:
+        """The same for one room."""
+        # Whoever catches up asks for the same rooms as all others.
+        asked = (after, upto, limit, room_id)
+        return await self._database.read_together(self._look_in_rooms, asked)
+
+    def _look_in_rooms(
+        self, connection: Connection, asked: Iterable[tuple[int, int, int, str]]
+    ) -> dict[tuple[int, int, int, str], list[EventRow]]:
+        return {each: self._look(connection, *each) for each in asked}
+
+    def _look(
+        self, connection: Connection, after: int, upto: int, limit: int, room_id: str | None
+    ) -> list[EventRow]:
+        return event_rows.read_events(
+            connection, after=after, upto=upto, limit=limit, room_id=room_id, late=self._late
         )
 
     async def events_by_id(self, event_ids: Sequence[str]) -> dict[str, EventRow]:
         """Those of the events that the homeserver has."""
+        if not event_ids:
+            return {}
         return await self._database.read(
             lambda connection: event_rows.events_by_id(connection, event_ids, late=self._late)
         )

@@ -6,6 +6,7 @@ there stand in the modules beside this one.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -68,6 +69,10 @@ class HomeserverStore(EventStore):
                 connection, settings.instance, settings.instances
             )
         )
+
+    async def sender_positions(self) -> dict[str, int]:
+        """Up to where each of those who send for this homeserver has fanned events out."""
+        return await self._database.read(positions.sender_positions)
 
     async def generation(self) -> Generation:
         """Whether anybody else moved our position, and our mark in this database."""
@@ -154,9 +159,8 @@ class HomeserverStore(EventStore):
 
     async def owed_rooms(self, destination: str, after: int, limit: int) -> list[tuple[str, int]]:
         """(room, stream ordering) above `after`, ascending by stream ordering."""
-        return await self._database.read(
-            lambda connection: delivery.owed_rooms(connection, destination, after, limit)
-        )
+        asked = (destination, after, limit)
+        return await self._database.read_together(delivery.owed_rooms, asked)
 
     async def lsso(self, destination: str) -> int | None:
         """The destination's last successful stream ordering; None: unknown."""
@@ -171,10 +175,12 @@ class HomeserverStore(EventStore):
             look = partial(delivery.lagging_page, start=start)
             page, start = await self._database.read(look)
             found.update((item.destination, item) for item in page)
-        for name in await self._owing_keys():
-            owing = found.get(name)
-            rooms, lsso = (owing.rooms, owing.lsso) if owing else (0, await self.lsso(name))
-            found[name] = Lagging(name, lsso, rooms, owes_keys=True)
+        owing_keys = await self._owing_keys()
+        others = [name for name in owing_keys if name not in found]
+        rows = await self._database.read(partial(delivery.backoffs, names=others))
+        for name, row in rows.items():
+            found[name] = Lagging(name, None if row is None else row.lsso, 0, owes_keys=True)
+        found.update((name, replace(found[name], owes_keys=True)) for name in owing_keys)
         return [found[name] for name in sorted(found)]
 
     async def _owing_keys(self) -> list[str]:
@@ -232,9 +238,7 @@ class HomeserverStore(EventStore):
 
     async def backoff(self, destination: str) -> Backoff | None:
         """The destination's row; None if it has none."""
-        return await self._database.read(
-            lambda connection: delivery.backoff(connection, destination)
-        )
+        return await self._database.read_together(delivery.backoffs, destination)
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
         """The servers whose backoff `writer` changed, by its rows of the `caches` stream with
@@ -266,9 +270,8 @@ class HomeserverStore(EventStore):
 
         The rows of one stream id always come together, beyond the limit if they must.
         """
-        return await self._database.read(
-            lambda connection: delivery.to_device(connection, destination, after, upto, limit)
-        )
+        asked = (destination, after, upto, limit)
+        return await self._database.read_together(delivery.to_device, asked)
 
     async def pending_counts(self, destination: str) -> Pending:
         """How much the destination is owed, and since when."""

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 # SQLSTATE: serialization failure, deadlock. The transaction was rolled back; run it again at once.
 _CONFLICTS = {"40001", "40P01"}
 # SQLSTATE classes and codes of a server that is away, full or busy: 08 connection, 53 resources,
-# 57 operator intervention (shutdown, statement timeout), 58 system error; 55P03 lock timeout,
-# 25006 read-only (a standby that has not been promoted yet).
+# 57 operator intervention (shutdown), 58 system error; 55P03 lock timeout, 25006 read-only (a
+# standby that has not been promoted yet).
 _AWAY_CLASSES = {"08", "53", "57", "58"}
 _AWAY = {"55P03", "25006"}
+# Query canceled: by the statement timeout, or by somebody. The database is there.
+_SLOW = {"57014"}
 _SQLITE_AWAY = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_LOCKED,
@@ -33,8 +35,9 @@ _REFUSED = re.compile(
 )
 
 
-def kind_of(error: Exception) -> Literal["conflict", "away", "wrong"] | None:
-    """Whether an error passes: at once ("conflict"), when the database is back ("away"), or not.
+def kind_of(error: Exception) -> Literal["conflict", "slow", "away", "wrong"] | None:
+    """Whether an error passes: at once ("conflict"), when the database has less to do ("slow"),
+    when it is back ("away"), or not.
 
     "wrong": there is no such database, or it does not let us in.
     """
@@ -50,6 +53,8 @@ def kind_of(error: Exception) -> Literal["conflict", "away", "wrong"] | None:
     state = None if failed is None else failed.sqlstate
     if state in _CONFLICTS:
         return "conflict"
+    if state in _SLOW:
+        return "slow"
     if error.connection_invalidated or state in _AWAY or (state or "")[:2] in _AWAY_CLASSES:
         return "away"
     # Without a code it did not come from a session: refused, reset, no such host, not let in.

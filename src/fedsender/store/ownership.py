@@ -3,13 +3,29 @@
 Each record of a server names the instance that holds it. When the list of senders changes, servers
 go from one to another by the shard rule, and their records must go with them: a frozen transaction
 is repeated by whoever sends next, and a debt is paid by him. A start asks what is here of servers
-that are somebody else's now, and takes what is its own.
+that are somebody else's now, and takes what is its own. An event in quarantine for no server in
+particular is held by each sender, for its own servers; whoever starts first by another list gives
+it to all that are on that list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Table, func, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Table,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    text,
+    update,
+)
 
 from fedsender.store import sender_tables
 from fedsender.store.event_rows import in_chunks
@@ -43,12 +59,10 @@ class TakenOver:
             an instance that we may not take from; and, where the database is not shared, those we
             hold ourselves of servers that are no longer ours (under our own name), because their
             new owner cannot see them.
-        servers: those whose records another instance held until now.
     """
 
     taken: Mapping[str | None, int] = field(default_factory=dict)
     out_of_reach: Mapping[str, int] = field(default_factory=dict)
-    servers: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 Holdings = dict[tuple[str, str | None], dict[str, int]]
@@ -118,7 +132,6 @@ def take_over(
     return TakenOver(
         {name: len(taken[name]) for name in sorted(taken, key=lambda each: each or "")},
         {name: len(left[name]) for name in sorted(left)},
-        frozenset().union(*(names for name, names in taken.items() if name is not None)),
     )
 
 
@@ -132,11 +145,12 @@ def _move(
     holder = table.c.instance_name
     named = sorted(name for name in holders if name is not None)
     reachable: ColumnElement[bool] = or_(holder.is_(None), holder.in_(named))
+    values: dict[str, Any] = {"instance_name": instance}
+    if "taken_from" in table.c:
+        values["taken_from"] = holder
     for chunk in in_chunks(servers):
         connection.execute(
-            update(table)
-            .where(table.c.destination.in_(chunk), reachable)
-            .values(instance_name=instance)
+            update(table).where(table.c.destination.in_(chunk), reachable).values(values)
         )
 
 
@@ -153,3 +167,54 @@ def _lower_receipt_position(connection: Connection, instance: str, holders: set[
             .where(table.c.instance_name == instance, table.c.stream_id > position)
             .values(stream_id=position)
         )
+
+
+def last_list(connection: Connection) -> list[str]:
+    """The senders by whose list all who use this database last ran, in order; []: not known."""
+    table = sender_tables.sender_list
+    query = select(table.c.instance_name).order_by(table.c.place)
+    return list(connection.execute(query).scalars())
+
+
+def follow_list(connection: Connection, senders: Sequence[str], *, shared: bool) -> None:
+    """Everybody who uses this database runs by this list of senders from now on.
+
+    If it is another list than before, each of those who share the database is given what is in
+    quarantine for no server in particular: its servers may have been those of anybody who held it.
+    (What one of them has been sent already comes twice if it is released again.)
+    """
+    table = sender_tables.sender_list
+    if shared:
+        # Two that start at once: the second must not give out again what was released since.
+        connection.execute(text("LOCK TABLE sender_list IN SHARE ROW EXCLUSIVE MODE"))
+    if last_list(connection) == list(senders):
+        return
+    if shared:
+        _give_to_all(connection, senders)
+    connection.execute(delete(table))
+    rows = [{"instance_name": name, "place": place} for place, name in enumerate(senders)]
+    insert_rows(connection, table, rows)
+
+
+def _give_to_all(connection: Connection, senders: Sequence[str]) -> None:
+    table = sender_tables.quarantine
+    names = [column.name for column in table.c if column.name not in ("id", "instance_name")]
+    of_nobody = table.c.destination.is_(None)
+    first_of_each = select(func.min(table.c.id)).where(of_nobody).group_by(table.c.event_id)
+    there = table.alias()
+    for sender in senders:
+        has_it = exists().where(
+            there.c.destination.is_(None),
+            there.c.event_id == table.c.event_id,
+            there.c.instance_name == sender,
+        )
+        missing = (
+            select(*(table.c[name] for name in names), literal(sender))
+            .where(table.c.id.in_(first_of_each), ~has_it)
+            .order_by(table.c.id)
+        )
+        connection.execute(insert(table).from_select([*names, "instance_name"], missing))
+    holder = table.c.instance_name
+    connection.execute(
+        delete(table).where(of_nobody, or_(holder.is_(None), holder.not_in(list(senders))))
+    )

@@ -56,6 +56,14 @@ def read_position(connection: Connection, kind: str, instance: str) -> int:
     return -1 if found is None else found
 
 
+def sender_positions(connection: Connection) -> dict[str, int]:
+    """The stored events positions, by sender."""
+    query = select(positions.c.instance_name, positions.c.stream_id).where(
+        positions.c.type == "events"
+    )
+    return {row.instance_name: row.stream_id for row in connection.execute(query)}
+
+
 def set_position(connection: Connection, kind: str, instance: str, stream_id: int) -> None:
     """Store a position, whatever it was."""
     statement = upsert(connection, positions).values(

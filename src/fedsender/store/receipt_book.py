@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, delete, or_, select
 
 from fedsender.store import sender_tables as tables
 from fedsender.store.engine import Database
@@ -32,12 +32,17 @@ class ReceiptBook:
         self._database = database
 
     async def load(self, instance: str) -> OwedReceipts:
-        """As it was last saved."""
+        """As it was last saved; debts to the instance's own servers."""
         positions, debts = tables.receipt_positions, tables.receipt_debts
         query = select(positions.c.stream_id).where(positions.c.instance_name == instance)
 
         def look(connection: Connection) -> OwedReceipts:
-            rows = connection.execute(select(debts.c.destination, debts.c.stream_id))
+            holder = debts.c.instance_name
+            rows = connection.execute(
+                select(debts.c.destination, debts.c.stream_id).where(
+                    or_(holder == instance, holder.is_(None))
+                )
+            )
             owed = {row.destination: row.stream_id for row in rows}
             return OwedReceipts(connection.execute(query).scalar(), owed)
 

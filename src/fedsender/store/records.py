@@ -280,6 +280,19 @@ class FrozenRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenManifest:
+    """What a frozen transaction holds, without the bytes.
+
+    Attributes:
+        ours: we froze it; else we took it over from another sender, who may have been ahead of us.
+    """
+
+    destination: str
+    manifest: Mapping[str, Any]
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CatchUp:
     """A catch-up under way.
 

@@ -1,10 +1,11 @@
 """Writing rows in the dialect of either database: functions of a connection."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import Connection, Table, cast, func, or_, select
+from sqlalchemy import Column, Connection, Table, Text, cast, exists, func, or_, select
 from sqlalchemy.dialects import sqlite
 
 if TYPE_CHECKING:
@@ -20,6 +21,24 @@ def upsert(connection: Connection, table: Table) -> Insert:
     from sqlalchemy.dialects import postgresql  # 3 MB that SQLite has no use for
 
     return postgresql.insert(table)
+
+
+def having_rows(connection: Connection, key: Column[Any], names: Iterable[str]) -> set[str]:
+    """Those of the names that stand in the column `key` of any row of its table.
+
+    It is one look into an index that begins with `key` for each name, however many rows it has.
+    """
+    wanted = sorted(set(names))
+    if len(wanted) < 2:
+        return set(wanted)  # To read the rows themselves is as quick.
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
+        given = cast(wanted, postgresql.ARRAY(Text))
+        name = func.unnest(given).table_valued("name").render_derived().c.name
+    else:
+        name = func.json_each(json.dumps(wanted)).table_valued("value").c.value
+    return set(connection.execute(select(name).where(exists().where(key == name))).scalars())
 
 
 def insert_rows(

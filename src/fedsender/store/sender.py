@@ -19,9 +19,17 @@ from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database
 from fedsender.store.lock import InstanceLock, LockHeld, LockUnknown
 from fedsender.store.migrations import refuse_old_tables
-from fedsender.store.ownership import Foreign, TakenOver, foreign_records, take_over
+from fedsender.store.ownership import (
+    Foreign,
+    TakenOver,
+    follow_list,
+    foreign_records,
+    last_list,
+    take_over,
+)
 from fedsender.store.records import (
     CatchUp,
+    FrozenManifest,
     FrozenRecord,
     Quarantined,
     Redelivery,
@@ -53,6 +61,7 @@ class SenderStore(WithheldStore):
         """`instance`: whose records we write."""
         super().__init__(database, outside, instance)
         self._lock = lock
+        self._held_as = (instance, "")
 
     @property
     def available(self) -> bool:
@@ -71,7 +80,7 @@ class SenderStore(WithheldStore):
     async def save_frozen(self, record: FrozenRecord) -> None:
         """Store the record in place of any other of its destination."""
         values = {item.name: getattr(record, item.name) for item in fields(record)}
-        values["instance_name"] = self._instance
+        values |= {"instance_name": self._instance, "taken_from": None}
         await self._write_row(tables.frozen_transactions, ["destination"], values)
 
     async def drop_frozen(self, destination: str) -> None:
@@ -82,13 +91,17 @@ class SenderStore(WithheldStore):
         """Destinations with a frozen transaction, by name."""
         return await self._names(tables.frozen_transactions)
 
-    async def frozen_manifests(self) -> dict[str, Mapping[str, Any]]:
-        """By destination what its frozen transaction holds, without the bytes."""
+    async def frozen_page(self, after: str, limit: int) -> list[FrozenManifest]:
+        """What the frozen transactions of destinations above `after` hold, by name."""
         table = tables.frozen_transactions
-        query = select(table.c.destination, table.c.manifest)
-        return await self._database.read(
-            lambda connection: {row[0]: row[1] for row in connection.execute(query)}
+        query = (
+            select(table.c.destination, table.c.manifest, table.c.taken_from.is_(None))
+            .where(table.c.destination > after)
+            .order_by(table.c.destination)
+            .limit(limit)
         )
+        rows = await self._database.read(lambda connection: connection.execute(query).all())
+        return [FrozenManifest(*row) for row in rows]
 
     async def drop_all_frozen(self) -> list[FrozenRecord]:
         """Discard every frozen transaction, because the homeserver's database is not as we left it.
@@ -118,15 +131,25 @@ class SenderStore(WithheldStore):
 
     async def save_server_state(self, state: ServerState) -> None:
         """Store the state in place of the one before."""
-        values = {**asdict(state), "instance_name": self._instance}
-        values["reason"] = state.reason[:MAX_REASON] if state.reason is not None else None
-        await self._write_row(tables.server_states, ["destination"], values)
+        await self._database.write_together(self._save_states, state)
+
+    def _save_states(self, connection: Connection, states: Sequence[ServerState]) -> None:
+        newest = {state.destination: state for state in states}
+        rows = [
+            {
+                **asdict(state),
+                "reason": state.reason[:MAX_REASON] if state.reason is not None else None,
+                "instance_name": self._instance,
+            }
+            for _, state in sorted(newest.items())
+        ]
+        _replace(connection, tables.server_states, ["destination"], rows)
 
     # --- catch-up ---------------------------------------------------------------------------------
 
     async def catch_up(self, destination: str) -> CatchUp | None:
         """The destination's catch-up, if one is under way."""
-        return await self._database.read(lambda connection: catch_ups.find(connection, destination))
+        return await self._database.read_together(catch_ups.find, destination)
 
     async def begin_catch_up(self, destination: str, floor: int, newest_only: bool) -> None:
         """Start a catch-up. If one is under way, its floor and rooms stand: it only goes on."""
@@ -149,7 +172,8 @@ class SenderStore(WithheldStore):
         )
 
     async def catch_up_marks(self) -> dict[str, int]:
-        """By destination the newest stream ordering that its catch-up speaks of."""
+        """By destination the newest stream ordering that its catch-up speaks of; of those that no
+        other sender began."""
         return await self._database.read(catch_ups.marks)
 
     async def end_catch_up(self, destination: str) -> None:
@@ -173,6 +197,18 @@ class SenderStore(WithheldStore):
         `owner_of`: whose a server is, by the present list of instances; None: nobody's.
         """
         return await self._database.read(lambda connection: foreign_records(connection, owner_of))
+
+    async def last_list(self) -> list[str]:
+        """The senders by whose list this database was last used, in order; []: not known."""
+        return await self._database.read(last_list)
+
+    async def follow_list(self, senders: Sequence[str]) -> None:
+        """This database is used by this list of senders from now on. Where it is shared, and the
+        list is another one than before, events that no server got are given to all of them."""
+        shared = self.shared
+        await self._database.write(
+            lambda connection: follow_list(connection, senders, shared=shared)
+        )
 
     async def take_over_records(
         self, is_mine: Callable[[str], bool], instances: Sequence[str]
@@ -216,6 +252,7 @@ class SenderStore(WithheldStore):
         connection by which we held it ourselves is gone, or somebody migrates the tables. Raises
         SchemaDiffers if they have done so since the store was opened.
         """
+        self._held_as = (instance, boot_id)
         pause = FIRST_PAUSE_S
         while not await self._try_lock(instance, boot_id):
             await trio.sleep(pause)
@@ -243,8 +280,19 @@ class SenderStore(WithheldStore):
 
     async def agree_on_senders(self, homeserver: str, senders: Sequence[str]) -> None:
         """Say by which list we send while we hold the lock; raises SendersDiffer if another
-        daemon runs that says another one. Only PostgreSQL can tell."""
-        await self._lock.agree(homeserver, senders)
+        daemon runs that says another one. Only PostgreSQL can tell.
+
+        Waits for a database that is away; as the lock is lost with it, it is taken again.
+        """
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._lock.agree(homeserver, senders)
+            except LockUnknown as error:
+                log.warning("nobody can be asked for the list of senders", error=str(error))
+            await trio.sleep(pause)
+            pause = min(LAST_PAUSE_S, 2 * pause)
+            await self.take_lock(*self._held_as)
 
     async def renew_lock(self) -> bool:
         """Whether we still hold it. False: the connection that held it is gone; take it again."""
@@ -286,7 +334,7 @@ class SenderStore(WithheldStore):
         await self._database.write(lambda connection: _execute(connection, statement))
 
     async def _write_row(self, table: Table, key: list[str], values: Mapping[str, Any]) -> None:
-        await self._database.write(lambda connection: _replace(connection, table, key, values))
+        await self._database.write(lambda connection: _replace(connection, table, key, [values]))
 
 
 def _execute(connection: Connection, statement: Executable) -> None:
@@ -294,13 +342,14 @@ def _execute(connection: Connection, statement: Executable) -> None:
 
 
 def _replace(
-    connection: Connection, table: Table, key: list[str], values: Mapping[str, Any]
+    connection: Connection, table: Table, key: list[str], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    statement = upsert(connection, table).values(**values)
-    changed = {name: statement.excluded[name] for name in values if name not in key}
-    connection.execute(statement.on_conflict_do_update(index_elements=key, set_=changed))
+    statement = upsert(connection, table)
+    changed = {name: statement.excluded[name] for name in rows[0] if name not in key}
+    connection.execute(statement.on_conflict_do_update(index_elements=key, set_=changed), rows)
 
 
 def _record(table: Table) -> Select[Any]:
     """All that a record says, without whose it is."""
-    return select(*(column for column in table.c if column.name != "instance_name"))
+    ours = ("instance_name", "taken_from")
+    return select(*(column for column in table.c if column.name not in ours))

@@ -118,6 +118,12 @@ generation = Table(
     Column("events_position", BigInteger, nullable=False, comment="as we last left it"),
     Column("mark", Text, nullable=False, comment="the mark that stands in both databases"),
 )
+sender_list = Table(
+    "sender_list",
+    sender,
+    Column("instance_name", Text, primary_key=True),
+    Column("place", Integer, nullable=False, comment="in the list by which all senders last ran"),
+)
 instance_lock = Table(
     "instance_lock",
     sender,
@@ -137,3 +143,7 @@ PER_DESTINATION = (
 )
 for _table in PER_DESTINATION:
     _table.append_column(Column("instance_name", Text, comment="whose record it is; NULL: unknown"))
+for _table in (frozen_transactions, catch_ups):
+    _table.append_column(
+        Column("taken_from", Text, comment="who wrote it, if its holder took it over as it is")
+    )

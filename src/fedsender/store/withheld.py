@@ -53,23 +53,31 @@ class WithheldStore:
 
     async def quarantined_rooms(self) -> dict[str, int]:
         """Rooms with an event that no server got, and its stream ordering: what is behind waits."""
-        return await self._database.read(held.rooms)
+        instance = self._instance
+        return await self._database.read(lambda connection: held.rooms(connection, instance))
+
+    async def quarantined_for_all(self) -> int:
+        """How many events no server got, of those that we hold."""
+        instance = self._instance
+        return await self._database.read(lambda connection: held.of_all(connection, instance))
 
     async def quarantined_events(self, destination: str) -> set[str]:
         """Events that this destination does not get."""
-        return await self._database.read(lambda connection: held.events(connection, destination))
+        return await self._database.read_together(held.events, destination)
 
     async def quarantine_list(
         self, destination: str | None, limit: int, after: int = 0
     ) -> list[Quarantined]:
-        """Items with an id above `after`, ascending; of one destination, or of all."""
+        """Our items with an id above `after`, ascending; of one destination, or of all."""
+        instance = self._instance
         return await self._database.read(
-            lambda connection: held.page(connection, destination, limit, after)
+            lambda connection: held.page(connection, instance, destination, limit, after)
         )
 
     async def quarantined(self, ids: Sequence[int]) -> list[Quarantined]:
-        """The items with these ids, ascending."""
-        return await self._database.read(lambda connection: held.find(connection, ids))
+        """Those of our items that have these ids, ascending."""
+        instance = self._instance
+        return await self._database.read(lambda connection: held.find(connection, instance, ids))
 
     async def release(self, ids: Sequence[int]) -> list[Quarantined]:
         """Let items go: PDUs of one destination into its redelivery lane, in this transaction.
@@ -86,13 +94,14 @@ class WithheldStore:
             and item.room_id is not None
             and item.stream_ordering is not None
         ]
-        await self.add_redeliveries(pdus, released=ids)
+        await self.add_redeliveries(pdus, released=[item.id for item in items])
         return items
 
     async def drop(self, ids: Sequence[int]) -> list[Quarantined]:
         """Throw items away for good; returns them, for the ledger."""
         items = await self.quarantined(ids)
-        await self._database.write(lambda connection: held.remove(connection, ids))
+        ours = [item.id for item in items]
+        await self._database.write(lambda connection: held.remove(connection, ours))
         return items
 
     # --- redeliveries -----------------------------------------------------------------------------
@@ -115,9 +124,7 @@ class WithheldStore:
 
     async def redeliveries(self, destination: str, limit: int) -> list[Redelivery]:
         """The destination's redeliveries, room by room, in stream order."""
-        return await self._database.read(
-            lambda connection: held.redeliveries(connection, destination, limit)
-        )
+        return await self._database.read_together(held.redeliveries, (destination, limit))
 
     async def redelivered(
         self, destination: str, event_ids: Sequence[str], *, upto_ms: int | None = None
