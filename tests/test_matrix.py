@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import tracemalloc
 from typing import Any
 
 import canonicaljson
@@ -181,6 +182,17 @@ def test_deep_nesting_is_written_as_the_reference_does(depth: int) -> None:
     for _ in range(depth):
         value = {"a": value}
     assert canonical_json(value) == canonicaljson.encode_canonical_json(value)
+
+
+def test_what_is_written_takes_no_more_memory_than_its_bytes() -> None:
+    """orjson leaves to what it gives back the KiBs that it wrote into, and PDUs are kept."""
+    tracemalloc.start()
+    try:
+        kept = [canonical_json({"body": "x" * 100, "number": number}) for number in range(200)]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 300 * len(kept)
 
 
 def test_keys_are_sorted_by_code_point_and_control_characters_escaped() -> None:

@@ -229,9 +229,11 @@ def _encode(value: object, *, exact: bool) -> bytes:
     """Canonical bytes of a surveyed value; raises ValueError."""
     if not exact:
         try:
-            return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+            text = orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
         except TypeError as error:
             raise ValueError(str(error)) from None
+        # orjson's own keeps all of the KiBs that it was written into, and PDUs and EDUs are kept.
+        return bytes(memoryview(text))
     _check_keys(value)
     try:
         return _exact_encoder.encode(value).encode()

@@ -112,13 +112,22 @@ def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
     return found
 
 
+_SOAK: Final = "soak"
+"""It is measured in minutes, watches another process, and may fail."""
 _EVENTS: Final = "events (floor: exchanges; relay-*: records; relay-recovery: MiB) per round"
 
 
 def main(arguments: Sequence[str]) -> int:
     """`fedsender bench`; its exit code."""
-    parser = argparse.ArgumentParser(prog="fedsender bench", description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=list(_BENCHES))
+    if arguments and arguments[0] == _SOAK:
+        code: int = import_module("fedsender.bench.soak").main(arguments[1:])
+        return code
+    parser = argparse.ArgumentParser(
+        prog="fedsender bench",
+        description=__doc__.split("\n")[0],
+        epilog=f"{_SOAK} has options of its own: fedsender bench {_SOAK} --help",
+    )
+    parser.add_argument("name", choices=[*_BENCHES, _SOAK])
     parser.add_argument("--servers", type=_positive, help="receiving servers")
     parser.add_argument("--events", type=_positive, help=_EVENTS)
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")

@@ -124,6 +124,12 @@ class DaemonProcess:
         self._nursery.start_soon(self._watch, self._process, self.ended)
 
     @property
+    def pid(self) -> int:
+        """Of the process that was started last."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def away(self) -> bool:
         """It was killed, and not started again."""
         return self.ended.is_set() and self._asked_to_end

@@ -11,6 +11,7 @@ import structlog
 import trio
 
 from fedsender.admin.serving import Admin
+from fedsender.allocator import use_few_arenas
 from fedsender.config import Config, ConfigError, load
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
@@ -69,6 +70,7 @@ async def run(
     outside = outside or real_outside()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
+    use_few_arenas()
     orders = Orders(STOP_S)
     async with orders.obeyed(notifier):
         notifier.status("starting")

@@ -1,0 +1,138 @@
+"""What a soak is played on: a relay and a daemon in processes of their own; the rest is here."""
+
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+
+from fedsender.bench.children import BenchFailed
+from fedsender.bench.soak_servers import Servers, cast
+from fedsender.bench.soak_traffic import Traffic
+from fedsender.bench.soak_trend import Sample
+from fedsender.demo import process
+from fedsender.demo.homeserver import Homeserver
+from fedsender.demo.process import DaemonProcess, open_daemon_process
+from fedsender.demo.receivers import Receivers, open_receivers
+from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.outside import real_outside
+from fedsender.relay.client import RelayClient
+
+START_S: Final = 300.0
+"""For daemon or relay to come up, on a machine that is busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoakOptions:
+    """What is asked for.
+
+    Attributes:
+        dead: the share of servers that are not well.
+        rate: deliveries per second, dead servers included.
+        samples: where every sample is written, one JSON object per line.
+        keep: an empty directory for everything that the processes write; None: it goes at the end.
+    """
+
+    minutes: float = 30.0
+    servers: int = 500
+    dead: float = 0.1
+    rate: float = 100.0
+    seed: int = 1
+    samples: Path | None = None
+    keep: Path | None = None
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything that takes part."""
+
+    options: SoakOptions
+    directory: Path
+    receivers: Receivers
+    servers: Servers
+    traffic: Traffic
+    daemon: DaemonProcess
+    relay: DaemonProcess
+    samples: list[Sample] = field(default_factory=list)
+    relay_mb: list[float] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def open_run(options: SoakOptions, directory: Path) -> AsyncIterator[Run]:
+    """Everything, with the rooms made and nothing said yet; raises BenchFailed, DaemonDied."""
+    outside = real_outside()
+    rng = random.Random(options.seed)
+    key_id, key = process.write_signing_key(directory, outside.entropy(32))
+    origin = Origin(process.SERVER_NAME, {key_id: key.public_key()})
+    versions: dict[str, str] = {}
+    hub, place = directory / "relay", directory / "sender"
+    token = outside.entropy(16).hex()
+    for each in (hub, place):
+        each.mkdir(mode=0o700)
+    process.write_secret(hub / "intake.token", token + "\n")
+    async with (
+        open_receivers(
+            options.servers,
+            [origin],
+            pdu_reader(versions.__getitem__),
+            directory=directory / "tls",
+            now_ms=outside.now_ms(),
+        ) as receivers,
+        open_daemon_process(hub, _relay_configuration(hub), token, "relay") as relay,
+        open_daemon_process(place, _configuration(place, hub, receivers.ca_file), token) as daemon,
+        RelayClient.at(f"unix:{hub / 'intake.sock'}", token) as client,
+    ):
+        names = list(receivers.servers)
+        homeserver = Homeserver(
+            process.SERVER_NAME,
+            (key_id, key),
+            names,
+            rng=rng,
+            now_ms=outside.now_ms,
+            tells_all=True,
+        )
+        homeserver.room_versions = versions
+        traffic = Traffic(homeserver, client, rng, options.rate)
+        servers = Servers(
+            receivers, cast(names, options.dead, rng), daemon, options.minutes * 60, homeserver.name
+        )
+        run = Run(options, directory, receivers, servers, traffic, daemon, relay)
+        receivers.on_transaction = servers.note
+        await servers.begin()
+        with trio.move_on_after(START_S) as patience:
+            await traffic.furnish(names)
+        if patience.cancelled_caught:
+            raise BenchFailed(f"the relay does not take the rooms\n{relay.last_words()}")
+        yield run
+
+
+def _relay_configuration(directory: Path) -> Mapping[str, Any]:
+    return {
+        "server_name": process.SERVER_NAME,
+        "relay": {
+            "directory": "data",
+            "listen": [f"unix:{process.socket_in(directory, 'relay.sock')}"],
+            "intake": f"unix:{process.socket_in(directory, 'intake.sock')}",
+            "intake_token_file": "intake.token",
+            "disk_reserve": 0,
+        },
+        "admin": {"listen": f"unix:{process.socket_in(directory, 'admin.sock')}"},
+    }
+
+
+def _configuration(directory: Path, hub: Path, ca_file: Path) -> Mapping[str, Any]:
+    """As an operator would write it: everything that need not be set has its default."""
+    return {
+        "server_name": process.SERVER_NAME,
+        "signing_key": "../signing.key",
+        "feed": {"kind": "relay", "relay": {"address": f"unix:{hub / 'relay.sock'}"}},
+        "federation": {"ca_file": str(ca_file), "ip_allow": ["127.0.0.0/8"]},
+        "homeserver": {"presence": {"enabled": True}},
+        "admin": {
+            "listen": f"unix:{process.socket_in(directory, 'admin.sock')}",
+            "token_file": "admin.token",
+        },
+    }
