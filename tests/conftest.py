@@ -2,11 +2,16 @@
 
 import logging
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 from tests.servers import Databases, Valkey, open_postgres, open_valkey
+from tests.spark import open_spark
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 # How long an example takes says something about the machine, and nothing about the code.
 settings.register_profile(
@@ -53,3 +58,10 @@ def valkey(_valkey_server: Valkey) -> Valkey:
     if not _valkey_server.running:
         _valkey_server.start()
     return _valkey_server
+
+
+@pytest.fixture(scope="session")
+def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator["SparkSession"]:
+    """A Spark, here, with two threads."""
+    with open_spark(tmp_path_factory.mktemp("spark")) as session:
+        yield session

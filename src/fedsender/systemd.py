@@ -247,6 +247,8 @@ ExecStart={command}
 Nice=10
 IOSchedulingClass=idle
 TimeoutStartSec=6h
+# It ends its Java itself, which must not be gone before.
+KillMode=mixed
 # The daemon's, dynamic or not: it owns the ledger.
 User={name}
 # The daemon's sockets are in there.

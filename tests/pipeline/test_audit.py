@@ -103,8 +103,10 @@ def test_every_fate_is_told_apart(spark: "SparkSession", tmp_path: Path) -> None
     """One room, one server, and an event for each thing that can become of it; the last lines are
     in a segment that is still open, and no ingest has read it."""
     room, server = "!r", "a.example"
+    turned_away = {"type": "m.room.member", "state_key": "@x:a.example",
+                   "membership": "leave", "auth_membership": "knock"}  # fmt: skip
     rows: Rows = {
-        "events": [event(at, room) for at in range(1, 21)],
+        "events": [event(at, room) | (turned_away if at == 16 else {}) for at in range(1, 21)],
         "intervals": [{"room_id": room, "server": server, "first": 2, "last": 19}],
         "destination_rooms": [
             {"destination": server, "room_id": room, "stream_ordering": 19}
@@ -163,6 +165,7 @@ def test_every_fate_is_told_apart(spark: "SparkSession", tmp_path: Path) -> None
             "destination_rooms is at 19: the fan-out counted it",
             "no attempt in the ledger",
             "the low-water mark 16 counts it as delivered",
+            "W26: turned away, and only told by fedsender",
         ],
     }
     (stood_in,) = lake.read(schemas.SUPERSEDED).to_pylist()

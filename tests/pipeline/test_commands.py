@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,8 @@ from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US, synapse_world
 
 from fedsender.cli import run_command
+from fedsender.pipeline import ingest, session
+from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import find_java
 from fedsender.store import sender_tables, tables
 
@@ -109,6 +114,30 @@ def test_what_is_wrong_is_said_before_any_spark_starts(
     assert "--since: 'yesterday' is not a day such as 2026-01-31" in capsys.readouterr().err
     assert run_command(["pipeline", "plan", "-c", config, "--names", "a,,b"]) == 2
     assert "--names: 'a,,b': a name is empty" in capsys.readouterr().err
+
+
+def test_a_job_that_is_told_to_end_says_what_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM in the middle of a commit: nothing of it shows, no traceback, and 1."""
+
+    def work(_spark: object, lake: Lake, *_: object) -> None:
+        with lake.commit() as commit:
+            commit.set_position("events", 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
+    monkeypatch.setattr(ingest, "ingest", work)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert run_command(["pipeline", "ingest", "-c", str(config_file(tmp_path))]) == 1
+    assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told == (
+        "fedsender: pipeline ingest: interrupted; what it has committed stays, and the next run"
+        " goes on from there"
+    )
+    assert open_lake(tmp_path / "lake", US, create=True).position("events") == -1
 
 
 def test_the_homeservers_names_are_synapses() -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,48 @@ def test_a_database_that_cannot_be_read_is_named(tmp_path: Path, postgres: Datab
         with pytest.raises(PipelineError, match=said):
             read(lake, url, config)
     assert lake.manifest.commit == 0
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_database_that_goes_away_in_the_middle(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
+) -> None:
+    """For a moment: it is waited for. For long: that is said, and later it goes on from there."""
+    monkeypatch.setattr(database, "PAGE", 20)
+    monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 20)
+    url = postgres.create_database()
+    world = synapse_world(
+        url.replace("postgresql://", "postgresql+psycopg://"), 4, rooms=2, steps=40
+    )
+    config = config_of(tmp_path, "synapse")
+    whole = open_lake(tmp_path / "whole", US, create=True)
+    read(whole, url, config)
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if comes_back:
+            postgres.start()
+
+    monkeypatch.setattr(database, "time", SimpleNamespace(sleep=pause))
+
+    def stop(point: str) -> None:
+        if point == "after commit" and not pauses and postgres.server.running:
+            postgres.stop()
+
+    lake = open_lake(tmp_path / "lake", US, create=True, faults=stop)
+    if comes_back:
+        assert read(lake, url, config).events == world.ordering
+        assert len(pauses) == 1
+    else:
+        with pytest.raises(PipelineError, match=r"homeserver database: .*connection"):
+            read(lake, url, config)
+        assert len(pauses) == 4
+        assert 0 < lake.rows(schemas.EVENTS) < world.ordering
+        monkeypatch.undo()
+        postgres.start()
+        assert 0 < read(lake, url, config).events < world.ordering
+    assert contents(lake) == contents(whole)
 
 
 def test_nothing_can_be_written_to_the_homeserver(tmp_path: Path, postgres: Databases) -> None:

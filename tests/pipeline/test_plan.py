@@ -29,9 +29,9 @@ def test_loads_and_moves_are_those_of_the_daemons_own_hash(
     lines.append(attempt(SERVERS[0], pdu(3, "!r"), outcome="failing", bytes=10, took_ms=7))
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
     ingest_ledger(spark, lake, tmp_path)
-    loads = plan.loads(spark, lake).persist()
+    loads = plan.loads(spark, lake)
     before, after = ("one", "two"), ("one", "two", "three")
-    made = plan.plan(loads, after, before)
+    alone, made = plan.plans(loads, [("one",), after], before)
 
     everyone = [*SERVERS, "quiet.example"]
     owners = Counter(after[shard_of(server, 3)] for server in everyone)
@@ -51,8 +51,10 @@ def test_loads_and_moves_are_those_of_the_daemons_own_hash(
     assert yaml.safe_load(made.as_yaml()) == {
         "homeserver": {"federation_sender_instances": list(after)}
     }
-    alone = plan.plan(loads, ("one",), ("one",))
-    assert (alone.moving, alone.shards[0].servers, alone.shards[0].share) == (0, 13, 1.0)
+    leaving = {server for server in everyone if shard_of(server, 2) == 1}
+    assert {move[0] for move in alone.moves} == leaving
+    assert (alone.moving, alone.shards[0].servers) == (len(leaving), 13)
+    assert alone.shards[0].share == 1.0
 
 
 def test_names_are_taken_from_now_and_new_ones_added() -> None:

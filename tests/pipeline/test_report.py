@@ -1,6 +1,7 @@
 """The report: one page that needs nothing else, and says what has changed."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -142,4 +143,29 @@ def test_curves_have_points_that_can_be_told_apart() -> None:
     for span_ms in (0, 1, 3_600_000, 86_400_000, 400 * 86_400_000, 40_000 * 86_400_000):
         step = step_for(span_ms)
         assert span_ms // step <= POINTS
-        assert step >= 60_000
+        assert step >= 1_000
+
+
+def test_time_without_attempts_is_shown_as_such() -> None:
+    """Nothing was delivered then, and latency is not known: no line leads across. Seconds are told
+    where steps are that short, and of many names the first."""
+    point = {"attempts": 1, "failed": 0, "pdus": 7, "bytes": 1, "p50": 3, "p90": 3, "p99": 3}
+    series = [point | {"at_ms": at_ms} for at_ms in (5_000, 6_000, 8_000)]
+    figures = Figures(
+        "hs", made_ms=0, upto=1, first_ms=5_000, last_ms=8_500, step_ms=1_000, series=series,
+        outcomes={"delivered": 3}, owed={}, worst=[], illnesses=[],
+    )  # fmt: skip
+    ill = [{"server": f"s{n:02}", "began_ms": 5_000, "ended_ms": None, "attempts": 1,
+            "outcome": "busy"} for n in range(32)]  # fmt: skip
+    text = page(replace(figures, illnesses=ill), figures)
+    deliveries, latency = re.findall(r"<h2>(?:Del|Lat).*?</section>", text)
+    lines = [line.split() for line in re.findall(r'points="(.*?)"', deliveries)]
+    assert [len(line) for line in lines] == [4, 4]
+    assert len({place.split(",")[1] for place in lines[0]}) == 2
+    lines = [line.split() for line in re.findall(r'points="(.*?)"', latency)]
+    assert [len(line) for line in lines] == [2, 1, 2, 1, 2, 1]
+    assert "1970-01-01 00:00:05 UTC" in deliveries
+    assert "per second" in deliveries
+    assert re.search(r"Fallen ill: s00, .*, s29, and 2 more<", text)
+    empty = page(replace(figures, first_ms=None, last_ms=None, series=[], outcomes={}), None)
+    assert "nothing in the ledger yet" in empty

@@ -251,6 +251,8 @@ class Config(Section):
             )
         if self.homeserver.kind == "synapse" and self.feed.kind == "relay":
             yield ("feed", "kind"), "a relay fills tables of ours: homeserver.kind must be embedded"
+        if self.pipeline.relay is not None and self.feed.kind != "relay":
+            yield ("pipeline", "relay"), "is of use where feed.kind is relay"
         senders = self.homeserver.federation_sender_instances
         if senders and self.instance_name not in senders:
             place = ("homeserver", "federation_sender_instances")

@@ -48,6 +48,10 @@ class Pipeline(Section):
         description="What `pipeline health` found out about servers; the daemon reads it, if it is"
         " there.",
     )
+    relay: FilePath | None = Field(
+        default=None,
+        description="The relay's directory: events and rooms are read there, not in our own store.",
+    )
     spark: Spark = Field(default_factory=Spark, description="Which Spark runs the jobs.")
 
     def contradictions(self) -> Contradictions:

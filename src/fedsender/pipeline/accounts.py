@@ -41,29 +41,21 @@ class Accounts:
             unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti"
         )
         self.places = coverage.placed(known, since).persist()
-        self._answers = coverage.answers(pdus)
 
     def stretches(self) -> "DataFrame":
         """Every place that is expected, with its fate."""
         from pyspark.sql import functions as F  # noqa: N812
 
-        columns = ("server", "room_id", "kind", "lo", "hi")
         spans = (
             self._spans.withColumn("kind", F.lit(coverage.EXPECTED))
             .unionByName(self._before_ledger())
             .unionByName(self._stood_in().withColumn("kind", F.lit("superseded")).drop("by", "ms"))
             .unionByName(self._owed())
         )
-        single = (
-            self._answers.where("kind is not null")
-            .select("server", "stream_ordering", "event_id", "kind")
-            .unionByName(self._quarantined())
-            .unionByName(self._to_redeliver())
-        )
+        proven = coverage.points(coverage.answers(self._pdus), self.places)
+        told = coverage.points(self._quarantined().unionByName(self._to_redeliver()), self.places)
         return coverage.stretches(
-            coverage.ranges_in_places(spans, self.places)
-            .select(*columns)
-            .unionByName(coverage.points(single, self.places).select(*columns))
+            coverage.ends_in_places(spans, self.places).unionByName(proven).unionByName(told)
         )
 
     def _table(self, table: schemas.LakeTable) -> "DataFrame":
@@ -94,11 +86,11 @@ class Accounts:
             .where("lane = 'live'")
             .agg(F.min("stream_ordering").alias("began"))
         )
-        return self._spans.crossJoin(F.broadcast(began)).select(
+        return self._spans.select(
             "room_id",
             "server",
             "first",
-            (F.col("began") - 1).alias("last"),
+            (began.scalar() - 1).alias("last"),
             F.lit("before_ledger").alias("kind"),
         )
 
@@ -140,6 +132,7 @@ class Accounts:
         everywhere = (
             items.where("destination is null")
             .select("room_id", "stream_ordering", "event_id")
+            .distinct()  # Of several senders each has one.
             .join(self._spans.hint("shuffle_hash"), on="room_id", how="inner")
             .where("stream_ordering >= first and (last is null or stream_ordering <= last)")
         )
@@ -194,9 +187,8 @@ class Accounts:
         from pyspark.sql import functions as F  # noqa: N812
 
         gone = coverage.events_of(found.where("fate = 'missing'"), self.places)
-        tried = self._answers.select(
-            "server", "event_id", "stream_ordering", "attempts", "last_ms", "last_outcome"
-        )
+        # Of what is missing, no attempt was answered.
+        tried = coverage.failures(self._pdus)
         owed = self._table(schemas.DESTINATION_ROOMS).select(
             F.col("destination").alias("server"), "room_id", F.col("stream_ordering").alias("owed")
         )
@@ -216,8 +208,20 @@ class Accounts:
             .join(marks, on="server", how="left")
             .join(states, on="server", how="left")
             .join(done.where("room_id is not null"), on=["server", "room_id"], how="left")
+            .join(self._told_by_us_alone(), on=["server", "stream_ordering"], how="left")
             .withColumn("reasons", F.array_compact(F.array(*_reasons())))
             .select(*schemas.MISSING.columns)
+        )
+
+    def _told_by_us_alone(self) -> "DataFrame":
+        """Of events that other senders do not send to whom they turn away: that server, W26."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        alone = intervals.ours(self._spark, self._lake).where(intervals.told_by_us_alone())
+        return alone.select(
+            servers.server_of(F.col("state_key")).alias("server"),
+            "stream_ordering",
+            F.lit(intervals.W26).alias("w26"),
         )
 
 
@@ -259,3 +263,4 @@ def _reasons() -> "Iterator[Column]":
     )
     yield F.when(F.col("paused").isNotNull(), said("the server is paused: ", F.col("paused")))
     yield F.when(F.col("parked").isNotNull(), said("the server is parked: ", F.col("parked")))
+    yield F.col("w26")

@@ -2,9 +2,10 @@
 
 import datetime
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ def job(
     """What a job works with: a Spark session, the lake, the configuration, and its display.
 
     Errors of the pipeline become what the command line shows; it exits with 1, or 2 for usage.
+    SIGTERM ends it as Ctrl-C does: what is not committed is taken back, and Java ends.
     """
     from fedsender.config import load
     from fedsender.pipeline.lake import open_lake
@@ -40,16 +42,35 @@ def job(
     loaded = load(config)
     try:
         lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=create)
-        with (
-            showing() as steps,
-            spark_session(loaded.pipeline.spark, name, lake.directory) as spark,
-        ):
+        with ExitStack() as stack:
+            stack.enter_context(_interrupted_by_sigterm())
+            steps = stack.enter_context(showing())
+            with steps.step("starting Spark"):
+                session = spark_session(loaded.pipeline.spark, name, lake.directory)
+                spark = stack.enter_context(session)
             yield spark, lake, loaded, steps
     except Usage as error:
         raise Mistake(str(error)) from None
     except PipelineError as error:
-        print(f"fedsender: pipeline {name}: {error}", file=sys.stderr)
-        raise typer.Exit(WRONG) from None
+        text = str(error)
+    except KeyboardInterrupt:
+        text = "interrupted; what it has committed stays, and the next run goes on from there"
+    else:
+        return
+    print(f"fedsender: pipeline {name}: {text}", file=sys.stderr)
+    raise typer.Exit(WRONG)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @app.command()
@@ -109,7 +130,8 @@ def rebuild(
         summary = {"rows": found.rows, "differences": counts, "shown": found.shown}
         print(json.dumps(summary if written is None else summary | {"written": written}))
     else:
-        print(f"{found.rows} rows expected in destination_rooms")
+        differing_rows = sum(found.counts.values()) or "no"
+        print(f"{found.rows} rows expected in destination_rooms, {differing_rows} differences")
         for each in counts:
             print(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip())
         for row in found.shown:
@@ -221,12 +243,8 @@ def plan(
             if chosen is None
             else [chosen]
         )
-        loads = module.loads(spark, lake).persist()
-        made = []
-        with steps.step("plans", len(wanted)) as step:
-            for each in wanted:
-                made.append(module.plan(loads, each, now))
-                step.show(len(made))
+        with steps.spark("plans", spark):
+            made = module.plans(module.loads(spark, lake), wanted, now)
     if as_json:
         for one in made:
             print(json.dumps(one.as_json() | {"yaml": one.as_yaml()}))
@@ -243,7 +261,10 @@ def _show_plans(made: "Sequence[Plan]") -> None:
             even = 1 / len(each.shards)
             number = len(each.shards)
             print(f"{number:>7} {each.worst:>24} {share:>7.1%} {even:>7.1%} {each.moving:>14}")
-        print("\n`--names A,B,...` shows the load of each, who moves, and the YAML")
+        print("\n`--names A,B,...` shows the load of each, and who moves.")
+        for each in made:
+            senders = "1 sender" if len(each.shards) == 1 else f"{len(each.shards)} senders"
+            print(f"\n# {senders}: in every sender's configuration\n---\n{each.as_yaml()}", end="")
         return
     (only,) = made
     print(f"{'sender':>24} {'servers':>8} {'attempts':>10} {'events':>10} {'MiB':>8} {'busy s':>8}")

@@ -84,9 +84,50 @@ def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
     )
 
 
+def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
+    """Where ranges of stream orderings (first, last: null is no end) begin and are over, as places:
+    server, room_id, kind, lo, n (1 or -1).
+
+    `stretches` needs no more than the ends, so nobody has to find out which belong together: one
+    pass over each room, in order. What has no event of ours in it ends where it begins.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    turns = F.array(
+        F.struct(F.col("first").alias("at"), F.lit(1).alias("n")),
+        F.struct(F.coalesce(F.col("last") + 1, F.lit(_FOR_EVER)).alias("at"), F.lit(-1).alias("n")),
+    )
+    ends = ranges.where("last is null or first <= last").select(
+        "room_id", "server", "kind", F.inline(turns), F.lit(False).alias("is_event")
+    )
+    nothing = F.lit(None).cast("string")
+    events = places.select(
+        "room_id",
+        nothing.alias("server"),
+        nothing.alias("kind"),
+        F.col("stream_ordering").alias("at"),
+        F.lit(0).alias("n"),
+        F.lit(True).alias("is_event"),
+    )
+    in_room = Window.partitionBy("room_id").orderBy("at", "is_event")
+    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    before = F.count(F.when(F.col("is_event"), 1)).over(upto_here)
+    return (
+        ends.unionByName(events)
+        .withColumn("lo", before + 1)
+        .where("not is_event")
+        .select("server", "room_id", "kind", "lo", "n")
+    )
+
+
 def answers(pdus: "DataFrame") -> "DataFrame":
-    """What the ledger says of each (server, event) in it: server, event_id, stream_ordering,
-    attempts, last_ms, last_outcome, kind (null: attempts failed, and that is no fate)."""
+    """What came of each (server, event) of which the ledger knows a fate: server, event_id,
+    stream_ordering, kind.
+
+    Of every table here the ledger is the largest, so it goes over the wire once, as few columns,
+    spread by what `points` looks its events up by.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     answered = F.col("outcome") == "delivered"
@@ -95,25 +136,44 @@ def answers(pdus: "DataFrame") -> "DataFrame":
         F.when(F.col("taken") > 1, "delivered_again")
         .when(F.col("taken") == 1, "delivered")
         .when(F.col("denied") > 0, "refused")
-        .when(F.col("cut_off") > 0, "unknown")
+        .otherwise("unknown")
     )
     return (
-        pdus.groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
+        pdus.where(answered | (F.col("outcome") == "unknown"))
+        .select(
+            F.col("destination").alias("server"),
+            "stream_ordering",
+            "event_id",
+            "outcome",
+            "refused",
+        )
+        .repartition("stream_ordering", "event_id")
+        .groupBy("server", "stream_ordering", "event_id")
+        .agg(taken.alias("taken"), F.count_if(answered).alias("denied"))
+        .withColumn("kind", kind)
+        .drop("taken", "denied")
+    )
+
+
+def failures(pdus: "DataFrame") -> "DataFrame":
+    """Of each (server, event), the attempts that were not answered with 200: server, event_id,
+    stream_ordering, attempts, last_ms, last_outcome."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return (
+        pdus.where("outcome != 'delivered'")
+        .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
         .agg(
-            taken.alias("taken"),
-            F.count_if(answered).alias("denied"),
-            F.count_if(F.col("outcome") == "unknown").alias("cut_off"),
             F.count(F.lit(1)).alias("attempts"),
             F.max("ms").alias("last_ms"),
             F.max_by("outcome", "ms").alias("last_outcome"),
         )
-        .withColumn("kind", kind)
-        .drop("taken", "denied", "cut_off")
     )
 
 
 def points(pairs: "DataFrame", places: "DataFrame") -> "DataFrame":
-    """Single events (server, event_id, stream_ordering, kind) as ranges of places of one each.
+    """Single events (server, event_id, stream_ordering, kind) as places: server, room_id, kind, lo,
+    n (0: this place alone).
 
     Stream orderings alone would do, were it not for databases that came back from a backup.
     """
@@ -126,27 +186,31 @@ def points(pairs: "DataFrame", places: "DataFrame") -> "DataFrame":
             on=["stream_ordering", "event_id"],
             how="inner",
         )
-        .select("server", "room_id", "kind", F.col("place").alias("lo"), F.col("place").alias("hi"))
+        .select("server", "room_id", "kind", F.col("place").alias("lo"), F.lit(0).alias("n"))
     )
 
 
-def stretches(ranges: "DataFrame") -> "DataFrame":
+def stretches(ends: "DataFrame") -> "DataFrame":
     """Stretches of one fate: server, room_id, lo, hi, fate, of places that are expected.
 
     Args:
-        ranges: server, room_id, kind (`expected`, or a fate), lo, hi; of one kind they may overlap.
+        ends: of ranges of places, which may overlap, also those of one kind: server, room_id, kind
+            (`expected`, or a fate), lo, n (1: from here on; -1: from here on no more; 0: here).
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
     in_server = Window.partitionBy("server", "room_id").orderBy("lo")
     upto_here = in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    turns = F.array(
+    here = F.array(
         F.struct(F.col("lo").alias("lo"), F.lit(1).alias("n")),
-        F.struct((F.col("hi") + 1).alias("lo"), F.lit(-1).alias("n")),
+        F.struct((F.col("lo") + 1).alias("lo"), F.lit(-1).alias("n")),
     )
+    both = F.when(F.col("n") == 0, here).otherwise(F.array(F.struct("lo", "n")))
     changes = (
-        ranges.select("server", "room_id", "kind", F.inline(turns))
+        # Once spread so, ends that cancel are in one place, and nothing is spread again.
+        ends.repartition("server", "room_id")
+        .select("server", "room_id", "kind", F.inline(both))
         .groupBy("server", "room_id", "lo")
         .agg(*(F.sum(F.when(F.col("kind") == kind, F.col("n"))).alias(kind) for kind in _KINDS))
         # Where one run of deliveries goes over into the next, nothing changes.

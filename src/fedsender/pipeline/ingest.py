@@ -6,6 +6,7 @@ after them can only know more. The last step derives from all of it who should g
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from fedsender.pipeline import PipelineError, intervals, ledger_lines, schemas, 
 from fedsender.pipeline.database import Source, open_source
 from fedsender.pipeline.lake import Commit, Lake
 from fedsender.pipeline.progress import Steps
+from fedsender.pipeline.relay_source import open_relay_source
 
 if TYPE_CHECKING:
     import pyarrow
@@ -54,7 +56,8 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
     homeserver = config.homeserver
     main_url = database_url(homeserver.database, homeserver.database_password_file)
     with open_source(main_url, "homeserver") as main:
-        read_homeserver(lake, main, config, steps, told)
+        with _rooms(lake, main, config, steps) as rooms:
+            read_homeserver(lake, rooms, config, steps, told)
         _read_snapshots(lake, main, "homeserver", steps, told)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
     with open_source(own_url, "sender") as own:
@@ -63,6 +66,17 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
     derive(spark, lake, config.server_name, steps)
     lake.tidy()
     return told
+
+
+@contextmanager
+def _rooms(lake: Lake, main: Source, config: Config, steps: Steps) -> Iterator[Source]:
+    """Where events, and the servers of rooms, are read."""
+    if config.pipeline.relay is None:
+        yield main
+        return
+    instance = config.instance_name
+    with open_relay_source(lake, config.pipeline.relay, main, instance, steps) as source:
+        yield source
 
 
 def read_homeserver(lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested) -> None:
@@ -91,7 +105,7 @@ def read_homeserver(lake: Lake, main: Source, config: Config, steps: Steps, told
                 commit.set_position("events", upto)
         step.say(f"{told.events:,} new")
     if synapse:
-        _read_state(lake, main, config, steps, told, before=before, upto=upto)
+        _read_state(lake, main, config, steps, told, upto=upto)
     else:
         told.room_servers = _read_room_servers(lake, main, steps, upto)
 
@@ -124,14 +138,16 @@ def _read_state(
     steps: Steps,
     told: Ingested,
     *,
-    before: int,
     upto: int,
 ) -> None:
     homeserver = config.homeserver
-    if before < upto:
+    # By a position of its own: a run that died among the events has not come here.
+    after = lake.position("told_servers", 0)
+    if after < upto:
         with lake.commit() as commit:
-            for rows in sources.told_servers(main, after=before, upto=upto):
+            for rows in sources.told_servers(main, after=after, upto=upto):
                 commit.append(schemas.TOLD_SERVERS, rows)
+            commit.set_position("told_servers", upto)
     if homeserver.state_database is None:
         _read_groups(lake, main, main, steps, told)
         return

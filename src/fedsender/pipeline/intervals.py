@@ -25,6 +25,9 @@ MINUS: Final = 3
 TARGET: Final = 4
 ON_BEHALF: Final = 5
 
+W26: Final = "W26: turned away, and only told by fedsender"
+"""Why a server was not told of an event that it should get, where another sender sent it."""
+
 
 def ours(spark: "SparkSession", lake: Lake) -> "DataFrame":
     """The events that should be sent, as far as `intervals` and `unknown_hosts` know of them."""
@@ -97,13 +100,20 @@ def from_state_groups(
 
     places, branches = state_groups.lay_out(groups)
     counts = state_groups.server_counts(members, places, branches, server_name)
+    is_member = (F.col("type") == "m.room.member") & F.col("state_key").isNotNull()
     placed = (
-        events.join(
-            places.select("state_group", "place").hint("merge"), on="state_group", how="left"
+        # Spread and kept as it is from here on, so with no more than is looked at.
+        events.select(
+            "room_id",
+            "stream_ordering",
+            "event_id",
+            "state_group",
+            is_member.alias("is_member"),
+            F.when(is_member, F.col("state_key")).alias("state_key"),
+            "membership",
+            "prior_membership",
         )
-        .withColumn(
-            "is_member", (F.col("type") == "m.room.member") & F.col("state_key").isNotNull()
-        )
+        .join(places.select("state_group", "place").hint("merge"), on="state_group", how="left")
         .localCheckpoint()
     )
     walk = placed.where("place is not null").select("room_id", "stream_ordering", "place")
@@ -149,7 +159,6 @@ def _unknown(placed: "DataFrame", known: "DataFrame", told: "DataFrame | None") 
     from pyspark.sql import functions as F  # noqa: N812
 
     unknown_prior = F.col("is_member") & F.col("prior_membership").isNull()
-    no_members = covered_by(placed, known, how="left_anti").select("event_id")
     reasons = placed.select(
         "stream_ordering",
         "event_id",
@@ -159,21 +168,12 @@ def _unknown(placed: "DataFrame", known: "DataFrame", told: "DataFrame | None") 
         .when(unknown_prior, "the membership that the event replaced is not in the database")
         .alias("reason"),
     )
-    found = (
-        reasons.join(
-            no_members.withColumn("empty", F.lit(True)).hint("merge"),
-            on="event_id",
-            how="left",
-        )
-        .withColumn(
-            "reason",
-            F.coalesce(
-                "reason", F.when(F.col("empty"), "its state group has no members in the database")
-            ),
-        )
-        .where("reason is not null")
-        .select(*schemas.UNKNOWN_HOSTS.columns)
+    no_members = covered_by(reasons.where("reason is null"), known, how="left_anti").withColumn(
+        "reason", F.lit("its state group has no members in the database")
     )
+    columns = tuple(schemas.UNKNOWN_HOSTS.columns)
+    found = reasons.where("reason is not null").select(*columns)
+    found = found.unionByName(no_members.select(*columns))
     if told is None:
         return found
     return covered_by(found, told, how="left_anti")
@@ -207,6 +207,13 @@ def turns_away() -> "Column":
         & F.col("auth_membership").isin("invite", "knock")
         & F.col("membership").isin("leave", "ban")
     )
+
+
+def told_by_us_alone() -> "Column":
+    """Of an event: whom it turns away is told by us, and by other senders never (rule 3, W26)."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return turns_away() & ((F.col("membership") == "ban") | (F.col("auth_membership") == "knock"))
 
 
 def _narrowing(events: "DataFrame") -> "DataFrame":

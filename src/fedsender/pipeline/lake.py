@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 STAGING: Final = "staging"
+RELAY: Final = "relay"
+"""Where what a relay told is kept (`relay_source`)."""
 KEEP_DROPPED_MS: Final = 3_600_000
 # A run every hour makes small files; that many of one part are put together, up to a size.
 SMALL_BYTES: Final = 16 * 2**20
@@ -169,11 +171,14 @@ class Lake:
 
 
 def empty_frame(spark: "SparkSession", table: LakeTable) -> "DataFrame":
-    """No rows of a table; made without a Python worker, which `createDataFrame` would start."""
+    """No rows of a table; made without a Python worker, which `createDataFrame` would start.
+
+    Spark sees that nothing can be in it, and leaves out of a plan what only works on that.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     columns = (F.lit(None).cast(kind).alias(name) for name, kind in table.columns.items())
-    return spark.range(0).select(*columns)
+    return spark.range(0).where(F.lit(False)).select(*columns)
 
 
 class Commit:
@@ -339,7 +344,7 @@ def open_lake(
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        known = {"LOCK", STAGING, LOG_NAME, *TABLES}
+        known = {"LOCK", STAGING, RELAY, LOG_NAME, *TABLES}
         strange = sorted({path.name for path in directory.iterdir()} - known)
     except OSError as error:
         raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None

@@ -17,7 +17,7 @@ from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.servers import shard_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 MOST_SHARDS: Final = 8
 MOST_NAMES: Final = 100
@@ -135,27 +135,53 @@ def loads(spark: "SparkSession", lake: Lake) -> "DataFrame":
     )
 
 
-def plan(loads: "DataFrame", names: Sequence[str], current: Sequence[str]) -> Plan:
-    """What these senders would have to do, by what there was to do."""
+def plans(
+    loads: "DataFrame", wanted: Sequence[Sequence[str]], current: Sequence[str]
+) -> list[Plan]:
+    """What each of these lists of senders would have to do, by what there was to do."""
+    from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
-    def owner(senders: Sequence[str]) -> Any:
+    def owner(senders: Sequence[str]) -> "Column":
         index = shard_of(F.col("server"), len(senders))
         return F.element_at(F.array(*(F.lit(name) for name in senders)), index + 1)
 
-    owned = loads.withColumns({"now": owner(current), "then": owner(names)}).persist()
-    sums = (F.sum(name).alias(name) for name in LOADS[1:])
-    found = owned.groupBy("then").agg(F.count(F.lit(1)).alias("servers"), *sums).collect()
-    moving = owned.where("now != then")
-    number = moving.count()
-    first = moving.orderBy(F.desc("pdus"), "server").limit(SHOWN).collect()
+    everywhere = F.posexplode(F.array(*(owner(names) for names in wanted))).alias("plan", "then")
+    owned = loads.select("*", owner(current).alias("now"), everywhere).persist()
+    found = owned.groupBy("plan", "then").agg(
+        F.count(F.lit(1)).alias("servers"),
+        F.count_if(F.col("now") != F.col("then")).alias("moving"),
+        *(F.sum(name).alias(name) for name in LOADS[1:]),
+    )
+    most_first = Window.partitionBy("plan").orderBy(F.desc("pdus"), "server")
+    first = (
+        owned.where("now != then")
+        .withColumn("number", F.row_number().over(most_first))
+        .where(F.col("number") <= SHOWN)
+        .orderBy("plan", "number")
+    )
+    rows, moves = found.collect(), first.collect()
     owned.unpersist()
-    rows = {row["then"]: row.asDict() for row in found}
+    return [
+        _plan(
+            names,
+            {row["then"]: row.asDict() for row in rows if row["plan"] == number},
+            tuple(
+                (row["server"], row["now"], row["then"]) for row in moves if row["plan"] == number
+            ),
+        )
+        for number, names in enumerate(wanted)
+    ]
+
+
+def _plan(
+    names: Sequence[str], rows: dict[str, dict[str, Any]], moves: tuple[tuple[str, str, str], ...]
+) -> Plan:
     everything = sum(row["pdus"] for row in rows.values())
     shards = tuple(_shard(name, rows.get(name, {}), everything) for name in names)
     worst = max(shards, key=lambda shard: (shard.pdus, shard.attempts, shard.servers))
-    moves = tuple((row["server"], row["now"], row["then"]) for row in first)
-    return Plan(tuple(names), shards, worst.name, number, moves)
+    moving = sum(row["moving"] for row in rows.values())
+    return Plan(tuple(names), shards, worst.name, moving, moves)
 
 
 def _shard(name: str, row: dict[str, Any], everything: int) -> Shard:

@@ -158,13 +158,12 @@ def _explained(differing: "DataFrame", events: "DataFrame") -> "DataFrame":
         "membership",
         "auth_membership",
     )
-    turned_away = intervals.turns_away() & (
+    untold = intervals.told_by_us_alone() & (
         servers.server_of(F.col("state_key")) == F.col("destination")
     )
-    untold = turned_away & ((F.col("membership") == "ban") | (F.col("auth_membership") == "knock"))
-    reason = F.when(
-        F.col("kind").isin(*WRONG) & untold, "W26: turned away, and only told by fedsender"
-    ).when(F.col("event_id").isNull(), "no event of ours")
+    reason = F.when(F.col("kind").isin(*WRONG) & untold, intervals.W26).when(
+        F.col("event_id").isNull(), "no event of ours"
+    )
     return (
         differing.withColumn("at", asked)
         .join(event.hint("merge"), on="at", how="left")

@@ -21,14 +21,16 @@ from fedsender.pipeline.progress import Steps
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
+SECOND_MS: Final = 1_000
 MINUTE_MS: Final = 60_000
 DAY_MS: Final = 86_400_000
 POINTS: Final = 96
 SERVERS: Final = 30
 ILLNESSES: Final = 1_000
 MISSING: Final = 100
-_STEPS_MS: Final = tuple(
-    minutes * MINUTE_MS for minutes in (1, 5, 15, 60, 180, 360, 720, 1440, 7 * 1440, 30 * 1440)
+_STEPS_MS: Final = (
+    *(seconds * SECOND_MS for seconds in (1, 5, 15)),
+    *(minutes * MINUTE_MS for minutes in (1, 5, 15, 60, 180, 360, 720, 1440, 7 * 1440, 30 * 1440)),
 )
 AGES: Final = (("today", 0), ("1 day", 1), ("2-3 days", 3), ("4-7 days", 7), ("8-30 days", 30))
 OLDER: Final = "older"

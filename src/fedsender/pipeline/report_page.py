@@ -9,6 +9,7 @@ from fedsender.pipeline.report import AGES, OLDER, Figures, as_script
 from fedsender.pipeline.schemas import FATES
 
 WIDTH: Final = 960
+NAMED: Final = 30
 _LEFT: Final = 56
 _BOTTOM: Final = 22
 _TOP: Final = 26
@@ -21,16 +22,20 @@ _STYLE: Final = """
 @media (prefers-color-scheme: dark) { :root { --ink: #e3e8ee; --dim: #98a4b1; --line: #39424d;
  --page: #14181d; --good: #4fb892; --bad: #ef6f61; --mid: #eab04a; --blue: #6da7e8; } }
 body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page);
- max-width: 960px; margin: 2rem auto; padding: 0 1rem; }
+ max-width: 960px; margin: 2rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2rem 0 .4rem; }
-p, .dim { color: var(--dim); margin: .2rem 0; } svg { width: 100%; height: auto; display: block; }
+p, .dim { color: var(--dim); margin: .2rem 0; } .wide { overflow-x: auto; }
+svg { width: 100%; min-width: 680px; height: auto; display: block; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--dim); }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
 th, td { text-align: left; padding: .2rem .6rem .2rem 0; border-bottom: 1px solid var(--line);
- vertical-align: top; overflow-wrap: anywhere; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.cards { display: flex; flex-wrap: wrap; gap: .6rem; margin-top: 1rem; }
-.card { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .9rem; min-width: 8rem; }
+ vertical-align: top; min-width: 7rem; }
+th { overflow-wrap: normal; white-space: nowrap; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap;
+ min-width: 0; }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .6rem;
+ margin-top: 1rem; }
+.card { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .9rem; }
 .card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
 .bad { color: var(--bad); } .good { color: var(--good); }
 """
@@ -45,19 +50,26 @@ def page(figures: Figures, before: Figures | None) -> str:
     title = f"Deliveries of {_text(figures.server_name)}"
     parts = (
         f"<h1>{title}</h1>",
-        f"<p>Made {_when(figures.made_ms)}; events up to {figures.upto:,};"
-        f" ledger from {_when(figures.first_ms)} to {_when(figures.last_ms)}</p>",
+        f"<p>Made {_when(figures.made_ms)}; events up to {figures.upto:,}; {_ledger(figures)}</p>",
         _cards(figures),
         _section("Since the last report", _changes(figures, before)),
         _section(
             "Deliveries over time",
             f"<p>Events delivered, and attempts that failed, per {_length(figures.step_ms)}.</p>"
-            + _curves(figures, (("pdus", "--good"), ("failed", "--bad"))),
+            + _curves(
+                figures,
+                (("pdus", "events delivered", "--good"), ("failed", "failed attempts", "--bad")),
+                quiet=0,
+            ),
         ),
         _section(
             "Latency",
-            "<p>How long delivered transactions took, in ms: median, 90 %, 99 %.</p>"
-            + _curves(figures, (("p50", "--good"), ("p90", "--mid"), ("p99", "--bad"))),
+            "<p>How long delivered transactions took, in ms.</p>"
+            + _curves(
+                figures,
+                (("p50", "median", "--good"), ("p90", "90 %", "--mid"), ("p99", "99 %", "--bad")),
+                quiet=None,
+            ),
         ),
         _section("What is owed, by age", _owed(figures)),
         _section("The worst servers", _worst(figures)),
@@ -80,13 +92,23 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
-def _when(ms: int | None) -> str:
+def _when(ms: int | None, *, step_ms: int = 60_000) -> str:
+    """A time, with seconds where steps are shorter than a minute."""
     if ms is None:
         return "never"
-    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    form = "%Y-%m-%d %H:%M UTC" if step_ms >= 60_000 else "%Y-%m-%d %H:%M:%S UTC"
+    return datetime.fromtimestamp(ms / 1000, UTC).strftime(form)
+
+
+def _ledger(figures: Figures) -> str:
+    if figures.first_ms is None:
+        return "nothing in the ledger yet"
+    return f"ledger from {_when(figures.first_ms)} to {_when(figures.last_ms)}"
 
 
 def _length(ms: int) -> str:
+    if ms < 60_000:
+        return "second" if ms == 1_000 else f"{ms // 1000} seconds"
     minutes = ms // 60_000
     if minutes % 1440 == 0:
         return "day" if minutes == 1440 else f"{minutes // 1440} days"
@@ -109,7 +131,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int =
             yield f"<{tag}{kind}>{told}</{tag}>"
 
     lines = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{''.join(cells('th', head))}</tr></thead>{lines}</table>"
+    table = f"<table><thead><tr>{''.join(cells('th', head))}</tr></thead>{lines}</table>"
+    return f'<div class="wide">{table}</div>'
 
 
 # --- figures --------------------------------------------------------------------------------------
@@ -150,7 +173,9 @@ def _changes(figures: Figures, before: Figures | None) -> str:
     text += _table(("", "then", "now", "change"), rows, numbers=1)
     for said, names in (("Fallen ill", ill - was_ill), ("Well again", was_ill - ill)):
         if names:
-            text += f"<p>{said}: {_text(', '.join(sorted(names)))}</p>"
+            first = ", ".join(sorted(names)[:NAMED])
+            more = f", and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+            text += f"<p>{said}: {_text(first)}{more}</p>"
     return text
 
 
@@ -158,44 +183,67 @@ def _ill_now(figures: Figures) -> set[str]:
     return {each["server"] for each in figures.illnesses if each["ended_ms"] is None}
 
 
-def _curves(figures: Figures, named: Sequence[tuple[str, str]]) -> str:
-    """Lines over time, with a scale that begins at nothing."""
-    height, points = 200, figures.series
-    if not points:
+def _curves(figures: Figures, named: Sequence[tuple[str, str, str]], *, quiet: int | None) -> str:
+    """Lines over time, with a scale that begins at nothing.
+
+    Args:
+        named: of each line its figure, what it is called, and its colour.
+        quiet: what a step without attempts has; None: nothing, and the line is broken there.
+    """
+    if not figures.series:
         return "<p>The ledger has no attempts.</p>"
-    most = max([point[name] or 0 for point in points for name, _ in named] + [1])
-    first: int = points[0]["at_ms"]
-    span: int = max(points[-1]["at_ms"] - first, 1)
+    height, step_ms = 200, figures.step_ms
+    known = {point["at_ms"]: point for point in figures.series}
+    first, last = min(known), max(known)
+    nothing = dict.fromkeys((name for name, _, _ in named), quiet)
+    points = [known.get(at_ms, nothing) for at_ms in range(first, last + 1, step_ms)]
+    most = max([point[name] or 0 for point in points for name, _, _ in named] + [1])
     wide, high = WIDTH - _LEFT - 8, height - _BOTTOM - _TOP
 
-    def x(at_ms: int) -> float:
-        return _LEFT + wide * (at_ms - first) / span
+    def x(number: int) -> float:
+        return _LEFT + wide * number / max(len(points) - 1, 1)
 
     def y(value: float) -> float:
         return _TOP + high * (1 - value / most)
 
-    drawn = [_grid(most, y)]
-    drawn.append(f'<text x="{_LEFT}" y="{height - 4}">{_when(first)}</text>')
-    drawn.append(
-        f'<text x="{WIDTH - 8}" y="{height - 4}" text-anchor="end">'
-        f"{_when(points[-1]['at_ms'])}</text>"
-    )
-    for place, (name, colour) in enumerate(named):
-        known = [point for point in points if point[name] is not None]
-        path = " ".join(f"{x(point['at_ms']):.1f},{y(point[name]):.1f}" for point in known)
-        drawn.append(
-            f'<polyline points="{path}" fill="none" stroke="var({colour})" stroke-width="1.6"/>'
-        )
+    drawn = [_grid(most, y), _ends(first, last, _LEFT, height - 4, step_ms)]
+    at = _LEFT
+    for name, called, colour in named:
+        values = [point[name] for point in points]
         drawn += [
-            f'<circle cx="{x(point["at_ms"]):.1f}" cy="{y(point[name]):.1f}" r="2"'
-            f' fill="var({colour})"><title>{_when(point["at_ms"])}: {name} {point[name]:,}'
-            "</title></circle>"
-            for point in known
+            f'<polyline points="{" ".join(f"{x(n):.1f},{y(values[n]):.1f}" for n in run)}"'
+            f' fill="none" stroke="var({colour})" stroke-width="1.6"/>'
+            for run in _runs(values)
         ]
-        drawn.append(
-            f'<text x="{_LEFT + 70 * place}" y="14" style="fill:var({colour})">{name}</text>'
-        )
-    return _svg(height, drawn, f"{', '.join(name for name, _ in named)} over time")
+        drawn += [
+            f'<circle cx="{x(number):.1f}" cy="{y(value):.1f}" r="2" fill="var({colour})">'
+            f"<title>{_when(first + number * step_ms, step_ms=step_ms)}: {called} {value:,}"
+            "</title></circle>"
+            for number, value in enumerate(values)
+            if value is not None
+        ]
+        drawn.append(f'<text x="{at}" y="14" style="fill:var({colour})">{called}</text>')
+        at += 40 + 7 * len(called)
+    return _svg(height, drawn, f"{', '.join(called for _, called, _ in named)} over time")
+
+
+def _runs(values: Sequence[int | None]) -> Iterator[list[int]]:
+    """The places of values in a row that are there."""
+    run: list[int] = []
+    for number, value in enumerate([*values, None]):
+        if value is not None:
+            run.append(number)
+        elif run:
+            yield run
+            run = []
+
+
+def _ends(first_ms: int, last_ms: int, left: float, at: float, step_ms: int) -> str:
+    """When a line over time begins and ends."""
+    return (
+        f'<text x="{left}" y="{at}">{_when(first_ms, step_ms=step_ms)}</text>'
+        f'<text x="{WIDTH - 8}" y="{at}" text-anchor="end">{_when(last_ms, step_ms=step_ms)}</text>'
+    )
 
 
 def _grid(most: float, y: Callable[[float], float]) -> str:
@@ -212,9 +260,8 @@ def _grid(most: float, y: Callable[[float], float]) -> str:
 
 def _svg(height: int, drawn: Iterable[str], label: str) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{_text(label)}">'
-        + "".join(drawn)
-        + "</svg>"
+        f'<div class="wide"><svg viewBox="0 0 {WIDTH} {height}" role="img"'
+        f' aria-label="{_text(label)}">' + "".join(drawn) + "</svg></div>"
     )
 
 
@@ -297,10 +344,8 @@ def _timeline(figures: Figures) -> str:
             f"<title>{_text(each['server'])}: {_text(each['outcome'])},"
             f" {each['attempts']:,} attempts from {_when(each['began_ms'])}, {told}</title></rect>"
         )
-    drawn.append(f'<text x="{_NAMES}" y="{height - 6}">{_when(figures.first_ms)}</text>')
-    drawn.append(
-        f'<text x="{WIDTH - 8}" y="{height - 6}" text-anchor="end">{_when(figures.last_ms)}</text>'
-    )
+    ends = (figures.first_ms, figures.last_ms)
+    drawn.append(_ends(*ends, _NAMES, height - 6, figures.step_ms))
     heading = "<p>From the first attempt that failed to the next that was answered; red: still.</p>"
     return heading + _svg(height, drawn, "when servers were ill")
 

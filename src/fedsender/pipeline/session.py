@@ -7,6 +7,7 @@ size does not have and that no job of ours needs, and all that Spark says on sta
 a file from the first line on.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -45,6 +46,9 @@ exec {java} "$@" 2>> {log}
 _EVERYWHERE: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
+    # Plans are written out for the UI that is off, anew after every stage; the default way of doing
+    # so takes longer than making them.
+    "spark.sql.ui.explainMode": "simple",
     "spark.sql.session.timeZone": "UTC",
     # Spark 4.1 and later trust a union to keep its inputs' partitions, also where adaptive
     # execution has merged those of one input; a join behind it then finds unequal numbers.
@@ -52,13 +56,20 @@ _EVERYWHERE: Final = {
     # A field beyond what it can hold is a line for the reject table and not the end of the job.
     "spark.sql.ansi.enabled": "false",
 }
+# On this machine Java is one process, and every kind of memory that it takes has a limit: with
+# Python's share a job stays within 4 GiB. What does not fit into the heap goes to the disk.
 _LOCAL: Final = {
     "spark.driver.memory": "2g",
     "spark.driver.host": "127.0.0.1",
     "spark.driver.bindAddress": "127.0.0.1",
     # The other collectors keep threads and memory that a machine with two cores misses.
-    "spark.driver.extraJavaOptions": "-XX:+UseSerialGC",
-    "spark.sql.shuffle.partitions": "16",
+    "spark.driver.extraJavaOptions": (
+        "-XX:+UseSerialGC -XX:MaxMetaspaceSize=384m -XX:ReservedCodeCacheSize=192m"
+        " -XX:MaxDirectMemorySize=384m"
+    ),
+    # Joins keep one side of a partition in memory. Small ones are put together, up to this size.
+    "spark.sql.shuffle.partitions": "64",
+    "spark.sql.adaptive.advisoryPartitionSizeInBytes": "16m",
 }
 
 
@@ -73,10 +84,11 @@ def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["Spar
 
     Raises:
         Usage: pyspark is not installed, or there is no Java.
-        PipelineError: Spark does not start.
+        PipelineError: Spark does not start; or, from the body, a job of it failed, or its Java
+            has ended.
     """
     try:
-        import pyspark  # noqa: F401
+        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
         from pyspark.errors import PySparkException
     except ImportError:
         raise Usage(
@@ -84,13 +96,15 @@ def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["Spar
         ) from None
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     log = log_directory / LOG_NAME
-    with _java(log, wanted=not submitted):
+    with _java(log, wanted=not submitted), _noise_in(log):
         try:
             session = _start(spark, job, submitted=submitted)
         except (PySparkException, OSError) as error:
             raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
         try:
             yield session
+        except (PySparkException, Py4JError, ConnectionError) as error:
+            raise PipelineError(f"{_in_one_line(error)}; {_last_words(log)}") from None
         finally:
             _stop(session, submitted=submitted)
 
@@ -119,15 +133,20 @@ def _start(spark: Spark, job: str, *, submitted: bool) -> "SparkSession":
 
 def _stop(session: "SparkSession", *, submitted: bool) -> None:
     """End the session and, if it is ours, its Java: it ends when its standard input does."""
+    from py4j.protocol import Py4JError
     from pyspark import SparkContext
 
     gateway = session.sparkContext._gateway
-    session.stop()
+    # There is nothing to stop in a Java that has ended.
+    with suppress(Py4JError, ConnectionError):
+        session.stop()
     process = getattr(gateway, "proc", None)
     if submitted or gateway is None or process is None:
         return
-    gateway.shutdown()
-    process.stdin.close()
+    with suppress(Py4JError, OSError):
+        gateway.shutdown()
+    with suppress(BrokenPipeError):
+        process.stdin.close()
     try:
         process.wait(timeout=30)
     except subprocess.TimeoutExpired:
@@ -136,6 +155,25 @@ def _stop(session: "SparkSession", *, submitted: bool) -> None:
     # Else the next session in this process would talk to the Java that has gone.
     SparkContext._gateway = None
     SparkContext._jvm = None
+
+
+@contextmanager
+def _noise_in(log: Path) -> Iterator[None]:
+    """What Spark's Python half logs goes to the file too: it logs errors before it raises them."""
+    handler = logging.FileHandler(log, delay=True)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _in_one_line(error: Exception) -> str:
+    """What Spark says of an error, without the frames of its Java."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"Spark: {(lines or [type(error).__name__])[0][:500]}"
 
 
 def _last_words(log: Path) -> str:

@@ -1,0 +1,381 @@
+"""A made-up homeserver's lake and ledger for `fedsender bench pipeline`, skewed as real ones are.
+
+One room has all the servers and up to a million events; all the other events are in rooms of nine
+events and four servers, so ten million events are a million of those. In the large room a server
+leaves, or one that had left comes back, every fifty events; of its state there is a full copy every
+hundred changes, as Synapse keeps it. The large room's events are spread evenly among the others'.
+
+The ledger begins late: with as many pairs of event and server as there are events, nearly all of
+them the large room's. What became of those is known, so that the jobs' answers can be checked: of a
+hundred servers one is failing and is still owed the second half, one was caught up and got one
+event for the first half; of a thousand other pairs one is missing.
+
+How many pairs of event and server it is if somebody spells them out is in `Made`.
+"""
+
+import os
+import random
+import shutil
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from fedsender.bench.pipeline_shape import (
+    CHANGE_EVERY,
+    SMALL_ROOM_EVENTS,
+    SMALL_ROOM_SERVERS,
+    Shape,
+)
+from fedsender.ledger import LINE_VERSION
+from fedsender.pipeline import schemas
+from fedsender.pipeline.lake import Commit, Lake
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyspark.sql import DataFrame, SparkSession
+
+US: Final = "bench.example"
+LARGE: Final = "!large"
+LEAVES_AT: Final = 4
+FULL_STATE_EVERY: Final = 100
+AWAY: Final = 100
+PDUS_PER_LINE: Final = 10
+PDUS_PER_SEGMENT: Final = 400_000
+ONE_IN: Final = 100
+MISSING_ONE_IN: Final = 1_000
+_ROWS: Final = 500_000
+
+
+@dataclass(slots=True)
+class Made:
+    """What the input is, and what the jobs must find.
+
+    Attributes:
+        pairs: of event and server that should get it.
+        destination_rooms: rows that a rebuild comes to.
+        fates: fate -> pairs, as an audit counts them.
+    """
+
+    events: int
+    rooms: int
+    pairs: int
+    destination_rooms: int
+    fates: dict[str, int] = field(default_factory=dict)
+
+
+def make(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> Made:
+    """Write the lake's source tables, and the ledger; the same for the same numbers."""
+    room = _LargeRoom(shape)
+    with lake.commit() as commit:
+        for table, rows in room.run():
+            commit.append(table, rows)
+        commit.append_frame(schemas.EVENTS, _events(spark, shape))
+        for table, frame in _small_rooms(spark, shape):
+            commit.append_frame(table, frame)
+        spans = spark.createDataFrame(room.arrow_spans())
+        _as_they_stand(spark, commit, shape, spans)
+        commit.set_position("events", shape.events)
+        commit.set_position("state_groups", shape.large_groups + 2 * shape.rooms)
+    small_pairs = spark.range(shape.small).selectExpr(
+        f"sum(if(id % {SMALL_ROOM_EVENTS} < {LEAVES_AT}, {SMALL_ROOM_SERVERS},"
+        f" {SMALL_ROOM_SERVERS - 1})) AS n"
+    )
+    first = small_pairs.first()
+    assert first is not None
+    made = Made(shape.events, shape.rooms + 1, room.pairs + first["n"], 0)
+    made.destination_rooms = lake.rows(schemas.DESTINATION_ROOMS)
+    fates = _write_ledger(spark, ledger, shape, spans)
+    fates["before_ledger"] = made.pairs - sum(fates.values())
+    made.fates = dict(fates)
+    return made
+
+
+class _LargeRoom:
+    """The large room's state groups, and who was in it when."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._random = random.Random(1)
+        self._inside = set(range(shape.servers))
+        self._gone: deque[int] = deque()
+        self._since = dict.fromkeys(range(shape.servers), 1)
+        self._members: list[tuple[int, int, bool]] = []
+        self.spans: list[tuple[int, int, int]] = []
+        """(server, first, last) in stream orderings: what should come out."""
+        self.pairs = 0
+
+    def run(self) -> Iterator[tuple[schemas.LakeTable, "pyarrow.Table"]]:
+        import pyarrow as pa
+
+        shape = self._shape
+        previous: list[int | None] = []
+        for group in range(1, shape.large_groups + 1):
+            changed = None if group == 1 else self._change((group - 1) * CHANGE_EVERY)
+            full = changed is None or (group - 1) % FULL_STATE_EVERY == 0
+            previous.append(None if full else group - 1)
+            if full:
+                self._members += [(group, server, True) for server in sorted(self._inside)]
+            elif changed is not None:
+                self._members.append((group, changed, changed in self._inside))
+            events = min(group * CHANGE_EVERY - 1, shape.large) - max((group - 1) * CHANGE_EVERY, 1)
+            self.pairs += len(self._inside) * (events + 1)
+            if len(self._members) >= _ROWS:
+                yield schemas.STATE_MEMBERS, self._members_table()
+        yield schemas.STATE_MEMBERS, self._members_table()
+        for server in sorted(self._inside):
+            self._end(server, shape.events)
+        groups = range(1, shape.large_groups + 1)
+        rooms = pa.array([LARGE] * shape.large_groups)
+        columns = {"state_group": groups, "prev_state_group": previous, "room_id": rooms}
+        yield schemas.STATE_GROUPS, pa.table(columns)
+
+    def _change(self, event: int) -> int:
+        """At the large room's n-th event, from 1, a server comes back or leaves; which one."""
+        at = event * self._shape.every
+        if len(self._gone) >= min(AWAY, self._shape.servers // 2):
+            server = self._gone.popleft()
+            self._inside.add(server)
+            self._since[server] = at
+            return server
+        server = self._random.randrange(self._shape.servers)
+        while server not in self._inside:
+            server = self._random.randrange(self._shape.servers)
+        self._inside.discard(server)
+        self._gone.append(server)
+        self._end(server, at - 1)
+        return server
+
+    def _end(self, server: int, last: int) -> None:
+        self.spans.append((server, self._since[server], last))
+
+    def _members_table(self) -> "pyarrow.Table":
+        import pyarrow as pa
+
+        rows, self._members = self._members, []
+        return pa.table(
+            {
+                "state_group": [group for group, _, _ in rows],
+                "user_id": [f"@user:s{server}.example" for _, server, _ in rows],
+                "membership": ["join" if joined else "leave" for _, _, joined in rows],
+            }
+        )
+
+    def arrow_spans(self) -> "pyarrow.Table":
+        """server, first, last."""
+        import pyarrow as pa
+
+        server, first, last = zip(*self.spans, strict=True)
+        return pa.table(
+            {"server": [f"s{number}.example" for number in server], "first": first, "last": last}
+        )
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _filled(frame: "DataFrame", table: schemas.LakeTable) -> "DataFrame":
+    """With the columns that it lacks, as nulls; `version` is the first commit's."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return frame.withColumns(
+        {
+            name: F.lit(1 if name == "version" else None).cast(kind)
+            for name, kind in table.columns.items()
+            if name not in frame.columns
+        }
+    )
+
+
+def _events(spark: "SparkSession", shape: Shape) -> "DataFrame":
+    groups, every = shape.large_groups, shape.every
+    frame = (
+        spark.range(1, shape.events + 1)
+        .selectExpr("id AS at", f"id % {every} = 0 AS large", f"id - id div {every} - 1 AS number")
+        .selectExpr(
+            "at AS stream_ordering",
+            f"concat('$event', at, ':{US}') AS event_id",
+            f"if(large, '{LARGE}', concat('!small', number div {SMALL_ROOM_EVENTS})) AS room_id",
+            "'m.room.message' AS type",
+            f"'@me:{US}' AS sender",
+            f"{shape.ms_of('at')} AS received_ts",
+            "true AS ours",
+            f"if(large, at div {every} div {CHANGE_EVERY} + 1, {groups} + 1"
+            f" + 2 * (number div {SMALL_ROOM_EVENTS})"
+            f" + int(number % {SMALL_ROOM_EVENTS} >= {LEAVES_AT})) AS state_group",
+            f"at div {schemas.EVENTS_PER_PART} AS part",
+        )
+    )
+    return _filled(frame, schemas.EVENTS)
+
+
+def _small_rooms(
+    spark: "SparkSession", shape: Shape
+) -> Iterator[tuple[schemas.LakeTable, "DataFrame"]]:
+    """A group with all of a room's servers, and one in which its first is gone."""
+    both = spark.range(2 * shape.rooms).selectExpr("id div 2 AS room", "id % 2 AS second", "id")
+    group = f"{shape.large_groups} + 1 + id"
+    yield (
+        schemas.STATE_GROUPS,
+        _filled(
+            both.selectExpr(
+                f"{group} AS state_group",
+                f"if(second = 1, {group} - 1, null) AS prev_state_group",
+                "concat('!small', room) AS room_id",
+            ),
+            schemas.STATE_GROUPS,
+        ),
+    )
+    places = f"explode(sequence(0, if(second = 1, 0, {SMALL_ROOM_SERVERS - 1}))) AS place"
+    yield (
+        schemas.STATE_MEMBERS,
+        _filled(
+            both.selectExpr("*", places).selectExpr(
+                f"{group} AS state_group",
+                f"concat('@user:', {shape.server_of_small('room', 'place')}) AS user_id",
+                "if(second = 1, 'leave', 'join') AS membership",
+            ),
+            schemas.STATE_MEMBERS,
+        ),
+    )
+
+
+def _as_they_stand(spark: "SparkSession", commit: Commit, shape: Shape, spans: "DataFrame") -> None:
+    """`destinations` and `destination_rooms`, as a fan-out that did nothing wrong left them."""
+    number = f"room * {SMALL_ROOM_EVENTS} + if(place = 0, {LEAVES_AT} - 1, {SMALL_ROOM_EVENTS} - 1)"
+    places = f"explode(sequence(0, {SMALL_ROOM_SERVERS - 1})) AS place"
+    newest = shape.at_of_small(f"least({number}, {shape.small} - 1)")
+    small = spark.range(shape.rooms).selectExpr("id AS room", places)
+    rooms = small.selectExpr(
+        f"{shape.server_of_small('room', 'place')} AS destination",
+        "concat('!small', room) AS room_id",
+        f"{newest} AS stream_ordering",
+    )
+    large = (
+        spans.selectExpr("server", f"last div {shape.every} * {shape.every} AS last", "first")
+        .where("last >= first")
+        .groupBy("server")
+        .agg({"last": "max"})
+        .selectExpr("server", f"'{LARGE}'", "`max(last)`")
+    )
+    commit.append_frame(schemas.DESTINATION_ROOMS, rooms.union(large))
+    servers = spark.range(shape.servers).selectExpr(
+        "concat('s', id, '.example') AS destination",
+        f"if(id % {ONE_IN} = 7, {shape.middle} - 1, {shape.events})"
+        " AS last_successful_stream_ordering",
+    )
+    commit.append_frame(schemas.DESTINATIONS, _filled(servers, schemas.DESTINATIONS))
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+def _recent(spark: "SparkSession", shape: Shape, spans: "DataFrame") -> "DataFrame":
+    """server, room_id, at: the pairs that the ledger is about, spelt out."""
+    every = shape.every
+    first = f"(greatest(first, {shape.began}) + {every} - 1) div {every}"
+    large = (
+        spans.repartition(16)
+        .selectExpr("server", f"{first} AS lo", f"last div {every} AS hi")
+        .where("lo <= hi")
+        .selectExpr("server", "explode(sequence(lo, hi)) AS number")
+        .selectExpr("server", f"'{LARGE}' AS room_id", f"number * {every} AS at")
+    )
+    left = f"if(number % {SMALL_ROOM_EVENTS} < {LEAVES_AT}, 0, 1)"
+    number = shape.began - 1 - (shape.began - 1) // every
+    small = (
+        spark.range(number, shape.small)
+        .withColumnRenamed("id", "number")
+        .selectExpr("*", f"explode(sequence({left}, {SMALL_ROOM_SERVERS - 1})) AS place")
+        .selectExpr("*", f"number div {SMALL_ROOM_EVENTS} AS room")
+        .selectExpr(
+            f"{shape.server_of_small('room', 'place')} AS server",
+            "concat('!small', room) AS room_id",
+            f"{shape.at_of_small('number')} AS at",
+        )
+    )
+    return large.union(small)
+
+
+def _write_ledger(
+    spark: "SparkSession", directory: Path, shape: Shape, spans: "DataFrame"
+) -> Counter[str]:
+    """Segments of the pairs from `began` on; how many came to which fate."""
+    server = f"int(regexp_extract(server, '[0-9]+', 0)) % {ONE_IN}"
+    told = (
+        _recent(spark, shape, spans)
+        .selectExpr(
+            "*",
+            f"CASE WHEN {server} = 7 AND at >= {shape.middle} THEN 'pending'"
+            f" WHEN {server} = 11 AND at < {shape.middle} AND room_id = '{LARGE}' THEN 'superseded'"
+            f" WHEN pmod(xxhash64(server, at), {MISSING_ONE_IN}) = 0 THEN 'missing'"
+            " ELSE 'delivered' END AS fate",
+        )
+        .persist()
+    )
+    fates = Counter({row["fate"]: row["count"] for row in told.groupBy("fate").count().collect()})
+    sent = told.where("fate = 'delivered'").selectExpr(
+        "*", "'delivered' AS outcome", "'live' AS lane", "null AS supersedes"
+    )
+    # Of what was superseded, the last was sent.
+    stood_in = told.where("fate = 'superseded'").groupBy("server", "room_id", "fate")
+    caught_up = stood_in.agg({"at": "max"}).selectExpr(
+        "server",
+        "room_id",
+        "`max(at)` AS at",
+        "fate",
+        "'delivered' AS outcome",
+        "'catch_up' AS lane",
+        f"array({shape.began}L, `max(at)` - 1) AS supersedes",
+    )
+    once = caught_up.count()
+    fates.update({"superseded": -once, "delivered": once})
+    tried = told.where(f"fate = 'pending' AND at < {shape.middle + 20 * shape.every}").selectExpr(
+        "*", "'unreachable' AS outcome", "'live' AS lane", "null AS supersedes"
+    )
+    _segments(_lines(sent.union(caught_up).union(tried), shape), directory, shape)
+    told.unpersist()
+    return fates
+
+
+def _lines(pdus: "DataFrame", shape: Shape) -> "DataFrame":
+    """One attempt for what came within a short time for one server, as JSON in `value`."""
+    pdu = f"struct(at, concat('$event', at, ':{US}') AS event_id, room_id, lane, supersedes)"
+    entry = "named_struct('event_id', p.event_id, 'room_id', p.room_id,"
+    entry += " 'stream_ordering', p.at, 'lane', p.lane, 'supersedes', p.supersedes)"
+    well = "outcome = 'delivered'"
+    return (
+        pdus.selectExpr(
+            "server",
+            f"at div {PDUS_PER_LINE * shape.every} AS stretch",
+            "outcome",
+            "lane",
+            f"{pdu} AS pdu",
+        )
+        .groupBy("server", "stretch", "outcome", "lane")
+        .agg({"pdu": "collect_list"})
+        .selectExpr("*", "array_sort(`collect_list(pdu)`) AS pdus")
+        .selectExpr("*", "element_at(pdus, -1).at AS newest")
+        .selectExpr(
+            "to_json(named_struct("
+            f"'v', {LINE_VERSION}, 'ms', {shape.ms_of('newest')}, 'instance', 'bench',"
+            " 'destination', server, 'transaction_id', concat(lane, stretch), 'attempt', 1,"
+            f" 'outcome', outcome, 'status', if({well}, 200, null), 'reason', string(null),"
+            f" 'pdus', transform(pdus, p -> {entry}), 'edus', map(), 'outbox', array(),"
+            " 'device_lists', array(), 'refused', map(), 'lsso', bigint(null),"
+            f" 'bytes', 400 * size(pdus), 'took_ms', 20 + pmod(hash(server, stretch), 200),"
+            " 'reused', true), map('ignoreNullFields', 'false')) AS value"
+        )
+    )
+
+
+def _segments(lines: "DataFrame", directory: Path, shape: Shape) -> None:
+    """Closed segments, named as the daemon names them."""
+    staging = directory.with_name("ledger-staging")
+    number = -(-shape.events // PDUS_PER_SEGMENT)
+    lines.repartition(number).write.text(str(staging))
+    directory.mkdir(exist_ok=True)
+    for index, path in enumerate(sorted(staging.glob("part-*")), 1):
+        os.replace(path, directory / f"bench.0.{index:06d}.jsonl")
+    shutil.rmtree(staging)

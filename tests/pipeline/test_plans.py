@@ -1,0 +1,123 @@
+"""How Spark means to do what the jobs ask for: what must never be in a plan at any size."""
+
+import datetime
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from tests.pipeline.test_audit import config_of, event, lake_of
+from tests.pipeline.test_ledger_lines import line, write
+
+from fedsender.pipeline import coverage, health, intervals, ledger_lines, plan, rebuild, schemas
+from fedsender.pipeline.accounts import Accounts
+from fedsender.pipeline.lake import Lake
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+# Every pair of two tables; rows that go through a Python process or become Java objects one by one.
+FORBIDDEN = re.compile(
+    r"NestedLoop|Cartesian|Python|InPandas|InArrow|MapElements|DeserializeToObject"
+)
+# An event for each place of a range: only for what is missing.
+SPELT_OUT = re.compile(r"Generate explode\(sequence\((lo|first)")
+
+ROOM, SERVER = "!r", "a.example"
+_DAY = datetime.date(2026, 1, 1)
+_VALUES = {"BIGINT": 1, "INT": 1, "BOOLEAN": True, "STRING": "x", "DATE": _DAY}
+
+
+@pytest.fixture(scope="module")
+def spark_at_scale(spark: "SparkSession") -> Iterator["SparkSession"]:
+    """The session, planning as if no table were small."""
+    before = spark.conf.get("spark.sql.autoBroadcastJoinThreshold")
+    assert before is not None
+    spark.conf.set("spark.sql.autoBroadcastJoinThreshold", "-1")
+    yield spark
+    spark.conf.set("spark.sql.autoBroadcastJoinThreshold", before)
+
+
+@pytest.fixture(scope="module")
+def lake(spark_at_scale: "SparkSession", tmp_path_factory: pytest.TempPathFactory) -> Lake:
+    """A lake with a row in every table that is read: what is empty is left out of a plan."""
+    directory = tmp_path_factory.mktemp("plans")
+    tables = (
+        schemas.STATE_GROUPS, schemas.STATE_MEMBERS, schemas.TOLD_SERVERS, schemas.INTERVALS,
+        schemas.UNKNOWN_HOSTS, schemas.DESTINATION_ROOMS, schemas.DESTINATIONS, schemas.QUARANTINE,
+        schemas.SERVER_STATES, schemas.REDELIVERIES, schemas.CATCH_UPS, schemas.ATTEMPTS,
+        schemas.PDUS,
+    )  # fmt: skip
+    rows: dict[str, list[dict[str, Any]]] = {"events": [event(at, ROOM) for at in (1, 2)]}
+    for table in tables:
+        rows[table.name] = [{name: _VALUES.get(kind) for name, kind in table.columns.items()}]
+    rows["state_groups"][0]["prev_state_group"] = None
+    lake = lake_of(directory, rows, 2)
+    write(directory / "ledger", "f.b.000001.jsonl", line())
+    return lake
+
+
+def plan_of(frame: "DataFrame") -> str:
+    text: str = frame._jdf.queryExecution().executedPlan().toString()
+    return text
+
+
+def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple[str, "DataFrame"]]:
+    """Everything that works on more than a summary."""
+    config = config_of(directory)
+    spans, unknown = intervals.derive(spark, lake, "us.example")
+    yield "who should get what", spans
+    yield "events whose servers cannot be told", unknown
+    room_servers = spark.sql("SELECT '!r' room_id, 'a' server, 1L joined, 2L left, 1L version")
+    events = lake.frame(spark, schemas.EVENTS)
+    yield "an embedded store", intervals.from_room_servers(events, room_servers, "us.example")
+    expected = rebuild.rebuild(spark, lake, config)
+    yield "rebuild", expected
+    yield "differences", rebuild.differences(spark, lake, expected)
+    view = Accounts(spark, lake, config, lake.frame(spark, schemas.PDUS), None)
+    yield "stretches", view.stretches()
+    # What is made of these is planned for itself.
+    found = lake.frame(spark, schemas.INTERVALS).selectExpr(
+        "server", "room_id", "first AS lo", "last AS hi", "server AS fate"
+    )
+    yield "by day", coverage.by_day(found, view.places)
+    yield "superseded", view.superseded(found)
+    yield "missing", view.missing(found)
+    view.places.unpersist()
+    segments = tuple((lake.directory.parent / "ledger").iterdir())
+    yield "new lines", ledger_lines.fresh_pdus(spark, lake, segments)
+    lines = ledger_lines.parsed(spark, segments)
+    yield "windows", health.windows(lines)
+    yield "streaks", health.streaks(lines)
+    yield "loads", plan.loads(spark, lake)
+
+
+def test_no_table_is_held_against_all_of_another_and_nothing_runs_in_python(
+    spark_at_scale: "SparkSession", lake: Lake
+) -> None:
+    """And only what is missing is taken apart into events."""
+    seen = 0
+    for name, frame in frames(spark_at_scale, lake, lake.directory.parent):
+        text = plan_of(frame)
+        assert not FORBIDDEN.findall(text), f"{name}: {text}"
+        assert bool(SPELT_OUT.search(text)) == (name == "missing"), f"{name}: {text}"
+        seen += 1
+    assert seen == 13
+
+
+def test_the_ledger_is_spread_once_and_so_are_ranges(
+    spark_at_scale: "SparkSession", lake: Lake
+) -> None:
+    """The two largest tables of an audit: a PDU goes where its event is looked up, a range to its
+    server's and room's others."""
+    spark = spark_at_scale
+    events = lake.frame(spark, schemas.EVENTS)
+    places = events.selectExpr("stream_ordering", "event_id", "room_id", "stream_ordering AS place")
+    proven = coverage.points(coverage.answers(lake.frame(spark, schemas.PDUS)), places)
+    # That of the events is the other one.
+    assert plan_of(proven).count("Exchange hashpartitioning") == 2
+    # What is expected goes to its room, to be numbered, and then to its server.
+    spans = lake.frame(spark, schemas.INTERVALS).selectExpr("*", "'expected' AS kind")
+    stretches = coverage.stretches(coverage.ends_in_places(spans, places))
+    assert plan_of(stretches).count("Exchange hashpartitioning") == 2

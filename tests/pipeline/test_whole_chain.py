@@ -1,0 +1,105 @@
+"""The whole chain, as a user goes through it: a chaotic demo, and every job on what it left."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from fedsender.cli import run_command
+from fedsender.pipeline import session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+DEMO = ("--chaos", "--servers", "10", "--rooms", "4", "--events", "100")
+REMOVED = 5
+
+
+def take_out(ledger: Path, number: int) -> set[tuple[str, str]]:
+    """Take deliveries out of the ledger's segments, as (server, event id): each the only one of
+    its event, which nothing stands in for, and behind the first event that was live."""
+    segments = sorted(ledger.glob("*.jsonl"))
+    lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in segments]
+    known = [line for each in lines for line in each]
+    told = [(line["destination"], pdu) for line in known for pdu in line["pdus"]]
+    attempts = Counter((server, pdu["event_id"]) for server, pdu in told)
+    began = min(pdu["stream_ordering"] for _, pdu in told if pdu["lane"] == "live")
+    stood_in = [
+        (server, pdu["room_id"], *pdu["supersedes"])
+        for server, pdu in told
+        if pdu.get("supersedes")
+    ]
+    single = sorted(
+        (server, pdu["event_id"])
+        for server, pdu in told
+        if attempts[server, pdu["event_id"]] == 1 and pdu["lane"] == "live"
+        if pdu["stream_ordering"] > began and not pdu.get("supersedes")
+        if not any(
+            (server, pdu["room_id"]) == (s, room) and first <= pdu["stream_ordering"] <= last
+            for s, room, first, last in stood_in
+        )
+    )
+    removed = set(Random(1).sample(single, number))
+    for path, some in zip(segments, lines, strict=True):
+        for line in some:
+            line["pdus"] = [
+                pdu for pdu in line["pdus"] if (line["destination"], pdu["event_id"]) not in removed
+            ]
+        path.write_text("".join(json.dumps(line) + "\n" for line in some))
+    return removed
+
+
+def test_every_job_on_what_a_chaotic_demo_left(
+    spark: "SparkSession",
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What was taken out of the ledger by hand is missing, each with its name, and nothing else;
+    `destination_rooms` is what it should be; the page, the plan and the health are there."""
+    demo = [sys.executable, "-m", "fedsender", "demo", *DEMO, "--keep", str(tmp_path / "demo")]
+    played = subprocess.run(demo, capture_output=True, text=True, timeout=300, check=False)
+    assert played.returncode == 0, played.stderr
+    removed = take_out(tmp_path / "demo" / "ledger", REMOVED)
+    config = tmp_path / "demo" / "config.yaml"
+
+    @contextmanager
+    def one_for_all(*_: object) -> Iterator["SparkSession"]:
+        yield spark
+
+    # Starting Java for each would be most of this test.
+    monkeypatch.setattr(session, "spark_session", one_for_all)
+
+    def fedsender(job: str, *options: str) -> tuple[int, str]:
+        code = run_command(["pipeline", job, "-c", str(config), *options])
+        return code, capsys.readouterr().out
+
+    page = tmp_path / "page.html"
+    code, out = fedsender("run", "--json", "-o", str(page))
+    ran: dict[str, Any] = json.loads(out)
+    ingested, audited = ran["ingest"], ran["audit"]
+    assert (code, ingested["rejects"], ingested["unknown_fields"]) == (1, 0, 0)
+    named = {(each["server"], each["event_id"]) for each in audited["shown"]}
+    assert named == removed
+    assert audited["counts"]["missing"] == REMOVED
+    assert audited["counts"]["unknown"] == audited["counts"]["before_ledger"] == 0
+    assert audited["counts"]["superseded"] > 0
+    assert ran["health"]["servers"] == 10
+    assert all(event_id in page.read_text() for _, event_id in removed)
+
+    code, out = fedsender("rebuild", "--diff")
+    assert (code, out.split(",")[1]) == (0, " no differences\n")
+
+    code, out = fedsender("plan")
+    assert code == 0
+    plans = list(yaml.safe_load_all(out[out.index("# ") :]))
+    senders = [len(each["homeserver"]["federation_sender_instances"]) for each in plans]
+    assert senders == list(range(1, 9))
