@@ -18,7 +18,7 @@ from typing import Final
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.relay.memory_disk import MemoryDisk
 
-from fedsender.relay.consumer import Consumer, read_records, to_json
+from fedsender.relay.consumer import Consumer, Records, read_records, to_json
 from fedsender.relay.disk import File
 from fedsender.relay.facts import (
     lines_of,
@@ -304,12 +304,13 @@ def fuzz_manifests(rng: random.Random) -> None:
         assert "/" not in file.name
 
 
-_CONSUMERS: Final = to_json(EPOCH, [(Consumer(f"sender-{n}", 5, 6), n == 1) for n in range(3)])
+_BOOK: Final = Records(EPOCH, [(Consumer(f"sender-{n}", 5, 6), n == 1) for n in range(3)], 7)
+_CONSUMERS: Final = to_json(_BOOK)
 _CONSUMERS_JSON: Final = json.loads(_CONSUMERS)
 
 
 def fuzz_consumers(rng: random.Random) -> None:
-    """The relay's own book of consumers: read, or the error that the registry knows."""
+    """The relay's own book of consumers: as it was written, or an error that is expected."""
     if rng.random() < 0.5:
         content = spoil(rng, _CONSUMERS, ODD)
     else:
@@ -318,7 +319,7 @@ def fuzz_consumers(rng: random.Random) -> None:
     disk.make_directory(Path("/relay"))
     disk.open(Path("/relay/consumers.json"), create=True).append(content)
     try:
-        read_records(disk, Path("/relay/consumers.json"))
+        assert read_records(disk, Path("/relay/consumers.json")) == _BOOK
     except (OSError, ValueError):
         return
 

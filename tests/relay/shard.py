@@ -42,10 +42,12 @@ class Line:
     Attributes:
         after: the next connections break when so many bytes have come from the relay, one each.
         streams: ends of the connections that were made.
+        sockets: connections are real ones, on which little is on its way.
     """
 
-    def __init__(self, relay: RelayWorld) -> None:
+    def __init__(self, relay: RelayWorld, *, sockets: bool = False) -> None:
         self.relay = relay
+        self.sockets = sockets
         self.up = True
         self.after: list[int] = []
         self.streams: list[trio.abc.Stream] = []
@@ -55,7 +57,9 @@ class Line:
         await trio.sleep(self.delay_s)
         if not self.up:
             raise ConnectionRefusedError("the relay is away")
-        ours, theirs = trio.testing.memory_stream_pair()
+        ours: trio.abc.HalfCloseableStream
+        theirs: trio.abc.HalfCloseableStream
+        ours, theirs = _socket_pair() if self.sockets else trio.testing.memory_stream_pair()
         if self.after:
             _break_after(theirs, self.after.pop(0))
         self.relay.nursery.start_soon(partial(self.relay.relay.hub.serve, theirs, trusted=True))
@@ -67,6 +71,11 @@ class Line:
         for stream in self.streams:
             await trio.aclose_forcefully(stream)
         self.streams.clear()
+
+
+def _socket_pair() -> tuple[trio.abc.HalfCloseableStream, trio.abc.HalfCloseableStream]:
+    ours, theirs = trio.socket.socketpair()
+    return trio.SocketStream(ours), trio.SocketStream(theirs)
 
 
 def _break_after(stream: trio.abc.Stream, limit: int) -> None:

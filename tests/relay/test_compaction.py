@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.relay.memory_disk import MemoryDisk, PowerCut
 
-from fedsender.relay import compaction, snapshot
+from fedsender.relay import compaction, directories, snapshot
 from fedsender.relay.disk import read_file
 from fedsender.relay.facts import prepare
 from fedsender.relay.segment import Record
@@ -53,7 +53,7 @@ class Relay:
         self.records.append(Record(token, self.now_ms, tuple(rows), lines))
         return token
 
-    def compact(self, *, edu_floor: int = 0, whole: bool = False) -> SnapshotInfo:
+    def compact(self, *, edu_floor: int = 0, whole: bool = False, **more: Any) -> SnapshotInfo:
         """The next snapshot; with `whole` from nothing."""
         previous = None if whole else self.newest
         after = 0 if previous is None else previous.token
@@ -67,6 +67,7 @@ class Relay:
             now_ms=self.now_ms,
             edu_floor=edu_floor,
             server_name=HS,
+            **more,
         )
         return self.newest
 
@@ -105,7 +106,7 @@ def test_a_snapshot_says_who_is_where_and_what_was_said_last() -> None:
     assert relay.owed() == {("!r", "a.x"): "$e3", ("!r", "b.x"): "$e2"}
     assert sorted(row[0] for row in relay.rows("events")) == ["$e2", "$e3"]
     assert (info.token, info.id) == (5, f"{5:020d}.01234567")
-    assert snapshot.list_snapshots(relay.disk, ROOT) == [info]
+    assert directories.list_snapshots(relay.disk, ROOT) == [info]
 
 
 def test_an_event_that_a_server_of_the_room_does_not_get_leaves_it_the_one_before() -> None:
@@ -159,6 +160,26 @@ def test_edus_stay_until_every_consumer_has_them() -> None:
     assert json.loads(str(rows[1][5])) == ["edu", ["to_device", "a.x", "m2", {"n": 2}]]
 
 
+def test_edus_that_nobody_takes_do_not_grow_without_end() -> None:
+    """The oldest are dropped, and counted; but first device lists that every consumer has."""
+    relay, dropped = Relay(), list[int]()
+    for number in range(50):
+        relay.say(["edu", ["device_list", "a.x", f"@{number}:{HS}", "D", {}]])
+    for number in range(50):
+        relay.say(["edu", ["to_device", "a.x", f"m{number}", {"n": "x" * 100}]])
+    room = PARTS * 50 * 200
+    relay.compact(edu_floor=50, edu_bytes=room, dropped=dropped.append)
+    assert dropped == []
+    assert {row[1] for row in relay.rows("edus")} >= set(range(51, 101))
+    for number in range(50, 100):
+        relay.say(["edu", ["to_device", "a.x", f"m{number}", {"n": "x" * 100}]])
+    relay.compact(edu_floor=50, edu_bytes=room, dropped=dropped.append)
+    kept = [row[1] for row in relay.rows("edus")]
+    assert kept == list(range(min(kept), 151))
+    assert 40 < len(kept) < 70
+    assert dropped == [100 - len(kept)]
+
+
 def test_a_part_that_stayed_the_same_is_the_same_file() -> None:
     """So that a consumer that syncs again skips it: one changed room changes one part of 16."""
     relay = Relay()
@@ -171,8 +192,8 @@ def test_a_part_that_stayed_the_same_is_the_same_file() -> None:
     old, new = {file.name for file in before.files}, {file.name for file in after.files}
     assert len(new - old) == 2  # heads and events of one part
     assert len(after.parts("hosts")) == PARTS
-    snapshot.remove_snapshot(relay.disk, before)
-    assert snapshot.is_whole(relay.disk, after)
+    directories.remove_snapshot(relay.disk, before)
+    assert directories.is_whole(relay.disk, after)
     assert len(relay.owed()) == 100
 
 
@@ -274,7 +295,7 @@ def test_03_one_that_was_not_finished_is_none_whatever_step_was_the_last(fault: 
             relay.newest = old
         if fault == "power":
             relay.disk.crash(power=True)
-        found = snapshot.list_snapshots(relay.disk, ROOT)
+        found = directories.list_snapshots(relay.disk, ROOT)
         assert found[0] == old
         for info in found:
             for file in info.files:
@@ -291,12 +312,12 @@ def test_03_a_snapshot_with_a_file_gone_or_cut_is_not_offered() -> None:
     """3: an operator's hand, or a disk's."""
     relay = furnished()
     newest = relay.compact()
-    assert len(snapshot.list_snapshots(relay.disk, ROOT)) == 2
+    assert len(directories.list_snapshots(relay.disk, ROOT)) == 2
     relay.disk.remove(newest.path(newest.files[0].name))
-    assert [info.id for info in snapshot.list_snapshots(relay.disk, ROOT, clean=False)] != [
+    assert [info.id for info in directories.list_snapshots(relay.disk, ROOT, clean=False)] != [
         newest.id
     ]
-    assert len(snapshot.list_snapshots(relay.disk, ROOT)) == 1
+    assert len(directories.list_snapshots(relay.disk, ROOT)) == 1
 
 
 def test_07_a_flipped_bit_in_the_snapshot_before_stops_the_making_with_the_files_name() -> None:
@@ -307,7 +328,7 @@ def test_07_a_flipped_bit_in_the_snapshot_before_stops_the_making_with_the_files
     relay.disk.flip_bit(path, 800)
     with pytest.raises(BadSnapshot, match=path.name):
         relay.compact()
-    assert len(snapshot.list_snapshots(relay.disk, ROOT)) == 1
+    assert len(directories.list_snapshots(relay.disk, ROOT)) == 1
 
 
 def test_snapshot_0_holds_the_rooms_there_were() -> None:

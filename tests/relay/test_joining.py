@@ -11,8 +11,11 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
-from tests.relay.log_support import hosts, to_device
+from tests.relay.log_support import hosts, pdu, to_device
 from tests.relay.relay_world import World, stored
+
+from fedsender.relay.snapshot import SnapshotInfo, read_part
+from fedsender.relay.status import doubts, status_of
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.
@@ -87,8 +90,8 @@ async def test_11_a_join_that_comes_to_nothing_leaves_the_earlier_record(
 async def test_a_snapshot_that_was_handed_out_stays_until_the_join_is_over(
     autojump_clock: Clock,
 ) -> None:
-    """3: its files can be fetched however many are made meanwhile; a broken one is never
-    offered, another that joins on to the log is."""
+    """1, 3: its files can be fetched however many are made meanwhile, and the log behind it stays;
+    a broken one is never offered, another that joins on to the log is."""
     async with World().running() as world:
         await world.append_rows(hosts(1))
         await world.sealed(4)
@@ -98,6 +101,15 @@ async def test_a_snapshot_that_was_handed_out_stays_until_the_join_is_over(
             await world.relay.shelf.make()
             await look(world)
         assert len(await hands.fetch(snapshot, "manifest.json")) > 0
+        kept = world.relay.shelf.find(snapshot)
+        assert kept is not None
+        await hands.say(f"REPLICATE events {kept.token} {world.relay.log.epoch}")
+        await hands.until("POSITION ")
+        await hands.ack(world.relay.log.head)
+        assert world.first == kept.token + 1
+        await look(world)
+        assert world.relay.shelf.find(snapshot) is None, "only now it is not needed any more"
+        assert world.first > kept.token + 1
         newest = world.relay.shelf.snapshots[-1]
         world.disk.remove(newest.directory / newest.files[0].name)
         _, other, token = await world.join("sender-2")
@@ -171,6 +183,48 @@ async def test_edus_stay_in_snapshots_until_every_known_consumer_has_them(
         await again.say(f"REPLICATE events {token} {world.relay.log.epoch}")
         await again.until("POSITION ")
         assert world.relay.registry.edu_floor() == 1
+
+
+async def test_edus_that_only_a_forgotten_consumer_lacked_are_gone_from_the_next_snapshot(
+    autojump_clock: Clock,
+) -> None:
+    """Forgotten by an operator, or after its time: nobody will come for them."""
+    async with World(settings=SHORT).running() as world:
+        await world.append_rows(to_device(1))
+        await world.stopped("sender-1", 0)
+        await world.stopped("sender-2", 1)
+        assert edus_in(world, await world.relay.shelf.make()) == 1
+        await world.append()
+        assert edus_in(world, await world.relay.shelf.make()) == 1
+        world.relay.registry.forget("sender-1")
+        await world.append()
+        assert edus_in(world, await world.relay.shelf.make()) == 0
+
+
+async def test_edus_of_a_relay_that_nobody_follows_are_bounded_and_that_is_said(
+    autojump_clock: Clock,
+) -> None:
+    """Nobody acknowledges anything: they would fill the disk."""
+    cap = {"log_cap": "256KiB", "segment_bytes": "64KiB"}
+    async with World(settings=cap).running() as world:
+        with structlog.testing.capture_logs() as logs:
+            for number in range(100):
+                await world.append_rows(to_device(number), pdu(number))
+            made = await world.relay.shelf.make()
+        assert 10 < edus_in(world, made) < 60
+        dropped = 100 - edus_in(world, made)
+        assert status_of(world.relay).counts["dropped_edus"] == dropped
+        assert f"{dropped} messages to devices were dropped" in "".join(doubts(world.relay))
+        assert ("relay_edus_dropped", dropped) in [
+            (line["event"], line.get("count")) for line in logs
+        ]
+
+
+def edus_in(world: World, info: SnapshotInfo) -> int:
+    """How many EDUs are in a snapshot."""
+    return sum(
+        len(read_part(world.disk, info, file)) for file in info.files if file.table == "edus"
+    )
 
 
 async def test_a_file_is_fetched_from_an_offset_on_any_connection_of_the_consumer(

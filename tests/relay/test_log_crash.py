@@ -22,7 +22,16 @@ from tests.relay.memory_disk import MemoryDisk, PowerCut
 from fedsender.relay.facts import Prepared, prepare
 from fedsender.relay.files import LogFiles
 from fedsender.relay.log import DamagedSegment, Log, LogSettings, open_log, read_epoch
-from fedsender.relay.recovery import Evidence, Opened, open_files, segment_paths
+from fedsender.relay.recovery import (
+    Epoch,
+    Evidence,
+    Opened,
+    begin_segment,
+    open_files,
+    segment_paths,
+    write_epoch,
+)
+from fedsender.relay.segment import Header
 
 SMALL = LogSettings(segment_bytes=3000, group_records=4, keys=1000)
 
@@ -332,7 +341,9 @@ def test_an_empty_segment_is_no_gap() -> None:
     """Scenario 23: begun and never used; the next one takes its place."""
     disk = filled(12)
     opened = open_files(DIRECTORY, disk, Evidence(), lambda: "0" * 16, 1, accept_loss=False)
-    LogFiles(DIRECTORY, disk, opened).begin_epoch(opened.epoch, 1)
+    header = Header(opened.epoch, 13, opened.segments[-1].first)
+    begin_segment(DIRECTORY, disk, header).close()
+    write_epoch(DIRECTORY, disk, Epoch(opened.epoch, 13))
     assert int(segment_paths(DIRECTORY, disk)[-1].stem) == 13
 
     async def main() -> None:

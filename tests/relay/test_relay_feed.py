@@ -5,21 +5,25 @@ Numbers are those of the scenarios in docs/relay.md.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
 from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import World
 from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
 
+from fedsender.relay.facts import RelayRow
+from fedsender.relay.segment import DamagedSegment
 from fedsender.relay.snapshot import MANIFEST
 from fedsender.replication.commands import Json
 from fedsender.replication.relay_link import State
 from fedsender.store.records import History
+from fedsender.streams import PduRow
 from fedsender.telemetry import Metrics
 
 Clock = trio.testing.MockClock
@@ -110,33 +114,59 @@ async def test_01_02_what_is_written_during_the_join_arrives_once(
 async def test_03_a_newest_snapshot_that_was_spoiled_by_hand_is_replaced(
     world: World, autojump_clock: Clock
 ) -> None:
-    """3: its manifest is gone when somebody joins; the log still reaches the one before it."""
-    await furnish(world, 3)
-    newest = world.relay.shelf.snapshots[-1]
-    await world.append()
-    world.disk.remove(newest.directory / MANIFEST)
-    shard = Shard(Line(world))
-    async with shard.running():
-        await until(lambda: shard.feed.status().level or shard.feed.state is State.BACKOFF)
-        # The log had been cut down to the spoiled one: what cannot be made is said, and tried anew.
-        assert shard.feed.status().level or "snapshot" in str(shard.feed.last_error)
+    """3: it is gone, or its manifest is, when somebody joins; a new one is made, from what is left
+    or from the one before it, and the join succeeds."""
+    for whole in (False, True):
+        for number in range(3):
+            await world.append_rows(own(1000 + number, f"!{number}:{HS}"))
+            await world.relay.log.seal()
+            newest = await world.relay.shelf.make()
+        names = [file.name for file in newest.files] if whole else []
+        for name in (*names, MANIFEST):
+            world.disk.remove(newest.directory / name)
+        shard = Shard(Line(world), name=f"sender-{whole:d}")
+        async with shard.running():
+            await shard.level(world.relay.log.head)
+            assert shard.feed.full_syncs.total() == 1
+            assert newest not in world.relay.shelf.snapshots
 
 
 async def test_04_05_eight_join_at_once_and_one_snapshot_serves_them(
     world: World, autojump_clock: Clock
 ) -> None:
-    """4, 5: at most one is made, and each counts its own full sync."""
+    """4, 5: while eight writers go on at it, in rooms that come and go; at most one is made, each
+    counts its own full sync, and all become level."""
     await furnish(world, 5)
     made = world.relay.shelf.makings.made
     shards = [Shard(Line(world), name=f"sender-{number}") for number in range(8)]
-    async with trio.open_nursery() as nursery:
 
-        async def run(shard: Shard) -> None:
-            async with shard.running():
-                await shard.level(world.relay.log.head)
+    async def write(writer: int) -> None:
+        for number in range(40):
+            room = f"!{writer}-{number % 4}:{HS}"
+            come = number % 8 < 4
+            servers = [["a.example"], []] if come else [[], ["a.example"]]
+            await world.append_rows(
+                own(10_000 * writer + number, room), ["hosts", [room, *servers]]
+            )
+            await trio.sleep(0.05)
 
+    async def run(shard: Shard) -> None:
+        async with shard.running():
+            await shard.level(world.relay.log.head)
+            await finished.wait()
+            await shard.level(world.relay.log.head)
+
+    finished = trio.Event()
+    async with trio.open_nursery() as readers:
         for shard in shards:
-            nursery.start_soon(run, shard)
+            readers.start_soon(run, shard)
+        async with trio.open_nursery() as writers:
+            for number in range(1, 9):
+                writers.start_soon(write, number)
+        finished.set()
+    for shard in shards:
+        applied = store_of(shard).applied
+        assert applied == sorted(set(applied))
     assert [shard.feed.full_syncs.total() for shard in shards] == [1] * 8
     assert world.relay.shelf.makings.made - made <= 1
 
@@ -187,18 +217,18 @@ async def test_09_a_slow_relay_is_not_taken_for_a_dead_one(autojump_clock: Clock
     """9: the making of the snapshot takes a minute; PINGs go on, and the feed waits."""
     world = World()
     async with world.running():
-        await furnish(world, 3)
-        await world.append_rows(own(1, "!new:hs.example"))
-        world.relay.shelf.snapshots.clear()
-        world.thread_s = 40.0
+        await world.append(3)
         shard = Shard(Line(world))
+        store_of(shard).position, store_of(shard).history = 5, History("f" * 16, 0)
+        world.thread_s = 40.0
         async with shard.running():
             await until(lambda: shard.feed.state is State.JOINING)
             joining = trio.current_time()
             await until(lambda: shard.feed.state is not State.JOINING)
-            waited = trio.current_time() - joining
-            assert waited > 15 or shard.feed.last_error is None
-        world.thread_s = 0.0
+            assert trio.current_time() - joining > 2 * 15.0
+            assert shard.feed.last_error is None
+            world.thread_s = 0.0
+            await shard.level(world.relay.log.head)
 
 
 async def test_11_a_consumer_whose_fetch_leads_nowhere_keeps_its_place(
@@ -323,6 +353,77 @@ async def test_64_a_relay_that_lost_its_newest_part_is_followed_behind_where_we_
     async with shard.running():
         await shard.level(2 * head + 50 + 3)
         assert shard.feed.full_syncs.total() == 0
+
+
+async def test_19_what_was_cut_off_inside_a_record_was_never_applied(
+    world: World, autojump_clock: Clock
+) -> None:
+    """19: the link breaks in the middle of its rows; afterwards it comes whole, and once."""
+    shard = Shard(Line(world))
+    shard.line.after = [4_000]
+    await world.append_rows(*(own(number, size=300) for number in range(30)))
+    async with shard.running():
+        await until(lambda: shard.feed.last_error is not None)
+        assert store_of(shard).applied == []
+        await shard.level(1)
+    assert store_of(shard).applied == [1]
+    assert len(store_of(shard).rows["events"]) == 30
+
+
+class SlowStore(MemoryStore):
+    """Each transaction takes a while; notes how large the largest was."""
+
+    largest = 0
+
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
+        size = sum(len(row.json) for _, rows in batch for row in rows if isinstance(row, PduRow))
+        self.largest = max(self.largest, size)
+        await trio.sleep(2.0)
+        await super().apply_feed_batch([(token, rows) for token, rows in batch if rows])
+
+
+async def test_26_a_sender_that_commits_slowly_holds_little_and_catches_up(
+    world: World, autojump_clock: Clock
+) -> None:
+    """26: it reads faster than it writes. It does not take more than it has room for, is not
+    dropped for good, and ends level, by the log alone."""
+    for number in range(200):
+        await world.append_rows(own(number, size=50_000))
+    store = SlowStore()
+    shard = Shard(Line(world, sockets=True), store=store)
+    async with shard.running():
+        await shard.level(200)
+        assert shard.feed.full_syncs.total() == 0
+    assert store.applied == list(range(1, 201))
+    assert 50_000 < store.largest < 1_000_000
+
+
+async def test_67_segments_that_were_removed_by_hand_are_reported_on_both_sides(
+    autojump_clock: Clock,
+) -> None:
+    """67: the relay does not start without them; when the loss is accepted, both say what was asked
+    and what there is."""
+    world = World()
+    shard = Shard(Line(world))
+    async with world.running():
+        for _ in range(3):
+            await world.sealed(5)
+        async with shard.running():
+            await shard.level(15)
+    names = world.disk.list(Path("/relay/log"))
+    world.disk.remove(Path("/relay/log") / names[1])
+    refused = pytest.RaisesExc(DamagedSegment, match="token 6 should be")
+    with pytest.RaisesGroup(refused, flatten_subgroups=True):
+        async with world.running():
+            pytest.fail("it must not open")
+    with structlog.testing.capture_logs() as logs:
+        async with world.running(accept_loss=True), shard.running():
+            await shard.level()
+            head = world.relay.log.head
+    for event in ("relay_resync", "relay_full_sync"):
+        (line,) = [line for line in logs if line["event"] == event]
+        assert (line["consumer"], line["asked"], line["reason"]) == (BEHIND, 15, "EPOCH")
+        assert (line["first"], line["head"]) == (1, head) == (1, 5)
 
 
 async def test_edus_of_other_shards_are_left_to_them_and_ours_wake_their_servers(

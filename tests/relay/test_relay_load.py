@@ -170,6 +170,26 @@ async def test_a_server_that_was_down_gets_what_is_here_whole_and_what_is_not_by
         assert stage.got("a.example") == ["before 0", "before 1", "before 2", "missed 2", "after"]
 
 
+async def test_a_server_that_was_never_owed_anything_before_has_it_on_record_too(
+    stage: Stage, autojump_clock: Clock
+) -> None:
+    """I2: it came while the sender was away; the newest event stands in for what it missed."""
+    async with stage.sending():
+        await stage.join(ROOM, "a.example")
+        await stage.say(ROOM, "before")
+        await stage.idle()
+    before = await position_of(stage)
+    await stage.join(ROOM, "d.example")
+    for number in range(3):
+        await stage.say(ROOM, f"missed {number}")
+    await away(stage)
+    async with stage.sending():
+        await stage.idle()
+    assert stage.got("d.example") == ["missed 2"]
+    (pdu,) = [pdu for line in stage.world.ledger("d.example") for pdu in line["pdus"]]
+    assert pdu["supersedes"] == [before + 1, before + 4]
+
+
 async def test_65_another_history_of_the_same_length_is_taken_over_and_nothing_sent_twice(
     tmp_path: Path, autojump_clock: Clock
 ) -> None:

@@ -148,11 +148,8 @@ def test_the_disks_do_the_same(kind: type[RealDisk | MemoryDisk], tmp_path: Path
     reader = disk.open(root / "x")
     with pytest.raises(OSError, match=r"."):
         reader.append(b"1")
-    disk.link(root / "x", root / "b" / "y")
-    with pytest.raises(FileExistsError):
-        disk.link(root / "x", root / "b" / "y")
+    write_file(disk, root / "b" / "y", b"other")
     write_file(disk, root / "x", b"new")
-    assert read_file(disk, root / "b" / "y", 9) == b"12349"
     assert reader.pread(9, 0) == b"12349"
     reader.close()
     with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import orjson
 
@@ -91,34 +92,56 @@ def is_consumer_name(name: str) -> bool:
 # --- the file -------------------------------------------------------------------------------------
 
 
-def to_json(epoch: str, consumers: Sequence[tuple[Consumer, bool]]) -> bytes:
-    """The file's text; each consumer with whether it is connected."""
-    records = [
-        {
-            "name": one.name,
-            "acked": one.acked,
-            "lost": one.lost,
-            "snapshot": None if one.handed is None else [one.handed.snapshot, one.handed.token],
-            "first_seen_ms": one.first_seen_ms,
-            "last_seen_ms": one.last_seen_ms,
-            "error": one.error,
-            "full_syncs": one.full_syncs,
-            "connected": connected,
-        }
-        for one, connected in consumers
-    ]
-    return orjson.dumps({"epoch": epoch, "consumers": records}, option=orjson.OPT_INDENT_2)
+class Records(NamedTuple):
+    """What the file says.
 
-
-def read_records(disk: Disk, path: Path) -> tuple[str, list[tuple[Consumer, bool]]]:
-    """The epoch of a file, and the consumers, each with whether it was connected.
-
-    Raises OSError, ValueError.
+    Attributes:
+        epoch: the history that the consumers' tokens belong to.
+        consumers: each with whether it was connected.
+        blind_until_ms: until then others are expected that nothing is known of.
     """
+
+    epoch: str
+    consumers: Sequence[tuple[Consumer, bool]]
+    blind_until_ms: int = 0
+
+
+def to_json(records: Records) -> bytes:
+    """The file's text, with a checksum: a digit of a position may not become another."""
+    values = {
+        "epoch": records.epoch,
+        "blind_until_ms": records.blind_until_ms,
+        "consumers": [
+            {
+                "name": one.name,
+                "acked": one.acked,
+                "lost": one.lost,
+                "snapshot": None if one.handed is None else [one.handed.snapshot, one.handed.token],
+                "first_seen_ms": one.first_seen_ms,
+                "last_seen_ms": one.last_seen_ms,
+                "error": one.error,
+                "full_syncs": one.full_syncs,
+                "connected": connected,
+            }
+            for one, connected in records.consumers
+        ],
+    }
+    return orjson.dumps({**values, "crc32": _check_of(values)}, option=orjson.OPT_INDENT_2)
+
+
+def _check_of(values: dict[str, Any]) -> int:
+    return zlib.crc32(orjson.dumps(values, option=orjson.OPT_SORT_KEYS))
+
+
+def read_records(disk: Disk, path: Path) -> Records:
+    """What a file of consumers says. Raises OSError, ValueError."""
     values = orjson.loads(read_file(disk, path, MAX_FILE_BYTES))
     try:
-        records = [(_consumer(each), each["connected"] is True) for each in values["consumers"]]
-        return str(values["epoch"]), records
+        check = values.pop("crc32")
+        if check != _check_of(values):
+            raise ValueError("a file of consumers whose checksum is wrong")
+        found = [(_consumer(each), each["connected"] is True) for each in values["consumers"]]
+        return Records(str(values["epoch"]), found, int(values["blind_until_ms"]))
     except (AttributeError, LookupError, OverflowError, TypeError) as error:
         raise ValueError(f"not a file of consumers: {error!r}") from error
 

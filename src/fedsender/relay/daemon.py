@@ -11,12 +11,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Final
 
+import structlog
 import trio
 
 from fedsender.config import Config
 from fedsender.outside import Outside
 from fedsender.relay.consumer import FILE, read_records
+from fedsender.relay.directories import list_snapshots
 from fedsender.relay.disk import Disk
 from fedsender.relay.hub import Door, Hub, HubSettings, open_hub
 from fedsender.relay.intake import Intake
@@ -24,8 +27,12 @@ from fedsender.relay.log import DamagedSegment, Log, LogSettings, open_log, read
 from fedsender.relay.registry import Registry, Terms
 from fedsender.relay.retention import Limits, Retention
 from fedsender.relay.shelf import DIRECTORY, Shelf, open_shelf
-from fedsender.relay.snapshot import list_snapshots
 from fedsender.replication.wire import OWN_KIND, PeerKind
+
+log = structlog.get_logger()
+
+EDU_SHARE: Final = 8
+"""EDUs that wait in a snapshot may take this part of `log_cap`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,18 @@ async def open_relay(
             base=base,
             accept_loss=accept_loss,
         ) as opened,
-        _open_registry(Registry(directory / FILE, opened.epoch, disk, outside, terms)) as registry,
-        open_shelf(directory, opened, registry, disk, outside, config.server_name) as shelf,
+        _of_this_life(opened),
+        _open_registry(Registry(directory / FILE, opened, disk, outside, terms)) as registry,
+        open_shelf(
+            directory,
+            opened,
+            registry,
+            disk,
+            outside,
+            config.server_name,
+            edu_bytes=settings.log_cap // EDU_SHARE,
+            accept_loss=accept_loss,
+        ) as shelf,
     ):
         limits = Limits(
             settings.keep_min, settings.log_cap, settings.disk_reserve, settings.snapshot_every
@@ -105,13 +122,28 @@ def _evidence(disk: Disk, directory: Path) -> tuple[int, int]:
     snapshots = list_snapshots(disk, directory / DIRECTORY)
     base = max((info.token for info in snapshots), default=0)
     try:
-        of_epoch, consumers = read_records(disk, directory / FILE)
+        of_epoch, consumers, _ = read_records(disk, directory / FILE)
     except (OSError, ValueError, TypeError, KeyError):
         # Whoever reads it next says so.
         return 0, base
-    if epoch is None or of_epoch != epoch.name:
+    if epoch is None or of_epoch not in (epoch.name, *(name for name, _ in epoch.ancestors)):
         return 0, base
     return max((one.acked or 0 for one, _ in consumers), default=0), base
+
+
+@asynccontextmanager
+async def _of_this_life(opened: Log) -> AsyncIterator[None]:
+    """What is appended from now on has an epoch of its own.
+
+    The directory may be an older copy, which nothing in it tells. Then the tokens that we give out
+    next have been given out before, and whoever has those must not be taken for one that has ours.
+    """
+    if not opened.fresh:
+        try:
+            await opened.begin_epoch()
+        except OSError as error:
+            log.warning("relay_epoch_not_saved", reason=str(error))
+    yield
 
 
 @asynccontextmanager

@@ -73,10 +73,6 @@ class Disk(Protocol):
         """Give a file or directory another name; a file of that name is replaced."""
         ...
 
-    def link(self, old: Path, new: Path) -> None:
-        """Give a file a second name; raises FileExistsError."""
-        ...
-
     def list(self, directory: Path) -> list[str]:
         """The names in a directory, sorted; empty if there is no such directory."""
         ...
@@ -150,9 +146,6 @@ class RealDisk:
 
     def rename(self, old: Path, new: Path) -> None:
         os.rename(old, new)
-
-    def link(self, old: Path, new: Path) -> None:
-        os.link(old, new)
 
     def list(self, directory: Path) -> list[str]:
         try:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedsender.relay.disk import NO_SPACE, Disk, File
 from fedsender.relay.facts import Prepared
-from fedsender.relay.recovery import Epoch, Opened, begin_segment, write_epoch
+from fedsender.relay.recovery import Epoch, Opened, begin_segment, grown, write_epoch
 from fedsender.relay.segment import (
     HEADER_BYTES,
     Header,
@@ -33,6 +33,7 @@ class LogFiles:
 
     Attributes:
         segments: what readers may see, oldest first; replaced as a whole, so any thread may look.
+        ancestors: earlier epochs, each with the last token that it has in common with this one.
     """
 
     def __init__(self, directory: Path, disk: Disk, opened: Opened) -> None:
@@ -43,6 +44,9 @@ class LogFiles:
         self._size = 0
         self._dirty = False
         self.epoch = opened.epoch
+        self.ancestors = opened.ancestors
+        self.fresh = opened.fresh
+        self._newest = opened.newest
         self.segments = opened.segments
         self.head = opened.head
 
@@ -123,7 +127,7 @@ class LogFiles:
         header = Header(self.epoch, first, self.segments[-1].first if self.segments else 0)
         file = begin_segment(self._directory, self._disk, header)
         try:
-            write_epoch(self._directory, self._disk, Epoch(self.epoch, first))
+            self._write_epoch(first)
         except BaseException:
             file.close()
             raise
@@ -131,6 +135,10 @@ class LogFiles:
         info = SegmentInfo(path, first, self.head, HEADER_BYTES, now_ms, now_ms, sealed=False)
         self._file, self._size, self._dirty = file, HEADER_BYTES, False
         self.segments = (*self.segments, info)
+
+    def _write_epoch(self, newest: int) -> None:
+        write_epoch(self._directory, self._disk, Epoch(self.epoch, newest, self.ancestors))
+        self._newest = newest
 
     @property
     def open_segment(self) -> SegmentInfo | None:
@@ -173,16 +181,18 @@ class LogFiles:
                 raise
         return dropped
 
-    def begin_epoch(self, name: str, now_ms: int) -> None:
-        """Go on after the head on another number line. Raises Full, OSError, LogBroken."""
+    def begin_epoch(self, name: str) -> None:
+        """Go on after the head under another epoch; what there is so far is part of both.
+
+        Raises Full, LogBroken: it is the old one still. OSError: it is the new one, which could not
+        be written down; it will be before any token of it is given.
+        """
         self.seal()
         self.close()
-        before, self.epoch = self.epoch, name
-        try:
-            self._begin(now_ms)
-        except BaseException:
-            self.epoch = before
-            raise
+        first = self.segments[0].first if self.segments else self.head + 1
+        before = Epoch(self.epoch, self._newest, self.ancestors)
+        self.epoch, self.ancestors = name, grown(before, self.head, first)
+        self._write_epoch(self._newest)
 
     def close(self) -> None:
         """Let go of the open segment, and forget it if it is empty."""

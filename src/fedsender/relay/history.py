@@ -190,6 +190,12 @@ class Room:
             named.add(self.head[1])
         self.bodies = {name: body for name, body in self.bodies.items() if name in named}
 
+    def forget_unknown(self) -> None:
+        """Name no events whose bodies are lost."""
+        self.gone = {host: stay for host, stay in self.gone.items() if stay.event_id in self.bodies}
+        if self.head is not None and self.head[1] not in self.bodies:
+            self.head = None
+
     def rows(self, room_id: str) -> dict[str, list[Row]]:
         """Its rows by table."""
         hosts: list[Row] = [

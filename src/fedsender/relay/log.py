@@ -83,6 +83,7 @@ class Log:
         moved: the head, for who waits for it to move.
         refusing: why appends are refused with `Full`; None: they are taken. Whoever watches the
             disk sets it.
+        fresh: nobody was told of this epoch before the log was opened.
     """
 
     def __init__(
@@ -100,13 +101,18 @@ class Log:
         self._closed: Exception | None = None
         self.moved = Watermark(files.head)
         self.refusing: str | None = None
+        self.fresh = files.fresh
 
     # --- what there is ----------------------------------------------------------------------------
 
     @property
     def epoch(self) -> str:
-        """Which number line the tokens are on; 16 hex digits."""
+        """Which number line the newest tokens are on; 16 hex digits."""
         return self._files.epoch
+
+    def shared_upto(self, epoch: str) -> int | None:
+        """The last token that this log has in common with that epoch; None: it is not known."""
+        return self.head if epoch == self.epoch else dict(self._files.ancestors).get(epoch)
 
     @property
     def head(self) -> int:
@@ -277,13 +283,12 @@ class Log:
         return await self._in_turn(partial(self._files.drop_through, token))
 
     async def begin_epoch(self) -> str:
-        """Go on after the head on a new number line, and return its name.
+        """Go on after the head under a new epoch, and return its name.
 
-        Raises Full, OSError, LogBroken; it is the old one then.
+        Raises Full, LogBroken, OSError; see `LogFiles.begin_epoch`.
         """
         name = _new_epoch(self._outside)
-        now_ms = self._outside.now_ms()
-        await self._in_turn(partial(self._files.begin_epoch, name, now_ms))
+        await self._in_turn(partial(self._files.begin_epoch, name))
         return name
 
     async def close(self) -> None:

@@ -4,7 +4,11 @@ A log directory has a file `epoch`, which names the number line and the newest s
 directory `log` of segments. The file is written after that segment was begun and before anything in
 it is acknowledged: so if the segment it names is gone, records are lost. Then, or when a segment is
 missing or damaged, nothing is opened, for the tokens of what was lost would be given out again.
-Whoever accepts the loss gets the good part and a new epoch.
+Whoever accepts the loss gets the good part and a new epoch; that it was accepted is written down
+first, so that it is not asked for again if that is interrupted.
+
+What cannot be found here is that all of the directory is an older copy. So a log that was opened
+again goes on under another epoch, and the file says up to where the earlier ones are part of it.
 """
 
 from __future__ import annotations
@@ -39,19 +43,28 @@ from fedsender.relay.segment import (
 
 log = structlog.get_logger()
 
-_EPOCH_FILE: Final = re.compile(rb"(fedsender-epoch 1 ([0-9a-f]{16}) ([0-9]{20})) (.{8})\n")
+_EPOCH_FILE: Final = re.compile(
+    rb"(fedsender-(epoch|loss) 1 ([0-9a-f]{16}) ([0-9]{20})((?: [0-9a-f]{16}:[0-9]{20})*)) (.{8})\n"
+)
+MAX_EPOCH_BYTES: Final = 64 * 1024
+MAX_ANCESTORS: Final = 1000
 _SEGMENT_NAME: Final = re.compile(r"[0-9]{20}\.seg")
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What the file `epoch` says: the number line, and the first token of its newest segment.
+    """What the file `epoch` says.
 
-    `newest` is 0 as long as there is none.
+    Attributes:
+        newest: the first token of the newest segment; 0 as long as there is none.
+        ancestors: earlier epochs, each with the last token that it has in common with this log.
+        unfinished: a loss was accepted, and what is left is still being sorted out.
     """
 
     name: str
     newest: int
+    ancestors: tuple[tuple[str, int], ...] = ()
+    unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,32 +82,57 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A log that can go on. Every segment is sealed, none is empty."""
+    """A log that can go on. Every segment is sealed, none is empty.
+
+    Attributes:
+        ancestors, newest: as in `Epoch`.
+        fresh: the epoch was begun just now: nobody has ever been told a token of it.
+    """
 
     epoch: str
     segments: tuple[SegmentInfo, ...]
     head: int
+    ancestors: tuple[tuple[str, int], ...] = ()
+    newest: int = 0
+    fresh: bool = False
 
 
 def read_epoch(directory: Path, disk: Disk) -> Epoch | None:
     """What `epoch` says; None: there is no such file. Raises DamagedSegment, OSError."""
     path = directory / "epoch"
     try:
-        content = read_file(disk, path, 1000)
+        content = read_file(disk, path, MAX_EPOCH_BYTES)
     except FileNotFoundError:
         return None
     except ValueError:
         content = b""
     found = _EPOCH_FILE.fullmatch(content)
-    if found is None or found[4] != b"%08x" % zlib.crc32(found[1]):
+    if found is None or found[6] != b"%08x" % zlib.crc32(found[1]):
         raise DamagedSegment(path, 0, 0, "not readable")
-    return Epoch(found[2].decode(), int(found[3]))
+    ancestors = [each.split(":") for each in found[5].decode().split()]
+    return Epoch(
+        found[3].decode(),
+        int(found[4]),
+        tuple((name, int(upto)) for name, upto in ancestors),
+        unfinished=found[2] == b"loss",
+    )
 
 
 def write_epoch(directory: Path, disk: Disk, epoch: Epoch) -> None:
     """Replace the file, durably. Raises OSError."""
-    text = f"fedsender-epoch 1 {epoch.name} {epoch.newest:020d}".encode()
+    kind = "loss" if epoch.unfinished else "epoch"
+    ancestors = "".join(f" {name}:{upto:020d}" for name, upto in epoch.ancestors)
+    text = f"fedsender-{kind} 1 {epoch.name} {epoch.newest:020d}{ancestors}".encode()
     write_file(disk, directory / "epoch", b"%b %08x\n" % (text, zlib.crc32(text)))
+
+
+def grown(epoch: Epoch, head: int, first: int) -> tuple[tuple[str, int], ...]:
+    """The ancestors of an epoch that goes on behind `head` in a log that begins at `first`.
+
+    Those that nobody could resume from are left out, and the oldest of too many.
+    """
+    all_of_them = [*epoch.ancestors, (epoch.name, head)]
+    return tuple([each for each in all_of_them if each[1] >= first - 1][-MAX_ANCESTORS:])
 
 
 def begin_segment(directory: Path, disk: Disk, header: Header) -> File:
@@ -139,7 +177,7 @@ def open_files(
         # Whoever would accept a loss has met one, perhaps only while reading: look at everything.
         opened = _recover(directory, disk, evidence, new_epoch, now_ms, thorough=accept_loss)
     except DamagedSegment as damage:
-        if not accept_loss:
+        if not (accept_loss or _is_accepted(directory, disk)):
             raise
         opened = _salvage(directory, disk, evidence, new_epoch(), now_ms)
         log.critical("records of the log are lost", why=str(damage), head=opened.head)
@@ -147,6 +185,15 @@ def open_files(
         if name.endswith(".tmp"):
             disk.remove(directory / "log" / name)
     return opened
+
+
+def _is_accepted(directory: Path, disk: Disk) -> bool:
+    """Whether a loss was accepted before, and that was not brought to its end."""
+    try:
+        epoch = read_epoch(directory, disk)
+    except DamagedSegment:
+        return False
+    return epoch is not None and epoch.unfinished
 
 
 def _recover(
@@ -164,9 +211,11 @@ def _recover(
         epoch = Epoch(new_epoch(), 0)
         write_epoch(directory, disk, epoch)
         disk.sync_directory(directory.parent)
-        return Opened(epoch.name, (), 0)
+        return Opened(epoch.name, (), 0, fresh=True)
     if epoch is None:
         raise DamagedSegment(directory / "epoch", 0, 0, "missing")
+    if epoch.unfinished:
+        raise DamagedSegment(directory / "epoch", 0, 0, "of a loss that was accepted")
     headers = [_header(disk, path) for path in paths]
     _check_chain(directory, epoch, headers)
     found = [
@@ -177,7 +226,8 @@ def _recover(
         path = paths[-1] if paths else directory / "log"
         raise DamagedSegment(path, 0, newest + 1, f"ends, though {evidence.seen} was seen,")
     empty = [number for number, each in enumerate(found) if each.last < headers[number].first]
-    if headers and headers[-1].epoch != epoch.name and len(paths) - 1 not in empty:
+    ours = {epoch.name, *(name for name, _ in epoch.ancestors)}
+    if headers and headers[-1].epoch not in ours and len(paths) - 1 not in empty:
         raise DamagedSegment(paths[-1], 0, headers[-1].first, "of another epoch")
     # Nothing was changed so far.
     segments = [
@@ -185,7 +235,7 @@ def _recover(
         for path, header, each in zip(paths, headers, found, strict=True)
         if each.last >= header.first
     ]
-    return Opened(epoch.name, tuple(segments), newest)
+    return Opened(epoch.name, tuple(segments), newest, epoch.ancestors, epoch.newest)
 
 
 def _check_chain(directory: Path, epoch: Epoch, headers: list[Header]) -> None:
@@ -262,8 +312,7 @@ def _salvage(directory: Path, disk: Disk, evidence: Evidence, epoch: str, now_ms
 
     Whatever step it is interrupted at, the log is found damaged again until the last one is done.
     """
-    # From here on the newest segment is of another epoch than this file's.
-    write_epoch(directory, disk, Epoch(epoch, 0))
+    write_epoch(directory, disk, Epoch(epoch, 0, unfinished=True))
     kept = _good_part(directory, disk, now_ms)
     head = kept[-1].last if kept else 0
     if head < evidence.base:
@@ -278,7 +327,7 @@ def _salvage(directory: Path, disk: Disk, evidence: Evidence, epoch: str, now_ms
     begin_segment(directory, disk, header).close()
     write_epoch(directory, disk, Epoch(epoch, header.first))
     disk.sync_directory(directory)
-    return Opened(epoch, tuple(kept), head)
+    return Opened(epoch, tuple(kept), head, newest=header.first, fresh=True)
 
 
 def _good_part(directory: Path, disk: Disk, now_ms: int) -> list[SegmentInfo]:

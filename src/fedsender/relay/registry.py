@@ -8,7 +8,7 @@ is `LOST` until it takes a snapshot, and forgotten after a week.
 The records are in `consumers.json`, never in the log: tokens are for facts only. A pin on disk may
 be older than the truth, which keeps more than is needed and is safe; a record that appears, goes or
 changes its state is written at once. If the file cannot be read nothing is deleted for as long as a
-consumer may be away.
+consumer may be away, also if the relay is started again meanwhile.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import structlog
 import trio
 
 from fedsender.outside import Outside
-from fedsender.relay.consumer import ERROR_LENGTH, Consumer, Handed, read_records, to_json
+from fedsender.relay.consumer import ERROR_LENGTH, Consumer, Handed, Records, read_records, to_json
 from fedsender.relay.disk import Disk, write_file
+from fedsender.relay.log import Log
 
 log = structlog.get_logger()
 
@@ -57,11 +58,11 @@ class Registry:
         failing: why the file could not be written the last time; None: it could.
     """
 
-    def __init__(self, path: Path, epoch: str, disk: Disk, outside: Outside, terms: Terms) -> None:
-        self.epoch = epoch
+    def __init__(self, path: Path, log: Log, disk: Disk, outside: Outside, terms: Terms) -> None:
         self.terms = terms
         self.failing: str | None = None
         self._path = path
+        self._log = log
         self._disk = disk
         self._outside = outside
         self._consumers: dict[str, Consumer] = {}
@@ -231,7 +232,9 @@ class Registry:
         return min(pinning, key=lambda one: one.pin or 0, default=None)
 
     def edu_floor(self) -> int:
-        """Up to here every known consumer has every EDU: also those that are to take a snapshot."""
+        """Up to here every consumer has every EDU: also those that are to take a snapshot."""
+        if self.blind:
+            return 0
         return min((one.acked or 0 for one in self._consumers.values()), default=0)
 
     @property
@@ -277,7 +280,8 @@ class Registry:
             if not self._dirty:
                 return
             self._dirty, self._urgent, self._stale = False, trio.Event(), trio.Event()
-            text = to_json(self.epoch, [(one, self.connected(one.name)) for one in self])
+            consumers = [(one, self.connected(one.name)) for one in self]
+            text = to_json(Records(self._log.epoch, consumers, self._blind_until_ms))
             try:
                 await self._outside.run_sync(
                     lambda: write_file(self._disk, self._path, text), limiter=self._limiter
@@ -305,16 +309,18 @@ class Registry:
                 consequence=f"nothing is deleted for {self.terms.consumer_ttl_s:.0f} s",
             )
             return
-        epoch, consumers = found
+        epoch, consumers, self._blind_until_ms = found
+        shared = self._log.shared_upto(epoch)
         now = self._outside.now_ms()
+        self._touched()
         for consumer, connected in consumers:
             if connected:
                 # Until a moment ago: the relay has not stopped in good order.
                 consumer.last_seen_ms = now
-            if epoch != self.epoch:
-                # Its tokens mean nothing in this history, so it has nothing.
+            if shared is None or (consumer.acked or 0) > shared:
+                # Its token means nothing in this history, so it has nothing.
                 consumer.acked, consumer.handed, consumer.lost = 0, None, True
             self._consumers[consumer.name] = consumer
 
-    def _read(self) -> tuple[str, list[tuple[Consumer, bool]]]:
+    def _read(self) -> Records:
         return read_records(self._disk, self._path)

@@ -17,9 +17,10 @@ import trio
 
 from fedsender.outside import Outside
 from fedsender.relay.disk import Disk
-from fedsender.relay.log import Log
+from fedsender.relay.log import Full, Log
 from fedsender.relay.registry import Registry
-from fedsender.relay.shelf import Shelf, SnapshotFailed
+from fedsender.relay.shelf import SHARED_S, Shelf, SnapshotFailed
+from fedsender.relay.snapshot import SnapshotInfo
 
 log = structlog.get_logger()
 
@@ -84,7 +85,7 @@ class Retention:
         while True:
             try:
                 await self.tidy()
-            except OSError as error:
+            except (OSError, Full) as error:
                 log.error("relay_retention_failed", reason=str(error))
                 self.failing = str(error)
             else:
@@ -95,8 +96,10 @@ class Retention:
             self._kicked = trio.Event()
 
     async def tidy(self) -> None:
-        """One look; raises OSError."""
+        """One look; raises OSError, Full."""
         self._registry.expire()
+        # Also those of whom it could not be written down before we were started again.
+        self._tell_the_lost()
         await self._snapshot_if_due()
         await self._shelf.prune()
         if not self._registry.blind:
@@ -149,18 +152,26 @@ class Retention:
             # All that there is is being written to, or must be left for its age only.
             await self._log.seal()
             through = self._oldest(short)
-        newest = self._shelf.newest
-        if newest is None or newest.token < through:
-            try:
-                newest = await self._shelf.make()
-            except SnapshotFailed as failed:
-                self._refuse(f"the log may not grow, and no snapshot can be made: {failed}")
-                return
+        try:
+            newest = await self._proven(through)
+        except SnapshotFailed as failed:
+            self._refuse(f"the log may not grow, and no snapshot can be made: {failed}")
+            return
         await self._drop(min(through, newest.token))
         self._tell_the_lost()
         await self._shelf.prune()
         still_short = self._limits.disk_reserve - await self._free()
         self._refuse("the disk is nearly full" if still_short > 0 else None)
+
+    async def _proven(self, through: int) -> SnapshotInfo:
+        """A snapshot of all up to there that was read, or written, just now. Raises SnapshotFailed.
+
+        What goes from the log can be had from nowhere else then.
+        """
+        newest = await self._shelf.proven(SHARED_S)
+        if newest is None or newest.token < through:
+            newest = await self._shelf.make()
+        return newest
 
     def _refuse(self, why: str | None) -> None:
         if why is not None and self._log.refusing is None:

@@ -231,13 +231,13 @@ class Session(Conversation):
         self._feed_from(at)
         await hub.registry.save()
         hub.retention.look()
-        log.info("relay_consumer_follows", consumer=name, token=at, head=hub.log.head)
+        log.info("relay_consumer_follows", consumer=name, at=at, head=hub.log.head)
 
     def _misfit(self, name: str, at: int, epoch: str) -> Reason | None:
         hub = self._hub
-        if epoch != hub.log.epoch:
+        if (shared := hub.log.shared_upto(epoch)) is None:
             return Reason.EPOCH
-        if at > hub.log.head:
+        if at > shared:
             return Reason.AHEAD
         if at < hub.log.first - 1:
             return Reason.GAP

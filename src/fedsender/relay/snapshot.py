@@ -3,7 +3,8 @@
 A snapshot is a directory of Parquet files and a manifest that names each with its size and SHA-256.
 It never changes. Files are written first, the manifest last, and then the directory gets its name:
 one without a manifest is unfinished, and removed. A file's name holds the beginning of its hash, so
-that a file that stayed the same from one snapshot to the next is one file with two names.
+that one that stayed the same from one snapshot to the next has the same name in both, and who has
+it need not fetch it again. It is a copy all the same: what spoils one must not spoil the other.
 
 Tables, each cut into 16 parts by a hash of the room (of the destination for `edus`, of the target
 for `redactions`), ordered inside a part:
@@ -21,7 +22,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -32,7 +32,6 @@ from fedsender.relay.disk import Disk, read_file
 MANIFEST: Final = "manifest.json"
 FORMAT: Final = 1
 PARTS: Final = 16
-UNFINISHED: Final = ".unfinished"
 MAX_MANIFEST_BYTES: Final = 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30
 
@@ -107,6 +106,8 @@ class SnapshotInfo:
         token: it holds what the log said up to and with this one.
         files: without the manifest; `bytes` is the sum of theirs.
         sha256: of the manifest, in hexadecimal.
+        base: it holds rooms that there were before the log began, so the log alone, though it
+            may begin at 1, does not make it anew.
     """
 
     id: str
@@ -117,6 +118,7 @@ class SnapshotInfo:
     bytes: int
     sha256: str
     created_ms: int
+    base: bool = False
 
     def path(self, name: str) -> Path:
         """Where a file of it, or its manifest, is; raises KeyError for any other name."""
@@ -142,7 +144,9 @@ def part_of(key: str) -> int:
 # --- the manifest ---------------------------------------------------------------------------------
 
 
-def format_manifest(token: int, epoch: str, created_ms: int, files: Iterable[FileInfo]) -> bytes:
+def format_manifest(
+    token: int, epoch: str, created_ms: int, files: Iterable[FileInfo], *, base: bool = False
+) -> bytes:
     """The bytes of a manifest."""
     listed = [
         {
@@ -161,6 +165,7 @@ def format_manifest(token: int, epoch: str, created_ms: int, files: Iterable[Fil
         "epoch": epoch,
         "token": token,
         "created_ms": created_ms,
+        "base": base,
         "files": listed,
     }
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
@@ -176,12 +181,15 @@ def parse_manifest(content: bytes, directory: Path) -> SnapshotInfo:
         document = json.loads(content)
     except (ValueError, RecursionError):
         raise BadSnapshot(f"{where}: not JSON") from None
+    if isinstance(document, dict):
+        document.setdefault("base", True)  # Who does not say so may have one.
     match document:
         case {
             "format": int(version),
             "epoch": str(epoch),
             "token": int(token),
             "created_ms": int(created_ms),
+            "base": bool(base),
             "files": list(listed),
         } if version == FORMAT and token >= 0 and _is_hex(epoch, 16):
             files = tuple(_parse_file(entry, where) for entry in listed)
@@ -200,6 +208,7 @@ def parse_manifest(content: bytes, directory: Path) -> SnapshotInfo:
         bytes=sum(file.bytes for file in files),
         sha256=sha256(content).hexdigest(),
         created_ms=created_ms,
+        base=base,
     )
 
 
@@ -277,74 +286,19 @@ def decode_table(table: str, content: bytes, where: Path) -> list[Row]:
     return list(zip(*columns, strict=True))
 
 
-def read_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> list[Row]:
-    """The rows of one file. Raises BadSnapshot, also where the hash is another; OSError."""
+def read_checked(disk: Disk, info: SnapshotInfo, file: FileInfo) -> bytes:
+    """The bytes of one file. Raises BadSnapshot where the hash is another; OSError."""
     path = info.path(file.name)
     content = read_file(disk, path, MAX_FILE_BYTES)
     if sha256(content).hexdigest() != file.sha256:
         raise BadSnapshot(f"{path}: its SHA-256 is not the manifest's")
-    rows = decode_table(file.table, content, path)
+    return content
+
+
+def read_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> list[Row]:
+    """The rows of one file. Raises BadSnapshot, also where the hash is another; OSError."""
+    path = info.path(file.name)
+    rows = decode_table(file.table, read_checked(disk, info, file), path)
     if len(rows) != file.rows:
         raise BadSnapshot(f"{path}: {len(rows)} rows, and the manifest says {file.rows}")
     return rows
-
-
-# --- directories of snapshots ---------------------------------------------------------------------
-
-
-def list_snapshots(disk: Disk, root: Path, *, clean: bool = True) -> list[SnapshotInfo]:
-    """The finished snapshots, oldest first. Blocks; raises OSError.
-
-    A snapshot whose manifest cannot be read, or one of whose files is gone or has another size, is
-    none: it is never offered. With `clean` such remains are removed; not while one is being made.
-    """
-    found: list[SnapshotInfo] = []
-    for name in disk.list(root):
-        info = _look(disk, root / name)
-        if info is not None and info.id == name:
-            found.append(info)
-        elif clean:
-            remove_directory(disk, root / name)
-    return sorted(found, key=lambda info: (info.token, info.created_ms))
-
-
-def _look(disk: Disk, directory: Path) -> SnapshotInfo | None:
-    try:
-        content = read_file(disk, directory / MANIFEST, MAX_MANIFEST_BYTES)
-        info = parse_manifest(content, directory)
-    except (BadSnapshot, ValueError, FileNotFoundError, NotADirectoryError):
-        return None
-    return info if is_whole(disk, info) else None
-
-
-def is_whole(disk: Disk, info: SnapshotInfo) -> bool:
-    """Whether every file of it is there, with its size. Blocks; raises OSError."""
-    there = set(disk.list(info.directory))
-    return MANIFEST in there and all(
-        file.name in there and size_of(disk, info.path(file.name)) == file.bytes
-        for file in info.files
-    )
-
-
-def size_of(disk: Disk, path: Path) -> int:
-    """Bytes in a file; raises OSError."""
-    file = disk.open(path)
-    try:
-        return file.size()
-    finally:
-        file.close()
-
-
-def remove_snapshot(disk: Disk, info: SnapshotInfo) -> None:
-    """Remove it: first the manifest, so that a half removed one is none. Raises OSError."""
-    disk.remove(info.directory / MANIFEST)
-    remove_directory(disk, info.directory)
-
-
-def remove_directory(disk: Disk, directory: Path) -> None:
-    """Remove a directory and the files in it; raises OSError."""
-    with suppress(NotADirectoryError):
-        for name in disk.list(directory):
-            disk.remove(directory / name)
-    disk.remove(directory)
-    disk.sync_directory(directory.parent)

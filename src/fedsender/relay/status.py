@@ -133,6 +133,7 @@ def status_of(relay: RelayDaemon) -> Status:
             "fetched_bytes": counts.fetched_bytes,
             "snapshots_made": shelf.makings.made,
             "snapshots_failed": shelf.makings.failed,
+            "dropped_edus": shelf.makings.dropped_edus,
         },
         doubts=list(doubts(relay)),
     )
@@ -196,6 +197,11 @@ def doubts(relay: RelayDaemon) -> Iterator[str]:
         yield f"what is not needed cannot be deleted: {relay.retention.failing}"
     if relay.shelf.makings.failing is not None:
         yield f"no snapshot can be made: {relay.shelf.makings.failing}"
+    if relay.shelf.makings.dropping:
+        count = relay.shelf.makings.dropped_edus
+        yield f"{count} messages to devices were dropped: no consumer took them in time"
+    for path in relay.shelf.damaged:
+        yield f"a damaged snapshot was set aside: {path}; remove it when you do not need it"
 
 
 # --- metrics --------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
@@ -52,7 +54,7 @@ from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 
 if TYPE_CHECKING:
-    from fedsender.relay.snapshot import Row, SnapshotInfo
+    from fedsender.relay.snapshot import Row
     from fedsender.replication.relay_fetch import Fetcher
 
 log = structlog.get_logger()
@@ -78,15 +80,13 @@ class RelayStore(Protocol):
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
 class _Fetched:
     """A fetched snapshot, as the store takes it over."""
 
-    def __init__(
-        self, info: SnapshotInfo, history: History, read: Callable[[str, int], Sequence[Row]]
-    ) -> None:
-        self.token = info.token
-        self.history = history
-        self.read = read
+    token: int
+    history: History
+    read: Callable[[str, int], Sequence[Row]]
 
 
 class RelayFeed(Feed):
@@ -209,7 +209,7 @@ class RelayFeed(Feed):
         await self._replicate(wire, relay)
         loaded = False
         while True:
-            refused = await self._listen(wire)
+            refused = await self._listen(wire, relay.epoch)
             if loaded:
                 raise _SyncFailed(f"refused again after a full sync: {refused.reason}")
             await self._sync(wire, relay, refused)
@@ -231,8 +231,8 @@ class RelayFeed(Feed):
             return 0, NO_EPOCH
         return self._position - history.base, history.epoch
 
-    async def _listen(self, wire: Wire) -> Resync:
-        """Take what comes, until our position is refused."""
+    async def _listen(self, wire: Wire, epoch: str) -> Resync:
+        """Take what comes from a relay of this epoch, until our position is refused."""
         while True:
             facts: list[tuple[int, Sequence[Json]]] = []
             receipts: list[Receipt] = []
@@ -240,12 +240,12 @@ class RelayFeed(Feed):
             answer = False
             while command is not None:
                 if isinstance(command, Resync):
-                    await self._apply(wire, facts)
+                    await self._apply(epoch, facts)
                     return command
                 answer |= isinstance(command, Ping)
                 self._take(command, facts, receipts)
                 command = wire.buffered_command()
-            await self._apply(wire, facts)
+            await self._apply(epoch, facts)
             if receipts:
                 self._sink.edus.receipts.advance(await self._store.store_receipts(receipts))
             if answer or (facts and trio.current_time() - self._acked_at >= ACK_EVERY_S):
@@ -295,10 +295,15 @@ class RelayFeed(Feed):
 
     # --- facts ------------------------------------------------------------------------------------
 
-    async def _apply(self, wire: Wire, facts: Sequence[tuple[int, Sequence[Json]]]) -> None:
+    async def _apply(self, epoch: str, facts: Sequence[tuple[int, Sequence[Json]]]) -> None:
         """Store whole records in one transaction, and then let the sender see them."""
-        assert self._history is not None or not facts
-        base = 0 if self._history is None else self._history.base
+        if not facts:
+            return
+        assert self._history is not None
+        base = self._history.base
+        if self._history.epoch != epoch:  # Accepted: our position is one of this epoch too.
+            self._history = History(epoch, base)
+            await self._store.begin_history(self._history)
         batch = [
             (token + base, parse_record(token, rows, self._handles))
             for token, rows in facts
@@ -332,13 +337,9 @@ class RelayFeed(Feed):
 
         try:
             info = await fetcher.fetch(offer)
-            if info.epoch != relay.epoch:
-                raise _SyncFailed("the snapshot is of another history than the relay's")
             self._turn(State.LOADING)
             history = self._history_after(relay, refused)
-            snapshot = _Fetched(
-                info, history, lambda table, part: read_rows(fetcher.disk, info, table, part)
-            )
+            snapshot = _Fetched(info.token, history, partial(read_rows, fetcher.disk, info))
             loaded = await self._store.load_snapshot(snapshot, self._handles)
             self._history = history
             self._show(loaded.position)
@@ -388,9 +389,9 @@ class RelayFeed(Feed):
     def _history_after(self, relay: Relay, refused: Resync) -> History:
         """The history that our position belongs to after the snapshot."""
         known = self._history
-        same = known is not None and known.epoch == relay.epoch and refused.reason != Reason.AHEAD
-        if known is not None and same:
-            return known
+        # In these cases the relay knows the epoch that we named, and how far it is its own.
+        if known is not None and refused.reason in (Reason.GAP, Reason.NONE):
+            return History(relay.epoch, known.base)
         return History(relay.epoch, self._position)
 
 

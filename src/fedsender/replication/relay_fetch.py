@@ -22,6 +22,7 @@ import structlog
 import trio
 
 from fedsender.outside import Outside
+from fedsender.relay.directories import size_of
 from fedsender.relay.disk import Disk, write_file
 from fedsender.relay.disk import File as DiskFile
 from fedsender.relay.snapshot import (
@@ -33,7 +34,6 @@ from fedsender.relay.snapshot import (
     SnapshotInfo,
     parse_manifest,
     read_part,
-    size_of,
 )
 from fedsender.replication.commands import Error, Fetch, File, Snapshot
 from fedsender.replication.endpoint import Disconnected
