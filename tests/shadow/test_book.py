@@ -88,6 +88,22 @@ def test_a_server_is_called_late_once_and_not_while_synapse_waits_for_it() -> No
     assert book.awaited() == [TWO]
 
 
+def test_a_worker_that_is_behind_is_told_of_once_until_it_has_caught_up() -> None:
+    """An operator whose worker has died must not read that there is no difference."""
+    book = a_book(event(11, ONE), event(12, ONE))
+    assert book.behind(LATE_S) == []
+    assert [(each.kind, each.server, each.event_id) for each in book.behind(LATE_S + 1)] == [
+        ("behind", None, "$11")
+    ]
+    assert all(each.explained for each in a_book(event(11, ONE)).behind(LATE_S + 1))
+    compare(book, 11, {ONE: 11})
+    assert book.behind(LATE_S + 2) == []
+    compare(book, 12, {ONE: 12})
+    assert book.behind(LATE_S + 3) == []
+    book.expect(event(13, ONE), 100.0)
+    assert [each.event_id for each in book.behind(101.0 + LATE_S)] == ["$13"]
+
+
 def test_direct_messages_that_lie_about_are_told_once_per_episode() -> None:
     book, stands = a_book(), {TWO: Stand(None, waiting=True)}
     old = {ONE: 0, TWO: 0, "other.example": 0}

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.service import open_service, until
-from tests.shadow.test_shadow import World, lines, world
+from tests.shadow.following import lines
+from tests.shadow.test_shadow import World, world
 
 __all__ = ["world"]
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -17,6 +16,7 @@ from sqlalchemy import Connection, insert, update
 from tests.replication.pubsub import Process
 from tests.replication.support import until
 from tests.servers import Databases, Valkey
+from tests.shadow.following import PATIENCE_S, followed, lines
 from tests.store import synapse_schema
 from tests.store.rooms import ROOM, Room
 
@@ -32,7 +32,6 @@ from fedsender.store.engine import Database, open_database
 from fedsender.systemd import Notifier
 
 US = "us.example"
-PATIENCE_S = 60
 
 
 @dataclass
@@ -183,49 +182,6 @@ async def world(tmp_path: Path, postgres: Databases, valkey: Valkey) -> AsyncIte
         admin.execute(f'DROP DATABASE "{name}" WITH (FORCE)'.encode())
         admin.execute(f"DROP ROLE {role}".encode())
         admin.execute(f'CREATE DATABASE "{name}"'.encode())
-
-
-@dataclass
-class Followed:
-    report: Report
-    orders: Orders
-    ready: trio.Event
-    screen: StringIO
-    code: int | None = None
-
-
-@asynccontextmanager
-async def followed(world: World, **changes: Any) -> AsyncIterator[Followed]:
-    """A shadow runs while the body does, and has summed up after it."""
-    running = Followed(Report(world.directory), Orders(10), trio.Event(), StringIO())
-    notifier = Notifier(lambda message: _hear(running, message), lambda: 0)
-
-    async def follow() -> None:
-        running.code = await run_shadow(
-            world.config(**changes),
-            real_outside(),
-            running.report,
-            running.orders,
-            notifier,
-            Console(file=running.screen, width=120),
-        )
-
-    with trio.fail_after(PATIENCE_S):
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(follow)
-            await running.ready.wait()
-            yield running
-            running.orders.stop.set()
-
-
-def _hear(running: Followed, message: bytes) -> None:
-    if b"READY=1" in message:
-        running.ready.set()
-
-
-def lines(world: World, what: str) -> list[dict[str, Any]]:
-    text = (world.directory / "shadow.jsonl").read_text()
-    return [line for line in map(json.loads, text.splitlines()) if line["what"] == what]
 
 
 async def test_it_says_what_it_would_send_and_that_the_worker_does_the_same(world: World) -> None:

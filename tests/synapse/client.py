@@ -12,6 +12,8 @@ import httpx
 # Longer than any answer takes; the deadlines that matter are those of the tests.
 _ANSWER_S = 90.0
 _LONG_POLL_MS = 10_000
+# As long as Synapse lets it be: on a slow machine a daemon takes its time to start.
+_TYPING_MS = 120_000
 _TRIES = 10
 PASSWORD = "of a test"
 # A cut timeline would look like messages that are missing.
@@ -57,6 +59,9 @@ class User:
 
     async def kick(self, room_id: str, mxid: str) -> None:
         await self._call("POST", f"rooms/{quote(room_id)}/kick", {"user_id": mxid})
+
+    async def ban(self, room_id: str, mxid: str) -> None:
+        await self._call("POST", f"rooms/{quote(room_id)}/ban", {"user_id": mxid})
 
     async def send(self, room_id: str, text: str) -> str:
         """Send a text message; returns its event id."""
@@ -152,7 +157,7 @@ class User:
     async def type_in(self, room_id: str, typing: bool = True) -> None:
         """Begin or end typing."""
         path = f"rooms/{quote(room_id)}/typing/{quote(self.mxid)}"
-        await self._call("PUT", path, {"typing": typing, "timeout": 30_000})
+        await self._call("PUT", path, {"typing": typing, "timeout": _TYPING_MS})
 
     async def read(self, room_id: str, event_id: str) -> None:
         """Read the room up to this event, and let everybody see it."""
@@ -164,17 +169,30 @@ class User:
         body = {"presence": presence, "status_msg": status}
         await self._call("PUT", f"presence/{quote(self.mxid)}/status", body)
 
+    async def upload_signing_keys(self, keys: Mapping[str, Any]) -> None:
+        """New cross-signing keys, as the client API wants them."""
+        auth = {
+            "type": "m.login.password",
+            "identifier": {"type": "m.id.user", "user": self.mxid},
+            "password": PASSWORD,
+        }
+        await self._call("POST", "keys/device_signing/upload", {**keys, "auth": auth})
+
     async def devices_of(self, mxid: str) -> set[str]:
         """The devices with keys that this homeserver knows of a user."""
         answer = await self._call("POST", "keys/query", {"device_keys": {mxid: []}})
         return set(answer["device_keys"].get(mxid, {}))
 
-    async def synced(self) -> AsyncGenerator[Mapping[str, Any], None]:
-        """All that sync says from now on."""
-        answer = await self._call("GET", "sync")
+    async def place(self) -> str:
+        """How far sync has come: what happens later is told after it."""
+        return str((await self._call("GET", "sync"))["next_batch"])
+
+    async def synced(self, since: str) -> AsyncGenerator[Mapping[str, Any], None]:
+        """All that sync says after this place."""
         while True:
-            query = f"since={quote(answer['next_batch'])}&timeout={_LONG_POLL_MS}"
+            query = f"since={quote(since)}&timeout={_LONG_POLL_MS}"
             answer = await self._call("GET", f"sync?{query}")
+            since = answer["next_batch"]
             yield answer
 
     async def _sync(self, since: str | None) -> tuple[Mapping[str, Any], str]:

@@ -37,8 +37,12 @@ _OF_ITS_TIME = (
     "twisted<24.4",
     "txredisapi<1.4.11",
 )
-_NEEDS_ITS_TIME = (1, 130)
-"""Releases before this one."""
+# What is installed with a release: that of the first line which it is not older than.
+_RESTS: Sequence[tuple[tuple[int, int], Sequence[str]]] = (
+    ((1, 163), (_DATABASE_DRIVER,)),
+    ((1, 130), ("prometheus-client<0.24", "txredisapi<1.4.11", _DATABASE_DRIVER)),
+    ((0, 0), _OF_ITS_TIME),
+)
 
 
 def cache_directory() -> Path:
@@ -62,8 +66,8 @@ def cache_directory() -> Path:
 
 def synapse_python() -> Path:
     """The interpreter of a virtual environment that holds Synapse."""
-    old = tuple(int(part) for part in SYNAPSE.split(".")[:2]) < _NEEDS_ITS_TIME
-    rest = _OF_ITS_TIME if old else (_DATABASE_DRIVER,)
+    release = tuple(int(part) for part in SYNAPSE.split(".")[:2])
+    rest = next(rest for since, rest in _RESTS if release >= since)
     return python_with("synapse", (f"matrix-synapse[redis]=={SYNAPSE}", *rest))
 
 

@@ -35,10 +35,10 @@ class Recording:
 
     transactions: list[Sent] = field(default_factory=list)
 
-    def pdus(self, room_id: str) -> list[Mapping[str, Any]]:
-        """The PDUs of a room, in order, each as often as it was sent."""
+    def pdus(self, *room_ids: str) -> list[Mapping[str, Any]]:
+        """The PDUs of these rooms, in order, each as often as it was sent."""
         found = [pdu for sent in self.transactions for pdu in sent.content.get("pdus", ())]
-        return [pdu for pdu in found if pdu["room_id"] == room_id]
+        return [pdu for pdu in found if pdu["room_id"] in room_ids]
 
     def edus(self, edu_type: str) -> list[Mapping[str, Any]]:
         """The contents of the EDUs of a type, in order."""

@@ -27,8 +27,8 @@ class Listener:
         self._answers: list[Answer] = []
         self._news = trio.Event()
 
-    async def follow(self, user: User) -> None:
-        async with aclosing(user.synced()) as answers:
+    async def follow(self, user: User, since: str) -> None:
+        async with aclosing(user.synced(since)) as answers:
             async for answer in answers:
                 self._answers.append(answer)
                 self._news.set()
@@ -51,7 +51,8 @@ async def listening(user: User) -> AsyncIterator[Listener]:
     """A client of `user` that syncs until the body is left."""
     listener = Listener()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(listener.follow, user)
+        # On a slow machine what the test does next would otherwise be over before the first answer.
+        nursery.start_soon(listener.follow, user, await user.place())
         yield listener
         nursery.cancel_scope.cancel()
 

@@ -23,7 +23,7 @@ MAX_SERVERS = 50_000
 LATE_S = 60.0
 """A server that is neither failing nor told within this many seconds is called late."""
 
-Kind = Literal["not owed", "owed too", "late", "late to-device"]
+Kind = Literal["not owed", "owed too", "late", "late to-device", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,14 @@ class Difference:
     Attributes:
         kind: "not owed": we would have sent it, Synapse does not mean to. "owed too": the other way
             round. "late": Synapse has had LATE_S seconds and is not waiting for the server's sake.
+            "behind": the worker has not reached an event in LATE_S seconds; it is stopped or slow.
+        server: whom it concerns; None: all.
         because: the number of the weakness that explains it (docs/weaknesses.md); None: nothing
             does.
     """
 
     kind: Kind
-    server: str
+    server: str | None
     room_id: str | None
     event_id: str | None
     stream_ordering: int | None
@@ -63,7 +65,7 @@ class Difference:
     @property
     def explained(self) -> bool:
         """Whether an operator need not look into it: lateness is Synapse's own affair."""
-        return self.because is not None or self.kind in ("late", "late to-device")
+        return self.because is not None or self.kind not in ("not owed", "owed too")
 
 
 @dataclass(slots=True)
@@ -84,6 +86,7 @@ class Book:
         self._open: deque[tuple[Expected, float]] = deque()
         self._unanswered: OrderedDict[str, _Unanswered] = OrderedDict()
         self._late_to_device: set[str] = set()
+        self._called_behind = False
         self.compared = 0
         """Events that have been held against Synapse's tables."""
         self.passed_over = 0
@@ -109,6 +112,17 @@ class Book:
         while self._open and self._open[0][0].stream_ordering <= position and len(found) < limit:
             found.append(self._open.popleft())
         return found
+
+    def behind(self, now_s: float) -> list[Difference]:
+        """Whether the worker leaves an event alone for too long, told once per episode.
+
+        Ask after the events that are due were taken out.
+        """
+        called, self._called_behind = self._called_behind, False
+        if not self._open or now_s - self._open[0][1] <= LATE_S:
+            return []
+        self._called_behind = True
+        return [] if called else [_difference("behind", None, self._open[0][0], None)]
 
     def compare(
         self,
@@ -197,7 +211,7 @@ class Book:
         return [Difference("late to-device", server, None, None, None, None) for server in fresh]
 
 
-def _difference(kind: Kind, server: str, event: Expected, because: str | None) -> Difference:
+def _difference(kind: Kind, server: str | None, event: Expected, because: str | None) -> Difference:
     return Difference(kind, server, event.room_id, event.event_id, event.stream_ordering, because)
 
 

@@ -147,6 +147,7 @@ class Shadow:
             owed = await self._database.read(partial(questions.owed, room_ids=rooms, above=above))
             in_part = await self._database.read(partial(questions.partial_rooms, room_ids=rooms))
             self.report.differ(self.book.compare(due, owed, in_part), self._outside.now_ms())
+        self.report.differ(self.book.behind(trio.current_time()), self._outside.now_ms())
         await self._see_who_answered()
 
     async def _see_who_answered(self) -> None:
