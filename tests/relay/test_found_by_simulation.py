@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,14 @@ import trio
 import trio.testing
 from tests.relay.relay_world import World, stored
 
+from fedsender.relay import registry
 from fedsender.relay.consumer import read_records
 from fedsender.relay.disk import write_file
 from fedsender.relay.shelf import SnapshotFailed
 
 Clock = trio.testing.MockClock
 CONSUMERS = Path("/relay/consumers.json")
+HOUR_S = 3600.0
 
 
 async def test_a_position_on_disk_cannot_become_another(autojump_clock: Clock) -> None:
@@ -54,6 +57,33 @@ async def test_what_is_not_known_is_not_known_after_another_start_either(
         assert (registry.blind, registry.edu_floor(), world.first) == (True, 0, 1)
         await trio.sleep(900)
         assert not registry.blind
+
+
+async def test_messages_stay_for_who_is_not_known_as_long_as_for_who_is_lost(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file was unreadable while one was away, who comes back after `consumer_ttl`."""
+    monkeypatch.setattr(registry, "LOST_KEPT_S", 2 * HOUR_S)
+    world = World(settings={"consumer_ttl": "24m"})
+    async with world.running():
+        await world.stopped("sender-1", 0)
+        await world.append_rows(["edu", ["to_device", "b.example", "m1", {}]])
+    write_file(world.disk, CONSUMERS, b"{nonsense")
+    async with world.running():
+        await world.stopped("sender-2", 1)
+        await trio.sleep(HOUR_S)
+        consumers = world.relay.registry
+        assert (consumers.blind, consumers.edu_floor()) == (False, 0)
+        hands, snapshot, _ = await world.join("sender-1")
+        manifest = json.loads(await hands.fetch(snapshot, "manifest.json"))
+        assert [each["rows"] for each in manifest["files"] if each["table"] == "edus"] == [1]
+        await hands.leave()
+        consumers.forget("sender-1")
+        await trio.sleep(0.9 * HOUR_S)
+        await world.stopped("sender-2", 1)
+        assert consumers.edu_floor() == 0
+        await trio.sleep(0.2 * HOUR_S)
+        assert consumers.edu_floor() == 1
 
 
 async def test_a_disk_without_room_for_a_seal_does_not_end_the_relay(

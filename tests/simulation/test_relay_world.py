@@ -1,20 +1,12 @@
-"""The relay in a simulated world: a fixed seed holds, and a line that is switched off turns red."""
+"""The relay in a simulated world, alone and with whole senders behind it: fixed seeds hold."""
 
-import pytest
-
-from fedsender.relay.files import LogFiles
-from fedsender.relay.registry import Registry
 from fedsender.simulation.relay import simulate_relay
-
-
-def broken(seed: int, days: float) -> set[str]:
-    """The invariants that this run saw broken."""
-    return {violation.invariant for violation in simulate_relay(seed, days).violations}
+from fedsender.simulation.relay_senders import simulate_senders
 
 
 def test_the_relays_invariants_hold_in_half_an_hour_of_trouble() -> None:
-    """Crashes, full disks, spoiled segments, cut links."""
-    report = simulate_relay(2, 0.02)
+    """Crashes, full disks, spoiled files, links that are cut or silent."""
+    report = simulate_relay(1, 0.02)
 
     assert not report.violations, report.text()
     assert report.counts["crashes"], report.text()
@@ -29,15 +21,15 @@ def test_the_same_seed_gives_the_same_run_and_a_short_one_is_too_tame() -> None:
     assert first.too_tame()
 
 
-def test_a_log_that_is_not_synced_turns_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is told to anybody before it is durable."""
-    monkeypatch.setattr(LogFiles, "_sync", lambda *_: None)
+def test_two_senders_behind_a_relay_keep_i1_to_i10() -> None:
+    """Each with a store of its own; one is away until it needs a snapshot.
 
-    assert "durable" in broken(2, 0.001)
+    Meanwhile the book of consumers is spoiled.
+    """
+    report = simulate_senders(3, 12, 0.03)
 
-
-def test_pins_that_hold_nothing_turn_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a consumer has not acknowledged is not deleted."""
-    monkeypatch.setattr(Registry, "floor", lambda _: None)
-
-    assert "pin" in broken(3, 0.001)
+    assert not report.violations, report.text()
+    assert report.counts["relay: crashes"], report.text()
+    assert report.counts["relay: senders' full syncs"], report.text()
+    assert report.counts["PDUs answered"], report.text()
+    assert report.counts["to-device messages"], report.text()

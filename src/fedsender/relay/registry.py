@@ -8,7 +8,8 @@ is `LOST` until it takes a snapshot, and forgotten after a week.
 The records are in `consumers.json`, never in the log: tokens are for facts only. A pin on disk may
 be older than the truth, which keeps more than is needed and is safe; a record that appears, goes or
 changes its state is written at once. If the file cannot be read nothing is deleted for as long as a
-consumer may be away, also if the relay is started again meanwhile.
+consumer may be away, and no EDU until the last that may have been in it would be forgotten, also if
+the relay is started again meanwhile.
 """
 
 from __future__ import annotations
@@ -233,13 +234,15 @@ class Registry:
 
     def edu_floor(self) -> int:
         """Up to here every consumer has every EDU: also those that are to take a snapshot."""
-        if self.blind:
+        # Who is not known has as long as who is lost.
+        longer_ms = max(0.0, LOST_KEPT_S - self.terms.consumer_ttl_s) * 1000
+        if self._outside.now_ms() < self._blind_until_ms + longer_ms:
             return 0
         return min((one.acked or 0 for one in self._consumers.values()), default=0)
 
     @property
     def blind(self) -> bool:
-        """Nothing may be deleted: who needs what is not known."""
+        """Nothing of the log may be deleted: who needs what is not known."""
         return self._outside.now_ms() < self._blind_until_ms
 
     def _patience_s(self, consumer: Consumer) -> float:

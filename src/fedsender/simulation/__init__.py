@@ -113,16 +113,20 @@ def main(arguments: Sequence[str]) -> int:
     """`fedsender simulate`; its exit code."""
     parser = argparse.ArgumentParser(prog="fedsender simulate")
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--servers", type=int, default=SERVERS)
+    parser.add_argument("--servers", type=int)
     parser.add_argument("--days", type=float)
-    parser.add_argument("--relay", action="store_true", help="a relay and its senders instead")
+    parser.add_argument(
+        "--relay",
+        action="store_true",
+        help="a relay and its consumers; with --servers two whole senders behind it",
+    )
     options = parser.parse_args(arguments)
     if options.relay:
         # Here, because it brings the libraries of the relay's snapshots.
-        from fedsender.simulation.relay import DAYS as RELAY_DAYS
-        from fedsender.simulation.relay import run_relay_simulation
+        from fedsender.simulation import relay, relay_senders
 
-        days = RELAY_DAYS if options.days is None else options.days
-        return run_relay_simulation(options.seed, days)
-    days = DAYS if options.days is None else options.days
-    return run_simulation(options.seed, options.servers, days)
+        if options.servers is None:
+            return relay.run_relay_simulation(options.seed, options.days or relay.DAYS)
+        days = options.days or relay_senders.DAYS
+        return relay_senders.run_senders_simulation(options.seed, options.servers, days)
+    return run_simulation(options.seed, options.servers or SERVERS, options.days or DAYS)

@@ -122,5 +122,7 @@ class Books:
         for happening in history[self._known :]:
             if happening.sendable:
                 for server in happening.servers:
-                    self.of[server].owe(happening)
+                    # Others are another sender's.
+                    if server in self.of:
+                        self.of[server].owe(happening)
         self._known = len(history)

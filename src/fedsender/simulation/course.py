@@ -17,7 +17,7 @@ from fedsender.simulation.restoring import Backup
 from fedsender.simulation.sites import move
 from fedsender.simulation.start_checks import LOOKS_S, PER_SERVER_S, StartCheck
 from fedsender.simulation.virtual import derived
-from fedsender.simulation.world import World, configuration
+from fedsender.simulation.world import World
 from fedsender.streams import Watermark
 
 EVENTS_PER_DAY = 1_500
@@ -26,6 +26,8 @@ OWN_TIMERS_S = HOUR
 PATIENCE_S = 3 * HOUR
 """... and then everything must have arrived within this."""
 LOOK_EVERY_S = 5 * MINUTE
+ABSENCE_S = (2.0, 60.0)
+LONG_ABSENCE_S = (20 * MINUTE, 50 * MINUTE)
 
 
 class Course:
@@ -41,7 +43,10 @@ class Course:
         self._nursery: trio.Nursery | None = None
         self._rng = derived(world.size.seed, "course")
         self._operator = Operator(
-            world.evidence, derived(world.size.seed, "operator"), lambda: self._life
+            world.evidence,
+            derived(world.size.seed, "operator"),
+            lambda: self._life,
+            world.post,
         )
         self._backup = Backup(
             world.directory,
@@ -58,9 +63,11 @@ class Course:
         world = self._world
         async with trio.open_nursery() as self._nursery:
             nursery = self._nursery
-            await nursery.start(world.replication.run)
+            if world.leads:
+                await nursery.start(world.replication.run)
             nursery.start_soon(self._keep_daemon_alive)
-            await self._found_rooms()
+            if world.leads:
+                await self._found_rooms()
             with trio.move_on_after(world.size.seconds):
                 await self._let_live()
             await self._heal()
@@ -83,7 +90,8 @@ class Course:
             self._life = None
             self._evidence.counts["spills"] += life.spills()
             directory = life.image if life.crashed else directory
-            await trio.sleep(self._rng.uniform(2, 60))
+            long = self._world.long_absences and self._rng.random() < 0.3
+            await trio.sleep(self._rng.uniform(*(LONG_ABSENCE_S if long else ABSENCE_S)))
             if self._backup.wanted:
                 self._backup.put_back(directory)
 
@@ -93,7 +101,7 @@ class Course:
         return Life(
             self._lives,
             directory,
-            configuration(directory),
+            world.configure(directory),
             seed=world.size.seed,
             internet=world.internet,
             evidence=world.evidence,
@@ -152,7 +160,6 @@ class Course:
 
     async def _let_live(self) -> None:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._talk)
             nursery.start_soon(self._look_at_memory)
             for index, server in enumerate(self._world.servers):
                 nursery.start_soon(self._live_of, index, server)
@@ -162,11 +169,15 @@ class Course:
                 ("operator", 20 * MINUTE, operator.act),
                 ("server up", 15 * MINUTE, self._say_server_up),
                 ("restart", seconds / 3, self._restart_in_order),
-                ("malformed", seconds / 2, self._say_malformed),
             ):
                 nursery.start_soon(self._now_and_then, name, every_s, act)
+            if self._world.leads:
+                nursery.start_soon(
+                    self._now_and_then, "malformed", seconds / 2, self._say_malformed
+                )
+                nursery.start_soon(self._talk)
+                nursery.start_soon(self._trouble_homeserver, seconds / 4)
             nursery.start_soon(self._write_to_devices)
-            nursery.start_soon(self._trouble_homeserver, seconds / 4)
             nursery.start_soon(self._trouble_disk, seconds / 6)
             nursery.start_soon(self._programme().run)
             nursery.start_soon(self._back_up_and_restore, seconds)
@@ -316,6 +327,8 @@ class Course:
         for server in world.servers:
             server.heal()
         world.plan.enabled = False
+        if world.leads:
+            world.replication.heal()
         if self._life is not None:
             self._life.crash("healed")
         await self._opened.wait_past(self._lives)

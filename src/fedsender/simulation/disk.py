@@ -6,6 +6,7 @@ followed as it grows.
 
 import os
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,46 @@ class QuarantinedItem:
     reason: str
 
 
-class Disk:
-    """The files of one life of the daemon."""
+class Orderings:
+    """What a sender's stream orderings mean: tokens of its homeserver.
 
-    def __init__(self, directory: Path) -> None:
+    Behind a relay a history that a sender did not know is counted on from where the sender was, its
+    base; what the sender has already it knows by its id.
+    """
+
+    def __init__(self) -> None:
+        self._bases = [0]
+
+    def note(self, base: int) -> None:
+        """The sender counts from here now."""
+        if base != self._bases[-1]:
+            self._bases.append(base)
+
+    def back_to(self, base: int) -> None:
+        """The databases were restored, to when the sender counted from there."""
+        while self._bases[-1] != base:
+            self._bases.pop()
+
+    def token(self, ordering: int) -> int:
+        """The newest token that this stream ordering stands for or is behind."""
+        token = ordering
+        if len(self._bases) > 1:
+            token = 0
+            for base, end in zip(self._bases, [*self._bases[1:], ordering], strict=True):
+                if ordering > base:
+                    token = max(token, min(ordering, end) - base)
+        return token
+
+
+class Disk:
+    """The files of one life of the daemon.
+
+    Positions are given as tokens of the homeserver.
+    """
+
+    def __init__(self, directory: Path, orderings: Orderings | None = None) -> None:
         self.directory = directory
+        self._token = (orderings or Orderings()).token
         self._connections: dict[str, sqlite3.Connection] = {}
         self._quarantine: list[QuarantinedItem] | None = None
         self._by_event: dict[tuple[str | None, str], QuarantinedItem] = {}
@@ -81,7 +117,23 @@ class Disk:
         """Up to where the fan-out has been."""
         query = "SELECT stream_id FROM federation_stream_position WHERE type = 'events'"
         rows = self._rows(HOMESERVER, query)
-        return int(rows[0][0]) if rows else -1
+        return self._token(int(rows[0][0])) if rows else -1
+
+    def feed_position(self) -> int:
+        """Up to where everything is here."""
+        query = "SELECT stream_id FROM federation_stream_position WHERE type = 'feed'"
+        rows = self._rows(HOMESERVER, query)
+        return self._token(int(rows[0][0])) if rows else -1
+
+    def has_events(self, event_ids: Sequence[str]) -> bool:
+        """Whether all of these events are here."""
+        query = "SELECT 1 FROM events WHERE event_id = ?"
+        return all(self._rows(HOMESERVER, query, event_id) for event_id in event_ids)
+
+    def base(self) -> int:
+        """From where the tokens of a relay are counted; 0 without one."""
+        rows = self._rows(HOMESERVER, "SELECT base FROM stream_epoch")
+        return int(rows[0][0]) if rows else 0
 
     def marks(self) -> dict[str, int]:
         """Every destination's last successful stream ordering."""
@@ -89,12 +141,13 @@ class Disk:
             "SELECT destination, last_successful_stream_ordering FROM destinations"
             " WHERE last_successful_stream_ordering IS NOT NULL"
         )
-        return dict(self._rows(HOMESERVER, query))
+        return {name: self._token(mark) for name, mark in self._rows(HOMESERVER, query)}
 
     def owed(self, room_id: str) -> dict[str, int]:
         """Per destination what it is owed of this room."""
         query = "SELECT destination, stream_ordering FROM destination_rooms WHERE room_id = ?"
-        return dict(self._rows(HOMESERVER, query, room_id))
+        rows = self._rows(HOMESERVER, query, room_id)
+        return {name: self._token(ordering) for name, ordering in rows}
 
     def owed_room(self, server: str, room_id: str) -> int:
         """What one destination is owed of one room; 0: nothing."""
@@ -102,12 +155,12 @@ class Disk:
             "SELECT stream_ordering FROM destination_rooms WHERE destination = ? AND room_id = ?"
         )
         rows = self._rows(HOMESERVER, query, server, room_id)
-        return int(rows[0][0]) if rows else 0
+        return self._token(int(rows[0][0])) if rows else 0
 
     def newest_owed(self) -> int:
         """The newest event that anybody is owed."""
         rows = self._rows(HOMESERVER, "SELECT max(stream_ordering) FROM destination_rooms")
-        return int(rows[0][0] or 0)
+        return self._token(int(rows[0][0] or 0))
 
     def outbox(self) -> dict[tuple[str, int], str]:
         """The to-device rows: (destination, stream id) -> content."""
@@ -174,13 +227,13 @@ class Disk:
     def catch_up_floor(self, server: str) -> int | None:
         """Above which mark a catch-up under way began; None: there is none."""
         rows = self._rows(SENDER, "SELECT floor FROM catch_ups WHERE destination = ?", server)
-        return int(rows[0][0]) if rows else None
+        return self._token(int(rows[0][0])) if rows else None
 
     def sent_to(self, server: str, room_id: str) -> int:
         """Up to where a catch-up under way was answered in this room; 0: nowhere."""
         query = "SELECT sent_to FROM catch_up_rooms WHERE destination = ? AND room_id = ?"
         rows = self._rows(SENDER, query, server, room_id)
-        return int(rows[0][0]) if rows else 0
+        return self._token(int(rows[0][0])) if rows else 0
 
     def redeliveries(self, server: str) -> list[str]:
         """The events that are to be sent to this server again."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from fedsender.simulation.books import Book
+from fedsender.simulation.commit_checks import is_stood_in_for
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Happening
 
@@ -25,6 +26,8 @@ class Ending:
                 if event_id in book.answered or book.covered(happening):
                     continue
                 if disk.quarantined(book.name, event_id) or disk.quarantined(None, event_id):
+                    continue
+                if is_stood_in_for(evidence, book, happening):
                     continue
                 yield book, happening
 

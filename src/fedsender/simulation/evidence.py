@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import trio
 
 from fedsender.simulation.books import Books
-from fedsender.simulation.disk import Disk, LedgerTail
+from fedsender.simulation.disk import Disk, LedgerTail, Orderings
 from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.virtual import Trace
 
@@ -36,7 +36,11 @@ class Evidence:
         life: counts the daemon's lives.
         alive: one is being lived.
         disk: its files; None before the first.
+        orderings: what the daemon's stream orderings mean.
         position: the events position as last committed.
+        skipped: the (after, upto] of which a relay gave the daemon no more than a snapshot.
+        given_back: from where to where the feed's position went at each restore.
+        unsent: the events that were ever in quarantine for everybody.
         secrets: texts that may stand in no log line and in no line of the ledger.
         disk_full: the ledger takes no lines at present.
         crashed_at: when lives were cut off, in the last 24 h.
@@ -51,7 +55,11 @@ class Evidence:
     life: int = 0
     alive: bool = False
     disk: Disk | None = None
+    orderings: Orderings = field(default_factory=Orderings)
     position: int = -1
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    given_back: list[tuple[int, int]] = field(default_factory=list)
+    unsent: set[str] = field(default_factory=set)
     secrets: tuple[bytes, ...] = ()
     disk_full: bool = False
     crashed_at: deque[float] = field(default_factory=deque)

@@ -81,6 +81,10 @@ class Homeserver:
         redacted: event id -> the token that took it back.
         counts: how often what happened, for the report.
         watermark: the newest token.
+        records: with `dense`, the id and the rows of each token from 1 on.
+
+    Args:
+        dense: every token is told of, as a relay numbers them.
     """
 
     def __init__(
@@ -90,8 +94,12 @@ class Homeserver:
         servers: Sequence[str],
         rng: random.Random,
         now_ms: Callable[[], int],
+        *,
+        dense: bool = False,
     ) -> None:
         self.name = name
+        self.records: list[tuple[str, Sequence[Any]]] = []
+        self._dense = dense
         self.history: list[Happening] = []
         self.by_hash: dict[str, Happening] = {}
         self.by_id: dict[str, Happening] = {}
@@ -124,6 +132,12 @@ class Homeserver:
         """What happened with after < token <= upto."""
         first, last = bisect_right(self._tokens, after), bisect_right(self._tokens, upto)
         return self.history[first:last]
+
+    def tell(self, record: str, row: Any) -> None:
+        """Something that is no event has a token, too."""
+        self._token += 1
+        self.records.append((record, [row]))
+        self.watermark.advance(self._token)
 
     # --- what may happen --------------------------------------------------------------------------
 
@@ -314,17 +328,19 @@ class Homeserver:
             told_to = self._audience(
                 sender, flags or {}, (set(before) | set(plus)) - set(minus) | turned_away
             )
-        self._token += 1 + (self._rng.random() < TOKEN_GAP)
+        self._token += 1 + (not self._dense and self._rng.random() < TOKEN_GAP)
+        named = self._rng.random() < 0.5 or self._dense
         details = {
             "room_version": room.timeline.version.identifier,
-            "plus": sorted({*plus, *(turned_away if self._rng.random() < 0.5 else ())}),
+            # A relay's homeserver must name them; the other may leave that to the sender.
+            "plus": sorted({*plus, *(turned_away if named else ())}),
             "minus": sorted(minus),
             "internal_metadata": dict(flags or {}),
         }
         ours = server_of(sender) == self.name or bool(flags)
         rows: list[list[Any]] = []
         # Of other servers' events a homeserver may say everything or nothing.
-        if ours or told or self._rng.random() < 0.5:
+        if ours or told or self._dense or self._rng.random() < 0.5:
             rows.append(["pdu", [room.room_id, event.event_id, event.content, details]])
         rows += self._changes(room, before)
         if redacts is not None:
@@ -352,6 +368,7 @@ class Homeserver:
             sendable,
         )
         self.history.append(happening)
+        self.records.append((event.event_id, rows))
         self._tokens.append(self._token)
         self.by_hash[event.content["hashes"]["sha256"]] = happening
         self.by_id[event.event_id] = happening

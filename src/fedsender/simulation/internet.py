@@ -42,6 +42,7 @@ class Internet:
 
     Attributes:
         nursery: where connections are served.
+        doors: who listens at a Unix socket.
         unresolvable: (domain, how): names under it get no answer ("silent") or do not exist
             ("gone").
     """
@@ -49,6 +50,7 @@ class Internet:
     rng: Random
     nursery: trio.Nursery
     listeners: dict[tuple[str, int], Listener] = field(default_factory=dict)
+    doors: dict[Path, Listener] = field(default_factory=dict)
     records: dict[tuple[str, RecordType], tuple[str, ...]] = field(default_factory=dict)
     unresolvable: dict[str, str] = field(default_factory=dict)
 
@@ -73,7 +75,14 @@ class Internet:
     async def connect(self, address: str, port: int) -> MemoryStream:
         """A connection to whoever listens there; raises OSError."""
         await trio.sleep(self.round_trip_s())
-        listener = self.listeners.get((address, port))
+        return await self._meet(self.listeners.get((address, port)))
+
+    async def open_door(self, path: Path) -> MemoryStream:
+        """The same for a Unix socket."""
+        await trio.lowlevel.checkpoint()
+        return await self._meet(self.doors.get(path))
+
+    async def _meet(self, listener: Listener | None) -> MemoryStream:
         answer = "refused" if listener is None else listener.knock()
         if answer == "silent":
             await trio.sleep(NEVER_S)
@@ -95,16 +104,17 @@ class DaemonNetwork:
         self._streams: list[MemoryStream] = []
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
-        stream = await self._internet.connect(address, port)
+        return self._take(await self._internet.connect(address, port))
+
+    async def open_unix(self, path: Path) -> trio.abc.Stream:
+        return self._take(await self._internet.open_door(path))
+
+    def _take(self, stream: MemoryStream) -> MemoryStream:
         self._streams = [each for each in self._streams if not each.peer_gone]
         self._streams.append(stream)
         if not self._alive:
             stream.close()
         return stream
-
-    async def open_unix(self, path: Path) -> trio.abc.Stream:
-        await trio.lowlevel.checkpoint()
-        raise FileNotFoundError(errno.ENOENT, "nobody listens", str(path))
 
     async def start_tls(
         self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str

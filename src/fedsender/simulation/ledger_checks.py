@@ -61,12 +61,13 @@ class LedgerChecks:
         book.failures.clear()
         book.stubborn = 0
         for pdu in line["pdus"]:
-            lane, token = pdu["lane"], pdu["stream_ordering"]
+            token_of = self._evidence.orderings.token
+            lane, token = pdu["lane"], token_of(pdu["stream_ordering"])
             self._evidence.counts[f"PDUs: {lane}"] += 1
             book.recorded.add(pdu["event_id"])
             book.proven.add(pdu["event_id"])
             if "supersedes" in pdu:
-                first, last = pdu["supersedes"]
+                first, last = map(token_of, pdu["supersedes"])
                 book.superseded.setdefault(pdu["room_id"], []).append((first, last))
                 self._evidence.counts["large gaps"] += 1
             elif lane == "catch_up":

@@ -9,6 +9,7 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Callable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,6 +35,8 @@ COMMIT_POINTS = tuple(
     for database in ("homeserver", "sender")
     for moment in ("before", "after")
 )
+SPEAKER: ContextVar[Evidence | None] = ContextVar("SPEAKER", default=None)
+"""In the tasks of a daemon: what is gathered about it."""
 WIRE_POINTS = ("request began", "request arrived", "answer leaves")
 SLOW_DATABASE_S = 0.05
 
@@ -130,8 +133,9 @@ class Life:
         """From start to end, however it ends. Raises what ends it and should not."""
         evidence = self._evidence
         evidence.life, evidence.alive = self.number, True
-        evidence.disk = Disk(self.directory)
+        evidence.disk = Disk(self.directory, evidence.orderings)
         evidence.trace.note("life", self.number)
+        SPEAKER.set(evidence)
         try:
             with self._scope:
                 await self._run()
@@ -244,7 +248,7 @@ class Life:
         evidence.tail.forget()
         if evidence.disk is not None:
             evidence.disk.close()
-        evidence.disk = Disk(self.image)
+        evidence.disk = Disk(self.image, evidence.orderings)
         self._wire.crashed()
         self._scope.cancel()
 

@@ -19,7 +19,8 @@ from fedsender.simulation.world import World
 
 BEGINS = 0.4
 """After this part of the run."""
-TRIES = 30
+TRIES = 2
+ROUNDS = 15
 FLOOD = 120
 """Events, all at once: more than a queue or a small gap holds."""
 OUTCOMES = {
@@ -58,14 +59,17 @@ class Programme:
     async def run(self) -> None:
         """Insist on whatever has not been seen by now."""
         await trio.sleep(BEGINS * self._world.size.seconds)
-        for name, step in self._steps().items():
-            for _ in range(TRIES):
-                if self._count(name):
-                    break
-                self._world.evidence.trace.note("insists", name)
-                self._operator.resume()
-                await step()
-                await trio.sleep(MINUTE)
+        steps = self._steps()
+        for _ in range(ROUNDS):
+            # One that does not come about must not keep the others from it.
+            for name, step in steps.items():
+                for _ in range(TRIES):
+                    if self._count(name):
+                        break
+                    self._world.evidence.trace.note("insists", name)
+                    self._operator.resume()
+                    await step()
+                    await trio.sleep(MINUTE)
 
     def _steps(self) -> dict[str, Step]:
         steps: dict[str, Step] = {
@@ -140,13 +144,18 @@ class Programme:
         """The daemon restarts while the server fails and there is this much to be sent."""
         room = self._stage()
         self._server.mood = Mood((Manner.FAILING,))
+        self._homeserver.say(room)
+        # That one is repeated as it was; what comes behind it is caught up with.
+        await trio.sleep(MINUTE / 4)
         for _ in range(events):
             self._homeserver.say(room)
-        await trio.sleep(MINUTE / 2)
+        await trio.sleep(MINUTE / 4)
         self._troubles.restart()
         await trio.sleep(2 * MINUTE)
-        self._server.mood = WELL
+        # Not too fast: somebody may wait for the moment to take a backup.
+        self._server.mood = Mood((Manner.SLOW,))
         await self._try_now()
+        self._server.mood = WELL
 
     # --- the rest ---------------------------------------------------------------------------------
 

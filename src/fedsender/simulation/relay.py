@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
+import trio
 
 from fedsender.simulation.evidence import Violation
 from fedsender.simulation.relay_books import RelayBooks
@@ -26,11 +27,15 @@ PER_HOUR: Final[Mapping[str, float]] = {
     "links cut": 10,
     "answers lost": 20,
     "requests broken off": 10,
+    "links frozen": 10,
+    "consumer disk errors": 10,
+    "consumer disks full": 10,
 }
 """So many, at least; or the run says nothing."""
 AT_LEAST_ONCE: Final = (
-    *("full disks", "disk errors", "bits flipped", "restores", "orderly stops", "repetitions"),
+    *("full disks", "disk errors", "restores", "orderly stops", "repetitions"),
     *("segments deleted for want of room", "consumers seen lost", "reservations gone"),
+    *(f"bits flipped: {what}" for what in (".seg", ".parquet", "fetched")),
 )
 
 
@@ -79,14 +84,20 @@ class RelayReport:
         return "\n".join(lines)
 
 
-def simulate_relay(seed: int, days: float = DAYS) -> RelayReport:
-    """Run one world. Not from within trio."""
+def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None) -> RelayReport:
+    """Run one world; a violation of the invariant `stop_at` ends it. Not from within trio."""
 
     async def run() -> RelayReport:
         world = RelayWorld(seed)
-        with _logging_to(world.books):
-            await world.run(days)
         books = world.books
+        with trio.CancelScope() as scope, _logging_to(books):
+
+            def judge(violation: Violation) -> None:
+                if violation.invariant == stop_at:
+                    scope.cancel()
+
+            books.on_violation = judge
+            await world.run(days)
         trace = books.trace.digest()
         return RelayReport(seed, days, books.counts, tuple(books.violations), trace)
 

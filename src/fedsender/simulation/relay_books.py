@@ -1,19 +1,19 @@
 """What a relay has told anybody, held against what it says later: the invariants of its log.
 
-A history has an epoch, and each of its tokens stands for one record for ever. A relay whose loss
-was accepted goes on with a new history, which shares with the old one what was left of it.
+A history has an epoch, and each of its tokens stands for one record for ever. One history may go on
+where another ends: then it has all that the other told anybody of. A relay whose loss was accepted
+goes on with a history that shares with the old one what was left of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import trio
 
-from fedsender.relay.consumer import Consumer
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.replication.commands import Json
 from fedsender.simulation.evidence import Violation
@@ -32,11 +32,49 @@ class History:
         records: the id of the record of each token.
         tokens: the same the other way round.
         newest: the largest token that anybody was told of.
+        shared: earlier epochs, each with the last token that it has in common with this one, as far
+            as that is known to the relay.
     """
 
     records: dict[int, str] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
     newest: int = 0
+    shared: dict[str, int] = field(default_factory=dict)
+
+    def going_on(self, epoch: str, head: int, *, lost: bool) -> History:
+        """One that begins behind this token of this one, which is called `epoch`.
+
+        After a loss nobody's position need be known any more.
+        """
+        records = {token: name for token, name in self.records.items() if token <= head}
+        return History(
+            records,
+            {name: token for token, name in records.items()},
+            min(self.newest, head),
+            {} if lost else {**self.shared, epoch: head},
+        )
+
+
+@dataclass
+class Standing:
+    """What a consumer has.
+
+    Attributes:
+        epoch, token: its position.
+        newest: the largest one that it ever had and that still means the same.
+        fed_at: when it last stored something from the relay.
+        joined: that was a snapshot, and the relay may not know that it has it.
+        messages: the to-device messages that it was ever given.
+        handles: whether it wants those for this server.
+    """
+
+    epoch: str = ""
+    token: int = 0
+    newest: int = 0
+    fed_at: float = float("-inf")
+    joined: bool = False
+    messages: set[str] = field(default_factory=set)
+    handles: Callable[[str], bool] = lambda _server: True
 
 
 @dataclass
@@ -45,25 +83,47 @@ class RelayBooks:
 
     Attributes:
         disk: the relay's.
-        rows: the rows of each record that was ever sent in, by its id.
-        answered: the ids of those that were answered 200, with epoch and token.
+        rows: the rows of each record that was ever sent in, by its id; and when they were.
+        audience: the servers that are to get the event of a record, by its id, where that is not
+            to be read from the rows.
+        answered: the token of those that were answered 200.
+        standings: what each consumer has that follows the relay in good faith.
+        given_up: the records that went with a loss that was accepted.
         counts: what happened, for the report.
+        on_violation: called with each.
     """
 
     disk: MemoryDisk
     trace: Trace = field(default_factory=Trace)
     rows: dict[str, Sequence[Json]] = field(default_factory=dict)
-    answered: dict[str, tuple[str, int]] = field(default_factory=dict)
+    sent_at: dict[str, float] = field(default_factory=dict)
+    audience: dict[str, Collection[str]] = field(default_factory=dict)
+    answered: dict[str, int] = field(default_factory=dict)
     histories: dict[str, History] = field(default_factory=dict)
+    standings: dict[str, Standing] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     epoch: str = ""
+    on_violation: Callable[[Violation], None] = lambda _violation: None
 
     def fail(self, invariant: str, text: str) -> None:
         """Something was seen that must never be."""
+        violation = Violation(invariant, trio.current_time(), text)
         if len(self.violations) < KEPT_VIOLATIONS:
-            self.violations.append(Violation(invariant, trio.current_time(), text))
+            self.violations.append(violation)
+        self.on_violation(violation)
         self.trace.note("VIOLATION", invariant, text)
+
+    @property
+    def present(self) -> History:
+        """The history that the relay has now."""
+        return self.histories[self.epoch]
+
+    def send_in(self, record: str, rows: Sequence[Json]) -> None:
+        """The homeserver begins to tell the relay of a record."""
+        self.rows[record] = rows
+        self.sent_at[record] = trio.current_time()
 
     # --- the log ----------------------------------------------------------------------------------
 
@@ -80,6 +140,8 @@ class RelayBooks:
             self.fail("once", f"{by}: {record} is {history.tokens[record]} and {token}")
         history.records.setdefault(token, record)
         history.tokens.setdefault(record, token)
+        if history is self.present:
+            self.given_up.discard(record)
         if token > history.newest:
             history.newest = token
             self._check_durable(by, token, record)
@@ -91,90 +153,115 @@ class RelayBooks:
 
     def answer(self, epoch: str, token: int, record: str) -> None:
         """The homeserver was told that this record is kept."""
-        before = self.answered.get(record)
-        if before is not None and before[0] == epoch and before[1] != token:
-            self.fail("once", f"{record} was answered {before[1]} and {token}")
+        before = self.answered.get(record, token)
+        if before != token and record not in self.given_up:
+            self.fail("once", f"{record} was answered {before} and {token}")
         self.told("the homeserver", epoch, token, record)
-        self.answered[record] = (epoch, token)
+        self.answered[record] = token
 
     def begin(self, relay: RelayDaemon, *, loss_accepted: bool) -> None:
         """The relay has started: what anybody was told of must be there."""
         epoch, head = relay.log.epoch, relay.log.head
-        history = self.histories.get(epoch)
-        if history is not None:
-            if epoch != self.epoch:
+        before = self.histories.get(self.epoch, History())
+        if head < before.newest and not loss_accepted:
+            self.fail("kept", f"{before.newest} was told of, and the log ends at {head}")
+        if epoch != self.epoch:
+            if epoch in self.histories:
                 self.fail("epoch", f"{epoch} came back after {self.epoch}")
-            if head < history.newest:
-                self.fail("kept", f"{history.newest} was told of, and the log ends at {head}")
-        else:
-            if self.epoch and not loss_accepted:
-                self.fail("epoch", f"a new one, {epoch}, though nothing was lost")
-            before = self.histories.get(self.epoch, History())
-            kept = {token: name for token, name in before.records.items() if token <= head}
-            tokens = {name: token for token, name in kept.items()}
-            self.counts["records given up"] += len(before.records) - len(kept)
-            self.histories[epoch] = History(kept, tokens, min(before.newest, head))
+            lost = {name for token, name in before.records.items() if token > head}
+            self.counts["records given up"] += len(lost)
+            self.given_up |= lost
+            self.histories[epoch] = before.going_on(self.epoch, head, lost=loss_accepted)
+            for standing in self.standings.values():
+                standing.newest = min(standing.newest, head)
+        elif head < before.newest:
+            self.fail("epoch", f"{epoch} goes on, though the log has lost what is behind {head}")
         self.epoch = epoch
         self.trace.note("relay", epoch, relay.log.first, head)
 
-    # --- what is kept -----------------------------------------------------------------------------
+    # --- consumers --------------------------------------------------------------------------------
 
-    def check_snapshots(self, relay: RelayDaemon) -> None:
-        """Whoever has lost its place can take a snapshot, and go on behind it."""
-        newest = max((info.token for info in relay.shelf.snapshots), default=0)
-        if newest < relay.log.first - 1:
-            self.fail(
-                "snapshot", f"the newest is {newest}, and the log begins at {relay.log.first}"
-            )
+    def fed(self, name: str, epoch: str, token: int, *, joined: bool) -> None:
+        """A consumer has stored what it was told, up to this token."""
+        standing = self.standings.setdefault(name, Standing())
+        standing.epoch, standing.token = epoch, token
+        standing.newest = max(standing.newest, token)
+        standing.fed_at, standing.joined = trio.current_time(), joined
 
-    def check_consumers(self, relay: RelayDaemon) -> None:
-        """A consumer that the log does not reach any more is shown as lost."""
-        for one in relay.registry:
-            if one.pin is not None and one.pin < relay.log.first - 1:
-                self.fail("lost", f"{one.name} holds {one.pin}, the log begins behind it")
-            self.counts["consumers seen lost"] += one.lost
+    def joins(self, name: str, epoch: str, token: int) -> None:
+        """A consumer takes a snapshot: what there was before anybody knew of it, it never gets."""
+        standing = self.standings[name]
+        if standing.epoch:
+            return
+        for record in self._records(epoch, token):
+            standing.messages.add(record)
 
-    def check_removal(self, relay: RelayDaemon, path: Path, *, short: bool) -> None:
-        """A segment goes: nobody may need it, but for want of room."""
-        first = int(path.stem)
-        # The log has let go of it already; what is left begins behind it.
-        last = relay.log.first - 1
-        self.counts["segments deleted"] += 1
-        holders = [one.name for one in relay.registry if needs(one, last)]
-        if holders:
-            self.counts["segments deleted for want of room"] += 1
-            if not short:
-                self.fail("pin", f"{first} to {last} went, and {holders} needed it")
+    def went_back(self, name: str) -> None:
+        """A consumer was restored: until it has said so, nothing is known of what it has."""
+        self.standings[name].fed_at = float("-inf")
+
+    def token_of(self, standing: Standing) -> int | None:
+        """A consumer's position in the present history; None: it has none there."""
+        if standing.epoch == self.epoch:
+            return standing.token
+        upto = self.present.shared.get(standing.epoch, -1)
+        return standing.token if standing.token <= upto else None
+
+    # --- what a snapshot should say ---------------------------------------------------------------
+
+    def newest_of(self, epoch: str, token: int) -> Mapping[tuple[str, str], str]:
+        """(room, server) -> the newest event that the server was to get, up to this token."""
+        newest: dict[tuple[str, str], str] = {}
+        members: set[tuple[str, str]] = set()
+        for record in self._records(epoch, token):
+            for row in self.rows[record]:
+                if row[0] == "pdu":
+                    room, name, _, about = row[1]
+                    servers = self.audience.get(record)
+                    if servers is None:
+                        inside = {server for at, server in members if at == room}
+                        servers = (inside | {*about["plus"]}) - {*about["minus"]}
+                    newest.update(((room, server), name) for server in servers)
+            # Who comes or goes with a record does so behind it.
+            self._move(members, record)
+        return newest
+
+    def members_of(self, epoch: str, token: int) -> set[tuple[str, str]]:
+        """(room, server) of all that are in a room, as of this token."""
+        members: set[tuple[str, str]] = set()
+        for record in self._records(epoch, token):
+            self._move(members, record)
+        return members
+
+    def _move(self, members: set[tuple[str, str]], record: str) -> None:
+        for row in self.rows[record]:
+            if row[0] == "hosts":
+                room, joined, left = row[1]
+                members -= {(room, server) for server in left}
+                members |= {(room, server) for server in joined}
+
+    def _records(self, epoch: str, token: int) -> list[str]:
+        records = self.histories[epoch].records
+        return [records[at] for at in range(1, token + 1) if at in records]
 
     # --- at the end -------------------------------------------------------------------------------
 
     def check_answered(self) -> None:
         """Each record that was answered 200 is there, once, but for what was given up openly."""
-        history = self.histories[self.epoch]
-        for record, (epoch, token) in self.answered.items():
-            if epoch == self.epoch and history.tokens.get(record) != token:
+        history = self.present
+        for record, token in self.answered.items():
+            if record not in self.given_up and history.tokens.get(record) != token:
                 self.fail("kept", f"{record} was answered {token}, and is not in the log")
 
-    def newest_in_rooms(self, epoch: str, token: int) -> Mapping[str, str]:
-        """The newest event in each room that any server was to get, up to this token."""
-        newest: dict[str, str] = {}
-        shared: set[str] = set()
-        history = self.histories[epoch]
-        for at in range(1, token + 1):
-            record = history.records.get(at)
-            if record is None:
+    def check_messages(self, first: int = 1) -> None:
+        """No to-device message from this token on was kept from a consumer."""
+        for token, record in self.present.records.items():
+            kind, body = self.rows[record][0]
+            if token < first or kind != "edu":
                 continue
-            for row in self.rows[record]:
-                if row[0] == "pdu" and row[1][0] in shared:
-                    newest[row[1][0]] = row[1][1]
-                elif row[0] == "hosts":
-                    shared.add(row[1][0])
-        return newest
-
-
-def needs(consumer: Consumer, last: int) -> bool:
-    """Whether a consumer's pin is below this token."""
-    return consumer.pin is not None and consumer.pin < last
+            for name, standing in self.standings.items():
+                if standing.handles(body[1]) and record not in standing.messages:
+                    self.fail("edu", f"{name} was never given {record}, token {token}")
 
 
 def name_of(rows: Sequence[Json]) -> str:

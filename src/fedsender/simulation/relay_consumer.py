@@ -6,8 +6,11 @@ after them; what it holds is checked as it comes in.
 
 from __future__ import annotations
 
+import errno
+import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,12 +20,13 @@ import trio
 from fedsender.config import UnixAddress
 from fedsender.outside import Network, Outside
 from fedsender.relay.facts import RelayRow, ToDeviceRow
+from fedsender.relay.snapshot import PARTS
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.relay_link import RelaySettings, connect_relay
 from fedsender.replication.wire import Wire
-from fedsender.simulation.relay_books import RelayBooks
+from fedsender.simulation.relay_books import RelayBooks, Standing
 from fedsender.simulation.relay_disk import MemoryDisk, PowerCut
 from fedsender.simulation.virtual import now_ms
 from fedsender.store.records import History, PresenceState, Receipt
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 SERVER = "hs.example"
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 STAGING = Path("/sender/snapshot")
+LARGE = 2**40
 
 
 async def inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
@@ -74,10 +79,15 @@ class DeafSink:
 
 @dataclass(frozen=True)
 class Held:
-    """What is durable at a consumer: replaced in one step."""
+    """What is durable at a consumer: replaced in one step.
+
+    Attributes:
+        joined: a snapshot, and nothing behind it so far.
+    """
 
     position: int = -1
     history: History | None = None
+    joined: bool = False
 
 
 @dataclass
@@ -86,6 +96,8 @@ class RecordingStore:
 
     Attributes:
         slow_s: a transaction takes so long.
+        handles: whether a server belongs to this shard.
+        own: the homeserver's name, to which nothing is sent.
         backups: older states.
     """
 
@@ -93,8 +105,13 @@ class RecordingStore:
     books: RelayBooks
     disk: MemoryDisk
     slow_s: float = 0.0
+    handles: Callable[[str], bool] = lambda _server: True
+    own: str = SERVER
     held: Held = field(default_factory=Held)
     backups: list[Held] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.books.standings[self.name] = Standing(handles=self.handles)
 
     async def feed_position(self) -> int:
         return self.held.position
@@ -105,23 +122,39 @@ class RecordingStore:
     async def begin_history(self, history: History) -> None:
         await self._commit(replace(self.held, history=history))
 
-    async def _commit(self, held: Held) -> None:
+    async def _commit(self, held: Held, messages: Iterable[str] = ()) -> None:
         await trio.sleep(self.slow_s)
-        self.disk.step("begin")
+        while True:
+            try:
+                self.disk.step("begin")
+                break
+            except OSError:
+                # As a database does that takes no writes for a while.
+                await trio.sleep(1)
         self.held = held
-        self.disk.step("commit")
+        standing = self.books.standings[self.name]
+        standing.messages.update(messages)
+        history = held.history
+        if history is not None and held.position >= history.base:
+            token = held.position - history.base
+            self.books.fed(self.name, history.epoch, token, joined=held.joined)
+        with suppress(OSError):
+            self.disk.step("commit")
 
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
         history, position = self.held.history, max(0, self.held.position)
         assert history is not None
+        messages = []
         for token, rows in batch:
-            # POSITION comes without rows, and says nothing new.
-            if token != position + bool(rows):
+            # POSITION comes without rows, and so does what is for another shard.
+            if token != position + 1 and (rows or token != position):
                 self.books.fail("gap", f"{self.name} has {position}, and then gets {token}")
             position = token
             if rows:
-                self.books.told(self.name, history.epoch, token - history.base, self._check(rows))
-        await self._commit(replace(self.held, position=position))
+                record = self._check(rows)
+                self.books.told(self.name, history.epoch, token - history.base, record)
+            messages += [row.message_id for row in rows if isinstance(row, ToDeviceRow)]
+        await self._commit(replace(self.held, position=position, joined=False), messages)
         self.books.counts["records followed"] += len(batch)
 
     def _check(self, rows: Sequence[RelayRow]) -> str:
@@ -133,23 +166,51 @@ class RecordingStore:
         same = first.event == sent[0][1][2] if isinstance(first, PduRow) else True
         if len(rows) != len(sent) or not same:
             self.books.fail("content", f"{self.name} got {record} other than it was")
+        if isinstance(first, ToDeviceRow) and not self.handles(first.destination):
+            self.books.fail("content", f"{self.name} got {record} of another shard")
         return record
 
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
         position = snapshot.token + snapshot.history.base
         if position < self.held.position:
             self.books.fail("gap", f"{self.name} went back from {self.held.position} to {position}")
-        heads = {row[0]: row[2] for part in range(16) for row in snapshot.read("heads", part)}
-        wanted = self.books.newest_in_rooms(snapshot.history.epoch, snapshot.token)
-        other = sorted(heads.items() ^ wanted.items())
-        if other:
-            self.books.fail("content", f"{self.name}: snapshot {snapshot.token} says {other}")
-        await self._commit(Held(position, snapshot.history))
+        self._check_snapshot(snapshot)
+        self.books.joins(self.name, snapshot.history.epoch, snapshot.token)
+        messages = [
+            json.loads(row[5])[1][2] for row in _rows(snapshot, "edus") if row[3] == "to_device"
+        ]
+        await self._commit(Held(position, snapshot.history, joined=True), messages)
         self.books.counts["snapshots loaded"] += 1
         return Loaded(position, 0, frozenset())
 
+    def _check_snapshot(self, snapshot: LoadedSnapshot) -> None:
+        """Who is in which room, and the newest event that each server was to get there."""
+        epoch, token = snapshot.history.epoch, snapshot.token
+        heads = {row[0]: row[1:] for row in _rows(snapshot, "heads")}
+        present: set[tuple[str, str]] = set()
+        said: dict[tuple[str, str], str] = {}
+        for room, server, joined, left, _, event_id in _rows(snapshot, "hosts"):
+            if server == self.own:
+                continue
+            head = heads.get(room, (0, None))
+            if left is not None:
+                said.setdefault((room, server), event_id)
+                continue
+            present.add((room, server))
+            if joined < head[0]:
+                said[room, server] = head[1]
+        wrong = said.items() ^ self.books.newest_of(epoch, token).items()
+        members = {each for each in self.books.members_of(epoch, token) if each[1] != self.own}
+        wrong |= {(each, "") for each in present ^ members}
+        if wrong:
+            self.books.fail("content", f"{self.name}: snapshot {token} says {sorted(wrong)[:6]}")
+
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
         return len(receipts)
+
+
+def _rows(snapshot: LoadedSnapshot, table: str) -> list[Any]:
+    return [row for part in range(PARTS) for row in snapshot.read(table, part)]
 
 
 class Connects(Protocol):
@@ -166,27 +227,42 @@ class Manners:
         slow_s: its store takes so long for a transaction.
         lives_s, away_s: how long it runs and stays away, on average.
         restores: how often it comes back with an older state.
+        shard: which of two it is; None: it takes to-device messages for all servers.
     """
 
     slow_s: float = 0.02
     lives_s: float = 600.0
     away_s: float = 20.0
     restores: float = 0.0
+    shard: int | None = None
+
+    def handles(self, server: str) -> bool:
+        """Whether it takes to-device messages for this server."""
+        return self.shard is None or len(server) % 2 == self.shard
 
 
 class SimulatedConsumer:
     """A consumer that lives, dies and comes back until it is `calmed`."""
 
     def __init__(
-        self, name: str, books: RelayBooks, network: Connects, rng: random.Random, manners: Manners
+        self,
+        name: str,
+        books: RelayBooks,
+        network: Connects,
+        rng: random.Random,
+        manners: Manners,
+        server_name: str = SERVER,
     ) -> None:
         self.disk = MemoryDisk(rng.getrandbits(32))
         self.disk.make_directory(STAGING.parent)
         self.disk.settle()
-        self.store = RecordingStore(name, books, self.disk, manners.slow_s)
+        self.store = RecordingStore(
+            name, books, self.disk, manners.slow_s, manners.handles, server_name
+        )
         self.feed: RelayFeed | None = None
         self.calmed = trio.Event()
         self._name = name
+        self._server_name = server_name
         self._books = books
         self._random = rng
         self._manners = manners
@@ -196,22 +272,50 @@ class SimulatedConsumer:
         """Live for ever from now on."""
         self.store.slow_s = 0.0
         self.disk.cut_at = None
+        self.disk.fail.clear()
+        self.disk.capacity = LARGE
         self.calmed.set()
+
+    async def trouble(self) -> None:
+        """Its disk is full or fails now and then, until cancelled."""
+        while True:
+            await trio.sleep(self._random.expovariate(1 / 400))
+            if self._random.random() < 0.5:
+                error = self._random.choice((errno.EIO, errno.ENOSPC))
+                self.disk.fail[self.disk.steps + self._random.randrange(20)] = error
+                self._books.counts["consumer disk errors"] += 1
+                continue
+            self._books.counts["consumer disks full"] += 1
+            self.disk.capacity = LARGE - self.disk.room() + self._random.randrange(4096)
+            await trio.sleep(self._random.expovariate(1 / 90))
+            self.disk.capacity = LARGE
 
     async def run(self) -> None:
         """Lives, one after the other, until cancelled."""
         while True:
             await self._live()
             self.disk.crash(power=self._random.random() < 0.5)
+            self._spoil()
             self.feed = None
             with trio.move_on_after(self._random.expovariate(1 / self._manners.away_s)):
                 await self.calmed.wait()
             self._restore()
 
+    def _spoil(self) -> None:
+        """Now and then flip a bit of what it has fetched."""
+        names = self.disk.list(STAGING)
+        if names and not self.calmed.is_set() and self._random.random() < 0.5:
+            path = STAGING / self._random.choice(names)
+            size = len(self.disk.content(path))
+            if size:
+                self.disk.flip_bit(path, self._random.randrange(8 * size))
+                self._books.counts["bits flipped: fetched"] += 1
+
     def _restore(self) -> None:
         store = self.store
         if self._random.random() < self._manners.restores and store.backups:
             store.held = self._random.choice(store.backups)
+            self._books.went_back(self._name)
             self._books.counts["restores"] += 1
         store.backups = [*store.backups[-5:], store.held]
 
@@ -241,11 +345,11 @@ class SimulatedConsumer:
             return Fetcher(STAGING, self.disk, outside, open_wire, 2)
 
         self.feed = RelayFeed(
-            RelaySettings(ENDPOINT, SERVER, self._name),
+            RelaySettings(ENDPOINT, self._server_name, self._name),
             self._outside,
             self.store,
             DeafSink(),
-            handles=lambda server: True,
+            handles=self._manners.handles,
             make_fetcher=make_fetcher,
         )
         await self.feed.run()

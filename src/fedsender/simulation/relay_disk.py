@@ -203,16 +203,33 @@ class MemoryDisk:
         """All that is there is durable."""
         self.crash(power=False)
 
-    def flip_bit(self, path: Path, bit: int) -> None:
-        """Spoil one bit of a file, on the platter too."""
-        content = self.content(path)
-        content[bit // 8] ^= 1 << bit % 8
+    def flip_bit(self, path: Path, bit: int) -> Callable[[], None]:
+        """Spoil one bit of a file, on the platter too; what is returned puts it right again."""
         node = self._find(path)
         assert isinstance(node, _Inode)
-        durable = bytearray(node.durable)
-        if bit // 8 < len(durable):
-            durable[bit // 8] ^= 1 << bit % 8
-            node.durable = bytes(durable)
+
+        def flip() -> None:
+            at, mask = bit // 8, 1 << bit % 8
+            if at < len(node.content):
+                node.content[at] ^= mask
+            if at < len(node.durable):
+                durable = bytearray(node.durable)
+                durable[at] ^= mask
+                node.durable = bytes(durable)
+
+        flip()
+        return flip
+
+    def durable_files(self, directory: Path) -> dict[str, bytes]:
+        """The files of a directory that would be left if power went now, at the least."""
+        folder: _Folder = self._root
+        for part in directory.parts[1:]:
+            node = folder.durable.get(part)
+            if not isinstance(node, _Folder):
+                return {}
+            folder = node
+        files = folder.durable.items()
+        return {name: node.durable for name, node in files if isinstance(node, _Inode)}
 
     def room(self) -> int:
         """Bytes that may still be written."""

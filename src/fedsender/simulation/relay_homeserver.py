@@ -17,6 +17,7 @@ from fedsender.simulation.relay_books import RelayBooks, name_of
 
 SERVER = "hs.example"
 ROOMS = 6
+SERVERS = 20
 WRITERS = 3
 EVERY_S = 12.0
 """Between two records of a writer, on average."""
@@ -62,7 +63,7 @@ class RelayHomeserver:
                 continue
             rows = self._record()
             record = name_of(rows)
-            self._books.rows[record] = rows
+            self._books.send_in(record, rows)
             self.busy += 1
             try:
                 await self._tell(writer, record, rows)
@@ -76,8 +77,8 @@ class RelayHomeserver:
         self._number += 1
         name, chance = f"$e{self._number}", self._random.random()
         if chance < 0.1:
-            message = f"m{self._number}"
-            return [["edu", ["to_device", "b.example", message, {"n": self._number}]]]
+            body = ["to_device", self._server(), f"m{self._number}", {"n": self._number}]
+            return [["edu", body]]
         room = f"!{self._random.randrange(ROOMS)}:{SERVER}"
         size = 16_000 if self._random.random() < 0.2 else 200
         event = {
@@ -87,10 +88,18 @@ class RelayHomeserver:
             "prev_events": ["$p"],
             "content": {"n": self._number, "body": "x" * size},
         }
-        rows: list[Json] = [["pdu", [room, name, event, {"room_version": "11"}]]]
+        about: dict[str, Json] = {"room_version": "11", "plus": [], "minus": []}
+        if 0.35 < chance < 0.45:
+            about["plus" if chance < 0.4 else "minus"] = [self._server()]
+        rows: list[Json] = [["pdu", [room, name, event, about]]]
         if chance < 0.25:
-            rows.append(["hosts", [room, [f"s{self._random.randrange(20)}.example"], []]])
+            rows.append(["hosts", [room, [self._server()], []]])
+        elif chance < 0.35:
+            rows.append(["hosts", [room, [], [self._server()]]])
         return rows
+
+    def _server(self) -> str:
+        return f"s{self._random.randrange(SERVERS)}.example"
 
     async def _tell(self, writer: str, record: str, rows: Sequence[Json]) -> None:
         """Until it is answered 200."""

@@ -68,6 +68,7 @@ class Backup:
         """No daemon runs: the databases become what they were, and what was seen since is void."""
         self.wanted = False
         evidence = self._evidence
+        had = -1 if evidence.disk is None else evidence.disk.feed_position()
         for name in (HOMESERVER, SENDER):
             for path in directory.glob(f"{name}*"):
                 path.unlink()
@@ -76,12 +77,13 @@ class Backup:
         copies = Disk(self._directory)
         copies.back_up(directory, HOMESERVER, SENDER)
         copies.close()
-        evidence.disk = disk = Disk(directory)
+        evidence.disk = disk = Disk(directory, evidence.orderings)
         evidence.counts["restores"] += 1
         evidence.trace.note("restored", disk.position())
         evidence.back_to(disk.position())
         self._operator.paused = list(self._paused)
         self._commits.restored(disk)
+        evidence.given_back.append((disk.feed_position(), had))
         marks = disk.marks()
         for book in evidence.books.of.values():
             frozen = disk.frozen(book.name)

@@ -1,10 +1,10 @@
 """A whole world, put together: a homeserver, its sender's checks, the servers it sends to."""
 
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,7 +24,7 @@ from fedsender.simulation.ledger_checks import LedgerChecks
 from fedsender.simulation.lives import CrashPlan
 from fedsender.simulation.manners import CHARACTERS
 from fedsender.simulation.memory_checks import MemoryChecks
-from fedsender.simulation.receiver import RemoteServer
+from fedsender.simulation.receiver import RemoteServer, Site
 from fedsender.simulation.sites import make_site, publish
 from fedsender.simulation.virtual import Trace, derived, now_ms
 from fedsender.simulation.wire_checks import WireChecks
@@ -52,12 +52,42 @@ class Size:
         return self.days * 86_400
 
 
+class Front(Protocol):
+    """The homeserver, as its senders see it.
+
+    Attributes:
+        up: it is there.
+    """
+
+    up: bool
+
+    async def run(self, task_status: trio.TaskStatus[None] = ...) -> None:
+        """Serve for ever."""
+        ...
+
+    def go_down(self) -> None:
+        """Break every connection and accept none."""
+        ...
+
+    def server_up(self, server: str) -> None:
+        """Tell all senders that this server is alive."""
+        ...
+
+    def heal(self) -> None:
+        """Be well from now on."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """All parts of a world; `course` sets them in motion.
 
     Attributes:
         key_file: the text of the homeserver's signing key file.
+        configure: the configuration of the sender in a directory.
+        leads: what happens at the homeserver is this world's business.
+        post: takes to-device messages; None: they go into the sender's database by themselves.
+        long_absences: the sender is away for so long, now and then, that it is given up.
     """
 
     size: Size
@@ -66,49 +96,85 @@ class World:
     homeserver: Homeserver
     servers: list[RemoteServer]
     internet: Internet
-    replication: Replication
+    replication: Front
     evidence: Evidence
     ledger: LedgerChecks
     commits: CommitChecks
     wire: WireChecks
     memory: MemoryChecks
     plan: CrashPlan
+    configure: Callable[[Path], Config]
+    leads: bool = True
+    post: Callable[[str, str, dict[str, Any]], None] | None = None
+    long_absences: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """A homeserver, and what proves that something comes from it.
+
+    Attributes:
+        secrets: texts that may be seen nowhere.
+    """
+
+    homeserver: Homeserver
+    key_file: str
+    inspector: Inspector
+    secrets: tuple[bytes, ...]
+
+
+def found(size: Size, names: Sequence[str], *, dense: bool = False) -> Origins:
+    """A homeserver at time 0, in a federation with servers of these names."""
+    secret = derived(size.seed, "key").randbytes(32)
+    key = Ed25519PrivateKey.from_private_bytes(secret)
+    secret_text = b64encode(secret).decode().rstrip("=")
+    signer = Signer(ORIGIN, f"ed25519:{KEY_VERSION}", key)
+    rng = derived(size.seed, "homeserver")
+    homeserver = Homeserver(ORIGIN, signer, names, rng, now_ms, dense=dense)
+    origin = Origin(ORIGIN, {f"ed25519:{KEY_VERSION}": key.public_key()})
+    return Origins(
+        homeserver,
+        f"ed25519 {KEY_VERSION} {secret_text}\n",
+        Inspector(homeserver, origin, MAX_BYTES),
+        (secret_text.encode(), SECRET_CONTENT.encode()),
+    )
 
 
 def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
     """A world at time 0; its connections are served in `nursery`."""
-    secret = derived(size.seed, "key").randbytes(32)
-    key = Ed25519PrivateKey.from_private_bytes(secret)
-    secret_text = b64encode(secret).decode().rstrip("=")
     sites = [make_site(index) for index in range(size.servers)]
-    names = [site.name for site in sites]
-    homeserver = Homeserver(
-        ORIGIN,
-        Signer(ORIGIN, f"ed25519:{KEY_VERSION}", key),
-        names,
-        derived(size.seed, "homeserver"),
-        now_ms,
-    )
-    evidence = Evidence(homeserver, Books(names), Trace())
-    evidence.secrets = (secret_text.encode(), SECRET_CONTENT.encode())
+    origins = found(size, [site.name for site in sites])
+    internet = Internet(derived(size.seed, "internet"), nursery)
+    replication = Replication(origins.homeserver, _outside_of_homeserver(size, internet))
+    internet.listeners[FEED] = replication
+    return people(size, directory, origins, dict(enumerate(sites)), internet, replication)
+
+
+def people(
+    size: Size,
+    directory: Path,
+    origins: Origins,
+    sites: Mapping[int, Site],
+    internet: Internet,
+    replication: Front,
+) -> World:
+    """The servers at these sites, by their numbers, and a sender that is to send to them."""
+    homeserver = origins.homeserver
+    evidence = Evidence(homeserver, Books([site.name for site in sites.values()]), Trace())
+    evidence.secrets = origins.secrets
     ledger = LedgerChecks(evidence)
     wire = WireChecks(evidence, ledger)
-    internet = Internet(derived(size.seed, "internet"), nursery)
-    replication = Replication(homeserver, _outside_of_homeserver(size, internet))
-    internet.listeners[FEED] = replication
-    origin = Origin(ORIGIN, {f"ed25519:{KEY_VERSION}": key.public_key()})
-    inspector = Inspector(homeserver, origin, MAX_BYTES)
     servers = []
-    for index, site in enumerate(sites):
+    for index, site in sites.items():
         character = CHARACTERS[index % len(CHARACTERS)]
         rng = derived(size.seed, "server", index)
-        server = RemoteServer(site, character, rng, internet, inspector, wire)
+        server = RemoteServer(site, character, rng, internet, origins.inspector, wire)
         publish(site, server, internet)
         servers.append(server)
     return World(
         size=size,
         directory=directory,
-        key_file=f"ed25519 {KEY_VERSION} {secret_text}\n",
+        key_file=origins.key_file,
         homeserver=homeserver,
         servers=servers,
         internet=internet,
@@ -119,6 +185,7 @@ def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
         wire=wire,
         memory=MemoryChecks(evidence),
         plan=CrashPlan(size.seed, MOST_TRANSACTIONS_BETWEEN_CRASHES),
+        configure=configuration,
     )
 
 
@@ -135,25 +202,23 @@ def _outside_of_homeserver(size: Size, internet: Internet) -> Outside:
     )
 
 
-def configuration(directory: Path) -> Config:
+def configuration(directory: Path, **more: Mapping[str, object] | str) -> Config:
     """A sender's configuration with small bounds, so that every one of them is met."""
     defaults = {"max_transaction_bytes": MAX_BYTES, "catch_up_gap_events": GAP_EVENTS}
-    return from_values(
-        {
-            "server_name": ORIGIN,
-            "signing_key": "signing.key",
-            "homeserver": {"database": "homeserver.sqlite3"},
-            "feed": {"tcp": {"address": f"{FEED[0]}:{FEED[1]}"}},
-            "federation": {"verify_certificates": False, "max_connections": 60},
-            "sending": {
-                "max_in_flight": 24,
-                "handshakes_per_second": 20.0,
-                "ramp_per_second": 10.0,
-                "queue_pdus": 50,
-                "window_bytes": 2**20,
-            },
-            "destinations": {"defaults": defaults},
-            "ledger": {"keep_days": 36_500},
+    values: dict[str, object] = {
+        "server_name": ORIGIN,
+        "signing_key": "signing.key",
+        "homeserver": {"database": "homeserver.sqlite3"},
+        "feed": {"tcp": {"address": f"{FEED[0]}:{FEED[1]}"}},
+        "federation": {"verify_certificates": False, "max_connections": 60},
+        "sending": {
+            "max_in_flight": 24,
+            "handshakes_per_second": 20.0,
+            "ramp_per_second": 10.0,
+            "queue_pdus": 50,
+            "window_bytes": 2**20,
         },
-        directory=directory,
-    )
+        "destinations": {"defaults": defaults},
+        "ledger": {"keep_days": 36_500},
+    }
+    return from_values({**values, **more}, directory=directory)
