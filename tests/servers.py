@@ -3,10 +3,12 @@
 Both can be stopped and started again on the same port, which is what an outage looks like.
 """
 
+import contextlib
 import importlib.util
 import itertools
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
@@ -209,7 +211,7 @@ def open_postgres() -> Iterator[Postgres]:
         directory = Path(name)
         if run_as:
             os.chown(directory, run_as["user"], run_as["group"])
-        postgres = Postgres(directory, _free_port(), run_as)
+        postgres = Postgres(directory, free_port(), run_as)
         try:
             postgres.start()
             yield postgres
@@ -221,7 +223,7 @@ def open_postgres() -> Iterator[Postgres]:
 def open_valkey() -> Iterator[Valkey]:
     """A new, empty server until the body is left. Blocks while it starts and stops."""
     with tempfile.TemporaryDirectory(prefix="fedsender-valkey-") as name:
-        valkey = Valkey(Path(name), _free_port())
+        valkey = Valkey(Path(name), free_port())
         try:
             valkey.start()
             yield valkey
@@ -252,11 +254,17 @@ def _postgres_programs(directory: Path, run_as: RunAs) -> Path:
     return programs
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of `host` that nobody listens on at the moment.
+
+    Below those that the system gives away by itself: until a server listens there, some outgoing
+    connection would get it.
+    """
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((host, port))
+            return port
 
 
 def _wait_for(process: subprocess.Popen[bytes], answers: Callable[[], bool], log: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import trustme
 from tests.proxy import open_proxy, reserve
-from tests.servers import Postgres, Valkey, open_postgres, open_valkey
+from tests.servers import Postgres, Valkey, free_port, open_postgres, open_valkey
 from tests.synapse.daemon import Daemon
-from tests.synapse.homeserver import Database, Homeserver, free_port, open_homeserver
+from tests.synapse.homeserver import Database, Homeserver, open_homeserver
 from tests.synapse.installed import encrypted_client_python
 from tests.synapse.world import INSTANCE, World, open_world
 

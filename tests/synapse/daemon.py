@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import trio
-from tests.synapse.homeserver import Homeserver, free_port
+from tests.servers import free_port
+from tests.synapse.homeserver import Homeserver
 
 from fedsender.ledger import read_lines, segments
 

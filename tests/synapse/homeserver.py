@@ -7,7 +7,6 @@ import base64
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import trio
 import trustme
+from tests.servers import free_port
 from tests.synapse.client import User, register
 from tests.synapse.installed import synapse_python
 
@@ -296,14 +296,6 @@ _TEST_SETTINGS: Mapping[str, object] = {
         "concurrent": 100,
     },
 }
-
-
-def free_port(host: str) -> int:
-    """A port of `host` that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

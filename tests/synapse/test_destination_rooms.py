@@ -86,6 +86,8 @@ async def test_the_lake_expects_what_synapses_own_worker_recorded(
         async with world.synapse_worker():
             await kicked.alice.kick(kicked.id, kicked.bob.mxid)
             await back.alice.kick(back.id, back.bob.mxid)
+            # The invitation goes another way: a B that has it first cannot make sense of the room.
+            await back.bob.wait_for_membership(back.id, back.bob.mxid, "leave")
             await back.alice.send(back.id, "while he is out")
             await back.alice.invite(back.id, back.bob.mxid)
             await back.bob.join(back.id, via=world.a.name)

@@ -15,10 +15,10 @@ import pytest
 import trio
 import trustme
 from tests.proxy import Proxy, open_proxy, reserve
-from tests.servers import Valkey
+from tests.servers import Valkey, free_port
 from tests.synapse.client import User
 from tests.synapse.daemon import Daemon, DaemonError, open_daemon
-from tests.synapse.homeserver import Homeserver, free_port, open_homeserver_in_thread
+from tests.synapse.homeserver import Homeserver, open_homeserver_in_thread
 from tests.synapse.world import (
     INSTANCE,
     Room,

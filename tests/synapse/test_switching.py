@@ -11,9 +11,9 @@ from pathlib import Path
 
 import trio
 import trustme
+from tests.servers import free_port
 from tests.synapse.daemon import open_daemon
 from tests.synapse.guide import Host, open_host, steps
-from tests.synapse.homeserver import free_port
 from tests.synapse.world import (
     INSTANCE,
     Room,
