@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.relay.memory_disk import MemoryDisk, PowerCut
 
@@ -206,6 +206,7 @@ _HAPPENING = st.tuples(
 
 
 @settings(max_examples=25, deadline=None)
+@example([("join", "!1", "c.x"), ("minus", "!1", "c.x"), ("say", "!1", "a.x")], [1])
 @given(st.lists(_HAPPENING, max_size=30), st.lists(st.integers(0, 30), max_size=3))
 def test_in_how_many_steps_it_is_made_makes_no_difference(
     happenings: list[tuple[str, str, str]], cuts: list[int]

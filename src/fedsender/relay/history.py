@@ -53,7 +53,7 @@ class Changes:
         before = story[-1] if story else None
         # Whoever was to get the one before gets this one, which is newer.
         replaces = isinstance(what, Pdu) and not what.minus
-        if replaces and isinstance(before, Pdu) and not before.plus:
+        if replaces and isinstance(before, Pdu) and not before.plus and not before.minus:
             story.pop()
         story.append(what)
 
