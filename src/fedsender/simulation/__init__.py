@@ -15,8 +15,8 @@ been healed (`ending`). A run that was too tame to mean anything fails as well (
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import structlog
 import trio
 
 from fedsender.simulation.course import Course
-from fedsender.simulation.evidence import Evidence, Violation
+from fedsender.simulation.evidence import Evidence, Violation, log_goes_to
 from fedsender.simulation.report import Report
 from fedsender.simulation.virtual import run_virtually
 from fedsender.simulation.world import Size, World, build_world
@@ -79,8 +79,7 @@ def _report(size: Size, world: World) -> Report:
     )
 
 
-@contextmanager
-def _logging_to(evidence: Evidence) -> Iterator[None]:
+def _logging_to(evidence: Evidence) -> AbstractContextManager[None]:
     """Let no log line out, and look for secrets in each (I10)."""
 
     def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -92,12 +91,7 @@ def _logging_to(evidence: Evidence) -> Iterator[None]:
                 evidence.fail("bug", f"{event.get('event')}: {text.get('exception', '')[-500:]}")
         raise structlog.DropEvent
 
-    before = structlog.get_config()
-    structlog.configure(processors=[take], cache_logger_on_first_use=False)
-    try:
-        yield
-    finally:
-        structlog.configure(**before)
+    return log_goes_to(take)
 
 
 def run_simulation(

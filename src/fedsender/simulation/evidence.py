@@ -2,10 +2,13 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import structlog
 import trio
+from structlog.typing import Processor
 
 from fedsender.simulation.books import Books
 from fedsender.simulation.disk import Disk, LedgerTail, Orderings
@@ -14,6 +17,17 @@ from fedsender.simulation.virtual import Trace
 
 KEPT_VIOLATIONS = 20
 """Of each invariant."""
+
+
+@contextmanager
+def log_goes_to(take: Processor) -> Iterator[None]:
+    """Until the body is left, each line of the log goes to `take` alone."""
+    before = structlog.get_config()
+    structlog.configure(processors=[take], cache_logger_on_first_use=False)
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 import trio
 
-from fedsender.simulation.evidence import Violation
+from fedsender.simulation.evidence import Violation, log_goes_to
 from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_world import RelayWorld
 from fedsender.simulation.virtual import run_virtually
@@ -104,8 +104,7 @@ def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None)
     return run_virtually(seed, run)
 
 
-@contextmanager
-def _logging_to(books: RelayBooks) -> Iterator[None]:
+def _logging_to(books: RelayBooks) -> AbstractContextManager[None]:
     """Let no log line out, and take what should never be said for a bug."""
 
     def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -118,12 +117,7 @@ def _logging_to(books: RelayBooks) -> Iterator[None]:
             books.fail("ahead", f"a consumer is ahead of its own history: {event}")
         raise structlog.DropEvent
 
-    before = structlog.get_config()
-    structlog.configure(processors=[take], cache_logger_on_first_use=False)
-    try:
-        yield
-    finally:
-        structlog.configure(**before)
+    return log_goes_to(take)
 
 
 def run_relay_simulation(

@@ -292,14 +292,6 @@ class MemoryDisk:
         target.change(new.name, node)
         source.change(old.name, None)
 
-    def link(self, old: Path, new: Path) -> None:
-        node = self._find(old)
-        folder = self._folder(new.parent)
-        if new.name in folder.entries:
-            raise FileExistsError(errno.EEXIST, "File exists", str(new))
-        self.step("link")
-        folder.change(new.name, node)
-
     def list(self, directory: Path) -> list[str]:
         try:
             return sorted(self._folder(directory).entries)

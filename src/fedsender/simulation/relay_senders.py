@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import trio
 from fedsender.config import Config, from_values
 from fedsender.simulation import MEMORY_DISK
 from fedsender.simulation.course import Course
-from fedsender.simulation.evidence import Evidence, Violation
+from fedsender.simulation.evidence import Evidence, Violation, log_goes_to
 from fedsender.simulation.internet import Internet
 from fedsender.simulation.lives import SPEAKER
 from fedsender.simulation.relay_books import DIRECTORY, RelayBooks
@@ -221,8 +221,9 @@ def _configuration(name: str, directory: Path) -> Config:
     )
 
 
-@contextmanager
-def _logging_to(books: RelayBooks, all_evidence: Sequence[Evidence]) -> Iterator[None]:
+def _logging_to(
+    books: RelayBooks, all_evidence: Sequence[Evidence]
+) -> AbstractContextManager[None]:
     """Let no log line out, look for secrets in each (I10), and take what is a bug for one."""
 
     def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
@@ -240,9 +241,4 @@ def _logging_to(books: RelayBooks, all_evidence: Sequence[Evidence]) -> Iterator
             evidence.fail("bug", f"{name}: {text.get('exception', '')[-500:]}")
         raise structlog.DropEvent
 
-    before = structlog.get_config()
-    structlog.configure(processors=[take], cache_logger_on_first_use=False)
-    try:
-        yield
-    finally:
-        structlog.configure(**before)
+    return log_goes_to(take)
