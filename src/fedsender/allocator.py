@@ -3,14 +3,22 @@
 glibc gives threads that allocate at the same time an arena each, up to eight per core, and what is
 free in one serves no other. Our threads come and go with what the databases are asked, so that the
 same work spreads over more arenas the longer the daemon runs: its memory grows and nothing leaks.
+And it gives pages back by itself only from the end of an arena: what is free between two things
+that live long stays ours, and as those wander the daemon grows again.
 """
 
 import ctypes
 import sys
+from collections.abc import Callable
 from typing import Final
+
+import trio
+
+from fedsender.outside import RunSync
 
 ARENAS: Final = 2
 """For the event loop, and for the threads beside it: Python's lock lets few allocate at once."""
+BETWEEN_TRIMS_S: Final = 60.0
 _M_ARENA_MAX: Final = -8
 
 
@@ -20,8 +28,29 @@ def use_few_arenas() -> bool:
     What the environment says (MALLOC_ARENA_MAX) it would say to every process that is started
     here; this holds for ours alone, however it was started.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = _of_c_library("mallopt")
     # musl has the name nowhere, and says no by 0 where it has it.
     return mallopt is not None and bool(mallopt(_M_ARENA_MAX, ARENAS))
+
+
+async def give_memory_back(run_sync: RunSync) -> None:
+    """Once a minute, give the system the free pages in the middle of the arenas; for ever.
+
+    Takes a few ms of a thread, in which who allocates may wait. Returns where the C library is
+    another one, which has no need of it.
+    """
+    trim = _of_c_library("malloc_trim")
+    if trim is None:
+        return
+    limiter = trio.CapacityLimiter(1)
+    while True:
+        await trio.sleep(BETWEEN_TRIMS_S)
+        await run_sync(lambda: trim(ctypes.c_size_t(0)), limiter=limiter)
+
+
+def _of_c_library(name: str) -> Callable[..., int] | None:
+    """A function of glibc; None: it is another C library, or another system."""
+    if not sys.platform.startswith("linux"):
+        return None
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), name, None)
+    return found

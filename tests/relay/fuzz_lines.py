@@ -1,4 +1,4 @@
-"""Fuzzing of everything that the relay reads: lines, rows, segments, manifests, its own files.
+"""Fuzzing of everything that a relay and its consumers read: lines, rows, segments, files, bodies.
 
 `python -m tests.relay.fuzz_lines N [TARGET...] [--seed S]` gives each target N inputs: mostly good
 ones that were spoiled a little. Held: no error but the parser's own, no input that takes seconds,
@@ -7,14 +7,20 @@ no memory that grows; and of a spoiled segment no record is believed that was no
 
 import argparse
 import json
+import logging
 import random
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
+import structlog
+import trio
+import trio.testing
+from tests.relay.fuzz_peers import fuzz_bodies, fuzz_fetches, fuzz_parts
+from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.relay.memory_disk import MemoryDisk
 
@@ -83,12 +89,12 @@ LINES: Final = [
     b"JOIN events",
     b"SNAPSHOT events 00000000000000180000.9f1c0a77 180000 48 11423110 " + b"6b1f" * 16,
     b"FETCH 00000000000000180000.9f1c0a77 manifest.json 0",
+    b"FILE hosts-07-6b1f6b1f6b1f6b1f.parquet 65536 5214",
     b"ERROR SLOW too slow",
     b"REMOTE_SERVER_UP b.example",
     *lines_of(prepare([pdu(1), hosts(1), to_device(1)]).rows, 184212).splitlines(),
     b'RDATA typing 5 ["!r:hs.example",["@a:hs.example"]]',
 ]
-ODD: Final = [b"\n", b"\r\n", b" ", b"\0", b"\xff", b"[" * 200, b"9" * 30, b'"', b"\\ud800", b"NaN"]
 ROWS: Final = [
     pdu(1),
     hosts(1),
@@ -102,44 +108,6 @@ NOW_ROWS: Final = [
     ("receipts", ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]),
     ("presence", ["@a:hs.example", "online", 5, None, True, ["b.example"]]),
 ]
-VALUES: Final[list[object]] = [
-    None, True, 0, -1, 2**63, 10**400, 0.5, float("nan"), "", "\0", "\ud800", "x" * 300, [], {},
-]  # fmt: skip
-
-
-def spoil(rng: random.Random, data: bytes, splices: list[bytes]) -> bytes:
-    """A few of: bits flipped, bytes cut, doubled, zeroed, or something else put in."""
-    found = bytearray(data)
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        at = rng.randint(0, len(found))
-        end = min(len(found), at + rng.choice((1, 1, 4, 40, 600)))
-        match rng.randrange(6):
-            case 0 if at < len(found):
-                found[at] ^= 1 << rng.randrange(8)
-            case 1:
-                del found[at:end]
-            case 2:
-                found[at:at] = found[at:end]
-            case 3:
-                found[at:end] = bytes(end - at)
-            case 4:
-                found[at:end] = rng.randbytes(end - at)
-            case _:
-                found[at:at] = rng.choice(splices)
-    return bytes(found)
-
-
-def spoil_json(rng: random.Random, value: object) -> object:
-    """The value with something in it that is of another kind."""
-    if rng.random() < 0.2 or not isinstance(value, list | dict) or not value:
-        return rng.choice(VALUES)
-    if isinstance(value, list):
-        number = rng.randrange(len(value))
-        return [*value[:number], spoil_json(rng, value[number]), *value[number + 1 :]]
-    name = rng.choice(list(value))
-    return {**value, name: spoil_json(rng, value[name])}
-
-
 # --- the targets ----------------------------------------------------------------------------------
 
 
@@ -263,7 +231,8 @@ def fuzz_epoch(rng: random.Random) -> None:
     """The file `epoch`: as it was written, or DamagedSegment."""
     disk = MemoryDisk()
     disk.make_directory(Path("/relay"))
-    written = Epoch(EPOCH, 11)
+    ancestors = tuple((f"{n:016x}", n * n) for n in range(rng.choice((0, 1, 3, 20))))
+    written = Epoch(EPOCH, 11, ancestors, unfinished=rng.random() < 0.2)
     write_epoch(Path("/relay"), disk, written)
     content = disk.content(Path("/relay/epoch"))
     assert read_epoch(Path("/relay"), disk) == written
@@ -324,13 +293,16 @@ def fuzz_consumers(rng: random.Random) -> None:
         return
 
 
-TARGETS: Final[dict[str, Callable[[random.Random], None]]] = {
+TARGETS: Final[dict[str, Callable[[random.Random], Awaitable[None] | None]]] = {
     "lines": fuzz_lines,
     "rows": fuzz_rows,
     "segments": fuzz_segments,
     "epoch": fuzz_epoch,
     "manifests": fuzz_manifests,
     "consumers": fuzz_consumers,
+    "bodies": fuzz_bodies,
+    "parts": fuzz_parts,
+    "fetches": fuzz_fetches,
 }
 
 
@@ -338,15 +310,21 @@ def fuzz(target: str, count: int, seed: int) -> float:
     """Give a target `count` inputs; seconds that the slowest took. Raises what is wrong."""
     slowest = 0.0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    for number in range(count):
-        rng = random.Random(f"{seed} {target} {number}")
-        begun = time.perf_counter()
-        try:
-            TARGETS[target](rng)
-        except BaseException:
-            print(f"{target}: input {number} of seed {seed}", file=sys.stderr)
-            raise
-        slowest = max(slowest, time.perf_counter() - begun)
+
+    async def main() -> None:
+        nonlocal slowest
+        for number in range(count):
+            rng = random.Random(f"{seed} {target} {number}")
+            begun = time.perf_counter()
+            try:
+                if (waiting := TARGETS[target](rng)) is not None:
+                    await waiting
+            except BaseException:
+                print(f"{target}: input {number} of seed {seed}", file=sys.stderr)
+                raise
+            slowest = max(slowest, time.perf_counter() - begun)
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
     assert slowest < SLOW_S, f"an input of {target} took {slowest:.1f} s"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     assert grown < GROWTH_BYTES, f"{target} took {grown} bytes of memory"
@@ -360,6 +338,8 @@ def main() -> None:
     parser.add_argument("targets", nargs="*", choices=[[], *TARGETS], default=[])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    # What is wrong with an input is said of each.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     for target in options.targets or TARGETS:
         begun = time.perf_counter()
         slowest = fuzz(target, options.count, options.seed)

@@ -166,6 +166,7 @@ class Shard:
     handles: Handles = field(default=lambda server: True)
     feed: RelayFeed = field(init=False)
     fetchers: list[Fetcher] = field(default_factory=list)
+    parallel: int = 2
 
     def outside(self) -> Outside:
         rng = random.Random(self.name)
@@ -180,7 +181,7 @@ class Shard:
             async def open_wire(nursery: trio.Nursery) -> Any:
                 return (await connect_relay(settings, outside, nursery))[0]
 
-            fetcher = Fetcher(Path("/shard/snapshot"), self.disk, outside, open_wire, 2)
+            fetcher = Fetcher(Path("/shard/snapshot"), self.disk, outside, open_wire, self.parallel)
             self.fetchers.append(fetcher)
             return fetcher
 

@@ -13,9 +13,11 @@ import trio
 import trio.testing
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.relay.relay_world import World, stored
+from tests.relay.shard import Line, Shard, forget_log
 
 from fedsender.relay.snapshot import SnapshotInfo, read_part
 from fedsender.relay.status import doubts, status_of
+from fedsender.replication.relay_link import State
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.
@@ -225,6 +227,32 @@ def edus_in(world: World, info: SnapshotInfo) -> int:
     return sum(
         len(read_part(world.disk, info, file)) for file in info.files if file.table == "edus"
     )
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+async def test_a_snapshot_is_fetched_by_so_many_connections_at_once(
+    autojump_clock: Clock, parallel: int
+) -> None:
+    """And no more, beside the one that asked for it; afterwards only that is left."""
+    world = World(settings={"fetch_bytes_per_second": 20_000})
+    async with world.running():
+        for number in range(20):
+            await world.append_rows(hosts(number), pdu(number, 3000, f"!r{number}:hs.example"))
+            await world.append_rows(["hosts", [f"!r{number}:hs.example", ["b.example"], []]])
+        await forget_log(world)
+        shard = Shard(Line(world), parallel=parallel)
+
+        def connections() -> int:
+            return sum(each.consumer == "sender-1" for each in world.relay.hub.sessions)
+
+        most = 0
+        async with shard.running():
+            while shard.feed.state is not State.FOLLOWING:
+                await trio.sleep(0.05)
+                most = max(most, connections())
+            await shard.level(world.relay.log.head)
+            assert (most, connections()) == (1 + parallel, 1)
+        assert world.relay.hub.counts.fetched_files > 8
 
 
 async def test_a_file_is_fetched_from_an_offset_on_any_connection_of_the_consumer(

@@ -215,14 +215,93 @@ async def test_a_full_disk_does_not_keep_a_relay_from_starting(autojump_clock: C
     assert written == Epoch(now, 4, ((old, 3),))
 
 
-def test_epochs_that_nobody_can_resume_from_are_not_kept() -> None:
-    """Their last token is not in the log any more; and there are never too many."""
-    epoch = Epoch("b" * 16, 5, (("a" * 16, 3),))
-    assert grown(epoch, 9, 4) == (("a" * 16, 3), ("b" * 16, 9))
-    assert grown(epoch, 9, 5) == (("b" * 16, 9),)
+async def test_an_epoch_that_could_not_be_saved_is_told_to_nobody(autojump_clock: Clock) -> None:
+    """The relay is killed before it could be: it would not know it again, and whoever was told of
+    it would have to take a snapshot."""
+    world = World()
+    shard = Shard(Line(world))
+    async with world.running():
+        await world.append_rows(["hosts", ["!r:hs.example", ["b.example"], []]])
+        async with shard.running():
+            await shard.level(1)
+        await world.relay.log.seal()
+        await world.relay.shelf.make()
+    world.disk.fail = {world.disk.steps + n: errno.ENOSPC for n in range(200)}
+    async with world.running(), shard.running():
+        await shard.level(1)
+    world.disk.fail.clear()
+    world.disk.crash()
+    async with world.running():
+        await world.append_rows(own(2))
+        async with shard.running():
+            await shard.level(2)
+            assert shard.feed.full_syncs.total() == 0
+
+
+async def test_one_that_is_connected_when_the_epoch_can_be_saved_at_last_goes_on_in_it(
+    autojump_clock: Clock,
+) -> None:
+    """It comes again before it is told a token of the new one, and needs no snapshot; nor does one
+    that was about to ask for its feed or for a snapshot."""
+    world = World()
+    shard = Shard(Line(world))
+    async with world.running():
+        await world.append(3)
+        async with shard.running():
+            await shard.level(3)
+        old = world.relay.log.epoch
+    world.disk.fail = {world.disk.steps + n: errno.ENOSPC for n in range(4)}
+    async with world.running(), shard.running():
+        await shard.level(3)
+        world.disk.fail.clear()
+        feeding, joining = world.connect(), world.connect()
+        assert await feeding.introduce("feeding") == old == await joining.introduce("joining")
+        assert await world.append() == 4
+        assert world.relay.log.epoch != old
+        await feeding.say("REPLICATE events NOW " + old)
+        assert (await feeding.error()).startswith("STOPPING ")
+        await joining.say("JOIN events")
+        assert (await joining.error()).startswith("STOPPING ")
+        await shard.level(4)
+        assert shard.feed.full_syncs.total() == 0
+        assert isinstance(shard.store, MemoryStore)
+        assert shard.store.history == History(world.relay.log.epoch, 0)
+        assert shard.store.applied[-1] == 4
+        assert {one.name for one in world.relay.registry} == {"sender-1"}
+
+
+async def test_one_that_was_away_for_many_starts_is_of_this_history_still(
+    autojump_clock: Clock,
+) -> None:
+    """Its epoch ended before the log begins: GAP, and its stream orderings stay the relay's."""
+    world = World()
+    shard = Shard(Line(world))
+    async with world.running():
+        await world.append_rows(["hosts", ["!r:hs.example", ["b.example"], []]])
+        async with shard.running():
+            await shard.level(1)
+        world.relay.registry.forget("sender-1")
+    for _ in range(3):
+        async with world.running():
+            for _ in range(2):
+                await world.append_rows(own(100 + world.relay.log.head))
+                await world.relay.log.seal()
+                await world.relay.shelf.make()
+            await world.relay.log.drop_through(world.relay.log.head - 1)
+    async with world.running(), shard.running():
+        assert world.first == 7
+        await shard.level(7)
+        assert shard.feed.full_syncs == {"GAP": 1}
+        assert isinstance(shard.store, MemoryStore)
+        assert shard.store.history == History(world.relay.log.epoch, 0)
+
+
+def test_there_are_never_too_many_epochs() -> None:
+    """A day of starts every five seconds is remembered; then the oldest goes."""
     many = tuple((f"{number:016x}", 9) for number in range(MAX_ANCESTORS))
-    kept = grown(Epoch("b" * 16, 5, many), 9, 1)
-    assert (len(kept), kept[-1]) == (MAX_ANCESTORS, ("b" * 16, 9))
+    kept = grown(Epoch("b" * 16, 5, many), 9)
+    assert (len(kept), kept[0], kept[-1]) == (MAX_ANCESTORS, many[1], ("b" * 16, 9))
+    assert MAX_ANCESTORS * 5 > 86_400
     disk = MemoryDisk()
     disk.make_directory(DIRECTORY)
     full = Epoch("c" * 16, 5, kept)

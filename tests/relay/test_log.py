@@ -1,6 +1,7 @@
 """The log while nothing goes wrong, and when the disk says no."""
 
 import errno
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedsender.outside import real_outside
 from fedsender.relay.cursor import read_range
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.facts import prepare, without_edus
+from fedsender.relay.keys import Keys
 from fedsender.relay.log import (
     Collected,
     DamagedSegment,
@@ -277,6 +279,23 @@ async def test_keys_are_forgotten_in_order() -> None:
         assert await log.append([pdu(22)], key=key(22)) == 22
         assert await log.append([pdu(20)], key=key(20)) == 31
         assert await log.append([pdu(21)], key=key(21)) == 32
+
+
+def test_keys_take_little_memory_and_ever_the_same() -> None:
+    """They are what a relay that does nothing but take in and hand on has more and more of."""
+    keys = Keys(5000)
+    tracemalloc.start()
+    try:
+        held = []
+        for token in range(1, 20_001):
+            keys.add(key(token), token, token * 200_003 & 0xFFFFFFFF)
+            if token % 10_000 == 0:
+                held.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert len(keys) == 5000
+    assert held[1] < 1.1 * held[0]
+    assert held[1] < 5000 * 250
 
 
 # --- segments -------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ Numbers are those of the scenarios in docs/relay.md.
 
 from __future__ import annotations
 
+import copy
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import trio.testing
 from tests.relay.memory_disk import MemoryDisk
 from tests.relay.relay_world import TouchyDisk, World, stored
 
+from fedsender.relay.consumer import Records, read_records, to_json
 from fedsender.relay.disk import write_file
 from fedsender.relay.log import Full
 from fedsender.relay.registry import Connected
@@ -177,19 +180,25 @@ async def test_a_consumer_that_was_there_when_the_power_went_has_its_whole_time(
         assert world.state("sender-1") == "STOPPED"
 
 
+def erase_records(world: World) -> None:
+    """What is known of consumers is gone, and that there was anything."""
+    epoch, _, blind_until_ms = read_records(world.disk, CONSUMERS)
+    write_file(world.disk, CONSUMERS, to_json(Records(epoch, [], blind_until_ms)))
+
+
 async def test_49_50_an_erased_record_is_a_new_consumer(autojump_clock: Clock) -> None:
     """49, 50: with the segments there it goes on; without them it is told of the gap, and joins."""
     world = World(settings={"keep_min": "1m"})
     async with world.running():
         await world.stopped("sender-1", 0)
         await world.sealed(5, rounds=2)
-    world.disk.remove(CONSUMERS)
+    erase_records(world)
     async with world.running():
         hands = world.connect()
         await hands.resume("sender-1", 3)
         assert await hands.tokens_until_level() == list(range(4, 11))
         await hands.leave()
-    world.disk.remove(CONSUMERS)
+    erase_records(world)
     async with world.running():
         await world.sealed(1)
         await world.relay.shelf.make()
@@ -222,6 +231,47 @@ async def test_an_unreadable_file_of_consumers_stops_deletion(autojump_clock: Cl
         assert world.first == 1
         await trio.sleep(2 * HOUR)
         assert world.first == 6
+
+
+async def test_a_file_of_consumers_that_was_removed_stops_deletion(autojump_clock: Clock) -> None:
+    """It is no first start: there is a log. Neither what its consumers need of that goes, nor what
+    only they have not acknowledged of the messages to devices; and not for ever."""
+    world = World(settings=SHORT)
+    async with world.running():
+        assert not world.relay.registry.blind
+        await world.stopped("sender-1", 0)
+        await world.append_rows(["edu", ["to_device", "b.example", "m1", {}]])
+        await world.sealed(5)
+    world.disk.remove(CONSUMERS)
+    with structlog.testing.capture_logs() as logs:
+        async with world.running():
+            await world.stopped("sender-2", 6)
+            await world.relay.shelf.make()
+            await world.append()
+            await trio.sleep(HOUR)
+            assert (world.relay.registry.blind, world.first) == (True, 1)
+            hands, snapshot, _ = await world.join("sender-1")
+            manifest = json.loads(await hands.fetch(snapshot, "manifest.json"))
+            assert "edus" in {each["table"] for each in manifest["files"]}
+    assert "relay_consumers_unreadable" in [line["event"] for line in logs]
+    async with world.running():
+        await trio.sleep(DAY)
+        assert not world.relay.registry.blind
+
+
+async def test_a_relay_that_nobody_has_followed_yet_is_not_blind_when_it_is_started_again(
+    autojump_clock: Clock,
+) -> None:
+    """Killed at any time after it was begun: that there are no consumers is on disk."""
+    world = World(settings=SHORT)
+    async with world.running():
+        await world.append()
+        killed = copy.deepcopy(world.disk)
+    killed.crash()
+    world.disk = killed
+    async with world.running():
+        assert not world.relay.registry.blind
+        assert world.records() == {}
 
 
 async def test_57_a_record_that_cannot_be_written_is_written_later(autojump_clock: Clock) -> None:

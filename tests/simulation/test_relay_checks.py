@@ -36,8 +36,12 @@ async def test_one_that_has_not_gone_on_from_its_snapshot_has_no_longer_than_joi
         log=log, registry=NoConsumers(), shelf=SimpleNamespace(snapshots=())
     )
 
+    segment = Path("/relay/log/00000000000000000006.seg")
+    books.disk.make_directory(segment.parent)
+    books.disk.open(segment, create=True).close()
+
     books.fed("sender-1", "e", 5, joined=joined)
     await trio.sleep(600)
-    checks.removal(relay, Path("00000000000000000006.seg"))
+    checks.removal(relay, segment)
 
     assert [each.invariant for each in books.violations] == found

@@ -8,10 +8,14 @@ from fedsender.relay import compaction, daemon, log
 from fedsender.relay.disk import Disk
 from fedsender.relay.files import LogFiles
 from fedsender.relay.history import Room
+from fedsender.relay.hub import Hub
 from fedsender.relay.keys import Keys
+from fedsender.relay.log import Log
 from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Limits, Retention
+from fedsender.relay.session import Session
 from fedsender.relay.shelf import Shelf
+from fedsender.simulation import relay_world
 from fedsender.simulation.relay import simulate_relay
 
 FAR = 2**40
@@ -39,6 +43,39 @@ def test_an_epoch_that_stays_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(log, "_new_epoch", lambda _: "0" * 16)
 
     assert goes_red("epoch", 10, 7, 3)
+
+
+def test_tokens_that_are_given_again_in_the_same_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given before the power went has another epoch than what is given after it: so a
+    token has one meaning also on a disk that does not keep what it says it has."""
+
+    async def no_epoch(self: Log) -> str:
+        return self.epoch
+
+    monkeypatch.setattr(LogFiles, "_sync", lambda *_: None)
+    monkeypatch.setattr(Log, "begin_epoch", no_epoch)
+
+    assert goes_red("token", 2, 3, 1)
+
+
+def test_a_feed_that_begins_behind_where_its_consumer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer gets every record."""
+    cursor = Log.cursor
+    monkeypatch.setattr(Log, "cursor", lambda self, at: cursor(self, min(at + 1, self.head)))
+
+    assert goes_red("gap", 2, 3, days=0.004)
+
+
+def test_a_name_that_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was away comes back and gets all."""
+
+    def remove(self: Hub, session: Session) -> None:
+        self.sessions.discard(session)
+
+    monkeypatch.setattr(Hub, "_remove", remove)
+    monkeypatch.setattr(relay_world, "HEALED_S", 3600.0)
+
+    assert goes_red("level", 1, 2, 3, days=0.004)
 
 
 def test_ids_that_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +148,7 @@ def test_a_snapshot_that_knows_nobody_who_left(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Room, "_leave", leave)
 
-    assert goes_red("content", 4, 3, 2)
+    assert goes_red("content", 6, 7, 2)
 
 
 def test_a_snapshot_that_is_not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +166,4 @@ def test_messages_that_are_dropped_too_early(monkeypatch: pytest.MonkeyPatch) ->
     """A to-device message stays until everybody has it."""
     monkeypatch.setattr(Registry, "edu_floor", lambda _: FAR)
 
-    assert goes_red("edu", 1, 2, days=0.004)
+    assert goes_red("edu", 2, 3, days=0.01)

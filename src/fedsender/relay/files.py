@@ -47,6 +47,8 @@ class LogFiles:
         self.ancestors = opened.ancestors
         self.fresh = opened.fresh
         self._newest = opened.newest
+        # The epoch that begins before the next token is given.
+        self._due: str | None = None
         self.segments = opened.segments
         self.head = opened.head
 
@@ -66,6 +68,7 @@ class LogFiles:
 
     def _append(self, group: Sequence[tuple[bytes, Prepared]], ms: int) -> int:
         if self._file is None:
+            self._enter_epoch()
             self._begin(ms)
         first = self.head + 1
         self._write(
@@ -184,15 +187,23 @@ class LogFiles:
     def begin_epoch(self, name: str) -> None:
         """Go on after the head under another epoch; what there is so far is part of both.
 
-        Raises Full, LogBroken: it is the old one still. OSError: it is the new one, which could not
-        be written down; it will be before any token of it is given.
+        Raises Full, LogBroken. OSError: it could not be written down, so it is the old one still,
+        for what nobody has written down may be told to nobody; the next append tries again.
         """
         self.seal()
         self.close()
-        first = self.segments[0].first if self.segments else self.head + 1
-        before = Epoch(self.epoch, self._newest, self.ancestors)
-        self.epoch, self.ancestors = name, grown(before, self.head, first)
-        self._write_epoch(self._newest)
+        self._due = name
+        self._enter_epoch()
+
+    def _enter_epoch(self) -> None:
+        """Begin the epoch that is due, if one is."""
+        if self._due is None:
+            return
+        ancestors = grown(Epoch(self.epoch, self._newest, self.ancestors), self.head)
+        write_epoch(self._directory, self._disk, Epoch(self._due, self._newest, ancestors))
+        # In this order: another thread that looks meanwhile must find the old one.
+        self.ancestors = ancestors
+        self.epoch, self._due = self._due, None
 
     def close(self) -> None:
         """Let go of the open segment, and forget it if it is empty."""

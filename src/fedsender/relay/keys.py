@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Final
 
 from fedsender.relay.cursor import read_range
 from fedsender.relay.disk import Disk
 from fedsender.relay.facts import check_of, rows_of
 from fedsender.relay.segment import NO_KEY, SegmentInfo
+
+_CHECK_BITS: Final = 32
 
 
 class KeyReused(ValueError):
@@ -15,25 +18,30 @@ class KeyReused(ValueError):
 
 
 class Keys:
-    """The keys of the last `window` tokens. They are in the log, so a restart finds them again."""
+    """The keys of the last `window` tokens. They are in the log, so a restart finds them again.
+
+    They are most of what a relay holds in memory, and grow until there are as many as the window
+    has tokens: some 140 bytes for each.
+    """
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._known: dict[bytes, tuple[int, int]] = {}
-        self._order: deque[tuple[int, bytes]] = deque()
+        # One number of token and check for each key, for two would take as much again.
+        self._known: dict[bytes, int] = {}
+        self._order: deque[bytes] = deque()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def add(self, key: bytes, token: int, check: int) -> None:
-        """The rows that `check` came of were given this token."""
+        """The rows that `check` (32 bits) came of were given this token."""
         if key != NO_KEY:
-            self._known[key] = (token, check)
-            self._order.append((token, key))
-        while self._order and self._order[0][0] <= token - self._window:
-            old_token, old_key = self._order.popleft()
-            if self._known.get(old_key, (0, 0))[0] == old_token:
-                del self._known[old_key]
+            self._known[key] = token << _CHECK_BITS | check
+            self._order.append(key)
+        last_gone = token - self._window
+        while self._order and self._known.get(self._order[0], 0) >> _CHECK_BITS <= last_gone:
+            # Nothing is known of one that had come twice, when its turn has come again.
+            self._known.pop(self._order.popleft(), None)
 
     def token(self, key: bytes, check: int) -> int | None:
         """The token that was given under this key, if it is remembered.
@@ -43,9 +51,10 @@ class Keys:
         found = self._known.get(key)
         if found is None:
             return None
-        if found[1] != check:
-            raise KeyReused(f"this id was given to other rows, which have token {found[0]}")
-        return found[0]
+        token = found >> _CHECK_BITS
+        if found != token << _CHECK_BITS | check:
+            raise KeyReused(f"this id was given to other rows, which have token {token}")
+        return token
 
 
 def load_keys(segments: tuple[SegmentInfo, ...], disk: Disk, window: int, max_bytes: int) -> Keys:

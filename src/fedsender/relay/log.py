@@ -112,7 +112,10 @@ class Log:
 
     def shared_upto(self, epoch: str) -> int | None:
         """The last token that this log has in common with that epoch; None: it is not known."""
-        return self.head if epoch == self.epoch else dict(self._files.ancestors).get(epoch)
+        if epoch == self.epoch:
+            return self.head
+        # Mostly it is one of the last.
+        return next((upto for name, upto in reversed(self._files.ancestors) if name == epoch), None)
 
     @property
     def head(self) -> int:
@@ -285,7 +288,7 @@ class Log:
     async def begin_epoch(self) -> str:
         """Go on after the head under a new epoch, and return its name.
 
-        Raises Full, LogBroken, OSError; see `LogFiles.begin_epoch`.
+        Raises Full, LogBroken. OSError: that is put off until the next append.
         """
         name = _new_epoch(self._outside)
         await self._in_turn(partial(self._files.begin_epoch, name))

@@ -11,7 +11,7 @@ import structlog
 import trio
 
 from fedsender.admin.serving import Admin
-from fedsender.allocator import use_few_arenas
+from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
@@ -114,6 +114,7 @@ async def _run_until_told(
                 for door in doors:
                     log.info("relay_listens", address=str(door.address))
                 async with trio.open_nursery() as nursery:
+                    nursery.start_soon(give_memory_back, outside.run_sync)
                     nursery.start_soon(_reload_when_told, path, notifier, orders, endpoints)
                     notifier.ready(f"relay of {config.server_name}")
                     log.info("ready", server=config.server_name, epoch=relay.log.epoch)

@@ -46,8 +46,9 @@ log = structlog.get_logger()
 _EPOCH_FILE: Final = re.compile(
     rb"(fedsender-(epoch|loss) 1 ([0-9a-f]{16}) ([0-9]{20})((?: [0-9a-f]{16}:[0-9]{20})*)) (.{8})\n"
 )
-MAX_EPOCH_BYTES: Final = 64 * 1024
-MAX_ANCESTORS: Final = 1000
+MAX_EPOCH_BYTES: Final = 2**20
+MAX_ANCESTORS: Final = 20_000
+"""Starts that are remembered; one every 5 s, as of a relay that ends at once, fill a day."""
 _SEGMENT_NAME: Final = re.compile(r"[0-9]{20}\.seg")
 
 
@@ -126,13 +127,13 @@ def write_epoch(directory: Path, disk: Disk, epoch: Epoch) -> None:
     write_file(disk, directory / "epoch", b"%b %08x\n" % (text, zlib.crc32(text)))
 
 
-def grown(epoch: Epoch, head: int, first: int) -> tuple[tuple[str, int], ...]:
-    """The ancestors of an epoch that goes on behind `head` in a log that begins at `first`.
+def grown(epoch: Epoch, head: int) -> tuple[tuple[str, int], ...]:
+    """The ancestors of an epoch that goes on behind `head`; of too many without the oldest.
 
-    Those that nobody could resume from are left out, and the oldest of too many.
+    Also those that nobody can resume from any more: who has a position of theirs is still of this
+    history, and is to be told that.
     """
-    all_of_them = [*epoch.ancestors, (epoch.name, head)]
-    return tuple([each for each in all_of_them if each[1] >= first - 1][-MAX_ANCESTORS:])
+    return (*epoch.ancestors, (epoch.name, head))[-MAX_ANCESTORS:]
 
 
 def begin_segment(directory: Path, disk: Disk, header: Header) -> File:

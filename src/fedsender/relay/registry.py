@@ -7,9 +7,10 @@ is `LOST` until it takes a snapshot, and forgotten after a week.
 
 The records are in `consumers.json`, never in the log: tokens are for facts only. A pin on disk may
 be older than the truth, which keeps more than is needed and is safe; a record that appears, goes or
-changes its state is written at once. If the file cannot be read nothing is deleted for as long as a
-consumer may be away, and no EDU until the last that may have been in it would be forgotten, also if
-the relay is started again meanwhile.
+changes its state is written at once. There is a file from the first start on, be there consumers or
+not. If it is gone or cannot be read nothing is deleted for as long as a consumer may be away, and
+no EDU until the last that may have been in it would be forgotten, also if the relay is started
+again meanwhile.
 """
 
 from __future__ import annotations
@@ -298,12 +299,15 @@ class Registry:
                 self.failing = None
 
     async def load(self) -> None:
-        """Read the file; one that cannot be read keeps anything from being deleted for a while."""
+        """Read the file; if that cannot be done nothing may be deleted for a while."""
         try:
             found = await self._outside.run_sync(self._read, limiter=self._limiter)
-        except FileNotFoundError:
-            return
         except (OSError, ValueError, TypeError, KeyError) as error:
+            if isinstance(error, FileNotFoundError) and self._log.fresh and not self._log.head:
+                # The first start. One that is missing at a later one was lost.
+                self._touched()
+                await self.save()
+                return
             self._blind_until_ms = self._outside.now_ms() + round(self.terms.consumer_ttl_s * 1000)
             log.error(
                 "relay_consumers_unreadable",

@@ -99,7 +99,7 @@ class Retention:
         """One look; raises OSError, Full."""
         self._registry.expire()
         # Also those of whom it could not be written down before we were started again.
-        self._tell_the_lost()
+        self._tell_the_lost(self._log.first)
         await self._snapshot_if_due()
         await self._shelf.prune()
         if not self._registry.blind:
@@ -157,8 +157,11 @@ class Retention:
         except SnapshotFailed as failed:
             self._refuse(f"the log may not grow, and no snapshot can be made: {failed}")
             return
-        await self._drop(min(through, newest.token))
-        self._tell_the_lost()
+        through = min(through, newest.token)
+        # Before it goes, which takes a slow disk seconds: nobody holds what may be gone. Should it
+        # stay after all, whoever asks for it is lost no longer.
+        self._tell_the_lost(self._first_behind(through))
+        await self._drop(through)
         await self._shelf.prune()
         still_short = self._limits.disk_reserve - await self._free()
         self._refuse("the disk is nearly full" if still_short > 0 else None)
@@ -201,8 +204,16 @@ class Retention:
             size -= segment.bytes
         return through
 
-    def _tell_the_lost(self) -> None:
+    def _first_behind(self, through: int) -> int:
+        """Where the log begins without the segments that end at or before this token."""
         first = self._log.first
+        for segment in self._log.segments[:-1]:
+            if segment.last > through:
+                break
+            first = segment.last + 1
+        return first
+
+    def _tell_the_lost(self, first: int) -> None:
         for consumer in self._registry.overtake(first):
             self.overtaken += 1
             log.critical(

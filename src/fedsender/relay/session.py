@@ -85,6 +85,7 @@ class Session(Conversation):
         self._trusted = trusted
         self._same_server = False
         self._observes = False
+        self._epoch = ""
         self._resync: Reason | None = None
         self._handed: int | None = None
         self._feeding: trio.CancelScope | None = None
@@ -107,6 +108,9 @@ class Session(Conversation):
     async def part(self, part: Callable[[], Awaitable[None]]) -> None:
         try:
             await super().part(part)
+        except TooManyConsumers as many:
+            self._hub.counts.refused["BUSY"] += 1
+            self.end(f"BUSY {many}")
         except (DamagedSegment, OSError) as error:
             log.error("relay_disk_unreadable", consumer=self.name, reason=str(error))
             self.end("BUSY the disk cannot be read")
@@ -119,8 +123,9 @@ class Session(Conversation):
             await self.wire.send(Server(hub.settings.server_name))
         else:
             await self._authenticate()
+        self._epoch = hub.log.epoch
         first, head = hub.log.first, hub.log.head
-        await self.wire.send(Relay(VERSION, hub.log.epoch, STREAM, first, head))
+        await self.wire.send(Relay(VERSION, self._epoch, STREAM, first, head))
         self.start(self._heart)
         self.start(self._pump)
         while True:
@@ -147,7 +152,9 @@ class Session(Conversation):
                     raise Refused(f"WRONG_SERVER this is the relay of {ours}")
                 self._same_server = True
             case Name(name):
-                self._take_name(name)
+                if self.consumer is not None:
+                    raise Refused("PROTO the name was used already")
+                self.name = name[:200]
             case Ack(stream, token) if stream == STREAM:
                 self._take_ack(token)
             case Replicate(stream, token, None):
@@ -165,11 +172,6 @@ class Session(Conversation):
             case _:
                 # Without the word: in a client that forgot AUTH it may be the secret.
                 raise Refused("PROTO not a command for a relay")
-
-    def _take_name(self, name: str) -> None:
-        if self.consumer is not None:
-            raise Refused("PROTO the name was used already")
-        self.name = name[:200]
 
     def _be_consumer(self) -> str:
         """The name, from a connection that may act for a consumer."""
@@ -216,22 +218,24 @@ class Session(Conversation):
         """`REPLICATE events 53 <epoch>`: nothing is registered before all tests have passed."""
         hub = self._hub
         name = self._claim()
+        self._check_epoch()
         at = hub.log.head if token is None else token
         reason = self._misfit(name, at, epoch)
         if reason is not None:
             await self._say_resync(reason, at, epoch)
             return
-        try:
-            hub.registry.resume(name, at)
-        except TooManyConsumers as many:
-            hub.counts.refused["BUSY"] += 1
-            raise Refused(f"BUSY {many}") from many
+        hub.registry.resume(name, at)
         self.follows = True
         self._resync = None
         self._feed_from(at)
         await hub.registry.save()
         hub.retention.look()
         log.info("relay_consumer_follows", consumer=name, at=at, head=hub.log.head)
+
+    def _check_epoch(self) -> None:
+        """Raises Refused if the epoch of this life, which could not be saved before, has begun."""
+        if self._epoch != self._hub.log.epoch:
+            raise Refused("STOPPING the history goes on under another epoch; come again")
 
     def _misfit(self, name: str, at: int, epoch: str) -> Reason | None:
         hub = self._hub
@@ -293,11 +297,9 @@ class Session(Conversation):
         try:
             hub.registry.check_room(name)
             info = await hub.shelf.offer()
+            self._check_epoch()
             hub.registry.hand(name, info.id, info.token, reason)
             self._handed = info.token
-        except TooManyConsumers as many:
-            hub.counts.refused["BUSY"] += 1
-            raise Refused(f"BUSY {many}") from many
         except SnapshotFailed as failed:
             raise Refused(f"BUSY there is no snapshot: {failed}") from failed
         hub.counts.full_syncs[reason] += 1
@@ -365,14 +367,15 @@ class Session(Conversation):
             await self._hub.log.moved.wait_past(self.sent)
 
     async def _send_piece(self, piece: Piece) -> None:
-        # Before it is out: the answer may be faster than we are.
-        self.sent = piece.last
         if self.follows:
+            self._check_epoch()
             self._unacked.append((piece.last, piece.ms))
             lines = piece.lines
         else:
             lines = without_edus(piece.lines)
             self.level = self.level and bool(lines)
+        # Before it is out: the answer may be faster than we are.
+        self.sent = piece.last
         if lines:
             await self.wire.send_lines(lines)
 
@@ -380,14 +383,11 @@ class Session(Conversation):
         """PING, and where the log stands; on a clock of its own, whatever else is sent."""
         while True:
             if not self._hub.hung():
-                await self.wire.send(*self._beat())
+                beat: list[Command] = [Ping(str(self._hub.outside.now_ms()))]
+                if self.level:
+                    beat.append(Position(STREAM, None, self.sent, self.sent))
+                await self.wire.send(*beat)
             await trio.sleep(PING_EVERY_S)
-
-    def _beat(self) -> list[Command]:
-        ping: list[Command] = [Ping(str(self._hub.outside.now_ms()))]
-        if self.level:
-            ping.append(Position(STREAM, None, self.sent, self.sent))
-        return ping
 
     async def _pump(self) -> None:
         """Send ephemeral rows; what comes meanwhile goes with the next ones."""

@@ -57,22 +57,24 @@ class RelayChecks:
                 "snapshot", f"the newest is {newest}, and the log begins at {relay.log.first}"
             )
 
-    def _see_room(self, relay: RelayDaemon) -> None:
+    def _see_room(self, relay: RelayDaemon, going: int = 0) -> None:
         settings, room = self._settings, self._books.disk.room()
-        if relay.log.bytes > settings.log_cap or room < settings.disk_reserve:
+        if relay.log.bytes + going > settings.log_cap or room < settings.disk_reserve:
             self._short_at = trio.current_time()
 
     def removal(self, relay: RelayDaemon, path: Path) -> None:
         """A segment goes: nobody may need it, but for want of room."""
         books = self._books
-        self._see_room(relay)
-        books.counts["segments deleted"] += 1
         # The log has let go of it already; what is left begins behind it.
+        self._see_room(relay, going=len(books.disk.content(path)))
+        books.counts["segments deleted"] += 1
         last = relay.log.first - 1
         holders = [name for name in books.standings if self._needs(relay, name, last)]
         holders += [one.name for one in relay.registry if one.pin is not None and one.pin < last]
         if trio.current_time() - self._short_at < SETTLE_S:
-            books.counts["segments deleted for want of room"] += bool(holders)
+            # Who lacks it was given up before it went, and holds nothing any more.
+            lacking = any((one.acked or 0) < last for one in relay.registry)
+            books.counts["segments deleted for want of room"] += lacking
             return
         if holders:
             books.fail("pin", f"{path.stem} to {last} went, and {sorted(set(holders))} needed it")

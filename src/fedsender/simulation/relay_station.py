@@ -126,8 +126,9 @@ class RelayStation:
         """
         expected = (PowerCut, LogBroken, OSError, DamagedSegment)
         group = BaseExceptionGroup("", [ending])
-        if group.split(expected)[1] is not None:
-            raise ending
+        if (unexplained := group.split(expected)[1]) is not None:
+            # Without the others: to be cancelled is no error, also if the power goes meanwhile.
+            raise unexplained
         damaged = group.subgroup(DamagedSegment)
         if damaged is None:
             cut = group.subgroup(PowerCut) is not None
@@ -157,6 +158,11 @@ class RelayStation:
         path = self._random.choice(paths)
         size = len(self._disk.content(path))
         if size:
+            if path.name == "consumers.json" and self._random.random() < 0.5:
+                self._disk.remove(path)
+                self._disk.settle()
+                self._books.counts["files of consumers removed"] += 1
+                return
             repair = self._disk.flip_bit(path, self._random.randrange(8 * size))
             # That is written anew, by what comes back.
             if path.name != "consumers.json":
@@ -259,6 +265,9 @@ class RelayStation:
     def _on_step(self, word: str) -> None:
         self._books.counts["disk steps"] += 1
         if self.relay is not None:
+            if self.relay.log.epoch != self._books.epoch:
+                # It could not be saved at the start; this is the first step after it was.
+                self._books.begin(self.relay, loss_accepted=False)
             self._checks.step(self.relay)
 
     def _on_remove(self, path: Path) -> None:
