@@ -20,6 +20,7 @@ from tests.sender.harness import HS, World
 
 from fedsender.admin.server import serve_parts
 from fedsender.cli import run_command
+from fedsender.replication.sink import FeedStatus
 
 R1 = "!1:hs.example"
 A, B, C = "a.example", "b.example", "c.example"
@@ -58,14 +59,17 @@ def write_config(directory: Path, **settings: Any) -> Path:
 
 @asynccontextmanager
 async def open_shell(
-    directory: Path, capture: pytest.CaptureFixture[str], **settings: Any
+    directory: Path,
+    capture: pytest.CaptureFixture[str],
+    standing: Standing | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Shell]:
     """A running daemon's endpoint, and its command line."""
     (directory / "token").write_text(TOKEN)
     admin = {"listen": f"unix:{directory}/admin.sock", "token_file": "token"}
     world = World(directory, admin=admin, **settings)
     config = write_config(directory, admin=admin, **settings)
-    async with world.run(), serve_parts(parts_of(world, Standing())):
+    async with world.run(), serve_parts(parts_of(world, standing or Standing())):
         yield Shell(capture, config, world)
 
 
@@ -107,6 +111,23 @@ async def test_destinations_are_a_table_or_one_object_per_line(
         }
         assert await shell("destinations", "--pattern", "z*", "--json") == 0
         assert shell.out == ""
+
+
+async def test_that_nobody_is_behind_says_nothing_while_nothing_is_heard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty list is no good news then: what the homeserver has is not known here."""
+    wrong = "wrong\x1b[2J password"
+    feed = FeedStatus("redis", connected=False, level=False, position=1, head=1, last_error=wrong)
+    async with open_shell(tmp_path, capsys, Standing(feed=feed)) as shell:
+        assert await shell("destinations", "--behind", "--json") == 0
+        assert shell.out == ""
+        [line] = shell.err.splitlines()
+        assert line.startswith("fedsender: not ready: the feed is not connected to the homeserver")
+        assert line.endswith("(redis): wrong\\x1b[2J password")
+    async with open_shell(tmp_path, capsys) as shell:
+        assert await shell("destinations", "--behind") == 0
+        assert shell.err == ""
 
 
 async def test_why_prints_a_sentence_and_the_facts(
@@ -311,7 +332,7 @@ def test_a_good_configuration_is_said_to_be_one(
     config = write_config(tmp_path, destinations={"overrides": overrides}, deny=["b.*"])
     assert run_command(["config", "check", "-c", str(config)]) == 2
     assert "signing.key: cannot be read" in capsys.readouterr().err
-    (tmp_path / "signing.key").write_text("ed25519 a key")
+    (tmp_path / "signing.key").write_text("ed25519 a " + 43 * "A")
     assert run_command(["config", "check", "-c", str(config)]) == 0
     assert "nothing wrong" in capsys.readouterr().out
 

@@ -178,7 +178,31 @@ def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
     assert "LoadCredential=database.password:/srv/secrets/database.password" in lines
     assert "TimeoutStopSec=130s" in lines
     assert {"Type=notify", "DynamicUser=yes", "CapabilityBoundingSet="} <= set(lines)
-    assert "#   User=fedsender" in lines
+    assert "User=fedsender" in lines
+
+
+def test_a_unit_for_a_user_of_yours_is_handed_no_secrets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who may read Synapse's files needs no copies of them; a file that is missing there would
+    keep the unit from starting. Nor are its user's other processes touched when it stops."""
+    executable = tmp_path / "fedsender"
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    for kind in ([], ["--relay"], ["--pipeline"]):
+        words = ["systemd-unit", *kind, "--user", "root", "--executable", str(executable)]
+        assert run_command(words) == 0
+        text = capsys.readouterr().out.partition("# -----")[0]
+        assert [line for line in text.splitlines() if line.startswith("User=")] == ["User=root"]
+        assert "DynamicUser" not in text
+        assert "LoadCredential" not in text
+        assert "RemoveIPC" not in text
+        unit = tmp_path / f"fedsender{'-'.join(kind)}.service"
+        unit.write_text(text)
+        verified = analyze("verify", str(unit))
+        assert (verified.returncode, verified.stderr) == (0, "")
+    assert run_command(["systemd-unit", "--user", "a b"]) == 2
+    assert "'a b' is not a user name" in capsys.readouterr().err
 
 
 def test_systemd_accepts_the_relays_unit_too(
@@ -217,7 +241,7 @@ def test_systemd_accepts_the_pipelines_service_and_timer(
     assert f"ExecStart={executable} pipeline run -c /etc/fedsender/config.yaml" in lines
     assert {"User=fedsender", "DynamicUser=yes", "StateDirectory=fedsender"} <= set(lines)
     assert {"RuntimeDirectoryPreserve=yes", "RestartPreventExitStatus=1"} <= set(lines)
-    assert "KillMode=mixed" in lines
+    assert {"KillMode=mixed", "MemoryMax=4G", "OOMPolicy=continue"} <= set(lines)
     assert "[Install]" not in lines
     for name, text in (("service", service), ("timer", separator + timer)):
         (tmp_path / f"fedsender-pipeline.{name}").write_text(text)

@@ -6,6 +6,7 @@ that none waits for the others' imports.
 """
 
 import importlib
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ __all__ = ["app", "main", "run_command"]
 MIGRATION_SECONDS: Final = 600.0
 # Of the endpoint's refusals these are ours to put right: configuration and arguments.
 _USAGE_STATUSES: Final = (400, 401, 403, 413)
+_USER_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}")
 
 app = typer.Typer(
     help="Delivers a Matrix homeserver's events to the servers of the federation.",
@@ -146,6 +148,10 @@ def systemd_unit(
     executable: Annotated[
         str | None, typer.Option(help="The installed command; else the one that is running.")
     ] = None,
+    user: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Run as this user; else as one made for it by systemd."),
+    ] = None,
     relay: Annotated[bool, typer.Option("--relay", help="For the relay instead.")] = False,
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="For a scheduled `pipeline run`, with its timer.")
@@ -157,19 +163,18 @@ def systemd_unit(
     if relay and pipeline:
         raise Mistake("--relay and --pipeline are units of their own: one at a time")
 
+    if user is not None and not _USER_NAME.fullmatch(user):
+        raise Mistake(f"{user[:100]!r} is not a user name")
     command = Path(executable or shutil.which(sys.argv[0]) or "/usr/bin/fedsender").absolute()
     if command.is_relative_to("/home") or command.is_relative_to("/root"):
         _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
+    paths = {"executable": str(command), "config": str(config.absolute())}
     if relay:
-        text = relay_unit_text(executable=str(command), config=str(config.absolute()))
+        text = relay_unit_text(**paths, user=user)
     elif pipeline:
-        text = pipeline_units_text(executable=str(command), config=str(config.absolute()))
+        text = pipeline_units_text(**paths, user=user)
     else:
-        text = unit_text(
-            executable=str(command),
-            config=str(config.absolute()),
-            drain_seconds=_drain_seconds(config),
-        )
+        text = unit_text(**paths, user=user, drain_seconds=_drain_seconds(config))
     print(text, end="")
     return DONE
 
@@ -272,6 +277,7 @@ def config_check(
 ) -> int:
     """Say what is wrong with a configuration, with the line."""
     from fedsender.config import load
+    from fedsender.federation.signing import load_signing_keys
     from fedsender.matrix import is_server_name
 
     loaded = load(config)
@@ -279,6 +285,7 @@ def config_check(
         raise Mistake(f"{server[:300]!r} is not a server name")
     if problems := loaded.file_problems():
         return _complain("\n".join(problems), USAGE)
+    load_signing_keys(loaded.signing_key)
     if server is None:
         print(f"{config}: nothing wrong")
         return DONE

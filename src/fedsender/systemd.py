@@ -125,15 +125,7 @@ RestartSec=5s
 RestartPreventExitStatus=2
 LimitNOFILE=65536
 
-# A user that exists while the service runs. To use one of your own (for a database that knows its
-# clients by their Unix user, say), take these two lines instead:
-#   DynamicUser=no
-#   User=fedsender
-DynamicUser=yes
-
-# Secrets are read by systemd as root. The configuration names them as
-# $CREDENTIALS_DIRECTORY/signing.key and so on. Remove the lines you have no file for.
-{credentials}
+{user}
 
 StateDirectory={name}
 StateDirectoryMode=0700
@@ -160,7 +152,6 @@ ProtectKernelModules=yes
 ProtectKernelTunables=yes
 ProtectProc=invisible
 ProtectSystem=strict
-RemoveIPC=yes
 RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
 RestrictNamespaces=yes
 RestrictRealtime=yes
@@ -172,6 +163,21 @@ SystemCallFilter=~@privileged @resources
 SystemCallErrorNumber=EPERM
 """
 """What is the same for every unit: the end of [Service]."""
+
+_USER_OF_ITS_OWN: Final = """\
+# A user that exists while the service runs; `--user NAME` makes a unit for one of yours (Synapse's
+# own, say, who may read the signing key and whom the database knows).
+User={name}
+DynamicUser=yes
+RemoveIPC=yes
+
+# Secrets are read by systemd as root. The configuration names them as
+# $CREDENTIALS_DIRECTORY/signing.key and so on. Remove the lines you have no file for.
+{credentials}"""
+
+_USER_OF_YOURS: Final = """\
+# Whoever it is reads the configuration and all files that it names, secrets among them.
+User={user}"""
 
 _INSTALL: Final = """
 [Install]
@@ -246,11 +252,15 @@ ExecStart={command}
 # It runs beside the daemon, and must not be felt there.
 Nice=10
 IOSchedulingClass=idle
+# Java and Python stay below this, and what they have no room for goes to files. If you set
+# spark.driver.memory (in pipeline.spark.settings) to more than 2g, raise this as well; if /tmp is
+# kept in memory, set spark.local.dir to a directory that is not.
+MemoryMax=4G
+# Java alone is killed then: the job says so and ends with 1, and is not started again at once.
+OOMPolicy=continue
 TimeoutStartSec=6h
 # It ends its Java itself, which must not be gone before.
 KillMode=mixed
-# The daemon's, dynamic or not: it owns the ledger.
-User={name}
 # The daemon's sockets are in there.
 RuntimeDirectoryPreserve=yes
 # 1: something is missing, or a source was not there: for a person to see; the timer comes again.
@@ -282,6 +292,7 @@ def unit_text(
     executable: str = "/usr/bin/fedsender",
     config: str = "/etc/fedsender/config.yaml",
     credentials_directory: str = "/etc/fedsender",
+    user: str | None = None,
     drain_seconds: float = 20.0,
 ) -> str:
     """A hardened unit that runs `executable` with `config`.
@@ -289,6 +300,8 @@ def unit_text(
     Args:
         executable: the installed command, an absolute path outside /home.
         credentials_directory: where the administrator keeps the files named in `CREDENTIALS`.
+        user: whom it runs as, who can read all files that the configuration names; None: one that
+            exists while it runs, whom systemd hands the secrets.
         drain_seconds: what the configuration allows for draining; the stop may take longer by as
             much as writing things down could need.
     """
@@ -298,6 +311,7 @@ def unit_text(
         (executable, "run", "-c", config),
         CREDENTIALS,
         credentials_directory,
+        user,
         stop_seconds=int(drain_seconds) + 40,
     )
 
@@ -307,10 +321,13 @@ def relay_unit_text(
     executable: str = "/usr/bin/fedsender",
     config: str = "/etc/fedsender/config.yaml",
     credentials_directory: str = "/etc/fedsender",
+    user: str | None = None,
 ) -> str:
     """A hardened unit that runs a relay; arguments as those of `unit_text`."""
     command = (executable, "relay", "-c", config)
-    return _unit(_RELAY_UNIT, "fedsender-relay", command, RELAY_CREDENTIALS, credentials_directory)
+    return _unit(
+        _RELAY_UNIT, "fedsender-relay", command, RELAY_CREDENTIALS, credentials_directory, user
+    )
 
 
 def pipeline_units_text(
@@ -318,6 +335,7 @@ def pipeline_units_text(
     executable: str = "/usr/bin/fedsender",
     config: str = "/etc/fedsender/config.yaml",
     credentials_directory: str = "/etc/fedsender",
+    user: str | None = None,
 ) -> str:
     """A service for `pipeline run` and its timer, one after the other; arguments as those of
     `unit_text`."""
@@ -327,6 +345,7 @@ def pipeline_units_text(
         (executable, "pipeline", "run", "-c", config),
         PIPELINE_CREDENTIALS,
         credentials_directory,
+        user,
         write_execute_denied=False,
     )
 
@@ -337,14 +356,19 @@ def _unit(
     command: Sequence[str],
     credentials: Sequence[str],
     credentials_directory: str,
+    user: str | None,
     *,
     write_execute_denied: bool = True,
     **more: object,
 ) -> str:
     lines = (f"LoadCredential={each}:{credentials_directory}/{each}" for each in credentials)
     names = {"name": name, "state": f"/var/lib/{name}"}
-    common = _COMMON.format(
+    own = _USER_OF_ITS_OWN.format(
+        name=name,
         credentials="\n".join(_specifiers_escaped(line) for line in lines),
+    )
+    common = _COMMON.format(
+        user=own if user is None else _USER_OF_YOURS.format(user=user),
         write_execute_denied="yes" if write_execute_denied else "no",
         **names,
     )

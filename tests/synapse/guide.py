@@ -1,6 +1,7 @@
 """The guide docs/switching.md, step by step, on a machine where `systemctl` is a stand-in."""
 
 import os
+import pwd
 import re
 import shlex
 import subprocess
@@ -56,7 +57,8 @@ class Host:
     def add_unit(self, name: str, command: Sequence[str | Path]) -> None:
         """A unit that an administrator had before."""
         words = " ".join(shlex.quote(str(word)) for word in command)
-        (self.units / f"{name}.service").write_text(f"[Service]\nType=notify\nExecStart={words}\n")
+        text = f"[Service]\nType=notify\nUser={user_name()}\nExecStart={words}\n"
+        (self.units / f"{name}.service").write_text(text)
 
     async def follow(self, step: str) -> str:
         """Run a step's commands as they stand; what they print. Raises AssertionError on failure.
@@ -84,7 +86,7 @@ class Host:
         return subprocess.CompletedProcess(done.args, done.returncode, output, errors)
 
     def write_programs(self) -> None:
-        """The commands that the guide uses: this fedsender, and the stand-in."""
+        """The commands that the guide uses: this fedsender, and stand-ins."""
         self.units.mkdir()
         state = self.directory / "state"
         state.mkdir()
@@ -97,6 +99,10 @@ class Host:
         }.items():
             (programs / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
             (programs / name).chmod(0o755)
+        # Only root may use the real one.
+        as_us = f'test "$1 $2 $3" = "-u {user_name()} --" && shift 3 && exec "$@"'
+        (programs / "runuser").write_text(f"#!/bin/sh\n{as_us}\n")
+        (programs / "runuser").chmod(0o755)
 
     def stop_all(self) -> None:
         """Stop every unit. Blocks."""
@@ -108,6 +114,11 @@ class Host:
         """What the unit has printed."""
         path = self.directory / "state" / f"{unit}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+
+def user_name() -> str:
+    """Who we are: the one user of this machine."""
+    return pwd.getpwuid(os.geteuid()).pw_name
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """A stand-in for systemctl, for tests that follow a guide to the letter on a machine without it.
 
 It knows `enable --now`, `disable --now`, `start`, `stop`, `is-active` and `daemon-reload`, reads
-ExecStart= of the unit's file, and takes READY=1 for the end of a start, as systemd does. Usage:
+ExecStart= of the unit's file, and takes READY=1 for the end of a start, as systemd does. It cannot
+be another user, and so takes only units with a User= that is the one it runs as. Usage:
 `systemctl.py UNITS STATE VERB ...`, where UNITS holds the unit files and STATE what it remembers.
 """
 
 import os
+import pwd
 import shlex
 import signal
 import socket
@@ -23,6 +25,21 @@ def command_of(unit: Path) -> list[str]:
     lines = unit.read_text().splitlines()
     found = [line.partition("=")[2] for line in lines if line.startswith("ExecStart=")]
     return [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(found[-1])]
+
+
+def refusal(unit: Path) -> str | None:
+    """Why systemd, or we, would not start this unit."""
+    settings = [line.partition("=") for line in unit.read_text().splitlines()]
+    if (user := pwd.getpwuid(os.geteuid()).pw_name) not in (
+        v for k, _, v in settings if k == "User"
+    ):
+        return f"it does not say User={user}"
+    for source in (
+        value.partition(":")[2] for key, _, value in settings if key == "LoadCredential"
+    ):
+        if not Path(source).exists():
+            return f"status=243/CREDENTIALS: there is no {source}"
+    return None
 
 
 def environment() -> dict[str, str]:
@@ -97,6 +114,8 @@ def main(units: Path, state: Path, verb: str, *arguments: str) -> None:
         if not unit.exists():
             sys.exit(f"Unit {name}.service could not be found.")
         if verb in ("enable", "start"):
+            if (why := refusal(unit)) is not None:
+                sys.exit(f"Unit {name}.service failed: {why}")
             start(unit, state)
         elif verb in ("disable", "stop"):
             stop(name, state)

@@ -3,6 +3,7 @@
 The commands are read from the guide and run as they stand, so that text and test cannot drift.
 """
 
+import json
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import trio
 import trustme
 from tests.servers import free_port
 from tests.synapse.daemon import open_daemon
-from tests.synapse.guide import Host, open_host, steps
+from tests.synapse.guide import Host, open_host, steps, user_name
 from tests.synapse.world import (
     INSTANCE,
     Room,
@@ -26,6 +27,7 @@ from tests.synapse.world import (
 from fedsender.config import load
 from fedsender.daemon import store_config
 from fedsender.outside import real_outside
+from fedsender.sender.failure import ServerState
 from fedsender.store import StoreConfig, open_store
 from fedsender.store.sender import Redelivery
 
@@ -33,13 +35,24 @@ TEST_S = 300
 WORKER = "matrix-synapse-worker@fed1"
 
 
-def host_values(world: World) -> dict[str, str]:
-    """What the reader of the guide puts for its variables."""
+def host_values(world: World, config: Path | None = None) -> dict[str, str]:
+    """What the reader of the guide puts for its variables; without `config`, the daemon's own.
+
+    A's settings as Debian's package lays them out: its name is in a file of its own.
+    """
+    settings = json.loads(world.a.config_path.read_text())
+    conf_d = world.daemon.home / "conf.d"
+    conf_d.mkdir()
+    (conf_d / "server_name.yaml").write_text(f"server_name: {settings.pop('server_name')}\n")
+    homeserver = world.daemon.home / "homeserver.yaml"
+    homeserver.write_text(json.dumps(settings))
     return {
-        "HOMESERVER": str(world.a.config_path),
+        "HOMESERVER": str(homeserver),
+        "CONF_D": str(conf_d),
         "WORKER": str(world.a.worker_path(INSTANCE)),
         "SYNAPSE_WORKER": WORKER,
-        "CONFIG": str(world.daemon.config_path),
+        "SYNAPSE_USER": user_name(),
+        "CONFIG": str(config or world.daemon.config_path),
         "STATE": str(world.daemon.home),
         "ADMIN": f"127.0.0.1:{world.daemon.admin_port}",
     }
@@ -70,11 +83,14 @@ async def test_there_and_back_again_by_the_guide(
 ) -> None:
     """Nothing lost, nothing that has an answer sent twice, and Synapse's schema as it was.
 
-    Five steps each way. What each side sends again of the other's is counted at B's door.
+    Five steps each way, and the first five once more: who went back may come again. What each side
+    sends again of the other's is counted at B's door.
     """
     command = world.a.worker_command(INSTANCE, free_port("127.0.0.1"))
+    # In a directory that the guide makes.
+    values = host_values(world, tmp_path / "etc" / "config.yaml")
     async with recorded(world, synapse_authority) as at_b:
-        with trio.fail_after(TEST_S), open_host(tmp_path / "host", host_values(world)) as host:
+        with trio.fail_after(TEST_S), open_host(tmp_path / "host", values) as host:
             host.add_unit(WORKER, command)
             trip = Trip(world, host, await world.room())
             schema = await schema_of(world)
@@ -83,19 +99,28 @@ async def test_there_and_back_again_by_the_guide(
             answered = await trip.there()
             ours = world.daemon.delivered(world.b.name)
             await trip.back()
+            assert world.daemon.delivered(world.b.name) == ours
 
+            answered_again = await trip.there(" again")
             assert await schema_of(world) == schema
-        assert len(ours) == len(set(ours))
-        assert world.daemon.delivered(world.b.name) == ours
-        for event_id in ours:
-            assert await world.stream_ordering(event_id) > answered
+        delivered = world.daemon.delivered(world.b.name)
+        assert len(delivered) == len(set(delivered))
+        for number, event_id in enumerate(delivered):
+            mark = answered if number < len(ours) else answered_again
+            assert await world.stream_ordering(event_id) > mark
     bodies = [pdu["content"].get("body") for pdu in at_b.pdus(trip.room.id)]
     times = {text: bodies.count(text) for text in trip.said}
     print("how often each message was sent:", times)
     # These had their answer on record when the other side began. Of what came after them Synapse's
     # sender, which catches up when it starts, may send the newest twice, and the one before it not
     # at all (W22): B fetches that, as the reading has shown.
-    for text in ("by Synapse's worker", "while nobody sends", "by fedsender"):
+    ours_too = (
+        "while nobody sends",
+        "by fedsender",
+        "while nobody sends again",
+        "by fedsender again",
+    )
+    for text in ("by Synapse's worker", *ours_too):
         assert times[text] == 1
 
 
@@ -122,7 +147,7 @@ class Trip:
         await self.all_read()
         await self.world.wait_until_settled(self.world.b.name, event_id)
 
-    async def there(self) -> int:
+    async def there(self, when: str = "") -> int:
         """The five steps; the LSSO that Synapse's worker left for B."""
         guide = steps("There")
         assert len(guide) == 5
@@ -131,9 +156,9 @@ class Trip:
             await self.host.follow(step)
             if number == 3:
                 lsso = (await self.world.progress(self.world.b.name)).lsso
-                await self.say("while nobody sends")
+                await self.say(f"while nobody sends{when}")
         await self.all_read()
-        await self.say("by fedsender")
+        await self.say(f"by fedsender{when}")
         await self.all_read()
         await nothing_is_behind(self.world, self.host, guide[-1])
         assert lsso is not None
@@ -146,7 +171,7 @@ class Trip:
         for number, step in enumerate(guide, start=1):
             await self.host.follow(step)
             if number == 2:
-                await self.say("while nobody sends again")
+                await self.say("while nobody sends on the way back")
         last = await self.say("by Synapse's worker again")
         await self.all_read()
         await self.world.wait_until_settled(self.world.b.name, last)
@@ -193,20 +218,34 @@ async def test_handing_back_waits_for_the_daemon_and_for_what_is_in_quarantine(
                 room_id=room.id,
                 stream_ordering=await world.stream_ordering(event_id),
             )
+            await store.sender.quarantine_item(
+                destination=None, kind="pdu", reason="too large", event_id="$x", room_id="!x:a"
+            )
+            await store.sender.quarantine_item(
+                destination=world.b.name, kind="m.direct_to_device", reason="refused"
+            )
             await store.sender.add_redeliveries(
                 [Redelivery(world.b.name, event_id, room.id, await world.stream_ordering(event_id))]
             )
+            await store.sender.save_server_state(ServerState("held.example", paused="for today"))
 
+        settings = json.loads(world.daemon.config_path.read_text())
+        world.daemon.config_path.write_text(json.dumps(settings | {"deny": ["spam.example"]}))
         refused = await hand_back(host, "--accept-repeats")
 
         assert refused.returncode == 1
         assert f"{world.b.name}, room {room.id}: 1 in quarantine (too strange)" in refused.stderr
+        assert "all servers, room !x:a: 1 in quarantine (too large)" in refused.stderr
+        assert f"{world.b.name}, m.direct_to_device: 1 in quarantine (refused)" in refused.stderr
         assert f"{world.b.name}, room {room.id}: 1 to be sent again" in refused.stderr
         assert "--accept-loss" in refused.stderr.splitlines()[-1]
         async with a_server_never_reached(world, room, event_id) as never:
             accepted = await hand_back(host, "--accept-loss")
 
             assert "handed back" in accepted.stdout
+            # An operator's word that Synapse's sender will not keep.
+            assert "held.example is paused here; Synapse's sender sends to it" in accepted.stdout
+            assert "allow, deny and overrides hold here alone" in accepted.stdout
             # W2: Synapse's sender would have forgotten what this one is owed.
             ordering = await world.stream_ordering(event_id)
             assert f"{never} was never reached; LSSO is now {ordering - 1}" in accepted.stdout

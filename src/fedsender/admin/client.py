@@ -70,6 +70,16 @@ class AdminClient:
         """Tell a path below our prefix; raises AdminError."""
         return self._ask("POST", self._path(path), json.dumps(body).encode())
 
+    def doubts(self) -> list[str]:
+        """Why the daemon is not ready, in its own words; none: it is. Raises AdminError."""
+        try:
+            self._ask("GET", "/ready", None)
+        except AdminError as error:
+            if error.status != 503 or not isinstance(error.answer.get("reasons"), list):
+                raise
+            return [str(reason) for reason in error.answer["reasons"]]
+        return []
+
     def pages(self, path: str, entries: str, **query: object) -> Iterator[dict[str, Any]]:
         """The entries of all pages; raises AdminError."""
         start: object = None

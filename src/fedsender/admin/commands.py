@@ -3,6 +3,7 @@
 All of them go through the admin endpoint, whose address and token stand in the configuration.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -65,11 +66,14 @@ def destinations(
     pattern: Annotated[str, typer.Option(metavar="GLOB", help="Only those it covers.")] = "*",
     as_json: AsJson = False,
 ) -> int:
-    """List the destinations."""
+    """List the destinations; say why the daemon is not ready, if it is not."""
     from fedsender.admin import display
 
     asked = {"behind": "true" if behind else "false", "pattern": pattern, "limit": 1000}
-    entries = _client(config).pages("destinations", "destinations", **asked)
+    client = _client(config)
+    for reason in client.doubts():
+        print(f"fedsender: not ready: {display.plain(reason)}", file=sys.stderr)
+    entries = client.pages("destinations", "destinations", **asked)
     if not as_json:
         display.show(display.destinations(entries))
         return DONE

@@ -23,6 +23,7 @@ from fedsender.config.document import (
     read_document,
 )
 from fedsender.config.feed import Feed, HttpFeed, RedisFeed, RelayFeed, TcpFeed
+from fedsender.config.files import problems_with_files
 from fedsender.config.pipeline import Pipeline, Spark
 from fedsender.config.policy import Backoff, Destinations, EduKinds, Override, Policy, Section
 from fedsender.config.relay import Relay
@@ -211,20 +212,16 @@ class Config(Section):
         return None if self._document is None else self._document.source(location)
 
     def file_problems(self, *sections: str) -> list[str]:
-        """What is wrong with the secrets' files, one line each; for a check before the start.
+        """What is wrong with files of secrets and certificates, one line each; before a start.
 
         Args:
             sections: only in these; without any, in all.
         """
-        problems = []
-        for location, path in _secret_files(self):
-            if sections and location[0] not in sections:
-                continue
-            try:
-                read_secret(path)
-            except ConfigError as error:
-                problems.append(self.problem(location, str(error)))
-        return problems
+        return [
+            self.problem(location, text)
+            for location, text in problems_with_files(self)
+            if not sections or location[0] in sections
+        ]
 
     def problem(self, location: Location, text: str) -> str:
         """`text` as a line that names the file, the place of a setting, and the setting."""
@@ -366,15 +363,3 @@ def _differences(ours: Section, theirs: Section, at: Location = ()) -> Iterator[
             yield from _differences(one, other, (*at, name))
         elif one != other:
             yield (*at, name)
-
-
-_SECRET_FILES = ("signing_key", "password_file", "token_file", "secret_file", "private_key_file")
-
-
-def _secret_files(section: Section, location: Location = ()) -> Iterator[tuple[Location, Path]]:
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _secret_files(value, (*location, name))
-        elif value is not None and name.endswith(_SECRET_FILES):
-            yield (*location, name), value

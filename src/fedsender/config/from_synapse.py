@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import yaml
 
-from fedsender.config import ConfigError, loads
+from fedsender.config import ConfigError, loads, read_secret
 from fedsender.config.synapse_database import SynapseDatabase, databases_of
 from fedsender.config.synapse_federation import clamped, destinations_of, federation_of
 from fedsender.config.synapse_roles import Roles, roles_of
@@ -28,8 +28,14 @@ _NOTHING_LIKE_IT: Final = {
     "https_proxy": "connections to other servers are made directly",
     "worker_log_config": "the log goes to standard error: see log",
     "worker_listeners": "metrics and health are at admin.listen",
+    "modules": "what a module does in a sender, such as to route presence, is not done",
+    "sentry": "errors are in the log",
     "use_insecure_ssl_client_just_for_testing_do_not_use": "see federation.verify_certificates",
 }
+# What a worker's listeners may serve and we do not; health and metrics are ours too.
+_NOT_SERVED: Final = frozenset(
+    ("client", "consent", "federation", "keys", "media", "openid", "static")
+)
 _RETRY_WITHIN_A_REQUEST: Final = (
     "max_long_retries",
     "max_long_retry_delay",
@@ -44,11 +50,13 @@ class Secret:
 
     Attributes:
         file: the file that the configuration names for it.
+        ours: it is not Synapse's; any other would do as well.
     """
 
     setting: str
     file: str
     value: str = field(repr=False)
+    ours: bool = False
 
 
 @dataclass(slots=True)
@@ -76,7 +84,7 @@ def from_synapse(
     """What these files say, as a configuration of ours.
 
     Args:
-        files: Synapse's, in the order in which Synapse is given them.
+        files: Synapse's, or directories of them, in the order in which Synapse is given them.
         instance: the federation sender to be, where the files leave a choice.
         secrets: the directory for files with secrets; None: that of the configuration.
         state: the directory of all that the daemon writes; None: that of the configuration.
@@ -91,7 +99,8 @@ def from_synapse(
     values = made.values(roles_of(settings, instance, made.done.notes))
     values |= {} if state is None else _kept_in(state.absolute(), values)
     if admin is not None:
-        token = made.secret("admin.token_file", "admin.token", random.token_urlsafe(32))
+        new = random.token_urlsafe(32)
+        token = made.secret("admin.token_file", "admin.token", new, ours=True)
         values["admin"] = {"listen": admin, "token_file": token}
     heading = "# Made from Synapse's configuration by `fedsender config from-synapse`.\n"
     made.done.text = heading + yaml.safe_dump(values, sort_keys=False, width=100)
@@ -102,14 +111,19 @@ def from_synapse(
 
 
 def write_secrets(secrets: Sequence[Secret]) -> None:
-    """Write each secret into its file, for its owner alone. Raises ConfigError."""
+    """Write each secret into its file, for its owner alone. Raises ConfigError.
+
+    A file that holds the same already, or a token of ours, stays: the command may be repeated.
+    """
     for secret in secrets:
         path = Path(secret.file)
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
-            raise ConfigError(f"{path}: is there already, and is not overwritten") from None
+            if secret.ours or read_secret(path) == secret.value:
+                continue
+            raise ConfigError(f"{path}: holds something else, and is not overwritten") from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
         with os.fdopen(opened, "w") as file:
@@ -136,20 +150,22 @@ class _Making:
     def note(self, setting: str, text: str) -> None:
         self.done.notes.append(f"{setting}: {text}")
 
-    def secret(self, setting: str, file: str, value: str) -> str:
+    def secret(self, setting: str, file: str, value: str, *, ours: bool = False) -> str:
         """The file to name for a secret that stands in Synapse's own file."""
         path = file if self.directory is None else str(self.directory.absolute() / file)
-        self.done.secrets.append(Secret(setting, path, value))
+        self.done.secrets.append(Secret(setting, path, value, ours))
         return path
 
     def secret_or_path(self, settings: Settings, name: str, path: str, file: str) -> str | None:
         """Of a secret that Synapse takes from its settings or from a file: the file to name."""
-        value = settings.text(name)
-        if value is not None and path in settings:
+        # Templates write "" for what there is none of.
+        value = None if settings.values.get(name) == "" else settings.text(name)
+        in_file = settings.values.get(path) not in (None, "")
+        if value is not None and in_file:
             raise settings.wrong(name, f"stands beside {path}: only one of them can be used")
         if value is not None:
             return self.secret(settings.name_of(name), file, value)
-        return settings.path(path)
+        return settings.path(path) if in_file else None
 
     def values(self, roles: Roles) -> dict[str, Any]:
         """The whole configuration."""
@@ -159,7 +175,7 @@ class _Making:
             raise settings.wrong("server_name", "must be set, to a server name")
         path = settings.path("signing_key_path")
         if "signing_key" in settings:
-            key = settings.text("signing_key") or ""
+            key = settings.line("signing_key") or ""
             path = self.secret("signing_key", "signing.key", key)
         if path is None:
             path = str(settings.source("server_name").absolute().parent / server_name)
@@ -182,6 +198,8 @@ class _Making:
     def homeserver(self, roles: Roles) -> dict[str, Any]:
         settings = self.settings
         main, state = databases_of(settings)
+        if state is not None and state.password is None and main.password is not None:
+            self.note(state.setting, "is not set: the other database's password is tried there")
         values: dict[str, Any] = {
             "kind": "synapse",
             **self.database("database", main),
@@ -193,7 +211,7 @@ class _Making:
         if allowed is not None:
             values["domain_whitelist"] = [name for name in allowed if is_server_name(name)]
             if len(values["domain_whitelist"]) < len(allowed):
-                self.note("federation_domain_whitelist", "what is no server name is left out")
+                self.note("federation_domain_whitelist", _no_names(allowed))
         presence = self.presence()
         if presence:
             values["presence"] = presence
@@ -294,11 +312,10 @@ class _Making:
         return {} if pace is None else {"trickle_per_second": min(max(pace, 0.01), 10_000.0)}
 
     def metrics(self) -> dict[str, Any]:
-        names = [
-            name
-            for name in self.settings.texts("federation_metrics_domains") or ()
-            if is_server_name(name)
-        ]
+        domains = self.settings.texts("federation_metrics_domains") or ()
+        names = [name for name in domains if is_server_name(name)]
+        if len(names) < len(domains):
+            self.note("federation_metrics_domains", _no_names(domains))
         if len(names) > MAX_PER_DESTINATION:
             self.note("federation_metrics_domains", f"only the first {MAX_PER_DESTINATION}")
         return {"per_destination": names[:MAX_PER_DESTINATION]} if names else {}
@@ -309,8 +326,16 @@ class _Making:
         """Note what has nothing like it here, and what stands in files that nobody has written."""
         settings = self.settings
         for name, text in _NOTHING_LIKE_IT.items():
-            if name in settings:
+            if settings.values.get(name):
                 self.note(name, f"is left out: {text}")
+        if served := sorted(_NOT_SERVED & _served(settings)):
+            self.note(
+                "worker_listeners",
+                f"serve {', '.join(served)}, which a sender of ours does not: see that nobody asks"
+                " there any more before you stop the worker",
+            )
+        if settings.section("opentracing").values.get("enabled") is True:
+            self.note("opentracing", "is left out: nothing is traced")
         federation = settings.section("federation")
         for name in _RETRY_WITHIN_A_REQUEST:
             if name in federation:
@@ -325,3 +350,23 @@ class _Making:
                     f"is a secret: write it into the file {secret.file} beside the configuration,"
                     " for its user alone (or use --secrets DIR)",
                 )
+
+
+def _no_names(texts: Sequence[str]) -> str:
+    """Which of these are no server names, and so are nobody's."""
+    found = [repr(text[:100]) for text in texts if not is_server_name(text)]
+    return f"left out, no server names: {', '.join(found[:10])}{' ...' if found[10:] else ''}"
+
+
+def _served(settings: Settings) -> set[str]:
+    """What the worker's own listeners serve, as far as they are as Synapse wants them."""
+    found: set[str] = set()
+    for listener in _dicts(settings.values.get("worker_listeners")):
+        for resource in _dicts(listener.get("resources")):
+            names = resource.get("names")
+            found.update(map(str, names if isinstance(names, list) else [names]))
+    return found
+
+
+def _dicts(value: object) -> list[dict[Any, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

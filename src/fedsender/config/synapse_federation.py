@@ -10,6 +10,10 @@ from fedsender.config.synapse_yaml import Settings, is_plain
 HEALTHY_S: Final = 3600.0
 LATELY_S: Final = 6 * 3600.0
 MAX_MULTIPLIER: Final = 10.0
+MAX_MORE_CA_FILES: Final = 100
+MAX_OVERRIDES: Final = 10_000
+# Whatever is listed, Synapse connects to neither: both lead to the machine itself.
+_NOWHERE: Final = ("0.0.0.0/32", "::/128")
 
 Note = Callable[[str, str], None]
 """Says of a setting what became of it."""
@@ -18,6 +22,11 @@ Note = Callable[[str, str], None]
 def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
     """The section `federation`. Raises ConfigError."""
     values: dict[str, Any] = {}
+    if "outbound_federation_restricted_to" in settings:
+        note(
+            "outbound_federation_restricted_to",
+            "is left out: other servers are connected to from here, not by way of these workers",
+        )
     if not settings.flag("federation_verify_certificates", True):
         values["verify_certificates"] = False
     authorities = settings.paths("federation_custom_ca_list")
@@ -26,7 +35,9 @@ def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
     elif authorities:
         values["ca_file"] = authorities[0]
         if authorities[1:]:
-            values["more_ca_files"] = list(authorities[1:101])
+            values["more_ca_files"] = list(authorities[1 : 1 + MAX_MORE_CA_FILES])
+        if len(authorities) > 1 + MAX_MORE_CA_FILES:
+            note("federation_custom_ca_list", f"only the first {1 + MAX_MORE_CA_FILES}")
     oldest = settings.text("federation_client_minimum_tls_version")
     if oldest in ("1.3", "1.2"):
         values["minimum_tls_version"] = oldest
@@ -59,8 +70,13 @@ def destinations_of(settings: Settings, note: Note) -> dict[str, Any]:
     patterns = [each for name in names for each in (name, f"{name}:*") if len(each) <= 300]
     if patterns:
         values["overrides"] = [
-            {"match": pattern, "verify_certificates": False} for pattern in patterns[:10_000]
+            {"match": pattern, "verify_certificates": False} for pattern in patterns[:MAX_OVERRIDES]
         ]
+        if len(patterns) < 2 * len(names) or len(patterns) > MAX_OVERRIDES:
+            note(
+                "federation_certificate_verification_whitelist",
+                f"only the first {MAX_OVERRIDES // 2}, and none of more than 300 characters",
+            )
         note(
             "federation_certificate_verification_whitelist",
             "compared with a server's name, not with that of the host that it delegates to",
@@ -69,12 +85,13 @@ def destinations_of(settings: Settings, note: Note) -> dict[str, Any]:
 
 
 def _ip_ranges(settings: Settings) -> dict[str, list[str]]:
-    if "federation_ip_range_blacklist" in settings:
+    # A list of which every line is commented out is no list, and is not the default either.
+    if "federation_ip_range_blacklist" in settings.values:
         # Where it is set, Synapse asks neither of the other two about federation.
-        return {"ip_deny": _networks(settings, "federation_ip_range_blacklist")}
+        return {"ip_deny": [*_networks(settings, "federation_ip_range_blacklist"), *_NOWHERE]}
     values: dict[str, list[str]] = {}
-    if "ip_range_blacklist" in settings:
-        values["ip_deny"] = _networks(settings, "ip_range_blacklist")
+    if "ip_range_blacklist" in settings.values:
+        values["ip_deny"] = [*_networks(settings, "ip_range_blacklist"), *_NOWHERE]
     if allowed := _networks(settings, "ip_range_whitelist"):
         values["ip_allow"] = allowed
     return values

@@ -1,7 +1,8 @@
 """Synapse's YAML files as Synapse reads them, asked setting by setting.
 
-Later files replace whole top-level settings of earlier ones, as several `-c` of Synapse do. Errors
-name the file and the setting and say what it must be, but never what it is: secrets stand there.
+Later files replace whole top-level settings of earlier ones, as several `-c` of Synapse do, and a
+directory stands for all `*.yaml` in it, in the order of their names. Errors name the file and the
+setting and say what it must be, but never what it is: secrets stand there.
 """
 
 import re
@@ -77,6 +78,11 @@ class Settings:
         """A text; a number counts as one. None where it is not set."""
         value = self.values.get(name)
         return None if value is None else self._text(name, value)
+
+    def line(self, name: str) -> str | None:
+        """A text; the line break that YAML's block style leaves at its end is no part of it."""
+        value = self.values.get(name)
+        return self._text(name, value.rstrip("\r\n")) if isinstance(value, str) else self.text(name)
 
     def flag(self, name: str, default: bool) -> bool:
         """true or false."""
@@ -155,9 +161,12 @@ def absolute(path: str, file: Path) -> str:
     return str(file.absolute().parent / path)
 
 
-def read_synapse(files: Sequence[Path]) -> Settings:
-    """The settings of these files together. Raises ConfigError."""
+def read_synapse(paths: Sequence[Path]) -> Settings:
+    """The settings of these files and directories together. Raises ConfigError."""
     values: dict[str, Any] = {}
+    files = [file for path in paths for file in _files(path)]
+    if not files:
+        raise ConfigError(f"{paths[0]}: no *.yaml in it")
     sources: dict[str, Path] = {}
     workers: dict[object, Path] = {}
     for file in files:
@@ -170,6 +179,15 @@ def read_synapse(files: Sequence[Path]) -> Settings:
         names = " and ".join(str(file) for file in workers.values())
         raise ConfigError(f"{names} are of different workers: give the file of one")
     return Settings(values, sources, file=files[0])
+
+
+def _files(path: Path) -> list[Path]:
+    try:
+        if not path.is_dir():
+            return [path]
+        return sorted(file for file in path.iterdir() if file.suffix == ".yaml" and file.is_file())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _read(file: Path) -> dict[str, Any]:
