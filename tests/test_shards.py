@@ -32,7 +32,7 @@ from fedsender.store.lock import InstanceLock, SendersDiffer
 from fedsender.store.records import FrozenRecord
 
 HS = "hs.example"
-SERVERS = 8
+SERVERS = 12
 PATIENCE_S = 60.0
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sqlalchemy import Connection
+from sqlalchemy import Connection, delete, insert
 from tests.servers import Databases
 from tests.store.rooms import Room
 from tests.test_shards import HS, PATIENCE_S, Site, config_of, site, until
 
+from fedsender import shards
 from fedsender.config import ConfigError
 from fedsender.daemon import Daemon, store_config
 from fedsender.demo.events import Event, Signer, new_timeline
@@ -57,9 +58,9 @@ def say(room: Room, event: Event, event_id: str, group: int) -> None:
     room.put(tables.event_to_state_groups, event_id=event_id, state_group=group)
 
 
-async def write_history(it: Site) -> tuple[str, int]:
-    """A room that all servers are in; an event there that cannot be sent, and one behind it: its
-    id, and its stream ordering."""
+async def write_history(it: Site, *, bad_one: bool = True) -> tuple[str, int]:
+    """A room that all servers are in; an event there that cannot be sent (if `bad_one`), and one
+    behind it: its id, and its stream ordering."""
     us = f"@us:{HS}"
     signer = Signer(HS, f"ed25519:{KEY_VERSION}", Ed25519PrivateKey.from_private_bytes(b"s" * 32))
     timeline = new_timeline(ROOM_VERSIONS["10"], "room", us)
@@ -78,7 +79,9 @@ async def write_history(it: Site) -> tuple[str, int]:
         for server in it.receivers.servers:
             group += 1
             room.member(f"@x:{server}", "join", group=group, previous=group - 1 or None)
-        say(room, bad, BAD, group)
+            room.now({f"@x:{server}": "join"})
+        if bad_one:
+            say(room, bad, BAD, group)
         say(room, good, good.event_id, group)
         last = room.last
 
@@ -86,6 +89,37 @@ async def write_history(it: Site) -> tuple[str, int]:
     async with open_database(it.homeserver, real_outside(), name="hs", options=options) as database:
         await database.write(fill)
     return good.event_id, last
+
+
+async def read_up_to(it: Site, event_id: str) -> int:
+    """Our user has read the room up to this event; the receipt's stream id."""
+    receipt = {
+        "stream_id": 50,
+        "room_id": ROOM,
+        "receipt_type": "m.read",
+        "user_id": f"@us:{HS}",
+        "event_id": event_id,
+        "data": "{}",
+    }
+    options = DatabaseOptions(synchronous="OFF")
+    async with open_database(it.homeserver, real_outside(), name="hs", options=options) as database:
+        await database.write(
+            lambda connection: note(connection.execute(insert(tables.receipts_linearized), receipt))
+        )
+    return 50
+
+
+def note(_: object) -> None: ...
+
+
+def told(it: Site, server: str) -> bool:
+    """Whether this server was sent a receipt."""
+    return any("m.receipt" in sent.edu_types for sent in it.receivers.servers[server].transactions)
+
+
+def has(it: Site, server: str, event_id: str) -> bool:
+    """Whether this server has the event."""
+    return event_id in it.receivers.servers[server].received
 
 
 async def held(daemon: Daemon) -> list[str | None]:
@@ -171,6 +205,60 @@ async def test_the_list_is_not_changed_while_one_sender_is_behind_the_others(
             pass
 
 
+async def test_a_new_sender_that_starts_later_than_the_others_has_missed_nothing(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """I2: z is on the list and not there yet. What a passes meanwhile is owed to z's servers too,
+    and a has put it down for its own alone: an event, and a receipt."""
+    own = postgres.create_database()
+    async with site(tmp_path, postgres.create_schema()) as it:
+        names = sorted(it.receivers.servers)
+        async with it.sender("a", ["a"], own):
+            await until(it.all_have(200))
+        async with it.sender("a", ["z", "a"], own) as a:
+            good, upto = await write_history(it, bad_one=False)
+            a.sender.events.advance(upto)
+            of_a = [name for name in names if a.config.handles(name)]
+            assert 0 < len(of_a) < len(names)
+            await until(lambda: all(has(it, name, good) for name in of_a))
+            receipts = await read_up_to(it, good)
+            a.sender.edus.receipts.advance(receipts)
+            await until(lambda: all(told(it, name) for name in of_a))
+        async with it.sender("z", ["z", "a"], own) as z:
+            z.sender.events.advance(upto)
+            z.sender.edus.receipts.advance(receipts)
+            await until(lambda: all(told(it, name) and has(it, name, good) for name in names))
+        assert not it.receivers.violations.counts
+
+
+async def test_what_one_sender_did_not_come_to_the_only_one_left_sends_and_nothing_again(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """I2: a stops for good, and b goes on past an event and a receipt. a's servers are b's then,
+    who owes them both; b's own have had the event, and perhaps many more since a stopped."""
+    own = postgres.create_database()
+    async with site(tmp_path, postgres.create_schema()) as it:
+        names = sorted(it.receivers.servers)
+        async with senders(it, ["a", "b"], own):
+            await until(it.all_have(200))
+        async with it.sender("b", ["a", "b"], own) as b:
+            good, upto = await write_history(it, bad_one=False)
+            receipts = await read_up_to(it, good)
+            b.sender.events.advance(upto)
+            b.sender.edus.receipts.advance(receipts)
+            of_b = [name for name in names if b.config.handles(name)]
+            await until(lambda: all(told(it, name) and has(it, name, good) for name in of_b))
+            of_a = [name for name in names if name not in of_b]
+            assert not any(told(it, name) or has(it, name, good) for name in of_a)
+        async with it.sender("b", ["b"], own) as b:
+            b.sender.events.advance(upto)
+            b.sender.edus.receipts.advance(receipts)
+            await until(lambda: all(told(it, name) and has(it, name, good) for name in names))
+        counts = [it.receivers.servers[name].counts["repeated_pdus"] for name in names]
+        assert sum(counts) == 0
+        assert not it.receivers.violations.counts
+
+
 async def test_a_sender_with_a_database_of_its_own_must_first_deal_with_what_no_server_got(
     tmp_path: Path, postgres: Databases
 ) -> None:
@@ -189,6 +277,103 @@ async def test_a_sender_with_a_database_of_its_own_must_first_deal_with_what_no_
             await a.sender.drop_quarantined([item.id for item in items])
         for _start in range(2):
             async with it.sender("a", ["z", "a"], own):
+                pass
+
+
+async def set_position(it: Site, name: str, events: int, federation: int) -> None:
+    """As a sender of this name has left it."""
+    positions = tables.federation_stream_position
+    rows = [
+        {"instance_name": name, "type": kind, "stream_id": stream_id}
+        for kind, stream_id in (("events", events), ("federation", federation))
+    ]
+
+    def write(connection: Connection) -> None:
+        connection.execute(delete(positions))
+        connection.execute(insert(positions), rows)
+
+    options = DatabaseOptions(synchronous="OFF")
+    async with open_database(it.homeserver, real_outside(), name="hs", options=options) as database:
+        await database.write(write)
+
+
+@pytest.mark.parametrize("of_its_own", ["sqlite", "postgresql"])
+async def test_a_new_sender_waits_for_the_old_one_to_have_nothing_of_its_servers(
+    tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch, of_its_own: str
+) -> None:
+    """Each has a database of its own: what a holds of z's servers z cannot see, whoever starts
+    first; and a PostgreSQL of one's own does not look like one."""
+    monkeypatch.setattr(shards, "PATIENCE_S", 2)
+    made = (str(tmp_path / "a.db"), str(tmp_path / "z.db"))
+    if of_its_own == "postgresql":
+        made = (postgres.create_database(), postgres.create_database())
+    a_own, z_own = made
+    names = ["z", "a"]
+    async with site(tmp_path, postgres.create_schema()) as it:
+        it.become(well=False)
+        async with it.sender("a", ["a"], a_own):
+            await until(it.all_have(500))
+
+        async def refused() -> None:
+            with pytest.raises(SendersDiffer, match="a sent to servers that are ours by this list"):
+                async with it.sender("z", names, z_own):
+                    pass
+
+        await refused()
+        if of_its_own == "postgresql":
+            # It may be that z will share its database, for all that a knows.
+            async with it.sender("a", names, a_own):
+                await refused()
+        assert not (tmp_path / "ledger-z").exists()
+
+        it.become(well=True)
+        async with it.sender("a", ["a"], a_own):
+            await until(it.all_have(200))
+        async with it.sender("a", names, a_own), it.sender("z", names, z_own):
+            pass
+        # By the same list it is not asked again.
+        async with it.sender("z", names, z_own):
+            pass
+
+
+async def test_who_has_gone_must_have_handed_back(tmp_path: Path, postgres: Databases) -> None:
+    """Its records would be seen by nobody any more: not by who stays, and not by who is new."""
+    own = {name: str(tmp_path / f"{name}.db") for name in ("a", "b", "c")}
+    old = ["a", "b"]
+    async with site(tmp_path, postgres.create_schema()) as it:
+        it.become(well=False)
+        async with it.sender("a", old, own["a"]), it.sender("b", old, own["b"]):
+            await until(it.all_have(500))
+        for name in ("b", "c"):
+            others = " and ".join(sorted(set(old) - {name}))
+            with pytest.raises(ConfigError, match="run `fedsender hand-back` for it"):
+                async with it.sender(name, [name], own[name]):
+                    pytest.fail(f"{name} started, and cannot see what {others} hold")
+
+        async def give_back(name: str) -> Findings:
+            config = config_of(tmp_path, name, old, it.homeserver, own[name])
+            settings = store_config(config)
+            return await hand_back(config, settings, real_outside(), accept_repeats=True)
+
+        assert (await give_back("a")).done
+        with pytest.raises(ConfigError, match="b sent to servers that are ours") as refused:
+            async with it.sender("c", ["c"], own["c"]):
+                pass
+        assert "a, b" not in str(refused.value)
+        it.become(well=True)
+        async with it.sender("b", ["b"], own["b"]):
+            await until(it.all_have(200))
+
+
+async def test_synapses_own_workers_have_no_records_that_are_out_of_sight(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """They acknowledge what they are sent as 0; and before anybody has sent, it is -1."""
+    async with site(tmp_path, postgres.create_schema()) as it:
+        for number, (events, federation) in enumerate([(5, 0), (-1, -1)]):
+            await set_position(it, "fed1", events, federation)
+            own = str(tmp_path / f"{number}.db")
+            async with it.sender("fed2", ["fed2"], own):
                 pass
 
 

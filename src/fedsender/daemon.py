@@ -18,7 +18,7 @@ import structlog
 import trio
 
 from fedsender.admin import open_admin
-from fedsender.allocator import use_few_arenas
+from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policy, database_url, load
 from fedsender.federation.client import open_client
 from fedsender.federation.signing import load_signing_keys
@@ -28,6 +28,7 @@ from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.sender.admission import Admission
+from fedsender.sender.fan_out import Had
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.shards import take_shard
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
@@ -154,7 +155,7 @@ async def open_core(
         open_store(
             store_settings or store_config(config), outside, faults=faults, metrics=metrics
         ) as store,
-        _hold_instance(store, config, boot_id, admission),
+        _hold_instance(store, config, boot_id, admission) as had,
         open_ledger(
             config.ledger.directory,
             config.instance_name,
@@ -184,6 +185,7 @@ async def open_core(
             admission=admission,
             announcer=announcer,
             doubt=partial(doubts, read_health(config.pipeline.health, outside.now_ms())),
+            had=had,
         ) as sender,
         open_feed(config, outside, store.homeserver, sender, metrics=metrics) as feed,
     ):
@@ -209,10 +211,10 @@ class _Announcer:
 @asynccontextmanager
 async def _hold_instance(
     store: Store, config: Config, boot_id: str, admission: Admission
-) -> AsyncIterator[None]:
+) -> AsyncIterator[Had | None]:
     """Be the only daemon of this instance name; while that is in doubt, no attempt starts."""
     instance = config.instance_name
-    await take_shard(store, config, boot_id)
+    had = await take_shard(store, config, boot_id)
 
     async def keep() -> None:
         while True:
@@ -227,7 +229,7 @@ async def _hold_instance(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep, name="instance lock")
-        yield
+        yield had
         nursery.cancel_scope.cancel()
 
 
@@ -286,6 +288,7 @@ async def _run_until_told(run: _Run, config: Config) -> None:
         async with open_admin(daemon, run.outside) as admin:
             ready = trio.Event()
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(give_memory_back, run.outside.run_sync)
                 nursery.start_soon(_announce_ready, daemon, run.notifier, ready)
                 nursery.start_soon(_reload_when_told, run, daemon, admin, ready)
                 await run.orders.stop.wait()
@@ -329,6 +332,8 @@ async def _reload(run: _Run, daemon: Daemon, admin: "Admin") -> str:
     try:
         newer = load(run.path)
         in_force = daemon.config.with_reloadable(newer)
+        if problems := newer.file_problems("destinations"):
+            raise ConfigError(*problems)
         await admin.read_token()
     except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))

@@ -89,6 +89,8 @@ async def hand_back(
             refused = not accept_loss and (losses or (repeats and not accept_repeats))
             notes = [] if refused else await _settle(store, ledger, outside, config, frozen)
             await hand_over(store, config.instance_name)
+            if not refused:
+                await store.homeserver.hand_back()
     finally:
         leave_to_owner(_places(config, settings))
     return Findings(losses, repeats, notes, done=not refused)
@@ -183,6 +185,20 @@ async def _settle(
     debts = (await store.receipts.load(config.instance_name)).debts
     if owed := sum(config.handles(name) for name in debts):
         notes.append(f"receipts that {owed} servers are owed are not sent: Synapse keeps none back")
+    return [*notes, *await _held_back(store, config)]
+
+
+async def _held_back(store: Store, config: Config) -> list[str]:
+    """Whom an operator keeps us from sending to, and nothing will keep Synapse's sender from."""
+    states = await store.sender.all_server_states()
+    notes = []
+    for name, state in sorted(states.items()):
+        word = "parked" if state.parked is not None else "paused"
+        if (state.parked is not None or state.paused is not None) and config.handles(name):
+            notes.append(f"{name} is {word} here; Synapse's sender sends to it")
+    denied = any(each.deny for each in config.destinations.overrides)
+    if config.deny or config.allow != ("*",) or denied:
+        notes.append("allow, deny and overrides hold here alone: Synapse's sender knows of none")
     return notes
 
 

@@ -3,26 +3,36 @@
 What is on record of such a server has to go with it: a frozen transaction is repeated by whoever
 sends next (I3), and what is in quarantine must not be sent by somebody who does not know of it. In
 a database that all senders share, the new owner takes it over when it starts. Elsewhere it cannot
-see it, and the old one refuses to start until nothing is left.
+see it: the old one refuses to start until nothing is left, and the new one until the old one says
+so, or has handed back.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import structlog
+import trio
 
 from fedsender.config import Config, ConfigError
+from fedsender.matrix import shard_of
+from fedsender.sender.fan_out import Had
 from fedsender.sender.routing import is_ours
 from fedsender.store import SenderStore, Store
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.lock import SendersDiffer
 from fedsender.store.ownership import Foreign
+from fedsender.store.positions import NEVER_ACKED
+from fedsender.store.records import Generation
 
 __all__ = ["take_shard"]
 
 log = structlog.get_logger()
 
 CHUNK: Final = 500
+PATIENCE_S: Final = 60.0
+"""For senders that start together, to come so far that they can say what they have."""
+LOOK_EVERY_S: Final = 0.5
 
 _WORDS: Final = {
     "frozen_transactions": "frozen transactions",
@@ -34,14 +44,20 @@ _WORDS: Final = {
 makes his own: it may repeat something, and loses nothing."""
 
 
-async def take_shard(both: Store, config: Config, boot_id: str) -> None:
+async def take_shard(both: Store, config: Config, boot_id: str) -> Had | None:
     """Be the only one who sends under our instance name, and take what is on record of our servers.
 
-    Waits for a database that is away. Raises LockHeld if somebody else runs under our name;
-    SendersDiffer if a sender runs with another list, for it may still be sending to servers that
-    are ours by this one; and ConfigError if by another list than before we would leave records of
-    servers behind that are others' now, who cannot see them, or events that one sender has put
-    down as owed and another has not.
+    By another list than before our position may go back to that of a sender who was behind us; what
+    is returned knows what we had put down as owed by then. None: it does not go back.
+
+    Waits for a database that is away; and, by another list than before, for a minute, until other
+    senders of the list whose database we do not share say that they have nothing of our servers.
+
+    Raises LockHeld if somebody else runs under our name; SendersDiffer if a sender runs with
+    another list, for it may still be sending to servers that are ours by this one, or does not say
+    that it has nothing of them; and ConfigError if by another list than before records would be
+    left behind where their new owner cannot see them, by us or by a sender that has gone, or events
+    that one sender has put down as owed and another has not.
     """
     me, store = config.instance_name, both.sender
     senders = config.homeserver.federation_sender_instances or (me,)
@@ -50,21 +66,37 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> None:
     foreign = await store.foreign_records(config.sender_of)
     before = await store.last_list()
     changed = bool(before) and before != list(senders) and len(senders) > 1
-    if not store.shared:
-        await _refuse_to_leave_behind(store, foreign, me, senders if changed else ())
+    left, owners = _left_behind(foreign, me)
+    if (changed or store.shared) and (of_all := await store.quarantined_for_all()):
+        # Some of the servers that did not get these may be others' now.
+        left["quarantine"] += of_all
+        owners.update(name for name in senders if name != me)
+    if left and not store.shared:
+        raise ConfigError(_refusal(left, sorted(owners)))
     if changed:
         await _refuse_unless_level(both.homeserver, before, config.server_name)
+    if not left:
+        await store.say_nothing_left(config.server_name, senders)
+    had: Had | None = None
+    if config.homeserver.kind == "synapse":
+        there = await both.homeserver.senders()
+        had = _dealt_before(me, before, there, senders)
+        unseen = [
+            name
+            for name in _old_holders(me, before, there, senders)
+            if not (store.shared and await store.has_been_here(name))
+        ]
+        await _refuse_what_is_out_of_sight(store, unseen, config.server_name, senders)
     await store.follow_list(senders)
     holders = sorted({each.holder for each in foreign if each.owner == me and each.holder})
     done = await store.take_over_records(config.handles, holders)
     if holders:
         log.info("records taken over", servers=sum(done.taken.values()), holders=holders)
+    return had
 
 
-async def _refuse_to_leave_behind(
-    store: SenderStore, foreign: Sequence[Foreign], me: str, new_list: Sequence[str]
-) -> None:
-    """`new_list`: the senders, if they have changed."""
+def _left_behind(foreign: Sequence[Foreign], me: str) -> tuple[Counter[str], set[str]]:
+    """What we hold of servers that are others', and whose they are."""
     left: Counter[str] = Counter()
     owners: set[str] = set()
     for each in foreign:
@@ -72,20 +104,83 @@ async def _refuse_to_leave_behind(
         if each.owner != me and each.holder in (None, me) and counts:
             left.update(counts)
             owners.add(each.owner or "nobody")
-    if new_list and (of_all := await store.quarantined_for_all()):
-        # Some of the servers that did not get these may be others' now.
-        left["quarantine"] += of_all
-        owners.update(name for name in new_list if name != me)
-    if left:
-        raise ConfigError(_refusal(left, sorted(owners)))
+    return left, owners
+
+
+def _old_holders(
+    me: str, before: Sequence[str], there: Mapping[str, Generation], senders: Sequence[str]
+) -> list[str]:
+    """The senders of another list than this one that may have records; [] if it is the same.
+
+    `before`: the list by which our database was last used, if it ever was. Otherwise the
+    homeserver's knows who has sent. Synapse's own workers have no records, nor has anybody who has
+    handed back.
+    """
+    if before:
+        same = before == list(senders)
+    else:
+        # Who starts first gives those that are new a position, and nobody has acknowledged there.
+        new = me not in there or there[me].ours == NEVER_ACKED
+        same = not new and there.keys() == set(senders)
+    holders = [] if same else before or sorted(there)
+    return [name for name in holders if name != me and name in there and _is_ours(there[name])]
+
+
+def _is_ours(stands: Generation) -> bool:
+    """Whether it was a fedsender that last sent under this name."""
+    return stands.position >= 0 and stands.ours == stands.position
+
+
+def _dealt_before(
+    me: str, before: Sequence[str], there: Mapping[str, Generation], senders: Sequence[str]
+) -> Had | None:
+    mine, lowest = there.get(me), min((each.position for each in there.values()), default=-1)
+    changed = before != list(senders) and me in before
+    if not changed or mine is None or not _is_ours(mine) or mine.position <= lowest:
+        return None
+    upto, senders_then = mine.position, tuple(before)
+
+    def had(server: str, stream_ordering: int) -> bool:
+        whose = senders_then[shard_of(server, len(senders_then))]
+        return stream_ordering <= upto and whose == me
+
+    return had
+
+
+async def _refuse_what_is_out_of_sight(
+    store: SenderStore, unseen: Sequence[str], server_name: str, senders: Sequence[str]
+) -> None:
+    """`unseen`: whoever may have records of servers that are ours now, where we cannot see them."""
+    gone = [name for name in unseen if name not in senders]
+    if gone:
+        raise ConfigError(f"{_OUT_OF_SIGHT.format(', '.join(gone))}: {_HAND_BACK}")
+    with trio.move_on_after(PATIENCE_S) as waited:
+        for name in unseen:
+            while not await store.has_nothing_left(name, server_name, senders):  # noqa: ASYNC110
+                await trio.sleep(LOOK_EVERY_S)
+    if waited.cancelled_caught:
+        raise SendersDiffer(
+            f"{_OUT_OF_SIGHT.format(', '.join(unseen))}: start these by the same list at the same"
+            f" time, and see that they start; or {_HAND_BACK}"
+        )
+
+
+_OUT_OF_SIGHT: Final = (
+    "homeserver.federation_sender_instances: {} sent to servers that are ours by this list, and may"
+    " have records of them in a sender_database that we cannot see"
+)
+_HAND_BACK: Final = (
+    "run `fedsender hand-back` for it with its old configuration, or let all senders share one"
+    " PostgreSQL sender_database"
+)
 
 
 async def _refuse_unless_level(
     homeserver: HomeserverStore, before: Sequence[str], server_name: str
 ) -> None:
     """What one of the old senders has not come to yet, his servers' new one may have passed."""
-    positions = await homeserver.sender_positions()
-    far = {name: positions[name] for name in before if name in positions}
+    there = await homeserver.senders()
+    far = {name: there[name].position for name in before if name in there}
     after, upto = min(far.values(), default=0), max(far.values(), default=0)
     while after < upto:
         rows = await homeserver.read_events(after, upto, CHUNK)

@@ -1,5 +1,6 @@
 """One HTTP exchange after another with servers that misbehave in every way we know of."""
 
+import gc
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -249,6 +250,28 @@ async def test_writes_are_pieces_of_at_most_16_kib() -> None:
     await Connection(stream).exchange("PUT", "/", [], b"x" * 100_000, bounds=BOUNDS)
     assert max(stream.sizes) == 16_384
     assert sum(stream.sizes) > 100_000
+
+
+async def test_an_exchange_leaves_nothing_to_search_for(tmp_path: Path) -> None:
+    """Its objects go at once; those of a thousand exchanges would fill memory until the search."""
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        while await read_request(stream) is not None:
+            await stream.send_all(response(200, b"{}"))
+
+    authority = Authority(tmp_path)
+    async with serving(authority.context(NAME), converse) as server:
+        connection = await dial(authority, server)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                await put(connection)
+            left = [each for each in gc.get_objects() if isinstance(each, ResponseReader)]
+        finally:
+            gc.enable()
+        await connection.close()
+    assert not left
 
 
 async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -> None:

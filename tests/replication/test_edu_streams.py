@@ -44,7 +44,7 @@ class Writer:
         if self.failures:
             self.failures -= 1
             raise NotFetched("not now")
-        return self.rows
+        return [row for row in self.rows if after < row[0] <= upto]
 
 
 @asynccontextmanager
@@ -144,9 +144,30 @@ async def test_nothing_is_acknowledged_while_a_gap_is_open(autojump_clock: Clock
         assert edus.rows("federation", "master", 6, [["e", edu]])
         await trio.sleep(0.5)
         assert writer.acknowledged == []
+        writer.rows.append((6, ["e", edu]))
         await trio.sleep(20)
         assert set(writer.acknowledged) == {6}
         assert len(sink.sent) == 2
+
+
+async def test_what_is_said_while_a_gap_is_open_comes_after_what_is_missing(
+    autojump_clock: Clock,
+) -> None:
+    """A newer EDU of a key replaces an older one, so the older one must not come last."""
+
+    def typing(started: bool) -> list[Json]:
+        edu = {"edu_type": "m.typing", "destination": "b.example", "content": {"typing": started}}
+        return ["k", {"key": ["!r", ALICE], "edu": edu}]
+
+    writer = Writer(rows=[(4, typing(True)), (6, typing(False))], failures=1)
+    async with streams(writer) as (edus, sink):
+        edus.position(Position("federation", "master", 5, 5))
+        await trio.sleep(0.5)
+        assert edus.rows("federation", "master", 6, [typing(False)])
+        await trio.sleep(20)
+        assert edus.rows("federation", "master", 7, [typing(True)])
+
+    assert [content["typing"] for _, _, content, _ in sink.sent] == [True, False, True]
 
 
 async def test_a_gap_that_could_not_be_closed_is_asked_for_with_the_next(

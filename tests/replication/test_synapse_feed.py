@@ -51,9 +51,9 @@ class Tables:
         await trio.lowlevel.checkpoint()
         return [name for at, name in self.outbox.items() if after < at <= upto]
 
-    async def last_cache_write(self) -> int | None:
+    async def last_cache_write(self, *, of_all: bool = False) -> int | None:
         await trio.lowlevel.checkpoint()
-        return self.own_last
+        return max((at for _, at in self.cache_rows), default=None) if of_all else self.own_last
 
 
 @dataclass(slots=True)
@@ -252,10 +252,30 @@ async def test_backoff_changes_missed_while_away_are_read_from_the_database(
         assert len(world.sink.backoffs) == 2
 
 
+async def test_hints_of_the_time_in_which_redis_was_not_there_yet_are_read_from_the_database(
+    autojump_clock: Clock,
+) -> None:
+    """From where the database was when we started, for by then the sender has looked into it."""
+    tables = Tables(
+        cache_rows={("master", 20): "old.example"},
+        outbox={3: "old.example"},
+        stored={"to_device": {"master": 3}},
+    )
+    async with fed(tables, connect=False) as world:
+        await trio.sleep(600)
+        tables.cache_rows["master", 22] = "back.example"
+        tables.outbox[4] = "keys.example"
+        world.let_in()
+        await trio.sleep(10)
+        await world.hear("POSITION caches master 22 22", "POSITION to_device master 4 4")
+        assert (world.sink.backoffs, world.sink.to_device) == (["back.example"], ["keys.example"])
+
+
 async def test_to_device_messages_for_servers_are_told_live_and_after_a_gap(
     autojump_clock: Clock,
 ) -> None:
-    tables = Tables(outbox={3: "old.example", 5: "missed.example"})
+    stored = {"to_device": {"master": 3}}
+    tables = Tables(outbox={3: "old.example", 5: "missed.example"}, stored=stored)
     async with fed(tables) as world:
         await world.hear(
             "POSITION to_device master 3 3",

@@ -3,6 +3,7 @@
 import sqlite3
 from pathlib import Path
 
+import pytest
 import trio
 from structlog.testing import capture_logs
 from tests.replication.test_synapse_feed import fed
@@ -163,6 +164,30 @@ async def test_what_another_worker_thinks_of_a_server_does_not_hold_its_messages
         await trio.sleep(5)
 
     assert len(world.servers[A].answered) == 1
+
+
+@pytest.mark.parametrize("reset", [True, False])
+async def test_a_server_that_was_seen_alive_while_we_were_down_is_tried_at_the_start(
+    world: SynapseWorld, autojump_clock: MockClock, reset: bool
+) -> None:
+    """W8: its columns were cleared, and nobody says that again. Without that it has to wait."""
+    server = world.server(A, down=True)
+    async with world.run() as sender:
+        await world.store.homeserver.queue_to_device(A, 1, "{}")
+        sender.to_device_changed(A)
+        await trio.sleep(6 * 3600)
+        row = await world.store.homeserver.backoff(A)
+        assert row is not None
+        assert row.retry_last_ts
+    server.down = False
+    async with world.open():
+        if reset:
+            await world.remove(tables.destinations, destination=A)
+            cleared = {"retry_last_ts": 0, "retry_interval": 0}
+            await world.write(tables.destinations, {"destination": A, **cleared})
+    async with world.run():
+        await trio.sleep(60)
+        assert len(server.answered) == int(reset)
 
 
 async def test_a_name_in_another_case_is_denied_too_and_what_is_no_name_costs_only_itself(

@@ -31,6 +31,7 @@ class SynapseWorld(World):
         self.device_names = False
         self.kill_at: str | None = None
         self.stream_id = 10
+        self.backfilled = 0
         self.faults = self._fault
 
     def _fault(self, point: str) -> None:
@@ -168,7 +169,7 @@ class SynapseWorld(World):
         await self.write(
             tables.events,
             {
-                "stream_ordering": -1,
+                "stream_ordering": self._before(),
                 "event_id": event_id,
                 "room_id": room,
                 "type": "m.room.message",
@@ -178,6 +179,10 @@ class SynapseWorld(World):
                 "outlier": False,
             },
         )
+
+    def _before(self) -> int:
+        self.backfilled -= 1
+        return self.backfilled
 
     async def prune(self, server: str, user: str) -> None:
         """Synapse's hourly job: of several old pokes it leaves the newest, and cuts the chain."""

@@ -222,6 +222,26 @@ async def test_in_a_large_room_an_old_event_is_told_to_its_sender_and_to_the_oth
     assert gaps == pytest.approx(18 * [0.5])
 
 
+async def test_a_receipt_that_waits_for_its_turn_does_not_come_after_a_newer_one(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    """Who reads an old event and then a fresh one would be said to have gone back."""
+    world.settings["sending"] = {"trickle_per_second": 0.1}
+    async with world.run():
+        await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
+        await world.event("$old", R1, "@x:host1", age_s=300)
+        await world.event("$new", R1, "@x:host1", age_s=0)
+        await world.read(R1, ALICE, "$old")
+        await trio.sleep(1)
+        await world.read(R1, ALICE, "$new")
+        await trio.sleep(200)
+
+    for number in range(20):
+        told = [edu[R1]["m.read"][ALICE]["event_ids"] for edu in world.edus(f"host{number}")]
+        assert told[-1] == ["$new"]
+        assert told in ([["$new"]], [["$old"], ["$new"]])
+
+
 async def test_the_line_moves_faster_when_it_is_long(
     world: SynapseWorld, autojump_clock: MockClock
 ) -> None:

@@ -41,8 +41,8 @@ def test_i1_position_without_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_i2_a_mark_past_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     fill = PduQueue.fill
 
-    def too_far(self: PduQueue, draft: Any, pruned: Any) -> None:
-        fill(self, draft, pruned)
+    def too_far(self: PduQueue, draft: Any) -> None:
+        fill(self, draft)
         if draft.pdus and self._pdus:
             draft.lsso = self._pdus[-1].stream_ordering + 5
 
@@ -100,7 +100,7 @@ def test_i6_whoever_was_once_in_a_room_stays_there(monkeypatch: pytest.MonkeyPat
 
 def test_i7_a_queue_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = PduQueue.__init__
-    monkeypatch.setattr(PduQueue, "__init__", lambda self, limit: begin(self, 10**9))
+    monkeypatch.setattr(PduQueue, "__init__", lambda self, _, window: begin(self, 10**9, window))
 
     assert goes_red("I7")
 

@@ -194,6 +194,23 @@ async def test_by_another_list_each_sender_holds_back_what_any_of_the_old_ones_d
     assert len(await held_back(second)) == 2
 
 
+async def test_by_another_list_all_go_on_with_receipts_from_where_the_last_one_was(
+    two: tuple[Store, Store],
+) -> None:
+    """Also who is new and starts later; and who has gone leaves no position to come back to."""
+    first, second = two
+    await first.sender.follow_list(["fed1", "fed2"])
+    await first.receipts.save("fed1", 40, {}, ())
+    await second.receipts.save("fed2", 90, {}, ())
+    await second.sender.follow_list(["fed2", "fed3"])
+
+    positions = [(await first.receipts.load(f"fed{n}")).position for n in (1, 2, 3)]
+    assert positions == [None, 40, 40]
+    await second.receipts.save("fed2", 95, {}, ())
+    await second.sender.follow_list(["fed2", "fed3"])
+    assert (await second.receipts.load("fed2")).position == 95
+
+
 async def test_a_lost_connection_does_not_end_a_start(two: tuple[Store, Store]) -> None:
     """The list of senders is said over the connection that holds the lock: both again, then."""
     first, second = two

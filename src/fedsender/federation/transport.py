@@ -132,6 +132,10 @@ class ResponseReader:
         where = "in the middle of its answer" if self._head_bytes else "without an answer"
         raise ExchangeFailed("closed", f"the server closed the connection {where}")
 
+    def close(self) -> None:
+        """Read nothing more: the parser knows us, and both would wait for the garbage's search."""
+        del self._parser
+
     def response(self) -> Response:
         """The answer, once `complete`."""
         return Response(self._status, tuple(self._headers), b"".join(self._body))
@@ -241,6 +245,7 @@ class Connection:
         finally:
             if not (reader.complete and reader.keep_alive):
                 await trio.aclose_forcefully(self.stream)
+            reader.close()
         self.exchanges += 1
         self.reusable = reader.keep_alive
         return reader.response()

@@ -112,10 +112,9 @@ class EduStreams:
             self._sink.typing_reset()
         after = 0 if anew or known is None else known[1]
         if after < said.token and (anew or after < said.previous):
-            gap = _Missed(said.instance or "", after, said.token)
-            older = self._missed.get(stream)
-            self._missed[stream] = gap if anew or older is None else gap.with_older(older)
-            self._news.set()
+            if anew:
+                self._missed.pop(stream, None)
+            self._miss(stream, _Missed(said.instance or "", after, said.token))
         elif stream == "federation":
             self._held.set()
 
@@ -133,11 +132,25 @@ class EduStreams:
             return False
         if token > known:
             self._tokens[stream] = (instance, token)
+            if stream == "federation" and self._gap_open:
+                # What is missing comes first; and until we acknowledge this, it can be asked for.
+                self._miss(stream, _Missed(instance or "", known, token))
+                return True
             for row in rows:
                 self._tell(stream, token, row)
             if stream == "federation":
                 self._held.set()
         return True
+
+    @property
+    def _gap_open(self) -> bool:
+        """Whether rows of `federation` are missing."""
+        return self._asking == "federation" or "federation" in self._missed
+
+    def _miss(self, stream: str, gap: _Missed) -> None:
+        older = self._missed.get(stream)
+        self._missed[stream] = gap if older is None else gap.with_older(older)
+        self._news.set()
 
     async def run(self) -> None:
         """Ask for what was missed and say what we hold, for ever."""
@@ -163,7 +176,7 @@ class EduStreams:
             self._held = trio.Event()
             _, token = self._tokens.get("federation", (None, 0))
             # With a gap open, this is woken again when it is closed.
-            if self._asking != "federation" and "federation" not in self._missed:
+            if not self._gap_open:
                 await self._acknowledge(token)
 
     async def _make_up(self, stream: str, gap: _Missed) -> None:

@@ -80,8 +80,8 @@ class SynapseStore(Protocol):
         """The destinations of `device_federation_outbox` rows with after < stream_id <= upto."""
         ...
 
-    async def last_cache_write(self) -> int | None:
-        """The newest id that our instance wrote to the cache invalidation stream, if any."""
+    async def last_cache_write(self, *, of_all: bool = False) -> int | None:
+        """The newest id that our instance (or any) wrote to the cache invalidation stream."""
         ...
 
 
@@ -142,6 +142,8 @@ class SynapseFeed(Feed):
         self._edus = EduStreams(sink.edus, fetch, self._acknowledge_federation)
         # Where each writer of hints stands. Outlives a connection, so that the gap shows.
         self._tokens: dict[tuple[str, str | None], int] = {}
+        # Up to where the database had them when the sender looked at it, whoever wrote them.
+        self._looked: dict[str, int] = {}
         self._batches = Batches()
         self._echoes = _Echoes()
         self._announcements: dict[str, tuple[int, int]] = {}
@@ -169,6 +171,11 @@ class SynapseFeed(Feed):
         stored = await self._store.event_writer_positions()
         self._events = StreamPositions(self._writers, stored)
         self._last_cache_write = await self._store.last_cache_write()
+        to_device = await self._store.stream_positions("to_device")
+        self._looked = {
+            "caches": await self._store.last_cache_write(of_all=True) or 0,
+            "to_device": max(to_device.values(), default=0),
+        }
         self._sink.events.advance(self._events.linear)
         for stream, name in STORED_AS.items():
             self._edus.start(stream, await self._store.stream_positions(name))
@@ -296,7 +303,8 @@ class SynapseFeed(Feed):
             case stream if stream in EDU_STREAMS:
                 self._edus.position(command)
             case "caches" | "to_device":
-                known = self._tokens.get(key, command.token)
+                # Redis may have been away when we started, and for long.
+                known = self._tokens.get(key, self._looked[command.stream])
                 # A writer knows best: a forged row must not make us deaf to it (W41).
                 self._note(key, command.token)
                 if known < command.previous:

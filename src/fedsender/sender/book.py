@@ -11,7 +11,7 @@ configured pace, the most useful first (I8).
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from fedsender.matrix import matches
 from fedsender.sender.admission import Pace
 from fedsender.sender.context import Context
 from fedsender.sender.destination import Destination
-from fedsender.sender.failure import ServerState, take_wake
+from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake
 from fedsender.store.records import Lagging
 
 log = structlog.get_logger()
@@ -105,6 +105,11 @@ class Book:
         if destination is not None:
             return destination.state
         return self._states.get(server) or ServerState(server)
+
+    @property
+    def told_of(self) -> list[str]:
+        """Servers whose failures we have told the homeserver of."""
+        return [name for name, state in self._states.items() if state.shared_interval_ms]
 
     def is_behind(self, server: str) -> bool:
         """Whether it owes something and waits for its time."""
@@ -276,6 +281,8 @@ class Book:
             self.put_off(name)
         elif destination.owes:
             self.schedule(name, trio.current_time() + destination.retry_in_s)
+        # Whoever comes after it reads these from the database.
+        destination.outbox.queue.clear()
 
     # --- The timer --------------------------------------------------------------------------------
 
@@ -327,12 +334,14 @@ class Book:
         others: Iterable[str],
         rank: Callable[[str], int],
         doubt: Callable[[str], int] = lambda server: 0,
+        alive: Collection[str] = (),
     ) -> None:
         """At start-up: all that owe something are behind, the most useful first.
 
         Args:
             lagging: what the homeserver's database owes.
             others: servers that are owed something else.
+            alive: servers that somebody has seen since we last tried; they need not wait.
             rank: the operator's word on a server, the smallest first.
             doubt: how much its last day speaks against a server, the smallest first.
         """
@@ -356,7 +365,10 @@ class Book:
             if state.paused or state.parked or not self.policies.may_send_to(server):
                 self.put_off(server)
             else:
-                self.schedule(server, now + state.wait_s(now_ms))
+                wait_s = state.wait_s(now_ms)
+                self.schedule(
+                    server, now + (min(wait_s, MIN_GAP_SECONDS) if server in alive else wait_s)
+                )
         for server, state in self._states.items():
             if state.paused or state.parked:
                 self.put_off(server)

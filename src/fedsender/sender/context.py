@@ -7,12 +7,12 @@ from typing import Protocol
 from fedsender.config import Presence, Sending
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
-from fedsender.matrix import Pdu
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission
 from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.sender.under_way import UnderWay
+from fedsender.sender.window import Window
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.receipt_book import ReceiptBook
@@ -36,7 +36,7 @@ class Context:
         connect_deadline: seconds for finding and reaching a server, all its addresses included.
         request_timeout: seconds for one transaction, unless the destination's policy says other.
         device_lists: up to where rows of device lists may be read.
-        pruned: event id -> the PDU to send in place of one that was redacted while queued.
+        window: what stands in queues.
         troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
     """
 
@@ -60,7 +60,7 @@ class Context:
     metrics: Metrics
     ids: TransactionIds
     announcer: Announcer
-    pruned: dict[str, Pdu]
+    window: Window
     troubles: dict[str, float] = field(default_factory=dict)
 
 

@@ -9,8 +9,7 @@ An event that cannot be sent is quarantined with the rest of its room behind it,
 position moves past it, and the other rooms go on (W16).
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -19,6 +18,7 @@ import trio
 
 from fedsender.matrix import Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
+from fedsender.sender.window import Window
 from fedsender.store.records import stands_above
 from fedsender.streams import Watermark
 
@@ -26,11 +26,13 @@ log = structlog.get_logger()
 
 NEWEST = 2**63
 """Beyond every stream ordering."""
-LOOK_BYTES = 256 * 1024
-"""A window of so many bytes is no burden, and to look at every queue is."""
 
 
 REDACT_EVENTS = ("redact_events", "org.matrix.msc4293.redact_events")
+
+
+Had = Callable[[str, int], bool]
+"""Whether an event of this stream ordering was put down as owed to this server before."""
 
 
 class Homeserver(Protocol):
@@ -44,69 +46,12 @@ class Homeserver(Protocol):
     ) -> set[str]: ...
 
 
-class Window:
-    """The PDUs that may still stand in a queue, and those of them redacted since.
-
-    What no queue holds any more is let go as the window grows. Bounded by the bytes of the PDUs:
-    when it overflows, its oldest PDUs are let go, and whoever still has one queued has to give it
-    up.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit = limit_bytes
-        self._pdus: deque[Pdu] = deque()
-        self._rooms: dict[str, Pdu] = {}
-        self._look_at = LOOK_BYTES
-        self.bytes = 0
-        self.pruned: dict[str, Pdu] = {}
-        """Event id -> the pruned PDU, to be sent in place of the one queued."""
-
-    def __contains__(self, event_id: str) -> bool:
-        return event_id in self._rooms
-
-    def sent_by(self, user_id: str, room_id: str) -> list[str]:
-        """The events of this user in this room."""
-        return [
-            pdu.event_id for pdu in self._pdus if pdu.sender == user_id and pdu.room_id == room_id
-        ]
-
-    def add(self, pdu: Pdu) -> int | None:
-        """Take the PDU in; the stream ordering up to which others had to go, if any had."""
-        self._pdus.append(pdu)
-        self._rooms[pdu.event_id] = pdu
-        self.bytes += len(pdu.wire)
-        gone = None
-        while self.bytes > self._limit and len(self._pdus) > 1:
-            gone = self._let_go()
-        return gone
-
-    @property
-    def grown(self) -> bool:
-        """Whether it has grown so much that `keep_from` is worth asking every queue."""
-        return self.bytes >= self._look_at
-
-    def keep_from(self, stream_ordering: int) -> None:
-        """No queue holds a PDU below this stream ordering."""
-        while self._pdus and self._pdus[0].stream_ordering < stream_ordering:
-            self._let_go()
-        self._look_at = max(LOOK_BYTES, 2 * self.bytes)
-
-    def _let_go(self) -> int:
-        """Forget the oldest PDU; its stream ordering."""
-        old = self._pdus.popleft()
-        self._rooms.pop(old.event_id, None)
-        self.pruned.pop(old.event_id, None)
-        self.bytes -= len(old.wire)
-        return old.stream_ordering
-
-
 class Downstream(Protocol):
     """Where the fan-out's results go: the sender. Every call is synchronous."""
 
     def offer(self, server: str, pdu: Pdu) -> None: ...
     def owe(self, server: str, pdu: Pdu) -> None: ...
     def spill_before(self, stream_ordering: int) -> None: ...
-    def oldest_queued(self) -> int: ...
     def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None: ...
 
 
@@ -122,16 +67,19 @@ class FanOut:
         quarantine: Callable[[Sequence[Bad]], Any],
         blocked_rooms: dict[str, int],
         chunk: int,
-        window_bytes: int,
+        window: Window,
+        had: Had | None = None,
     ) -> None:
-        """`quarantine` makes bad events durable; `blocked_rooms`: room -> its first one."""
+        """`quarantine` makes bad events durable; `blocked_rooms`: room -> its first one; `had`:
+        what is not to be sent again, where the position has gone back."""
         self._homeserver = homeserver
         self._router = router
         self._downstream = downstream
         self._quarantine = quarantine
         self._blocked = blocked_rooms
         self._chunk = chunk
-        self.window = Window(window_bytes)
+        self._window = window
+        self._had = had
         self.position = 0
 
     async def run(self, events: Watermark, position: int) -> None:
@@ -159,28 +107,32 @@ class FanOut:
             mark, stream_ordering = marks.get(item.pdu.event_id), item.pdu.stream_ordering
             # Whoever is owed something for the first time was perhaps owed some of what never came.
             oldest = stream_ordering if mark is None else mark + 1
-            for server in item.servers:
+            for server in self._without(item):
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
         gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
         # From here to the end nothing may wait: whoever sees the new position also sees the PDUs.
         self.position = position
-        gone = None
         for item in routed:
-            gone = self.window.add(item.pdu) or gone
             # Sorted, because a set's order would differ from one run to the next.
             if item.pdu.room_id in gone_rooms:
                 continue
             # What stands in for events that never came is catch-up's to send: it can say for which.
             stands_in = marks.get(item.pdu.event_id) is not None
             tell = self._downstream.owe if stands_in else self._downstream.offer
-            for server in sorted(item.servers):
+            for server in sorted(self._without(item)):
                 tell(server, item.pdu)
-        if gone is not None:
-            self._downstream.spill_before(gone)
-        if self.window.grown:
-            self.window.keep_from(self._downstream.oldest_queued())
+        too_old = self._window.overflow()
+        if too_old is not None:
+            self._downstream.spill_before(too_old)
         self._downstream.fanned_out(position, len(rows), routed)
+
+    def _without(self, item: Routed) -> Collection[str]:
+        """The servers of this event but for those that it was put down for before."""
+        had = self._had
+        if had is None:
+            return item.servers
+        return [name for name in item.servers if not had(name, item.pdu.stream_ordering)]
 
     async def _sort_out(self, items: Sequence[Routed | Bad]) -> list[Routed]:
         """The events that can go; the others, and all behind them in their rooms, to quarantine."""
@@ -212,14 +164,14 @@ class FanOut:
             elif row.type == "m.room.member" and _redacts_all(row):
                 # Not only what is queued: any of the target's events may be remembered.
                 self._router.clear()
-                targets += self.window.sent_by(row.state_key or "", row.room_id)
+                targets += self._window.sent_by(row.state_key or "", row.room_id)
         for target in targets:
             self._router.forget(target)
-        queued = [target for target in targets if target in self.window]
+        queued = [target for target in targets if target in self._window]
         found = await self._homeserver.events_by_id(queued) if queued else {}
         for event_id, row in found.items():
             if row.redacted:
-                self.window.pruned[event_id] = parse_row(row)
+                self._window.prune(event_id, parse_row(row))
 
     def unblock(self, room_id: str) -> None:
         """The room's quarantine is empty again: its next events go out."""

@@ -37,7 +37,7 @@ class Intake:
             device_lists=context.device_lists,
             router=context.router,
             metrics=context.metrics,
-            pruned=context.pruned,
+            window=context.window,
             queue_pdus=context.sending.queue_pdus,
             level=level,
         )

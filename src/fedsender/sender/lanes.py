@@ -6,6 +6,7 @@ there are some. Receipts are in memory or are a debt; typing and presence are in
 
 import json
 from collections.abc import Mapping
+from functools import partial
 
 import structlog
 import trio
@@ -60,6 +61,9 @@ class Lanes:
     ) -> None:
         """`owes`: there may be something for it in the databases."""
         self.destination = destination
+        # No method of ours: it would know us, and who has left would wait for Python's search for
+        # cycles, hundreds at a time.
+        self._count_dropped = partial(_count_dropped, metrics)
         self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS, self._count_dropped)
         self.presence = PresenceQueue(PRESENCE_USERS, self._count_dropped)
         self.receipts = ReceiptQueue(RECEIPTS)
@@ -124,9 +128,6 @@ class Lanes:
         waiting = len(self.ephemeral) + len(self.presence)
         if waiting:
             self._count_dropped("expired", waiting)
-
-    def _count_dropped(self, reason: str, count: int) -> None:
-        self._metrics.dropped_edus.labels(reason).inc(count)
 
     # --- Filling a transaction --------------------------------------------------------------------
 
@@ -210,3 +211,7 @@ class Lanes:
                 return mine, page[-1].stream_id
             queue.pay(page[-1].stream_id)
         return None
+
+
+def _count_dropped(metrics: Metrics, reason: str, count: int) -> None:
+    metrics.dropped_edus.labels(reason).inc(count)

@@ -22,6 +22,7 @@ from fedsender.sender.lanes import Lanes
 from fedsender.sender.queue import PduQueue
 from fedsender.sender.routing import Bad, Router
 from fedsender.sender.transaction import Draft, Outgoing, Transaction
+from fedsender.sender.window import Window
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore, Settlement
 from fedsender.store.records import DevicePoke, Receipt
@@ -54,14 +55,11 @@ class Outbox(Lanes):
         device_lists: Watermark,
         router: Router,
         metrics: Metrics,
-        pruned: dict[str, Pdu],
+        window: Window,
         queue_pdus: int,
         level: bool,
     ) -> None:
-        """`pruned`: event id -> the PDU to send in place of one that was redacted while queued.
-
-        `device_lists`: up to where rows of device lists may be read.
-        """
+        """`device_lists`: up to where rows of device lists may be read."""
         super().__init__(
             destination,
             origin=origin,
@@ -74,12 +72,11 @@ class Outbox(Lanes):
             owes=not level,
         )
         self.level = level
-        self.queue = PduQueue(queue_pdus)
+        self.queue = PduQueue(queue_pdus, window)
         self.lsso: int | None = None
         self.stored_lsso: int | None = None
         self._now_ms = now_ms
         self._router = router
-        self._pruned = pruned
         self._spilled_in_health = False
         self._offered = 0
         self._catch_up: CatchUp | None = None
@@ -128,7 +125,7 @@ class Outbox(Lanes):
         if not self.level:
             await self._fill_owed(draft, policy)
         if self.level:
-            self.queue.fill(draft, self._pruned)
+            self.queue.fill(draft)
         if page is not None:
             draft.receipts_upto = fill_page(draft, *page)
         self._drop_unwanted(policy.edus)

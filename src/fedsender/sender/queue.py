@@ -6,22 +6,27 @@ before; they leave when answered, or by age, and what left unsent is counted. No
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from fedsender.matrix import Pdu
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
+from fedsender.sender.window import Window
 
 
 class PduQueue:
     """Live PDUs for one server, in stream order, at most `limit` of them."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, window: Window) -> None:
         self._limit = limit
+        self._window = window
         self._pdus: deque[Pdu] = deque()
 
     def __len__(self) -> int:
         return len(self._pdus)
+
+    def __iter__(self) -> Iterator[Pdu]:
+        return iter(self._pdus)
 
     def add(self, pdu: Pdu) -> bool:
         """Queue the PDU; False if the queue is full, and then it does not hold it.
@@ -36,6 +41,7 @@ class PduQueue:
         if len(self._pdus) >= self._limit:
             return False
         self._pdus.append(pdu)
+        self._window.hold(pdu)
         return True
 
     @property
@@ -43,24 +49,24 @@ class PduQueue:
         """The PDU at the head."""
         return self._pdus[0] if self._pdus else None
 
-    def fill(self, draft: Draft, pruned: Mapping[str, Pdu]) -> None:
-        """Put as many PDUs from the head into the draft as it takes; they stay queued.
-
-        A PDU redacted since it was queued goes out as it stands in `pruned`.
-        """
+    def fill(self, draft: Draft) -> None:
+        """Put as many PDUs from the head into the draft as it takes; they stay queued."""
         for pdu in self._pdus:
-            if not draft.add_pdu(Outgoing(pruned.get(pdu.event_id, pdu), "live")):
+            if not draft.add_pdu(Outgoing(self._window.as_it_goes_out(pdu), "live")):
                 return
             draft.lsso = pdu.stream_ordering
 
     def settled(self, upto: int) -> None:
         """Everything up to this stream ordering was answered (or quarantined) and leaves."""
+        leaving = []
         while self._pdus and self._pdus[0].stream_ordering <= upto:
-            self._pdus.popleft()
+            leaving.append(self._pdus.popleft())
+        self._window.let_go(leaving)
 
     def clear(self) -> int:
         """Forget all; how many there were."""
         count = len(self._pdus)
+        self._window.let_go(self._pdus)
         self._pdus.clear()
         return count
 

@@ -26,6 +26,8 @@ from cachetools import TTLCache
 
 from fedsender.matrix import BadEvent, Pdu, make_pdu, prune, server_of
 
+FIRST_WAIT_S = 0.1
+"""For the servers of an event that are not known yet; then twice as long, and so on."""
 REMEMBERED_S = 300.0
 """Servers that catch up ask for the same events within minutes of each other. What has been
 remembered for longer would only fill memory, slowly, up to the bound."""
@@ -213,24 +215,27 @@ class Router:
     async def _servers_before(self, rows: Sequence[EventRow]) -> dict[str, object]:
         """The servers of each event; what is unknown is asked again a few times, then stays so."""
         found: dict[str, object] = {}
-        if not rows:
-            return found
         open_rows = list(rows)
-        retrying = tenacity.AsyncRetrying(
-            stop=tenacity.stop_after_attempt(4),
-            wait=tenacity.wait_exponential(0.1, max=1),
+
+        async def ask() -> None:
+            nonlocal open_rows
+            found.update(await self._homeserver.servers_before(open_rows))
+            open_rows = [row for row in open_rows if not isinstance(found[row.event_id], frozenset)]
+
+        if open_rows:
+            await ask()
+        if not open_rows:
+            return found
+        await trio.sleep(FIRST_WAIT_S)
+        async for attempt in tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(3),
+            wait=tenacity.wait_exponential(2 * FIRST_WAIT_S, max=1),
             retry=tenacity.retry_if_exception_type(_NotYet),
             sleep=trio.sleep,
             retry_error_callback=lambda _state: None,
-        )
-        async for attempt in retrying:
+        ):
             with attempt:
-                if not open_rows:
-                    return found
-                found.update(await self._homeserver.servers_before(open_rows))
-                open_rows = [
-                    row for row in open_rows if not isinstance(found[row.event_id], frozenset)
-                ]
+                await ask()
                 if open_rows:
                     raise _NotYet
         return found

@@ -6,7 +6,6 @@ takes over what the last daemon left, and drains at the end.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -22,13 +21,14 @@ from fedsender.sender.book import Book, Policies, Status
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
-from fedsender.sender.fan_out import FanOut
+from fedsender.sender.fan_out import FanOut, Had
 from fedsender.sender.keep_going import attempted, keep_going
 from fedsender.sender.repairs import Refusal, Repairs
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.sender.takeover import hand_over, take_over
 from fedsender.sender.transaction import TransactionIds
 from fedsender.sender.under_way import open_under_way
+from fedsender.sender.window import Window
 from fedsender.store import Store
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
@@ -53,6 +53,7 @@ class Sender:
         nursery: trio.Nursery,
         store: Store,
         blocked_rooms: dict[str, int],
+        had: Had | None,
     ) -> None:
         self.events = Watermark()
         self.edus = EduFlow(context, policies, self)
@@ -63,10 +64,10 @@ class Sender:
             quarantine=self._quarantine,
             blocked_rooms=blocked_rooms,
             chunk=context.sending.fan_out_chunk,
-            window_bytes=context.sending.window_bytes,
+            window=context.window,
+            had=had,
         )
-        # The window is the fan-out's, and every destination looks up in it what was redacted.
-        self.context = replace(context, pruned=self.fan_out.window.pruned)
+        self.context = context
         self.book = Book(self.context, policies, nursery, self.edus)
         self._policies = policies
         self._nursery = nursery
@@ -75,8 +76,6 @@ class Sender:
         self._sweep_now = trio.Event()
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
-        self._oldest_queued = 0
-        """No queue holds a PDU below this stream ordering."""
 
     @property
     def active(self) -> dict[str, Destination]:
@@ -107,20 +106,10 @@ class Sender:
 
     def spill_before(self, stream_ordering: int) -> None:
         """No queue may hold a PDU up to this stream ordering any longer."""
-        if stream_ordering < self._oldest_queued:
-            return
         for destination in self.active.values():
             oldest = destination.outbox.queue.oldest
             if oldest is not None and oldest.stream_ordering <= stream_ordering:
                 destination.spill()
-        # PDUs enter queues in stream order: the next look at all of them is far away.
-        self._oldest_queued = self.oldest_queued()
-
-    def oldest_queued(self) -> int:
-        """No queue holds a PDU below this stream ordering."""
-        queued = (destination.outbox.queue.oldest for destination in self.active.values())
-        following = self.fan_out.position + 1
-        return min((pdu.stream_ordering for pdu in queued if pdu is not None), default=following)
 
     def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None:
         """A chunk is done; for the metrics."""
@@ -288,8 +277,14 @@ class Sender:
                 # its floor would lie below all that goes out meanwhile.
                 await context.store.end_catch_up(server)
         others = set(await context.store.destinations_with_redeliveries()) | set(self.edus.debts)
+        backoffs = await context.homeserver.backoffs(self.book.told_of)
         self.book.open_with(
-            lagging, others, lambda server: -self._policies.policy_for(server).priority, doubt
+            lagging,
+            others,
+            lambda server: -self._policies.policy_for(server).priority,
+            doubt,
+            # Nobody says again that the columns were reset (W8).
+            alive={name for name, row in backoffs.items() if row and not row.retry_last_ts},
         )
 
     async def write_down(self) -> None:
@@ -318,11 +313,12 @@ async def open_sender(
     admission: Admission,
     announcer: Announcer,
     doubt: Callable[[str], int] = lambda server: 0,
+    had: Had | None = None,
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
     `doubt`: how much its last day speaks against a server; those with the least are brought back
-    first.
+    first. `had`: see `FanOut`.
 
     Draining takes at most `sending.drain_seconds`. A transaction that is then still unanswered is
     written down, to be repeated unchanged by the next daemon (I3); so it is if the body raises.
@@ -357,9 +353,9 @@ async def open_sender(
             metrics=metrics,
             ids=TransactionIds(boot),
             announcer=announcer,
-            pruned={},
+            window=Window(sending.window_bytes),
         )
-        async with _running(context, policies, store, frozen, doubt) as sender:
+        async with _running(context, policies, store, frozen, doubt, had) as sender:
             yield sender
         await sender.write_down()
         await hand_over(store, instance)
@@ -372,6 +368,7 @@ async def _running(
     store: Store,
     frozen: set[str],
     doubt: Callable[[str], int],
+    had: Had | None,
 ) -> AsyncIterator[Sender]:
     """The sender with its tasks; they have ended afterwards, whatever ended them."""
     states = await store.sender.all_server_states()
@@ -379,7 +376,7 @@ async def _running(
     sender: Sender | None = None
     try:
         async with trio.open_nursery() as nursery:
-            sender = Sender(context, policies, nursery, store, blocked)
+            sender = Sender(context, policies, nursery, store, blocked, had)
             sender.book.take_in(states, frozen)
             await sender.edus.load()
             # Before the fan-out moves: whoever is not behind at this position is level.

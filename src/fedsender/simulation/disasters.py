@@ -141,7 +141,9 @@ class Operator:
             assert life.daemon is not None
             for server in list(self.paused):
                 await life.daemon.sender.hold(server, paused=None, parked=None)
-                self.paused.remove(server)
+                # Asked twice at a time, the other one may have been first.
+                if server in self.paused:
+                    self.paused.remove(server)
 
         self.ask(do)
 

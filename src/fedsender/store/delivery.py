@@ -358,15 +358,12 @@ def changed_backoffs(connection: Connection, writer: str, after: int, upto: int)
     return sorted({name for (keys,) in rows for name in keys or ()})
 
 
-def last_cache_write(connection: Connection, instance: str) -> int | None:
-    """The newest id that the instance wrote to the `caches` stream."""
-    newest: int | None = connection.execute(
-        text(
-            "SELECT MAX(stream_id) FROM cache_invalidation_stream_by_instance"
-            " WHERE instance_name = :instance"
-        ),
-        {"instance": instance},
-    ).scalar()
+def last_cache_write(connection: Connection, instance: str | None) -> int | None:
+    """The newest id that the instance (None: anybody) wrote to the `caches` stream."""
+    query = "SELECT MAX(stream_id) FROM cache_invalidation_stream_by_instance"
+    if instance is not None:
+        query += " WHERE instance_name = :instance"
+    newest: int | None = connection.execute(text(query), {"instance": instance}).scalar()
     return newest
 
 

@@ -66,13 +66,18 @@ class HomeserverStore(EventStore):
         settings = self._settings
         return await self._database.write(
             lambda connection: positions.reconcile(
-                connection, settings.instance, settings.instances
+                connection, settings.instance, settings.instances, alone=self._embedded
             )
         )
 
-    async def sender_positions(self) -> dict[str, int]:
-        """Up to where each of those who send for this homeserver has fanned events out."""
-        return await self._database.read(positions.sender_positions)
+    async def senders(self) -> dict[str, Generation]:
+        """Where each of those who send for this homeserver stands; `ours` is that of a fedsender
+        that has not handed back."""
+        return await self._database.read(positions.senders)
+
+    async def hand_back(self) -> None:
+        """Say, to whoever comes after us, that we have no records of our own any more."""
+        await self._database.write(partial(positions.give_up, instance=self._settings.instance))
 
     async def generation(self) -> Generation:
         """Whether anybody else moved our position, and our mark in this database."""
@@ -177,7 +182,7 @@ class HomeserverStore(EventStore):
             found.update((item.destination, item) for item in page)
         owing_keys = await self._owing_keys()
         others = [name for name in owing_keys if name not in found]
-        rows = await self._database.read(partial(delivery.backoffs, names=others))
+        rows = await self.backoffs(others)
         for name, row in rows.items():
             found[name] = Lagging(name, None if row is None else row.lsso, 0, owes_keys=True)
         found.update((name, replace(found[name], owes_keys=True)) for name in owing_keys)
@@ -240,6 +245,10 @@ class HomeserverStore(EventStore):
         """The destination's row; None if it has none."""
         return await self._database.read_together(delivery.backoffs, destination)
 
+    async def backoffs(self, destinations: Sequence[str]) -> dict[str, Backoff | None]:
+        """The rows of these destinations; None for one that has none."""
+        return await self._database.read(partial(delivery.backoffs, names=destinations))
+
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
         """The servers whose backoff `writer` changed, by its rows of the `caches` stream with
         after < stream id <= upto. None where there is no such stream."""
@@ -249,18 +258,17 @@ class HomeserverStore(EventStore):
             lambda connection: delivery.changed_backoffs(connection, writer, after, upto)
         )
 
-    async def last_cache_write(self) -> int | None:
-        """The newest id that we wrote to the `caches` stream, if we ever did."""
+    async def last_cache_write(self, *, of_all: bool = False) -> int | None:
+        """The newest id in the `caches` stream that we wrote (or anybody), if we ever did."""
         if not self._tells_caches:
             return None
-        return await self._database.read(
-            lambda connection: delivery.last_cache_write(connection, self._settings.instance)
-        )
+        writer = None if of_all else self._settings.instance
+        return await self._database.read(partial(delivery.last_cache_write, instance=writer))
 
     async def changed_to_device(self, after: int, upto: int) -> list[str]:
         """The destinations of to-device rows with after < stream id <= upto."""
         return await self._database.read(
-            lambda connection: delivery.changed_to_device(connection, after, upto)
+            partial(delivery.changed_to_device, after=after, upto=upto)
         )
 
     async def to_device(

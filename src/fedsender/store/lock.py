@@ -54,6 +54,14 @@ class Lock(Protocol):
         somebody else says another one, and LockUnknown."""
         ...
 
+    async def say(self, words: str) -> None:
+        """Say this as long as we hold the instance's, for whoever asks; raises LockUnknown."""
+        ...
+
+    async def is_said(self, words: str) -> bool:
+        """Whether anybody says this now; raises LockUnknown."""
+        ...
+
     async def held(self) -> bool:
         """Whether what was taken is still ours."""
         ...
@@ -87,6 +95,15 @@ class FileLock:
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
         """A file is nobody's but one daemon's."""
         await trio.lowlevel.checkpoint()
+
+    async def say(self, words: str) -> None:
+        """To nobody."""
+        await trio.lowlevel.checkpoint()
+
+    async def is_said(self, words: str) -> bool:
+        """By nobody."""
+        await trio.lowlevel.checkpoint()
+        return False
 
     async def held(self) -> bool:
         await trio.lowlevel.checkpoint()
@@ -136,6 +153,7 @@ class AdvisoryLock:
         self._limiter = trio.CapacityLimiter(1)
         self._connection: Connection | None = None
         self._list: dict[str, int] | None = None
+        self._said: set[str] = set()
 
     async def take(self, instance: str) -> None:
         if not await self.held():
@@ -148,6 +166,16 @@ class AdvisoryLock:
         # Two numbers that everybody can see: of the homeserver, and of its list.
         said = {"of": _number(homeserver), "list": _number("\n".join(senders))}
         await self._outside.run_sync(lambda: self._agree(said), limiter=self._limiter)
+
+    async def say(self, words: str) -> None:
+        await self._outside.run_sync(lambda: self._say(words), limiter=self._limiter)
+
+    async def is_said(self, words: str) -> bool:
+        key = _key(words)
+        halves = {"high": key >> 32 & 0xFFFFFFFF, "low": key & 0xFFFFFFFF}
+        return await self._outside.run_sync(
+            lambda: self._ask(_IS_SAID, halves), limiter=self._limiter
+        )
 
     async def held(self) -> bool:
         return await self._outside.run_sync(self._held, limiter=self._limiter)
@@ -166,6 +194,12 @@ class AdvisoryLock:
         if self._list is not None:
             # Somebody may have started while nobody could see ours.
             self._agree(self._list)
+        for words in sorted(self._said):
+            self._say(words)
+
+    def _say(self, words: str) -> None:
+        self._try("pg_try_advisory_lock_shared", words)
+        self._said.add(words)
 
     def _agree(self, said: dict[str, int]) -> None:
         self._ask(_SAY_LIST, said)
@@ -193,9 +227,7 @@ class AdvisoryLock:
             raise LockUnknown(f"the lock cannot be taken: {error.orig}") from error
 
     def _try(self, function: str, name: str) -> bool:
-        digest = hashlib.sha256(f"fedsender {name}".encode()).digest()
-        key = int.from_bytes(digest[:8], "big", signed=True)
-        return self._ask(f"SELECT {function}(:key)", {"key": key})
+        return self._ask(f"SELECT {function}(:key)", {"key": _key(name)})
 
     def _ask(self, question: str, values: dict[str, int]) -> bool:
         if self._connection is None:
@@ -226,6 +258,11 @@ class AdvisoryLock:
             self._connection = None
 
 
+_IS_SAID = """
+SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted
+ AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+ AND classid::bigint = :high AND objid::bigint = :low)
+"""
 _SAY_LIST = "SELECT pg_try_advisory_lock_shared(:of, :list)"
 _TAKE_LIST_BACK = "SELECT pg_advisory_unlock_shared(:of, :list)"
 _OTHER_LISTS = """
@@ -233,6 +270,11 @@ SELECT EXISTS (SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 2
  AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
  AND classid::bigint = :of AND objid::bigint <> :list)
 """
+
+
+def _key(name: str) -> int:
+    digest = hashlib.sha256(f"fedsender {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def _number(name: str) -> int:
@@ -286,6 +328,15 @@ class InstanceLock:
         """With everybody who sends for this homeserver, on the list of senders: see `Lock`."""
         for lock in self._locks:
             await lock.agree(homeserver, senders)
+
+    async def say(self, words: str) -> None:
+        """Say this in each of them, as long as we hold them."""
+        for lock in self._locks:
+            await lock.say(words)
+
+    async def is_said(self, words: str) -> bool:
+        """Whether anybody says this in any of them."""
+        return any([await lock.is_said(words) for lock in self._locks])
 
     async def held(self) -> bool:
         """Whether every one is still ours."""

@@ -159,14 +159,19 @@ def _lower_receipt_position(connection: Connection, instance: str, holders: set[
     lowest = select(func.min(table.c.stream_id)).where(table.c.instance_name.in_(sorted(holders)))
     position = connection.execute(lowest).scalar()
     if position is not None:
-        # Who has no position yet would begin at the newest receipt.
-        row = {"instance_name": instance, "stream_id": position}
-        insert_rows(connection, table, [row])
-        connection.execute(
-            update(table)
-            .where(table.c.instance_name == instance, table.c.stream_id > position)
-            .values(stream_id=position)
-        )
+        _lower_positions(connection, [instance], position)
+
+
+def _lower_positions(connection: Connection, senders: Sequence[str], position: int) -> None:
+    table = sender_tables.receipt_positions
+    # Who has no position yet would begin at the newest receipt.
+    rows = [{"instance_name": sender, "stream_id": position} for sender in senders]
+    insert_rows(connection, table, rows)
+    connection.execute(
+        update(table)
+        .where(table.c.instance_name.in_(list(senders)), table.c.stream_id > position)
+        .values(stream_id=position)
+    )
 
 
 def last_list(connection: Connection) -> list[str]:
@@ -181,19 +186,36 @@ def follow_list(connection: Connection, senders: Sequence[str], *, shared: bool)
 
     If it is another list than before, each of those who share the database is given what is in
     quarantine for no server in particular: its servers may have been those of anybody who held it.
-    (What one of them has been sent already comes twice if it is released again.)
+    (What one of them has been sent already comes twice if it is released again.) And each goes on
+    with receipts from where the last of the old ones was.
     """
     table = sender_tables.sender_list
     if shared:
         # Two that start at once: the second must not give out again what was released since.
         connection.execute(text("LOCK TABLE sender_list IN SHARE ROW EXCLUSIVE MODE"))
-    if last_list(connection) == list(senders):
+    before = last_list(connection)
+    if before == list(senders):
         return
     if shared:
         _give_to_all(connection, senders)
+        _read_on_together(connection, before, senders)
     connection.execute(delete(table))
     rows = [{"instance_name": name, "place": place} for place, name in enumerate(senders)]
     insert_rows(connection, table, rows)
+
+
+def _read_on_together(
+    connection: Connection, before: Sequence[str], senders: Sequence[str]
+) -> None:
+    """Whoever starts late, too: what the others pass until then, they pass for their servers."""
+    table = sender_tables.receipt_positions
+    name = table.c.instance_name
+    lowest = connection.execute(
+        select(func.min(table.c.stream_id)).where(name.in_(list(before)))
+    ).scalar()
+    connection.execute(delete(table).where(name.not_in(list(senders))))
+    if lowest is not None:
+        _lower_positions(connection, senders, lowest)
 
 
 def _give_to_all(connection: Connection, senders: Sequence[str]) -> None:

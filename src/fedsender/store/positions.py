@@ -13,22 +13,28 @@ from sqlalchemy import Connection, delete, func, select, text, update
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
 from fedsender.store.records import Generation, History
-from fedsender.store.rows import upsert
+from fedsender.store.rows import insert_rows, replace_rows, upsert
 
 positions = tables.federation_stream_position
 
 SHARED = ("events", "federation")
+NEVER_ACKED = -1
+"""What Synapse has in a row of type `federation` that nobody has written yet."""
 # Synapse database schemas that this was tested with.
 OLDEST_SCHEMA = 84
 NEWEST_SCHEMA = 94
 
 
-def reconcile(connection: Connection, instance: str, instances: Collection[str]) -> int:
+def reconcile(
+    connection: Connection, instance: str, instances: Collection[str], *, alone: bool
+) -> int:
     """Make the table fit the configured senders, as Synapse's do at start; our events position.
 
     If its instance names are not the configured ones, ours start at the smallest position of each
     type and rows of others that are no longer configured go: some events may be sent twice, none is
-    left out.
+    left out. Whoever is configured and has no row yet is given one there, or he would begin where
+    we are when he starts, and what we pass until then would be left out for his servers; unless we
+    are `alone` in this database.
     """
     rows = connection.execute(select(positions).where(positions.c.type.in_(SHARED))).all()
     smallest: dict[str, int] = {}
@@ -44,6 +50,14 @@ def reconcile(connection: Connection, instance: str, instances: Collection[str])
         )
         for kind, stream_id in sorted(smallest.items()):
             set_position(connection, kind, instance, stream_id)
+        others = set() if alone else set(instances) - {instance}
+        new = sorted(others - {row.instance_name for row in rows})
+        rows_of_new = [
+            {"type": kind, "instance_name": name, "stream_id": stream_id}
+            for name in new
+            for kind, stream_id in (("events", smallest["events"]), ("federation", NEVER_ACKED))
+        ]
+        insert_rows(connection, positions, rows_of_new)
     return read_position(connection, "events", instance)
 
 
@@ -56,25 +70,28 @@ def read_position(connection: Connection, kind: str, instance: str) -> int:
     return -1 if found is None else found
 
 
-def sender_positions(connection: Connection) -> dict[str, int]:
-    """The stored events positions, by sender."""
-    query = select(positions.c.instance_name, positions.c.stream_id).where(
-        positions.c.type == "events"
-    )
-    return {row.instance_name: row.stream_id for row in connection.execute(query)}
+def senders(connection: Connection) -> dict[str, Generation]:
+    """Where each of those who send for this homeserver stands, and whether by us."""
+    rows = connection.execute(select(positions).where(positions.c.type.in_(SHARED))).all()
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        found.setdefault(row.instance_name, {})[row.type] = row.stream_id
+    return {
+        name: Generation(each["events"], each.get("federation"), None)
+        for name, each in found.items()
+        if "events" in each
+    }
 
 
 def set_position(connection: Connection, kind: str, instance: str, stream_id: int) -> None:
     """Store a position, whatever it was."""
-    statement = upsert(connection, positions).values(
-        type=kind, instance_name=instance, stream_id=stream_id
-    )
-    connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=["type", "instance_name"],
-            set_={"stream_id": statement.excluded.stream_id},
-        )
-    )
+    row = {"type": kind, "instance_name": instance, "stream_id": stream_id}
+    replace_rows(connection, positions, ("type", "instance_name"), [row])
+
+
+def give_up(connection: Connection, instance: str) -> None:
+    """A fedsender does not send under this name any more, and has left nothing."""
+    set_position(connection, "federation", instance, NEVER_ACKED)
 
 
 def advance_events(connection: Connection, instance: str, position: int) -> None:
@@ -110,14 +127,8 @@ def generation(connection: Connection, instance: str, *, marked: bool) -> Genera
 
 def set_mark(connection: Connection, instance: str, mark: str) -> None:
     """Store our mark."""
-    statement = upsert(connection, tables.generation_marks).values(
-        instance_name=instance, mark=mark
-    )
-    connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=["instance_name"], set_={"mark": statement.excluded.mark}
-        )
-    )
+    row = {"instance_name": instance, "mark": mark}
+    replace_rows(connection, tables.generation_marks, ("instance_name",), [row])
 
 
 # --- the homeserver's writers ---------------------------------------------------------------------

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, delete, or_, select
 from fedsender.store import sender_tables as tables
 from fedsender.store.engine import Database
 from fedsender.store.event_rows import in_chunks
-from fedsender.store.rows import upsert
+from fedsender.store.rows import replace_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +57,13 @@ class ReceiptBook:
             for chunk in in_chunks(sorted(paid)):
                 table = tables.receipt_debts
                 connection.execute(delete(table).where(table.c.destination.in_(chunk)))
-            for name, after in sorted(debts.items()):
-                statement = upsert(connection, tables.receipt_debts).values(
-                    destination=name, stream_id=after, instance_name=instance
-                )
-                changed = {
-                    "stream_id": statement.excluded.stream_id,
-                    "instance_name": statement.excluded.instance_name,
-                }
-                connection.execute(
-                    statement.on_conflict_do_update(index_elements=["destination"], set_=changed)
-                )
-            statement = upsert(connection, tables.receipt_positions).values(
-                instance_name=instance, stream_id=position
-            )
-            changed = {"stream_id": statement.excluded.stream_id}
-            connection.execute(
-                statement.on_conflict_do_update(index_elements=["instance_name"], set_=changed)
-            )
+            owed = [
+                {"destination": name, "stream_id": after, "instance_name": instance}
+                for name, after in sorted(debts.items())
+            ]
+            if owed:
+                replace_rows(connection, tables.receipt_debts, ("destination",), owed)
+            row = {"instance_name": instance, "stream_id": position}
+            replace_rows(connection, tables.receipt_positions, ("instance_name",), [row])
 
         await self._database.write(write)

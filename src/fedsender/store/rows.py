@@ -16,11 +16,33 @@ Insert: TypeAlias = "postgresql.Insert | sqlite.Insert"
 
 def upsert(connection: Connection, table: Table) -> Insert:
     """An INSERT that can be given `on_conflict_do_...`, in the connection's dialect."""
-    if connection.dialect.name == "sqlite":
+    return _insert(connection.dialect.name, table)
+
+
+def _insert(dialect: str, table: Table) -> Insert:
+    if dialect == "sqlite":
         return sqlite.insert(table)
     from sqlalchemy.dialects import postgresql  # 3 MB that SQLite has no use for
 
     return postgresql.insert(table)
+
+
+def replace_rows(
+    connection: Connection, table: Table, key: tuple[str, ...], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write rows, all with the same columns, each in place of what has its key."""
+    connection.execute(_replacing(connection.dialect.name, table, key, tuple(rows[0])), rows)
+
+
+@cache
+def _replacing(
+    dialect: str, table: Table, key: tuple[str, ...], columns: tuple[str, ...]
+) -> Insert:
+    # Made once: to make it costs as much as to run it, and leaves hundreds of objects that know
+    # each other.
+    statement = _insert(dialect, table)
+    changed = {name: statement.excluded[name] for name in columns if name not in key}
+    return statement.on_conflict_do_update(index_elements=key, set_=changed)
 
 
 def having_rows(connection: Connection, key: Column[Any], names: Iterable[str]) -> set[str]:
@@ -77,7 +99,6 @@ def insert_rows(
 
 @cache
 def _sqlite_insert(table: Table, raising: str | None, replacing: str | None) -> Insert:
-    # Made once: to make it costs as much as to run it.
     return _on_conflict(sqlite.insert(table), table, raising, replacing)
 
 

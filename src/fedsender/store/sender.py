@@ -3,9 +3,9 @@
 Every write is group-committed; every method is one hop into a worker thread.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import trio
@@ -35,7 +35,7 @@ from fedsender.store.records import (
     Redelivery,
     StoredGeneration,
 )
-from fedsender.store.rows import upsert
+from fedsender.store.rows import replace_rows
 from fedsender.store.withheld import MAX_REASON, WithheldStore
 
 __all__ = [
@@ -50,6 +50,8 @@ __all__ = [
 ]
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 
 class SenderStore(WithheldStore):
@@ -81,7 +83,7 @@ class SenderStore(WithheldStore):
         """Store the record in place of any other of its destination."""
         values = {item.name: getattr(record, item.name) for item in fields(record)}
         values |= {"instance_name": self._instance, "taken_from": None}
-        await self._write_row(tables.frozen_transactions, ["destination"], values)
+        await self._write_row(tables.frozen_transactions, ("destination",), values)
 
     async def drop_frozen(self, destination: str) -> None:
         """The transaction was answered, or is replaced by what was isolated from it."""
@@ -143,7 +145,7 @@ class SenderStore(WithheldStore):
             }
             for _, state in sorted(newest.items())
         ]
-        _replace(connection, tables.server_states, ["destination"], rows)
+        replace_rows(connection, tables.server_states, ("destination",), rows)
 
     # --- catch-up ---------------------------------------------------------------------------------
 
@@ -198,6 +200,10 @@ class SenderStore(WithheldStore):
         """
         return await self._database.read(lambda connection: foreign_records(connection, owner_of))
 
+    async def has_been_here(self, instance: str) -> bool:
+        """Whether this sender has ever run on this database."""
+        return await self.lock_holder(instance) is not None
+
     async def last_list(self) -> list[str]:
         """The senders by whose list this database was last used, in order; []: not known."""
         return await self._database.read(last_list)
@@ -232,7 +238,7 @@ class SenderStore(WithheldStore):
         """Store how we leave the homeserver's database."""
         await self._write_row(
             tables.generation,
-            ["instance_name"],
+            ("instance_name",),
             {"instance_name": instance, "events_position": events_position, "mark": mark},
         )
 
@@ -261,7 +267,7 @@ class SenderStore(WithheldStore):
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
         await self._write_row(
             tables.instance_lock,
-            ["instance_name"],
+            ("instance_name",),
             {"instance_name": instance, "holder": boot_id, "seen_ms": self._now_ms()},
         )
 
@@ -281,15 +287,29 @@ class SenderStore(WithheldStore):
     async def agree_on_senders(self, homeserver: str, senders: Sequence[str]) -> None:
         """Say by which list we send while we hold the lock; raises SendersDiffer if another
         daemon runs that says another one. Only PostgreSQL can tell.
-
-        Waits for a database that is away; as the lock is lost with it, it is taken again.
         """
+        await self._with_lock(lambda: self._lock.agree(homeserver, senders))
+
+    async def say_nothing_left(self, homeserver: str, senders: Sequence[str]) -> None:
+        """Say, while we hold the lock, that by this list we have no records of others' servers."""
+        words = _nothing_left(homeserver, self._instance, senders)
+        await self._with_lock(lambda: self._lock.say(words))
+
+    async def has_nothing_left(
+        self, instance: str, homeserver: str, senders: Sequence[str]
+    ) -> bool:
+        """Whether another daemon that runs says so. Only PostgreSQL can tell."""
+        words = _nothing_left(homeserver, instance, senders)
+        return await self._with_lock(lambda: self._lock.is_said(words))
+
+    async def _with_lock(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Waits for a database that is away; as the lock is lost with it, it is taken again."""
         pause = FIRST_PAUSE_S
         while True:
             try:
-                return await self._lock.agree(homeserver, senders)
+                return await ask()
             except LockUnknown as error:
-                log.warning("nobody can be asked for the list of senders", error=str(error))
+                log.warning("what other senders say cannot be asked", error=str(error))
             await trio.sleep(pause)
             pause = min(LAST_PAUSE_S, 2 * pause)
             await self.take_lock(*self._held_as)
@@ -333,20 +353,20 @@ class SenderStore(WithheldStore):
     async def _execute(self, statement: Executable) -> None:
         await self._database.write(lambda connection: _execute(connection, statement))
 
-    async def _write_row(self, table: Table, key: list[str], values: Mapping[str, Any]) -> None:
-        await self._database.write(lambda connection: _replace(connection, table, key, [values]))
+    async def _write_row(
+        self, table: Table, key: tuple[str, ...], values: Mapping[str, Any]
+    ) -> None:
+        await self._database.write(
+            lambda connection: replace_rows(connection, table, key, [values])
+        )
+
+
+def _nothing_left(homeserver: str, instance: str, senders: Sequence[str]) -> str:
+    return f"of {homeserver}, by {','.join(senders)}: nothing left at {instance}"
 
 
 def _execute(connection: Connection, statement: Executable) -> None:
     connection.execute(statement)
-
-
-def _replace(
-    connection: Connection, table: Table, key: list[str], rows: Sequence[Mapping[str, Any]]
-) -> None:
-    statement = upsert(connection, table)
-    changed = {name: statement.excluded[name] for name in rows[0] if name not in key}
-    connection.execute(statement.on_conflict_do_update(index_elements=key, set_=changed), rows)
 
 
 def _record(table: Table) -> Select[Any]:

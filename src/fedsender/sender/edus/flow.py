@@ -168,7 +168,7 @@ class EduFlow:
                 for receipt in page:
                     wanted = servers[receipt.room_id]
                     first = at_once(wanted, events.get(receipt.event_id), now_ms)
-                    self._put_receipt(receipt, sorted(first))
+                    self._put_now(receipt, sorted(first))
                     self._put_off(receipt, sorted(wanted - first))
                 self._seen = page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
                 self._unsaved.set()
@@ -192,15 +192,6 @@ class EduFlow:
         rows = await self._context.homeserver.events_by_id(sorted(wanted))
         return {name: ReadEvent(row.sender, row.received_ts) for name, row in rows.items()}
 
-    def _put_receipt(self, receipt: Receipt, servers: Iterable[str]) -> None:
-        for server in servers:
-            destination = self._book.reach(server)
-            if destination is not None:
-                destination.put_receipt(receipt)
-            else:
-                owed = receipt.stream_id - 1
-                self.debts[server] = min(owed, self.debts.get(server, owed))
-
     # --- In turn ----------------------------------------------------------------------------------
 
     def _put_off(self, item: Receipt | PresenceState, servers: Iterable[str]) -> None:
@@ -208,7 +199,7 @@ class EduFlow:
         key = _key_of(item)
         for server in servers:
             if self._trickling >= MAX_TRICKLING:
-                self._put(item, server)
+                self._put_now(item, [server])
                 continue
             waiting = self._later.setdefault(server, {})
             self._trickling += key not in waiting
@@ -227,11 +218,27 @@ class EduFlow:
             pace = 1 / self._context.sending.trickle_per_second
             await trio.sleep(min(pace, LONGEST_TRICKLE_S / (len(self._later) + 1)))
 
+    def _put_now(self, item: Receipt | PresenceState, servers: Iterable[str]) -> None:
+        """Let these servers have it before others; an older one must not come after it."""
+        key = _key_of(item)
+        for server in servers:
+            waiting = self._later.get(server, {})
+            if waiting.pop(key, None) is not None:
+                self._trickling -= 1
+                if not waiting:
+                    del self._later[server]
+            self._put(item, server)
+
     def _put(self, item: Receipt | PresenceState, server: str) -> None:
-        if isinstance(item, Receipt):
-            self._put_receipt(item, [server])
-        elif (destination := self._book.reach(server)) is not None:
-            destination.put_presence(item)
+        destination = self._book.reach(server)
+        if isinstance(item, PresenceState):
+            if destination is not None:
+                destination.put_presence(item)
+        elif destination is not None:
+            destination.put_receipt(item)
+        else:
+            owed = item.stream_id - 1
+            self.debts[server] = min(owed, self.debts.get(server, owed))
 
     # --- Typing -----------------------------------------------------------------------------------
 
