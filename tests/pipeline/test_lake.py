@@ -1,6 +1,7 @@
 """The lake: what a commit shows, what a crash leaves, and what is said of a damaged one."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -150,8 +151,32 @@ def test_a_lake_half_deleted_is_an_error_and_not_a_smaller_answer(tmp_path: Path
     with pytest.raises(PipelineError, match=rf"{file}: has \d+ bytes in place of"):
         lake.files(DESTINATIONS)
     file.unlink()
-    with pytest.raises(PipelineError, match=rf"{file}: No such file .* the lake is damaged"):
+    gone = rf"{file}: No such file .* the lake is damaged"
+    with pytest.raises(PipelineError, match=gone):
         lake.read(DESTINATIONS)
+    before = (tmp_path / MANIFEST).read_text()
+    for left in (file, file.parent):
+        # Nor is anything built on what is left of it, whichever table that is for.
+        with pytest.raises(PipelineError, match=gone), lake.commit() as commit:
+            commit.append(EVENTS, event(1))
+        shutil.rmtree(left, ignore_errors=True)
+    assert (tmp_path / MANIFEST).read_text() == before
+
+
+def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: Path) -> None:
+    """But where the first commit of all was killed, there is none either."""
+    lake = open_lake(tmp_path, US, create=True)
+    replace_with(lake, "a")
+    manifest = (tmp_path / MANIFEST).read_text()
+    (tmp_path / MANIFEST).unlink()
+    open_lake(tmp_path, US, create=True)
+    (tmp_path / MANIFEST).write_text(manifest)
+    replace_with(lake, "b")
+    (tmp_path / MANIFEST).unlink()
+    files = parquet(tmp_path)
+    with pytest.raises(Usage, match=rf"{MANIFEST}: is gone, .* the lake is damaged; restore it"):
+        open_lake(tmp_path, US, create=True)
+    assert parquet(tmp_path) == files
 
 
 @pytest.mark.parametrize(
@@ -178,8 +203,9 @@ def test_wrong_paths_are_named(tmp_path: Path) -> None:
     (tmp_path / "diary.txt").write_text("dear diary")
     with pytest.raises(Usage, match=r"is no lake: it has diary\.txt"):
         open_lake(tmp_path, US, create=True)
-    with pytest.raises(PipelineError, match="Not a directory"):
-        open_lake(tmp_path / "diary.txt" / "lake", US, create=True)
+    for path in (tmp_path / "diary.txt", tmp_path / "diary.txt" / "lake"):
+        with pytest.raises(Usage, match=rf"^pipeline.lake: {path}: is not a directory$"):
+            open_lake(path, US, create=True)
 
 
 def test_a_lake_belongs_to_one_homeserver(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A relay's log and snapshots as a source: what its senders are told, read beside it."""
 
+import json
 import os
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,14 +24,18 @@ from fedsender.pipeline.progress import showing
 from fedsender.relay import compaction
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.log import Log, LogSettings, open_log
+from fedsender.relay.recovery import read_epoch
+from fedsender.relay.snapshot import SnapshotInfo
 from fedsender.replication.commands import Json
 from fedsender.replication.relay_rows import parse_record
-from fedsender.store import embedded, positions
+from fedsender.store import embedded, positions, relay_load, tables
+from fedsender.store.event_rows import membership_in
 from fedsender.store.migrations import upgrade
 from fedsender.store.records import History
 
 INSTANCE = "sender-1"
 MS = 1_800_000_000_000
+ROOM = f"!a:{US}"
 Records = Sequence[Sequence[Json]]
 Found = dict[str, list[dict[str, Any]]]
 
@@ -114,11 +120,15 @@ def sender_store(directory: Path, records: Records) -> str:
     return url
 
 
-def fan_out(url: str, upto: int, base: int = 0) -> None:
+def fan_out(url: str, upto: int, base: int = 0, epoch: str | None = None) -> None:
+    """The sender has fanned out up to there; it follows the relay that is there now."""
+    relay = Path(url.removeprefix("sqlite:///")).parent / "relay"
+    found = read_epoch(relay, RealDisk()) if relay.exists() else None
+    name = epoch or ("0" * 16 if found is None else found.name)
     engine = sa.create_engine(url)
     with engine.begin() as connection:
         positions.set_position(connection, "events", INSTANCE, upto)
-        positions.set_feed_history(connection, History("0" * 16, base))
+        positions.set_feed_history(connection, History(name, base))
     engine.dispose()
 
 
@@ -127,7 +137,7 @@ def read(lake: Lake, url: str, config: Config) -> Ingested:
     with (
         showing(quiet=True) as steps,
         open_source(url, "homeserver") as main,
-        ingest._rooms(lake, main, config, steps) as rooms,
+        ingest._rooms(lake, main, config, steps, told) as rooms,
     ):
         ingest.read_homeserver(lake, rooms, config, steps, told)
     return told
@@ -162,7 +172,7 @@ async def test_what_the_relay_told_is_what_a_sender_that_lost_nothing_has(
     whole = open_lake(tmp_path / "whole", US, create=True)
     assert read(whole, url, config_of(tmp_path, relay=False)).events == events
     found, expected = contents(lake), contents(whole)
-    assert found["events"] == expected["events"]
+    assert told(found) == told(expected)
     assert stays(found) == stays(expected)
     assert len(stays(found)) > 10
 
@@ -174,42 +184,228 @@ async def test_what_a_sender_lost_is_in_the_relay(tmp_path: Path) -> None:
         for n in range(3)
     ]
     url = sender_store(tmp_path, [*records[:1], [["hosts", ["!r", [], []]]], *records[2:]])
-    fan_out(url, 3)
     lake = open_lake(tmp_path / "lake", US, create=True)
     async with relay_of(tmp_path, records):
+        fan_out(url, 3)
         assert read(lake, url, config_of(tmp_path, relay=True)).events == 3
 
 
-async def test_a_log_that_begins_late_is_joined_by_a_snapshot(tmp_path: Path) -> None:
-    """Servers are where they are, and each room's newest event is there; so for a lake that was
-    begun before, whose position the log does not reach back to any more, as for a new one."""
+async def test_what_the_relay_let_go_the_sender_tells(tmp_path: Path) -> None:
+    """Each event of it and who was there then, and it is counted; so for a lake that was begun
+    before, whose position the log does not reach back to any more, as for a new one. The newest of
+    each room is in the relay's snapshot, whatever the sender has."""
     records = random_records(Random(6), 120)
     url = sender_store(tmp_path, records)
     config = config_of(tmp_path, relay=True)
     whole = open_lake(tmp_path / "whole", US, create=True)
     fan_out(url, 120)
     read(whole, url, config_of(tmp_path, relay=False))
+    expected = contents(whole)
     older = open_lake(tmp_path / "older", US, create=True)
     async with relay_of(tmp_path, records) as log:
         fan_out(url, 20)
         read(older, url, config)
         await log.seal()
         token = log.segments[-2].last
-        compaction.compact(
-            RealDisk(), tmp_path / "relay" / "snap", None, log.records(0, token),
-            token=token, epoch=log.epoch, now_ms=MS, edu_floor=0, server_name=US,
-        )  # fmt: skip
+        snapshot(tmp_path, log, token)
         await log.drop_through(log.segments[-4].last)
         assert log.first > 60
         fan_out(url, token - 1)
-        with pytest.raises(PipelineError, match=r"begins at \d+, and the sender has read up to"):
-            read(older, url, config)
+        assert read(older, url, config).from_sender == events_in(expected, 20, token - 1)
         fan_out(url, 120)
-        for lake in (older, open_lake(tmp_path / "new", US, create=True)):
+        assert read(older, url, config).from_sender == 0
+        assert told(contents(older)) == told(expected)
+        lost = max(each["stream_ordering"] for each in newest_of(expected, token))
+        forget(url, lost)
+        new = open_lake(tmp_path / "new", US, create=True)
+        assert read(new, url, config).from_sender == events_in(expected, 0, token) - 1
+        assert told(contents(new)) == told(expected)
+        assert stays(contents(new)) == stays(expected)
+
+
+async def test_rooms_from_before_the_log_are_known(tmp_path: Path) -> None:
+    """The log begins at 1 and is whole, and still does not say who was in the rooms before; so too
+    where another relay took its place, and the lake had come just there."""
+    first, second = (
+        [["pdu", [ROOM, event_id, {"type": "t", "sender": f"@me:{US}"}, {"room_version": "11"}]]]
+        for event_id in ("$1", "$2")
+    )
+    url = sender_store(tmp_path, [first])
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    config = config_of(tmp_path, relay=True)
+    async with relay_of(tmp_path, [first]) as log:
+        import_base(tmp_path, log, SERVERS[1])
+        fan_out(url, 1)
+        read(lake, url, config)
+    assert stays(contents(lake)) == {(ROOM, SERVERS[1], 0): None}
+    (tmp_path / "relay").rename(tmp_path / "first")
+    follow(url, [second], 0, base=1)
+    async with relay_of(tmp_path, [second], seed=1) as log:
+        import_base(tmp_path, log, SERVERS[2])
+        for upto in (1, 2):
+            fan_out(url, upto, base=1)
             read(lake, url, config)
-            found, expected = contents(lake), contents(whole)
-            assert heads(found) == heads(expected)
-            assert present(found) == present(expected)
+    assert stays(contents(lake)) == {(ROOM, SERVERS[1], 0): 1, (ROOM, SERVERS[2], 1): None}
+
+
+@pytest.mark.parametrize(("late", "begun"), [(False, True), (True, False), (True, True)])
+async def test_another_history_goes_on_where_the_first_ended(
+    tmp_path: Path, late: bool, begun: bool
+) -> None:
+    """The relay was replaced: its tokens begin anew, and the sender counts on from what it had.
+    What was before is the sender's to say; of what is told again, nothing is there twice. Where the
+    log is whole, each event is known for which the sender has a snapshot's alone."""
+    before = random_records(Random(8), 60)
+    again: list[Json] = [["hosts", [f"!z:{US}", ["again.example"], []]]]
+    before[20] = again
+    anew = json.loads(json.dumps(random_records(Random(9), 80)).replace("$e", "$f"))
+    alone = {"type": "t", "sender": f"@me:{US}"}
+    anew[5] = [["pdu", [f"!z:{US}", "$alone", alone, {"room_version": "11"}]]]
+    anew[6], anew[7] = again, [["pdu", [f"!z:{US}", "$both", alone, {"room_version": "11"}]]]
+    records = [*before[:20], *anew]
+    url = sender_store(tmp_path, before)
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    config = config_of(tmp_path, relay=True)
+    async with relay_of(tmp_path, before):
+        if begun:
+            fan_out(url, 40)
+            read(lake, url, config)
+    (tmp_path / "relay").rename(tmp_path / "first")
+    async with relay_of(tmp_path, records, seed=1) as log:
+        # It follows the new one, and has not fanned out what the first one said.
+        fan_out(url, 50, epoch="f" * 16)
+        with pytest.raises(PipelineError, match=r"its history is .* the sender follows .* come to"):
+            read(lake, url, config)
+        fan_out(url, 50, base=60)
+        read(lake, url, config)
+        assert lake.position("events") == 50
+        await log.seal()
+        token = log.segments[-3].last
+        take_snapshot(url, snapshot(tmp_path, log, token), History(log.epoch, 60))
+        follow(url, records, token, base=60)
+        if late:
+            await log.drop_through(log.segments[-4].last)
+            assert log.first > 40
+        fan_out(url, len(records) + 60, base=60)
+        read(lake, url, config)
+        assert read(lake, url, config).events == 0
+    whole = open_lake(tmp_path / "whole", US, create=True)
+    read(whole, url, config_of(tmp_path, relay=False))
+    found, expected = contents(lake), contents(whole)
+    ids = [each["event_id"] for each in found["events"]]
+    assert len(set(ids)) == len(ids)
+    assert heads(found) == heads(expected)
+    assert present(found) == present(expected)
+    if late:
+        assert told(found) == told(expected)
+    else:
+        assert set(ids) > {each["event_id"] for each in expected["events"]}
+        servers = {each[1]: each[-1] for each in told(found)}
+        assert (servers["$alone"], servers["$both"]) == (frozenset(), {"again.example"})
+    fan_out(url, 60, base=0)
+    with pytest.raises(PipelineError, match=r"other ones up to \d+: the sender's database is"):
+        read(lake, url, config)
+
+
+async def test_what_the_lake_has_is_not_kept_twice(tmp_path: Path) -> None:
+    """But invitations and knocks; a lake that is begun anew gets all of it again."""
+    records = random_records(Random(5), 120)
+    url = sender_store(tmp_path, records)
+    config = config_of(tmp_path, relay=True)
+    async with relay_of(tmp_path, records):
+        fan_out(url, 120)
+        lake = open_lake(tmp_path / "lake", US, create=True)
+        events = read(lake, url, config).events
+        store = tmp_path / "lake" / "relay" / relay_source.STORE
+        assert store.stat().st_mode & 0o777 == 0o600
+        engine = sa.create_engine(f"sqlite:///{store}")
+        with engine.begin() as connection:
+            texts = connection.execute(sa.select(tables.event_json.c.json)).scalars().all()
+            left = connection.execute(sa.select(tables.room_servers.c.left)).scalars().all()
+            number = connection.execute(sa.select(sa.func.count()).select_from(tables.events))
+            assert number.scalar() == len(texts)
+        engine.dispose()
+        assert 0 < len(texts) < events / 3
+        assert {membership_in(text) for text in texts} == {"invite", "knock"}
+        assert {each for each in left if each is not None} <= {120}
+        found = contents(lake)
+        for path in (tmp_path / "lake").iterdir():
+            if path.name != "relay":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        lake = open_lake(tmp_path / "lake", US, create=True)
+        assert read(lake, url, config).events == events
+        assert told(contents(lake)) == told(found)
+
+
+def import_base(directory: Path, log: Log, server: str) -> None:
+    """The server was in the room before the log began."""
+    root = directory / "relay" / "snap"
+    rooms = [(ROOM, [server])]
+    compaction.import_base(RealDisk(), root, rooms=rooms, epoch=log.epoch, now_ms=MS)
+
+
+def snapshot(directory: Path, log: Log, token: int) -> SnapshotInfo:
+    return compaction.compact(
+        RealDisk(), directory / "relay" / "snap", None, log.records(0, token),
+        token=token, epoch=log.epoch, now_ms=MS, edu_floor=0, server_name=US,
+    )  # fmt: skip
+
+
+def take_snapshot(url: str, info: SnapshotInfo, history: History) -> None:
+    """The sender does."""
+    engine = sa.create_engine(url)
+    taken = relay_source._Snapshot(info, history, RealDisk())
+    with engine.begin() as connection:
+        relay_load.load(connection, INSTANCE, taken, lambda _: True, MS)
+    engine.dispose()
+
+
+def follow(url: str, records: Records, after: int, base: int) -> None:
+    """The sender takes the records behind a token."""
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        for token, rows in list(enumerate(records, 1))[after:]:
+            facts = [(token + base, parse_record(token, rows, lambda _: True))]
+            embedded.apply_tokens(connection, INSTANCE, facts, MS)
+    engine.dispose()
+
+
+def forget(url: str, ordering: int) -> None:
+    """The sender loses an event."""
+    engine = sa.create_engine(url)
+    with engine.begin() as connection:
+        table = tables.events
+        connection.execute(sa.delete(table).where(table.c.stream_ordering == ordering))
+    engine.dispose()
+
+
+def events_in(found: Found, after: int, upto: int) -> int:
+    return sum(after < each["stream_ordering"] <= upto for each in found["events"])
+
+
+def newest_of(found: Found, upto: int) -> list[dict[str, Any]]:
+    """The newest event of ours of each room, up to there."""
+    mine = [each for each in found["events"] if each["ours"] and each["stream_ordering"] <= upto]
+    return list({each["room_id"]: each for each in mine}.values())
+
+
+def told(found: Found) -> set[tuple[Any, ...]]:
+    """Each event, what matters of it, and the servers in its room then."""
+    there = stays(found).items()
+    return {
+        (
+            *(each[name] for name in ("stream_ordering", "event_id", "room_id", "ours", "bad")),
+            *(tuple(each[name] or ()) for name in ("plus", "minus")),
+            each["auth_membership"] in ("invite", "knock") and each["auth_membership"],
+            frozenset(
+                server
+                for (room_id, server, joined), left in there
+                if room_id == each["room_id"] and joined < each["stream_ordering"]
+                if left is None or each["stream_ordering"] <= left
+            ),
+        )
+        for each in found["events"]
+    }
 
 
 def heads(found: Found) -> dict[str, int]:
@@ -244,22 +440,21 @@ async def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(PipelineError, match=r"pipeline.relay: .*/relay: is no relay's directory"):
         read(lake, url, config)
     async with relay_of(tmp_path, records[:20]):
+        fan_out(url, 30)
         with pytest.raises(PipelineError, match="ends at token 20, and the sender has read up to"):
             read(lake, url, config)
         fan_out(url, 10)
         read(lake, url, config)
-        fan_out(url, 20, base=5)
-        with pytest.raises(PipelineError, match="are not the relay's tokens since"):
-            read(lake, url, config)
     (tmp_path / "relay").rename(tmp_path / "other")
-    fan_out(url, 20)
     async with relay_of(tmp_path, records[:20], seed=1) as log:
+        fan_out(url, 20)
         with pytest.raises(
             PipelineError, match=r"its history is .*, and the lake's is .* new lake"
         ):
             read(lake, url, config)
         (tmp_path / "relay").rename(tmp_path / "third")
         (tmp_path / "other").rename(tmp_path / "relay")
+        fan_out(url, 20)
         segment = sorted((tmp_path / "relay" / "log").iterdir())[-1]
         content = bytearray(segment.read_bytes())
         content[-300] ^= 1

@@ -122,6 +122,16 @@ def test_a_server_with_a_nasty_name_stays_text() -> None:
     text = page(figures, figures)
     assert Page(text).tags.count("script") == 1
     assert "alert(1)" in text
+    # Where a phone has no room for columns, each cell says which it is of.
+    for table in re.findall(r'<table class="stacked">.*?</table>', text):
+        (head,) = re.findall(r"<thead>(.*?)</thead>", table)
+        columns = re.findall(r"<th[^>]*>(.*?)</th>", head)
+        assert len(columns) > 3
+        for row in re.findall(r"<tr>(?:<td).*?</tr>", table):
+            assert re.findall(r'<td[^>]* data-name="(.*?)"', row) == columns
+    assert [
+        len(re.findall("<th[ >]", each)) for each in re.findall("<table>.*?</table>", text)
+    ] == [3]
 
 
 def test_a_report_of_nothing(spark: "SparkSession", tmp_path: Path) -> None:

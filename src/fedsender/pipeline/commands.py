@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -88,6 +89,11 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
             f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
             f" from {told.segments} segments, {told.rejects} lines rejected"
         )
+        if told.from_sender:
+            print(
+                f"{told.from_sender} events by the sender's word alone: the relay has not got them"
+                " (any more); ingest more often than it lets segments go"
+            )
         if told.unknown_fields:
             print(f"{told.unknown_fields} lines have fields that this version does not know")
     return DONE
@@ -108,6 +114,7 @@ def rebuild(
     """Compute who should have got what, and from it destination_rooms."""
     from fedsender.pipeline import rebuild as module
 
+    _check_target("--write", write)
     written = None
     with job("rebuild", config) as (spark, lake, loaded, steps):
         expected = module.rebuild(spark, lake, loaded).persist()
@@ -162,12 +169,16 @@ def audit(
     from fedsender.pipeline import audit as module
 
     first = _day(since)
-    repaired = None
+    repaired = failed = None
     with job("audit", config) as (spark, lake, loaded, steps):
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
             pages = module.missing_pairs(spark, lake)
-            repaired = module.repair(pages, found.missing, loaded, steps)
+            try:
+                repaired = module.repair(pages, found.missing, loaded, steps)
+            except PipelineError as error:
+                # What was found out is told all the same.
+                failed = error
     if as_json:
         told = found.as_json() | ({} if repaired is None else repaired.as_json())
         print(json.dumps(told))
@@ -185,6 +196,9 @@ def audit(
             print(f"accepted by the daemon: {repaired.accepted}")
             for each in repaired.refused:
                 print(f"refused: {' '.join(str(value) for value in each.values())}")
+    if failed is not None:
+        print(f"fedsender: pipeline audit: --repair: {failed}", file=sys.stderr)
+        return WRONG
     if repaired is not None:
         return WRONG if repaired.refused else DONE
     return WRONG if found.missing else DONE
@@ -292,11 +306,25 @@ def report(config: ConfigFile, output: ReportFile = None) -> int:
     """Write one HTML page that shows how deliveries go."""
     from fedsender.pipeline import report as module
 
+    _check_target("-o", output)
     with job("report", config) as (spark, lake, loaded, steps):
         path = (output or lake.directory / "report.html").absolute()
         module.report(spark, lake, loaded, steps, path)
     print(path)
     return DONE
+
+
+def _check_target(option: str, path: Path | None) -> None:
+    """Before anything is computed: that a file can be put there."""
+    if path is None:
+        return
+    directory = path.absolute().parent
+    if path.is_dir():
+        raise Mistake(f"{option}: {path}: is a directory")
+    if not directory.is_dir():
+        raise Mistake(f"{option}: {path}: there is no directory {directory}")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise Mistake(f"{option}: {path}: {directory} may not be written to")
 
 
 @app.command()
@@ -308,6 +336,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender.pipeline import ingest as ingest_module
     from fedsender.pipeline import report as report_module
 
+    _check_target("-o", output)
     with job("run", config, create=True) as (spark, lake, loaded, steps):
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)

@@ -28,12 +28,13 @@ _TRIES: Final = 3
 
 @dataclass(slots=True)
 class Ingested:
-    """What a run brought, in rows."""
+    """What a run brought, in rows; `from_sender`: events that the relay does not have."""
 
     events: int = 0
     state_groups: int = 0
     state_members: int = 0
     room_servers: int = 0
+    from_sender: int = 0
     segments: int = 0
     attempts: int = 0
     pdus: int = 0
@@ -56,7 +57,7 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
     homeserver = config.homeserver
     main_url = database_url(homeserver.database, homeserver.database_password_file)
     with open_source(main_url, "homeserver") as main:
-        with _rooms(lake, main, config, steps) as rooms:
+        with _rooms(lake, main, config, steps, told) as rooms:
             read_homeserver(lake, rooms, config, steps, told)
         _read_snapshots(lake, main, "homeserver", steps, told)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
@@ -69,13 +70,17 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
 
 
 @contextmanager
-def _rooms(lake: Lake, main: Source, config: Config, steps: Steps) -> Iterator[Source]:
+def _rooms(
+    lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested
+) -> Iterator[Source]:
     """Where events, and the servers of rooms, are read."""
     if config.pipeline.relay is None:
         yield main
         return
     instance = config.instance_name
-    with open_relay_source(lake, config.pipeline.relay, main, instance, steps) as source:
+    with open_relay_source(lake, config.pipeline.relay, main, instance, steps) as opened:
+        source, followed = opened
+        told.from_sender = followed.from_sender
         yield source
 
 

@@ -17,7 +17,7 @@ error and not a smaller answer.
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -25,7 +25,14 @@ from urllib.parse import quote
 
 from fedsender.outside import real_outside
 from fedsender.pipeline import PipelineError, Usage
-from fedsender.pipeline.manifest import LakeFile, Manifest, flush, read_manifest, write_manifest
+from fedsender.pipeline.manifest import (
+    MANIFEST,
+    LakeFile,
+    Manifest,
+    flush,
+    read_manifest,
+    write_manifest,
+)
 from fedsender.pipeline.schemas import TABLES, LakeTable
 from fedsender.pipeline.session import LOG_NAME
 
@@ -64,7 +71,11 @@ class Lake:
         found = self.manifest.tables.get(table.name, [])
         if parts is not None:
             found = [file for file in found if parts(file.part)]
-        for file in found:
+        self._check(found)
+        return found
+
+    def _check(self, files: Iterable[LakeFile]) -> None:
+        for file in files:
             path = self.directory / file.path
             try:
                 size = path.stat().st_size
@@ -72,7 +83,6 @@ class Lake:
                 raise self._damaged(path, error.strerror or "cannot be read") from None
             if size != file.bytes:
                 raise self._damaged(path, f"has {size} bytes in place of {file.bytes}")
-        return found
 
     def _damaged(self, path: Path, why: str) -> PipelineError:
         return PipelineError(
@@ -125,12 +135,15 @@ class Lake:
         all. Afterwards this object is the lake as the change left it.
 
         Raises:
-            PipelineError: another job is writing; or the lake was changed since it was opened.
+            PipelineError: another job is writing; the lake was changed since it was opened, or is
+                damaged.
         """
         with locked(self.directory):
             current = read_manifest(self.directory)
             if current is not None and current.commit != self.manifest.commit:
                 raise PipelineError(f"{self.directory}: another job has written to the lake")
+            # Nothing is built on what is half gone.
+            self._check(file for files in self.manifest.tables.values() for file in files)
             self._sweep()
             commit = Commit(self, self.manifest, self._faults)
             yield commit
@@ -344,10 +357,18 @@ def open_lake(
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
         known = {"LOCK", STAGING, RELAY, LOG_NAME, *TABLES}
         strange = sorted({path.name for path in directory.iterdir()} - known)
     except OSError as error:
         raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
+    # What a killed first commit left is no loss; a later one followed a manifest.
+    if any(not path.name.startswith(f"{1:08d}-") for path in files):
+        raise Usage(
+            f"{directory / MANIFEST}: is gone, and the lake's files are there: the lake is damaged;"
+            f" restore it, or remove {directory} and ingest anew (what the ledger no longer holds"
+            " is lost then)"
+        )
     if strange:
         raise Usage(f"pipeline.lake: {directory}: is not empty and is no lake: it has {strange[0]}")
 

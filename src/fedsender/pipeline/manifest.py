@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fedsender.pipeline import PipelineError
+from fedsender.pipeline import PipelineError, Usage
 from fedsender.pipeline.schemas import LAKE_VERSION
 
 MANIFEST: Final = "MANIFEST.json"
@@ -49,6 +49,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """The manifest on disk; None: there is no lake.
 
     Raises:
+        Usage: this is no directory.
         PipelineError: it cannot be read.
     """
     path = directory / MANIFEST
@@ -56,8 +57,12 @@ def read_manifest(directory: Path) -> Manifest | None:
         text = path.read_text()
     except FileNotFoundError:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PipelineError(f"{path}: cannot be read: {error}") from None
+    except NotADirectoryError:
+        raise Usage(f"pipeline.lake: {directory}: is not a directory") from None
+    except OSError as error:
+        raise PipelineError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise PipelineError(f"{path}: is not a manifest of a lake: {error}") from None
     try:
         values: dict[str, Any] = json.loads(text)
         version = values["lake"]

@@ -35,8 +35,15 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
  min-width: 0; }
 .cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9rem, 1fr)); gap: .6rem;
  margin-top: 1rem; }
-.card { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .9rem; }
-.card b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
+.card { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .7rem; }
+.card b { display: block; font-size: 1.1rem; font-variant-numeric: tabular-nums;
+ white-space: nowrap; }
+@media (max-width: 640px) { th, td { min-width: 4rem; padding-right: .3rem; }
+ .stacked thead { display: none; }
+ .stacked tr { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: .3rem 0;
+ border-bottom: 1px solid var(--line); }
+ .stacked td { border: 0; padding: 0; min-width: 0; } .stacked td:first-child { flex: 0 0 100%; }
+ .stacked td + td::before { content: attr(data-name) " "; color: var(--dim); } }
 .bad { color: var(--bad); } .good { color: var(--good); }
 """
 
@@ -121,17 +128,31 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{title}</h2>{body}</section>"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: int = 0) -> str:
-    """Columns from `numbers` on are numbers."""
+def _table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    numbers: int = 0,
+    *,
+    stacked: bool = False,
+) -> str:
+    """A table.
+
+    Args:
+        numbers: columns from this on are numbers; 0: none are.
+        stacked: on a screen too narrow for its columns, a row is its first cell, and below it the
+            others, each behind its column's name.
+    """
 
     def cells(tag: str, row: Sequence[object]) -> Iterator[str]:
         for index, cell in enumerate(row):
             told = f"{cell:,}" if isinstance(cell, int) else _text("" if cell is None else cell)
             kind = ' class="n"' if 0 < numbers <= index else ""
-            yield f"<{tag}{kind}>{told}</{tag}>"
+            name = f' data-name="{_text(head[index])}"' if stacked and tag == "td" else ""
+            yield f"<{tag}{kind}{name}>{told}</{tag}>"
 
     lines = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
-    table = f"<table><thead><tr>{''.join(cells('th', head))}</tr></thead>{lines}</table>"
+    kind = ' class="stacked"' if stacked else ""
+    table = f"<table{kind}><thead><tr>{''.join(cells('th', head))}</tr></thead>{lines}</table>"
     return f'<div class="wide">{table}</div>'
 
 
@@ -170,7 +191,7 @@ def _changes(figures: Figures, before: Figures | None) -> str:
     rows = [(name, then[name], value, f"{value - then[name]:+,}") for name, value in now.items()]
     ill, was_ill = _ill_now(figures), _ill_now(before)
     text = f"<p>The last one was made {_when(before.made_ms)}.</p>"
-    text += _table(("", "then", "now", "change"), rows, numbers=1)
+    text += _table(("", "then", "now", "change"), rows, numbers=1, stacked=True)
     for said, names in (("Fallen ill", ill - was_ill), ("Well again", was_ill - ill)):
         if names:
             first = ", ".join(sorted(names)[:NAMED])
@@ -319,7 +340,7 @@ def _worst(figures: Figures) -> str:
         for each in figures.worst
     ]
     head = ("server", "last outcome", "attempts", "failed", "failed of all", "p90, ms")
-    return _table(head, rows, numbers=2)
+    return _table(head, rows, numbers=2, stacked=True)
 
 
 def _timeline(figures: Figures) -> str:
@@ -367,7 +388,7 @@ def _audit(figures: Figures) -> str:
     ]
     more = figures.fates["missing"] - len(shown)
     told += '<h2 class="bad">Missing</h2>'
-    told += _table(("server", "event", "day", "what is on record"), shown)
+    told += _table(("server", "event", "day", "what is on record"), shown, stacked=True)
     return told + (f"<p>and {more:,} more</p>" if more > 0 else "")
 
 

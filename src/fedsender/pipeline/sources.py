@@ -245,11 +245,12 @@ def state_member_pages(
 def room_server_pages(source: Source, after: int) -> Iterator["pyarrow.Table"]:
     """`room_servers` that changed above a token.
 
-    A full sync ends stays at the token that was reached, which may be this one.
+    A full sync ends stays at the token that was reached, which may be this one, and begins those
+    of a new history there.
     """
     table = tables.room_servers.c
     query = sa.select(table.room_id, table.server, table.joined, table.left).where(
-        sa.or_(table.joined > after, table.left >= after)
+        sa.or_(table.joined >= after, table.left >= after)
     )
     for page in source.pages(query, [table.room_id, table.server, table.joined]):
         yield _table(page, ("room_id", "server", "joined", "left"))
