@@ -18,8 +18,9 @@ from tests.synapse.world import World
 # A minute of it is an outage; the rest takes as long as the machine needs.
 TEST_S = 600
 READ_S = 120
-# Of the product 15 s are asked; a test machine may be much slower than any homeserver's.
-LATEST_S = 60
+LATEST_S = 15
+# Where a message that nothing disturbs takes longer than this to be read, all else may too.
+UNDISTURBED_S = 1
 OUTAGE_S = 60
 
 # To install it is no part of any test's time.
@@ -200,6 +201,7 @@ async def test_every_message_is_decrypted_whatever_breaks_down(world: World) -> 
         await world.start_b()
 
     disturbances: dict[str, Callable[[], Awaitable[None]]] = {
+        "nothing": trio.lowlevel.checkpoint,
         "kill -9": kill_the_daemon,
         "Redis": restart_redis,
         "PostgreSQL": restart_postgres,
@@ -215,7 +217,8 @@ async def test_every_message_is_decrypted_whatever_breaks_down(world: World) -> 
             assert not talk.bob.unread(talk.room)
             assert world.daemon.running
     print("latest message after the disturbance ended, s:", latest)
-    assert max(latest.values()) <= LATEST_S, latest
+    slowness = max(1.0, latest["nothing"] / UNDISTURBED_S)
+    assert max(latest.values()) <= LATEST_S * slowness, latest
 
 
 async def seconds_until_all_is_read(

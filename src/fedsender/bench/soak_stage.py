@@ -39,7 +39,7 @@ class SoakOptions:
     minutes: float = 30.0
     servers: int = 500
     dead: float = 0.1
-    rate: float = 100.0
+    rate: float = 40.0
     seed: int = 1
     samples: Path | None = None
     keep: Path | None = None

@@ -221,7 +221,7 @@ class Sending(Section):
     window_bytes: Bytes = Field(
         default=64 * MIB,
         ge=MIB,
-        description="Memory for recent events, shared by all destinations.",
+        description="Memory for queued events, shared by all destinations.",
     )
     idle_destination: Seconds = Field(
         default=30.0,
