@@ -12,7 +12,7 @@ import trio
 from fedsender.config.relay import Relay
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.relay.snapshot import MANIFEST
-from fedsender.simulation.relay_books import DIRECTORY, RelayBooks
+from fedsender.simulation.relay_books import DIRECTORY, DROPPED, RelayBooks
 
 SETTLE_S: Final = 30.0
 """For so long after there was too little room segments may go because of that."""
@@ -33,6 +33,7 @@ class RelayChecks:
         self._settings = settings
         self._spoiled = spoiled
         self._short_at = float("-inf")
+        self._dropped = 0
         self._over_since: float | None = None
         # What was not there at the start is not looked for again.
         self._began_spoiled = False
@@ -43,6 +44,7 @@ class RelayChecks:
     def begin(self) -> None:
         """Another life."""
         self._over_since = None
+        self._dropped = 0
         self._began_spoiled = self._spoiled()
 
     # --- at every step of the disk ----------------------------------------------------------------
@@ -50,6 +52,7 @@ class RelayChecks:
     def step(self, relay: RelayDaemon) -> None:
         """The disk is about to be changed."""
         self._see_room(relay)
+        self._see_dropped(relay)
         newest = max((info.token for info in relay.shelf.snapshots), default=0)
         if not self._is_spoiled() and newest < relay.log.first - 1:
             # Then whoever has lost its place could not take one, and go on behind it.
@@ -103,8 +106,15 @@ class RelayChecks:
 
     def look(self, relay: RelayDaemon) -> None:
         """How things stand."""
+        self._see_dropped(relay)
         self._check_consumers(relay)
         self._check_size(relay)
+
+    def _see_dropped(self, relay: RelayDaemon) -> None:
+        dropped = relay.shelf.makings.dropped_edus
+        if dropped > self._dropped:
+            self._books.counts[DROPPED] += dropped - self._dropped
+            self._dropped = dropped
 
     def _check_consumers(self, relay: RelayDaemon) -> None:
         books = self._books
