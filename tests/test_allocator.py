@@ -35,13 +35,18 @@ libc.fflush(out)
 """
 
 
-def arenas(how: str) -> int:
-    command = [sys.executable, "-c", ARENAS_AFTER_THREADS, how]
+def told_by(program: str, argument: str) -> bytes:
+    """What this program prints, in a process of its own."""
+    command = [sys.executable, "-c", program, argument]
     done = subprocess.run(command, capture_output=True, timeout=60)
     if done.returncode == 77:
         pytest.skip("another C library than glibc")
     assert done.returncode == 0, done.stderr
-    return len(re.findall(rb"<heap nr=", done.stdout))
+    return done.stdout
+
+
+def arenas(how: str) -> int:
+    return len(re.findall(rb"<heap nr=", told_by(ARENAS_AFTER_THREADS, how)))
 
 
 def test_threads_share_two_arenas_once_a_daemon_has_asked_for_it() -> None:
@@ -82,12 +87,7 @@ trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 def given_back(intervals: str) -> int:
     """Of the 40 MB that were freed, how many bytes the system has again after so many intervals."""
-    command = [sys.executable, "-c", FREE_BETWEEN_WHAT_STAYS, intervals]
-    done = subprocess.run(command, capture_output=True, timeout=60)
-    if done.returncode == 77:
-        pytest.skip("another C library than glibc")
-    assert done.returncode == 0, done.stderr
-    return int(done.stdout)
+    return int(told_by(FREE_BETWEEN_WHAT_STAYS, intervals))
 
 
 def test_what_is_free_between_things_that_stay_goes_back_to_the_system_once_a_minute() -> None:

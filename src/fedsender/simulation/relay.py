@@ -14,6 +14,7 @@ import trio
 from fedsender.simulation.evidence import Violation, log_goes_to
 from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_world import RelayWorld
+from fedsender.simulation.report import in_words
 from fedsender.simulation.virtual import run_virtually
 
 DAYS: Final = 0.1
@@ -70,18 +71,12 @@ class RelayReport:
 
     def text(self) -> str:
         """For people."""
-        lines = [
+        return in_words(
+            self,
             f"relay, seed {self.seed}: {self.days:g} days",
-            *(f"  {name}: {count}" for name, count in sorted(self.counts.items())),
-            f"trace {self.trace}",
-            *(f"VIOLATION {violation}" for violation in self.violations),
-            *(f"TOO TAME {lack}" for lack in self.too_tame()),
-        ]
-        if not self.passed:
-            lines.append(
-                f"again: fedsender simulate --relay --seed {self.seed} --days {self.days:g}"
-            )
-        return "\n".join(lines)
+            trace=self.trace,
+            again=f"--relay --seed {self.seed} --days {self.days:g}",
+        )
 
 
 def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None) -> RelayReport:

@@ -31,6 +31,7 @@ from fedsender.simulation.relay_disk import MemoryDisk
 from fedsender.simulation.relay_front import DOOR, RelayFront
 from fedsender.simulation.relay_station import RelayStation
 from fedsender.simulation.relay_world import SETTINGS
+from fedsender.simulation.report import in_words
 from fedsender.simulation.sites import make_site
 from fedsender.simulation.virtual import derived, run_virtually
 from fedsender.simulation.world import ORIGIN, Size, configuration, found, people
@@ -76,17 +77,12 @@ class SendersReport:
 
     def text(self) -> str:
         """For people."""
-        lines = [
+        return in_words(
+            self,
             f"senders behind a relay, seed {self.seed}: {self.servers} servers, {self.days:g} days",
-            *(f"  {name}: {count}" for name, count in sorted(self.counts.items())),
-            f"trace {self.trace}",
-            *(f"VIOLATION {violation}" for violation in self.violations),
-            *(f"TOO TAME {lack}" for lack in self.too_tame()),
-        ]
-        if not self.passed:
-            run = f"--relay --seed {self.seed} --servers {self.servers} --days {self.days:g}"
-            lines.append(f"again: fedsender simulate {run}")
-        return "\n".join(lines)
+            trace=self.trace,
+            again=f"--relay --seed {self.seed} --servers {self.servers} --days {self.days:g}",
+        )
 
 
 def simulate_senders(seed: int, servers: int = SERVERS, days: float = DAYS) -> SendersReport:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fedsender.sender.failure import Outcome
 from fedsender.simulation.evidence import Violation
@@ -21,6 +22,32 @@ AT_LEAST_ONCE = (
     ),
     *("to-device messages", "refused PDUs", "quarantined", "redactions", "forks"),
 )
+
+
+class AnyReport(Protocol):
+    """What the reports of all kinds of runs have in common."""
+
+    @property
+    def counts(self) -> Counter[str]: ...
+    @property
+    def violations(self) -> tuple[Violation, ...]: ...
+    @property
+    def passed(self) -> bool: ...
+    def too_tame(self) -> list[str]: ...
+
+
+def in_words(report: AnyReport, title: str, *, trace: str, again: str) -> str:
+    """A report for people; `again`: the options that repeat the run."""
+    lines = [
+        title,
+        *(f"  {name}: {count}" for name, count in sorted(report.counts.items())),
+        f"trace {trace}",
+        *(f"VIOLATION {violation}" for violation in report.violations),
+        *(f"TOO TAME {lack}" for lack in report.too_tame()),
+    ]
+    if not report.passed:
+        lines.append(f"again: fedsender simulate {again}")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +101,10 @@ class Report:
 
     def text(self) -> str:
         """For people."""
-        lines = [
+        return in_words(
+            self,
             f"seed {self.seed}: {self.servers} servers, {self.days:g} days,"
             f" {self.pdus_per_server_and_day:.1f} PDUs per server and day",
-            *(f"  {name}: {count}" for name, count in sorted(self.counts.items())),
-            f"trace {self.trace} ({self.lines} lines)",
-            *(f"VIOLATION {violation}" for violation in self.violations),
-            *(f"TOO TAME {lack}" for lack in self.too_tame()),
-        ]
-        if not self.passed:
-            replay = f"--seed {self.seed} --servers {self.servers} --days {self.days:g}"
-            lines.append(f"again: fedsender simulate {replay}")
-        return "\n".join(lines)
+            trace=f"{self.trace} ({self.lines} lines)",
+            again=f"--seed {self.seed} --servers {self.servers} --days {self.days:g}",
+        )

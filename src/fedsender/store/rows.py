@@ -99,6 +99,7 @@ def insert_rows(
 
 @cache
 def _sqlite_insert(table: Table, raising: str | None, replacing: str | None) -> Insert:
+    # Made once: to make it costs as much as to run it.
     return _on_conflict(sqlite.insert(table), table, raising, replacing)
 
 
