@@ -8,6 +8,7 @@ stored is never more than what one read brought, and one batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from fedsender.matrix import is_server_name
@@ -23,7 +24,7 @@ from fedsender.replication.link import (
 )
 from fedsender.replication.rows import BadRow, parse_row
 from fedsender.replication.sink import Feed, FeedStatus, Sink
-from fedsender.store.engine import StoreError
+from fedsender.store.embedded import FeedError
 from fedsender.streams import FeedRow
 
 
@@ -44,15 +45,14 @@ class TcpFeed(Feed):
     def __init__(
         self, settings: TcpLinkSettings, outside: Outside, store: EmbeddedStore, sink: Sink
     ) -> None:
-        super().__init__()
+        super().__init__(outside)
         self._settings = settings
-        self._outside = outside
         self._store = store
         self._sink = sink
         self._link: TcpLink | None = None
         self._position = 0
 
-    def status(self) -> FeedStatus:
+    def _status(self) -> FeedStatus:
         link = self._link
         return FeedStatus(
             kind="tcp",
@@ -66,7 +66,7 @@ class TcpFeed(Feed):
 
     async def run(self) -> None:
         # -1 is "nothing yet", and so is 0: tokens begin at 1.
-        self._position = max(0, await self._store.feed_position())
+        self._position = max(0, await self.insist(self._store.feed_position))
         self._sink.events.advance(self._position)
         async with open_tcp_link(
             self._settings,
@@ -79,7 +79,7 @@ class TcpFeed(Feed):
             try:
                 while True:
                     await self._apply(await link.next_facts())
-            except (BadRow, HistoryLost, StoreError) as stop:
+            except (BadRow, HistoryLost, FeedError) as stop:
                 self.stop_events(str(stop))
         self._link = None
 
@@ -95,7 +95,7 @@ class TcpFeed(Feed):
     async def _apply(self, facts: Sequence[Received]) -> None:
         """Store whole tokens in one transaction, and then let the sender see them."""
         batch = [(fact.token, self._parse(fact)) for fact in facts]
-        await self._store.apply_feed_batch(batch)
+        await self.insist(partial(self._store.apply_feed_batch, batch))
         self.note_rows("events", sum(len(fact.rows) for fact in facts))
         self._position = facts[-1].token
         self._sink.events.advance(self._position)

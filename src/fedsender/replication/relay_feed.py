@@ -49,7 +49,7 @@ from fedsender.replication.relay_rows import parse_record, tell_ephemeral
 from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.wire import Wire
-from fedsender.store.engine import StoreError
+from fedsender.store.embedded import FeedError
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 
@@ -109,7 +109,7 @@ class RelayFeed(Feed):
         handles: Handles,
         make_fetcher: Callable[[RelaySettings, Outside], Fetcher],
     ) -> None:
-        super().__init__()
+        super().__init__(outside)
         self.state = State.OFF
         self.state_since = 0.0
         self.full_syncs: Counter[str] = Counter()
@@ -117,7 +117,6 @@ class RelayFeed(Feed):
         self.alarms = 0
         self.last_error: str | None = None
         self._settings = settings
-        self._outside = outside
         self._store = store
         self._sink = sink
         self._handles = handles
@@ -133,7 +132,7 @@ class RelayFeed(Feed):
         self._pauses = Pauses(rng, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
         self._join_pauses = Pauses(rng, first=FIRST_JOIN_PAUSE_S, ceiling=LONGEST_JOIN_PAUSE_S)
 
-    def status(self) -> FeedStatus:
+    def _status(self) -> FeedStatus:
         held = None
         if self.state in SYNCING:
             held = f"a full sync: {self.state.value}"
@@ -154,15 +153,15 @@ class RelayFeed(Feed):
 
     async def run(self) -> None:
         try:
-            self._position = max(0, await self._store.feed_position())
-            self._history = await self._store.feed_history()
+            self._position = max(0, await self.insist(self._store.feed_position))
+            self._history = await self.insist(self._store.feed_history)
             self._show(self._position)
             while True:
                 await self._one_connection()
                 failing = self.fruitless > 0
                 self._turn(State.BACKOFF)
                 await trio.sleep((self._join_pauses if failing else self._pauses).next())
-        except (BadRow, StoreError) as stop:
+        except (BadRow, FeedError) as stop:
             self.stop_events(str(stop))
         finally:
             self._turn(State.OFF)
@@ -186,12 +185,12 @@ class RelayFeed(Feed):
         async with trio.open_nursery() as nursery:
             try:
                 await self._follow(nursery)
-            except (Disconnected, BadLine, _SyncFailed, BadRow, StoreError) as error:
+            except (Disconnected, BadLine, _SyncFailed, BadRow, FeedError) as error:
                 failure = error
             nursery.cancel_scope.cancel()
         self._level = False
         self._batches.clear()
-        if isinstance(failure, BadRow | StoreError):
+        if isinstance(failure, BadRow | FeedError):
             raise failure
         self.last_error = str(failure)
         log.info("relay_disconnected", state=self.state.name, reason=self.last_error)
@@ -203,7 +202,7 @@ class RelayFeed(Feed):
         self.note_connected()
         if self._history is None and self._position == 0:
             self._history = History(relay.epoch, 0)
-            await self._store.begin_history(self._history)
+            await self.insist(partial(self._store.begin_history, self._history))
         # Its counter of ephemeral rows may have begun anew.
         self._sink.edus.typing_reset()
         await self._replicate(wire, relay)
@@ -247,7 +246,8 @@ class RelayFeed(Feed):
                 command = wire.buffered_command()
             await self._apply(epoch, facts)
             if receipts:
-                self._sink.edus.receipts.advance(await self._store.store_receipts(receipts))
+                stored = await self.insist(partial(self._store.store_receipts, receipts))
+                self._sink.edus.receipts.advance(stored)
             if answer or (facts and trio.current_time() - self._acked_at >= ACK_EVERY_S):
                 await self._ack(wire)
 
@@ -303,7 +303,7 @@ class RelayFeed(Feed):
         base = self._history.base
         if self._history.epoch != epoch:  # Accepted: our position is one of this epoch too.
             self._history = History(epoch, base)
-            await self._store.begin_history(self._history)
+            await self.insist(partial(self._store.begin_history, self._history))
         batch = [
             (token + base, parse_record(token, rows, self._handles))
             for token, rows in facts
@@ -311,7 +311,7 @@ class RelayFeed(Feed):
         ]
         if not batch:
             return
-        await self._store.apply_feed_batch(batch)
+        await self.insist(partial(self._store.apply_feed_batch, batch))
         self._head = max(self._head, batch[-1][0])
         self._show(batch[-1][0])
         told = {
@@ -340,7 +340,8 @@ class RelayFeed(Feed):
             self._turn(State.LOADING)
             history = self._history_after(relay, refused)
             snapshot = _Fetched(info.token, history, partial(read_rows, fetcher.disk, info))
-            loaded = await self._store.load_snapshot(snapshot, self._handles)
+            load = partial(self._store.load_snapshot, snapshot, self._handles)
+            loaded = await self.insist(load)
             self._history = history
             self._show(loaded.position)
             # Before anything else can fail: nobody would tell them later.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import structlog
+import tenacity
 import trio
 
+from fedsender.outside import Outside
+from fedsender.replication.endpoint import Pauses
+from fedsender.store.embedded import FeedError
+from fedsender.store.engine import StoreError
 from fedsender.store.records import PresenceState
 from fedsender.streams import Watermark
 
@@ -17,6 +22,11 @@ if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Between two tries of what the database has refused."""
 
 
 class MadeEduSink(Protocol):
@@ -100,7 +110,8 @@ class FeedStatus:
         level: we have everything that the homeserver has said there is.
         position: the events position that the sender was given.
         head: the newest events position that we have heard of.
-        held: what has kept `position` below `head` for 30 s, in words.
+        held: what keeps events from coming, in words: a writer that has kept `position` below
+            `head` for 30 s, a full sync, a database that fails.
         held_s: for how long it has been so, in seconds; 0.0: it is not.
         stopped: why no event will ever come until somebody acts, in words.
         last_error: why the last connection ended or failed.
@@ -126,10 +137,13 @@ class Feed(ABC):
         metrics: where connections and rows are counted, if anywhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outside: Outside) -> None:
         self.connected = trio.Event()
         self.stopped: str | None = None
         self.metrics: Metrics | None = None
+        self._outside = outside
+        # What the database said, and since when (trio's clock) it has been asked in vain.
+        self._refusal: tuple[str, float] | None = None
 
     def note_connected(self) -> None:
         """The homeserver's side has been reached, once more."""
@@ -148,9 +162,45 @@ class Feed(ABC):
         if self.metrics is not None and rows:
             self.metrics.inbound_rdata.labels(stream).inc(rows)
 
-    @abstractmethod
     def status(self) -> FeedStatus:
         """How the feed stands now."""
+        status = self._status()
+        if self._refusal is None:
+            return status
+        text, since = self._refusal
+        held = f"the database fails and is asked again: {text}"
+        return replace(status, level=False, held=held, held_s=trio.current_time() - since)
+
+    @abstractmethod
+    def _status(self) -> FeedStatus:
+        """How the feed stands, as long as the database does not fail."""
+
+    async def insist(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What the store says to `ask`, which is asked again for as long as the database fails.
+
+        What it fails at passes, or is for an operator to mend, who is told by `status`; a feed that
+        gave up would wait for a restart then. One task at a time. Raises FeedError: what the
+        homeserver said cannot be stored, and never will be.
+        """
+        pauses = Pauses(self._outside.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(StoreError)
+            & tenacity.retry_if_not_exception_type(FeedError),
+            wait=lambda _state: pauses.next(),
+            before_sleep=self._note_refusal,
+            sleep=trio.sleep,
+        )
+        try:
+            answer: T = await retrying(ask)
+        finally:
+            self._refusal = None
+        return answer
+
+    def _note_refusal(self, state: tenacity.RetryCallState) -> None:
+        error = None if state.outcome is None else state.outcome.exception()
+        since = trio.current_time() if self._refusal is None else self._refusal[1]
+        self._refusal = (str(error), since)
+        log.warning("feed_waits_for_database", reason=str(error), tries=state.attempt_number)
 
     @abstractmethod
     async def run(self) -> None:

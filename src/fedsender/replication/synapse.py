@@ -126,9 +126,8 @@ class SynapseFeed(Feed):
         peers: Peers = Peers(),  # noqa: B008  # a frozen value
         shadow: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(outside)
         self._settings = settings
-        self._outside = outside
         self._store = store
         self._sink = sink
         self._instance = instance
@@ -150,7 +149,7 @@ class SynapseFeed(Feed):
         self._announce = trio.Event()
         self._last_cache_write: int | None = None
 
-    def status(self) -> FeedStatus:
+    def _status(self) -> FeedStatus:
         link, events = self._link, self._events
         connected = link is not None and link.connected
         heard = connected and self._heard_from.issuperset(self._writers)
@@ -168,17 +167,18 @@ class SynapseFeed(Feed):
 
     async def run(self) -> None:
         """Raises InstanceTaken."""
-        stored = await self._store.event_writer_positions()
+        stored = await self.insist(self._store.event_writer_positions)
         self._events = StreamPositions(self._writers, stored)
-        self._last_cache_write = await self._store.last_cache_write()
-        to_device = await self._store.stream_positions("to_device")
+        self._last_cache_write = await self.insist(self._store.last_cache_write)
+        of_all = await self.insist(partial(self._store.last_cache_write, of_all=True))
+        to_device = await self._positions("to_device")
         self._looked = {
-            "caches": await self._store.last_cache_write(of_all=True) or 0,
+            "caches": of_all or 0,
             "to_device": max(to_device.values(), default=0),
         }
         self._sink.events.advance(self._events.linear)
         for stream, name in STORED_AS.items():
-            self._edus.start(stream, await self._store.stream_positions(name))
+            self._edus.start(stream, await self._positions(name))
         async with (
             open_redis_link(self._settings, self._outside) as link,
             trio.open_nursery() as nursery,
@@ -189,6 +189,9 @@ class SynapseFeed(Feed):
             nursery.start_soon(self._edus.run)
             while True:
                 await self._hear(await link.next())
+
+    async def _positions(self, stream: str) -> Mapping[str, int]:
+        return await self.insist(partial(self._store.stream_positions, stream))
 
     # What we say
 
@@ -360,10 +363,12 @@ class SynapseFeed(Feed):
     async def _fetch(self, stream: str, writer: str | None, after: int, upto: int) -> None:
         """What was said in (after, upto] while we were not listening."""
         if stream == "caches":
-            for server in await self._store.changed_backoffs(writer or "", after, upto):
+            changed = partial(self._store.changed_backoffs, writer or "", after, upto)
+            for server in await self.insist(changed):
                 self._sink.backoff_changed(server)
         else:
-            for server in await self._store.changed_to_device(after, upto):
+            told = partial(self._store.changed_to_device, after, upto)
+            for server in await self.insist(told):
                 self._sink.to_device_changed(server)
 
     def _held(self, hold: Hold | None) -> str | None:

@@ -382,7 +382,7 @@ class HomeserverStore(EventStore):
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
         """Take a snapshot over: all of it in one transaction, or nothing. See `relay_load`.
 
-        Raises StoreError, and what `snapshot.read` raises.
+        Raises FeedError, and what `snapshot.read` raises.
         """
         instance, now_ms = self._settings.instance, self._now_ms()
         with self._hosts_moving():

@@ -28,7 +28,6 @@ from fedsender.relay.facts import DeviceListRow, ToDeviceRow, parse_relay_row
 from fedsender.relay.snapshot import PARTS, Row, part_of
 from fedsender.replication.rows import BadRow
 from fedsender.store import edu_rows, embedded, positions, tables
-from fedsender.store.engine import StoreError
 from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import STANDS_ABOVE, DevicePoke, History
 from fedsender.store.rows import insert_rows
@@ -81,7 +80,7 @@ def load(
     handles: Handles,
     now_ms: int,
 ) -> Loaded:
-    """See the module. Raises StoreError for rows that cannot be stored."""
+    """See the module. Raises FeedError for rows that cannot be stored."""
     loading = _Loading(connection, snapshot, handles, now_ms)
     loading.position = max(0, positions.read_position(connection, "feed", instance))
     here = loading.rooms_here()
@@ -91,10 +90,12 @@ def load(
             loading.load_redactions(part)
             loading.load_edus(part)
     except (BadRow, ValueError, TypeError, LookupError) as bad:
-        raise StoreError(f"the snapshot has rows that cannot be stored: {bad}") from bad
+        raise embedded.FeedError(f"the snapshot has rows that cannot be stored: {bad}") from bad
     position = snapshot.token + snapshot.history.base
     if position < loading.position:
-        raise StoreError(f"the snapshot ends at {position}, and {loading.position} is stored")
+        raise embedded.FeedError(
+            f"the snapshot ends at {position}, and {loading.position} is stored"
+        )
     positions.set_position(connection, "feed", instance, position)
     positions.set_feed_history(connection, snapshot.history)
     return Loaded(position, loading.events, frozenset(loading.to_device))
