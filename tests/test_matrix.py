@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import ipaddress
 import json
 import tracemalloc
 from typing import Any
@@ -129,12 +130,58 @@ def test_no_shards_is_an_error() -> None:
         ("[::1]:8448", "[::1]:8448", True),
         ("[::*]:8448", "[::7]:8448", True),
         ("[ab].example", "a.example", False),
-        ("a.example", "a.example:8448", False),
         ("a.example", "xa.example", False),
     ],
 )
 def test_patterns_know_two_wildcards(pattern: str, server: str, covered: bool) -> None:
     assert matrix.matches(pattern, server) is covered
+
+
+@pytest.mark.parametrize(
+    ("pattern", "server", "covered"),
+    [
+        # Any port, unless the pattern names one.
+        ("a.example", "a.example:443", True),
+        ("*.example", "a.example:00443", True),
+        ("a.example:443", "a.example:0443", True),
+        ("a.example:*", "a.example:443", True),
+        ("*:443", "a.example:443", True),
+        ("a.example:443", "a.example", False),
+        ("a.example:443", "a.example:8443", False),
+        ("a.example", "a.example:x", False),
+        # The final dot of a DNS name, in either.
+        ("a.example", "a.example.", True),
+        ("a.example.", "A.EXAMPLE", True),
+        ("*.example", "a.example..:443", True),
+        ("*.", "a.example", True),
+        ("a.example", "a.example.b", False),
+        # The spellings of one address.
+        ("[::1]", "[::1]:443", True),
+        ("[::1]", "[0:0::0:01]", True),
+        ("[0:0:0:0:0:0:0:1]:443", "[::0.0.0.1]:443", True),
+        ("[2001:db8::1:0:0:1]", "[2001:DB8:0:0:1::1]", True),
+        ("[::1]", "[::11]", False),
+        ("[2001:db8:*]", "[2001:db8::1]:443", True),
+        ("192.0.2.1", "[::ffff:192.0.2.1]:443", True),
+        ("[::ffff:c000:201]", "192.0.2.1", True),
+        ("192.0.2.*", "192.0.2.1:443", True),
+        ("192.0.2.*", "[::ffff:192.0.2.1]", False),
+        ("192.0.2.1", "192.0.2.10", False),
+    ],
+)
+def test_patterns_cover_a_host_however_its_name_is_written(
+    pattern: str, server: str, covered: bool
+) -> None:
+    assert matrix.matches(pattern, server) is covered
+
+
+@given(st.ip_addresses(v=6), st.data())
+def test_pattern_of_an_address_covers_each_of_its_spellings(
+    ip: ipaddress.IPv6Address, data: st.DataObject
+) -> None:
+    high, low = ip.exploded.rsplit(":", 2)[0], ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
+    spelling = data.draw(st.sampled_from([ip.exploded, ip.compressed.upper(), f"{high}:{low}"]))
+    assert matrix.matches(f"[{ip}]", f"[{spelling}]:8448")
 
 
 def test_a_pattern_of_many_stars_is_still_fast() -> None:

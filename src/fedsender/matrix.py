@@ -116,18 +116,56 @@ def is_server_name(text: str) -> bool:
     return True
 
 
+def matches(pattern: str, server: str) -> bool:
+    """Whether a name or glob covers `server`: `*` any text, `?` any character.
+
+    Case, the final dot of a DNS name and zeros before a port mean nothing. A pattern without a port
+    covers every port. A name that is an IP covers each spelling of it, and the IPv4 address inside
+    an IPv6 one (RFC 4291, 2.5.5.2); a glob sees an IP as it is written.
+    """
+    (host, port), (its_host, its_port) = host_and_port(pattern), host_and_port(server)
+    if port is not None and (its_port is None or not _covers(port, its_port)):
+        return False
+    return _covers(host, its_host)
+
+
+_PORT: Final = re.compile(r"[0-9*?]+", re.ASCII)
+
+
+@lru_cache(maxsize=16_384)
+def host_and_port(text: str) -> tuple[str, str | None]:
+    """A name or glob in two: host in lower case, port without zeros or None where there is none."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not _PORT.fullmatch(port) or ("[" in host and not host.endswith("]")):
+        host, colon, port = text, "", ""
+    return host.lower().rstrip("."), port.lstrip("0") if colon else None
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP that a host (IPv6 in brackets) is, None for any other; never an IPv4-mapped one."""
+    try:
+        if not host.startswith("["):
+            return ipaddress.IPv4Address(host) if host[-1:].isdigit() else None
+        address = ipaddress.IPv6Address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+    return address.ipv4_mapped or address
+
+
+def _covers(pattern: str, text: str) -> bool:
+    if "*" in pattern or "?" in pattern:
+        return _pattern(pattern).match(text) is not None
+    if pattern == text:
+        return True
+    address = address_of(pattern)
+    return address is not None and address == address_of(text)
+
+
 @lru_cache(maxsize=4_096)
 def _pattern(pattern: str) -> re.Pattern[str]:
     # fnmatch knows a third special character, which opens the IPv6 literals of server names; and
     # its expressions take linear time, however many stars there are.
-    return re.compile(fnmatch.translate(pattern.replace("[", "[[]")), re.IGNORECASE | re.ASCII)
-
-
-def matches(pattern: str, server: str) -> bool:
-    """Whether a name or glob covers `server`: `*` any text, `?` any character, case ignored."""
-    if "*" not in pattern and "?" not in pattern:
-        return pattern.lower() == server.lower()
-    return _pattern(pattern).match(server) is not None
+    return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
 
 
 def server_of(mxid: str) -> str:

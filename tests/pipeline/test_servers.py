@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 NAMES = [
     "matrix.org", "example.com", "[::1]:8448", "1.2.3.4", "kde.org", "mozilla.org", "EXAMPLE.com",
-    "localhost:8448", "a.bad.example", "b.bad.example", "a+b.example", "x.good.example", US,
+    "localhost:8448", "a.bad.example", "b.bad.example", "a-b.example", "x.good.example", US,
+    "example.com:443", "a.bad.example.", "B.bad.example.:8448", "[0::1]:08448", "[0::1]:443",
+    "[::FFFF:102:304]:443", "1.2.3.4:1", "xa.bad.examples",
 ]  # fmt: skip
 
 
@@ -38,7 +40,8 @@ def test_who_is_allowed_and_which_shard_sends(spark: "SparkSession", tmp_path: "
     lists: list[dict[str, Any]] = [
         {},
         {"allow": ["*.example", "matrix.?rg"]},
-        {"deny": ["*.BAD.example", "[::1]:8448", "a+b.example"]},
+        {"deny": ["*.BAD.example", "[::1]:8448", "a-b.example"]},
+        {"deny": ["example.com", "1.2.3.4", "*a*.b*d.example", "[0:*]"]},
         {"homeserver": {"domain_whitelist": ["matrix.org", "example.com"]}},
         {
             "destinations": {

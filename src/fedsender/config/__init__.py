@@ -142,7 +142,8 @@ class Config(Section):
     )
     deny: tuple[ServerPattern, ...] = Field(
         default=(),
-        description="Never send to servers that match one of these, whatever allows them.",
+        description="Never send to servers that match one of these, whatever allows them."
+        " evil.example is also evil.example:443, and *.evil.example all below it.",
     )
     destinations: Destinations = Field(default_factory=Destinations)
     ledger: Ledger = Field(default_factory=Ledger)

@@ -206,7 +206,9 @@ class Policy(Section):
 class Override(Policy):
     """Settings for the destinations that a name or pattern matches; unset ones stay as they are."""
 
-    match: ServerPattern = Field(description="A server name, or a pattern with * and ?.")
+    match: ServerPattern = Field(
+        description="A server name, or a pattern with * and ?; without a port, on every port."
+    )
 
 
 class Destinations(Section):

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from fedsender.config.policy import Backoff
 from fedsender.config.synapse_yaml import Settings, is_plain
+from fedsender.config.values import is_pattern
 
 HEALTHY_S: Final = 3600.0
 LATELY_S: Final = 6 * 3600.0
@@ -66,16 +67,15 @@ def destinations_of(settings: Settings, note: Note) -> dict[str, Any]:
     if not settings.flag("federation_verify_certificates", True):
         return values
     names = settings.texts("federation_certificate_verification_whitelist") or ()
-    # Synapse looks at the name without the port.
-    patterns = [each for name in names for each in (name, f"{name}:*") if len(each) <= 300]
+    patterns = [name for name in names if is_pattern(name)]
     if patterns:
         values["overrides"] = [
             {"match": pattern, "verify_certificates": False} for pattern in patterns[:MAX_OVERRIDES]
         ]
-        if len(patterns) < 2 * len(names) or len(patterns) > MAX_OVERRIDES:
+        if not len(names) == len(patterns) <= MAX_OVERRIDES:
             note(
                 "federation_certificate_verification_whitelist",
-                f"only the first {MAX_OVERRIDES // 2}, and none of more than 300 characters",
+                f"only the first {MAX_OVERRIDES}, and only what can be a server's name",
             )
         note(
             "federation_certificate_verification_whitelist",

@@ -286,9 +286,21 @@ def _server_name(value: str) -> str:
     return value
 
 
+_PATTERN: Final = re.compile(
+    r"(?:\[[0-9A-Fa-f:.*?]*\]?|[0-9A-Za-z.*?-]+)(?::[0-9*?]{1,5})?", re.ASCII
+)
+
+
+def is_pattern(value: str) -> bool:
+    """Whether this is a server name or a glob of them."""
+    return len(value) <= 300 and _PATTERN.fullmatch(value) is not None
+
+
 def _pattern(value: str) -> str:
-    if not value or len(value) > 300:
-        raise ValueError("must be a server name or a pattern with * and ?")
+    if not value.isascii():
+        raise ValueError("must be ASCII: write an international name in its form with xn--")
+    if not is_pattern(value):
+        raise ValueError("must be a server name or a pattern with * and ? (IPv6 in brackets)")
     return value
 
 

@@ -1,9 +1,13 @@
 """Server names as Spark columns: whose they are, who may be sent to, which shard sends."""
 
+import ipaddress
+import itertools
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from fedsender.config import Config
+from fedsender.matrix import address_of, host_and_port
 
 if TYPE_CHECKING:
     from pyspark.sql import Column
@@ -73,12 +77,33 @@ def _any(server: "Column", patterns: tuple[str, ...]) -> "Column":
 
 
 def _matches(server: "Column", pattern: str) -> "Column":
-    """`matrix.matches` as a regular expression: only * and ? are special, ASCII case is ignored."""
+    """`matrix.matches` as a regular expression over a name as it stands."""
     from pyspark.sql import functions as F  # noqa: N812
 
     if pattern == "*":
         return F.lit(True)
-    pieces = (
+    host, port = host_and_port(pattern)
+    address = address_of(host)
+    name = _glob(host) if address is None else "|".join(_spellings(address))
+    ending = "(:[0-9]+)?" if port is None else f":0*{_glob(port)}"
+    return server.rlike(f"(?is)\\A({name})\\.*{ending}\\z")
+
+
+def _glob(pattern: str) -> str:
+    return "".join(
         ".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern
     )
-    return server.rlike(f"(?is)\\A{''.join(pieces)}\\z")
+
+
+def _spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Iterator[str]:
+    """Regular expressions for every way in which a server name may write this IP."""
+    if isinstance(address, ipaddress.IPv4Address):
+        yield re.escape(str(address))
+        address = ipaddress.IPv6Address(f"::ffff:{address}")
+    groups = [f"{int(group, 16):x}" for group in address.exploded.split(":")]
+    low = re.escape(str(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)))
+    for parts in ([f"0*{group}" for group in groups], [*(f"0*{g}" for g in groups[:6]), low]):
+        yield f"\\[{':'.join(parts)}\\]"
+        for start, end in itertools.combinations(range(len(parts) + 1), 2):
+            if all(part == "0*0" for part in parts[start:end]):
+                yield f"\\[{':'.join(parts[:start])}::{':'.join(parts[end:])}\\]"
