@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
 from tests.replication.support import (
@@ -95,6 +96,21 @@ async def test_link_checks_the_name_then_names_itself_and_asks_after_its_token(
             "NAME sender-1",
             "REPLICATE events 53",
         ]
+
+
+async def test_a_server_that_repeats_the_secret_does_not_have_it_shown(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with linked(replace(SETTINGS, secret="s3cret")) as world, collecting(world):
+        world.answer()
+        await trio.sleep(1)
+        server = world.servers.popleft()
+        with structlog.testing.capture_logs() as lines:
+            await server.say(*GREETING, "ERROR invalid command 'AUTH s3cret'")
+            await trio.sleep(1)
+        assert world.link.last_error == "the server says: invalid command 'AUTH [hidden]'"
+        assert lines
+        assert "s3cret" not in repr(lines)
 
 
 async def test_rows_of_a_token_come_together_and_positions_without_rows(

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import structlog.testing
 import trio
 import trio.testing
 import trustme
@@ -187,6 +188,33 @@ async def test_nothing_is_published_before_the_subscription_is_confirmed(
         ]
         await link.publish(Replicate())
         assert redis.said == ["REPLICATE "]
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "ERR unknown command 'AUTH', with args beginning with: 'pw-s3cret' ",
+            "ERR unknown command",
+        ),
+        ("ERR unknown user pw-s3cret", "ERR"),
+        ("pw-s3cret", "an error of no known kind"),
+        ("WRONGPASS invalid username-password pair pw-s3cret", "WRONGPASS"),
+        ("ERR max number of clients reached", "ERR max number of clients reached"),
+    ],
+)
+async def test_an_error_is_told_by_its_kind_and_never_quotes_the_password(
+    autojump_clock: trio.testing.MockClock, said: str, shown: str
+) -> None:
+    settings = RedisSettings(ANYWHERE, SERVER, None, "pw-s3cret")
+    async with by_hand(settings) as (link, redis, network, _heard):
+        redis.refusal = f"-{said}\r\n".encode()
+        network.answers.append(redis.answer)
+        with structlog.testing.capture_logs() as lines:
+            await trio.sleep(0.1)
+        assert link.last_error == f"Redis refuses AUTH: {shown}"
+        assert lines
+        assert "s3cret" not in repr(lines)
 
 
 async def test_both_connections_are_pinged_every_thirty_seconds(

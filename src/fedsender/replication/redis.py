@@ -40,6 +40,24 @@ REPLY_S = 30.0
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 5.0
 RECEIVE_PIECE = 65_536
+# What errors begin with. Of an error nothing else is told: some quote what was asked, AUTH with its
+# password too, and others come from servers that only look like Redis.
+ERROR_KINDS = (
+    "ERR max number of clients reached",
+    "ERR unknown command",
+    "ERR Client sent AUTH, but no password is set",
+    "ERR AUTH <password> called without any password configured",
+    "ERR",
+    "WRONGPASS",
+    "NOAUTH",
+    "NOPERM",
+    "LOADING",
+    "BUSY",
+    "MASTERDOWN",
+    "MISCONF",
+    "OOM",
+    "READONLY",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +119,9 @@ class _Redis:
         await self.send(*arguments)
         reply = await self.receive()
         if isinstance(reply, ErrorReply):
-            raise Disconnected(f"Redis refuses {arguments[0]}: {reply.text[:200]}")
+            kinds = (kind for kind in ERROR_KINDS if reply.text.startswith(kind))
+            kind = next(kinds, "an error of no known kind")
+            raise Disconnected(f"Redis refuses {arguments[0]}: {kind}")
         return reply
 
     async def aclose(self) -> None:

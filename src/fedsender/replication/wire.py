@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trio
 
-from fedsender.replication.commands import Command, File, Ping
+from fedsender.replication.commands import Auth, Command, Error, File, Ping
 from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.protocol import OWN_MAX_LINE, SYNAPSE_MAX_LINE, Connection, Dialect
 
@@ -66,6 +66,8 @@ class Wire:
         # Half a line may be out, or the last one is: nothing that we add would be read.
         self._torn = False
         self._too_slow = False
+        # What we proved ourselves with: a peer that quotes it is not to bring it into our log.
+        self._secret: str | None = None
 
     def speak(self, dialect: Dialect) -> None:
         """Read the peer's next lines in this dialect."""
@@ -77,6 +79,9 @@ class Wire:
 
     async def send(self, *commands: Command) -> None:
         """Send commands. Raises Disconnected; UnsendableCommand before anything is sent."""
+        for command in commands:
+            if isinstance(command, Auth):
+                self._secret = command.secret
         await self.send_lines(b"".join(map(self.encode, commands)))
 
     async def send_lines(self, lines: bytes | bytearray) -> None:
@@ -122,6 +127,8 @@ class Wire:
         """The peer's next command if it is here already; raises BadLine."""
         command = self._connection.next_command()
         self._armed |= isinstance(command, Ping)
+        if isinstance(command, Error) and self._secret:
+            return Error(command.text.replace(self._secret, "[hidden]"))
         return command
 
     async def keep_alive(self) -> None:
