@@ -153,6 +153,40 @@ async def test_a_new_segment_begins_by_time_and_by_size(
     assert [len(list(read_lines(path))) for path in segments(tmp_path)] == [3, 1, 1]
 
 
+@pytest.mark.parametrize("closed_at", range(6))
+def test_a_segment_that_is_closed_while_we_look_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_at: int
+) -> None:
+    """Whenever the daemon renames it. A directory that is read meanwhile may have neither name."""
+    (tmp_path / "f.b.000001.jsonl").write_text("{}")
+    (tmp_path / "f.b.000002.open").write_text("{}")
+    calls = 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == closed_at + 1:
+            os.replace(tmp_path / "f.b.000002.open", tmp_path / "f.b.000002.jsonl")
+
+    listing, status = Path.iterdir, Path.stat
+
+    def iterdir(directory: Path) -> Any:
+        before = {path.name for path in listing(directory)}
+        step()
+        after = {path.name for path in listing(directory)}
+        return iter([directory / name for name in sorted(before & after)])
+
+    def stat(path: Path, **options: Any) -> os.stat_result:
+        step()
+        return status(path, **options)
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(Path, "stat", stat)
+    found = [path.name.rpartition(".")[0] for path in segments(tmp_path)]
+    monkeypatch.undo()
+    assert sorted(found) == ["f.b.000001", "f.b.000002"]
+
+
 async def test_a_segment_left_by_a_crash_is_cut_to_whole_lines_and_closed(tmp_path: Path) -> None:
     torn = tmp_path / "fed1.dead.000003.open"
     torn.write_bytes(b'{"a":1}\n{"b":2}\n{"c":')

@@ -56,12 +56,31 @@ def _with_status(directory: Path, *suffixes: str) -> list[tuple[Path, os.stat_re
 
 
 def segments(directory: Path) -> list[Path]:
-    """All segments, in the order in which they were last written to.
+    """All segments, in the order in which they were last written to; each under one name.
 
-    One that is closed while we look may be there under its old name, or under both.
+    A segment that is closed while a directory is read may be listed under neither of its names. It
+    is closed once, so one of two listings has it.
     """
-    found = _with_status(directory, ".jsonl", ".open")
+    names = {
+        path.stem
+        for _ in range(2)
+        for path in directory.iterdir()
+        if path.suffix in (".jsonl", ".open")
+    }
+    found = [each for name in names if (each := _either(directory / name)) is not None]
     return [path for path, _ in sorted(found, key=lambda f: (f[1].st_mtime_ns, f[0].name))]
+
+
+def _either(path: Path) -> tuple[Path, os.stat_result] | None:
+    """The segment of this name, closed or open; None: it has gone by age."""
+    # It may be closed between the first two looks.
+    for suffix in ("jsonl", "open", "jsonl"):
+        here = path.with_name(f"{path.name}.{suffix}")
+        try:
+            return here, here.stat()
+        except FileNotFoundError:
+            continue
+    return None
 
 
 def torn_segments(directory: Path, instance: str) -> list[Path]:

@@ -8,11 +8,12 @@ import pytest
 from tests.pipeline.worlds import US
 
 from fedsender.ledger import LINE_VERSION, Line
-from fedsender.pipeline import PipelineError, schemas
+from fedsender.pipeline import PipelineError, ledger_lines, schemas
 from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.ledger_lines import FIELDS, new_segments
 from fedsender.pipeline.progress import showing
+from fedsender.segments import segments
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -144,6 +145,27 @@ def test_reading_again_changes_nothing_and_late_and_double_lines_count_once(
     write(ledger, "i.b.000002.jsonl", *[line()] * 4, late, line(transaction_id="t5"))
     assert read(spark, lake, ledger).attempts == 1
     assert new_segments(lake, ledger) == []
+
+
+def test_a_segment_that_is_closed_while_an_audit_looks_is_read(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the daemon closes between one look at the directory and the next."""
+    ledger = tmp_path / "ledger"
+    write(ledger, "f.b.000001.jsonl", line())
+    write(ledger, "f.b.000002.open", line())
+    looks = 0
+
+    def closing(directory: Path) -> list[Path]:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            (ledger / "f.b.000002.open").rename(ledger / "f.b.000002.jsonl")
+        return segments(directory)
+
+    monkeypatch.setattr(ledger_lines, "segments", closing)
+    found = {path.name.rpartition(".")[0] for path in ledger_lines.unread_segments(lake, ledger)}
+    assert found == {"f.b.000001", "f.b.000002"}
 
 
 def test_what_cannot_be_read_is_set_apart_whole(

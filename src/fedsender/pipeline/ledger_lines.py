@@ -5,6 +5,7 @@ known by its text, so one that comes twice (a segment restored from a backup, a 
 and one that comes late goes to its own day.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -70,14 +71,16 @@ class Read:
 
 def new_segments(lake: Lake, directory: Path) -> list[Batch]:
     """Closed segments that the lake has not read, or not at their present size, in batches."""
+    return _unread(lake, [path for path in segments(directory) if path.suffix == ".jsonl"])
+
+
+def _unread(lake: Lake, closed: Iterable[Path]) -> list[Batch]:
     known = lake.read(schemas.SEGMENTS).to_pylist()
     sizes = {row["name"]: row["bytes"] for row in sorted(known, key=lambda row: row["version"])}
     batches: list[Batch] = []
     paths: list[Path] = []
     bytes_: list[int] = []
-    for path in segments(directory):
-        if path.suffix != ".jsonl":
-            continue
+    for path in closed:
         try:
             size = path.stat().st_size
         except FileNotFoundError:
@@ -95,9 +98,14 @@ def new_segments(lake: Lake, directory: Path) -> list[Batch]:
 
 
 def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
-    """Segments whose lines the lake does not have yet, also the open ones."""
-    closed = [path for batch in new_segments(lake, directory) for path in batch.paths]
-    return (*closed, *(path for path in segments(directory) if path.suffix == ".open"))
+    """Segments whose lines the lake does not have yet, also the open ones, by one look: one that is
+    closed between two would be in neither."""
+    found = segments(directory)
+    closed = _unread(lake, [path for path in found if path.suffix == ".jsonl"])
+    return (
+        *(path for batch in closed for path in batch.paths),
+        *(path for path in found if path.suffix == ".open"),
+    )
 
 
 def fresh_pdus(spark: "SparkSession", lake: Lake, paths: tuple[Path, ...]) -> "DataFrame":
