@@ -265,6 +265,8 @@ KillMode=mixed
 RuntimeDirectoryPreserve=yes
 # 1: something is missing, or a source was not there: for a person to see; the timer comes again.
 RestartPreventExitStatus=1
+# 75: another job was at work, which is no failure.
+SuccessExitStatus=75
 # Java compiles into memory that it then runs: MemoryDenyWriteExecute is off below.
 {common}
 # ---------------------- /etc/systemd/system/fedsender-pipeline.timer ----------------------

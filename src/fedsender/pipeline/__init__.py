@@ -13,5 +13,9 @@ class PipelineError(Exception):
     """A job cannot go on; the text names the file, table or setting and what to do about it."""
 
 
+class Busy(PipelineError):
+    """Another job works on the lake: this one has found nothing wrong, and may be tried later."""
+
+
 class Usage(PipelineError):
     """What was asked for cannot be done with this configuration."""

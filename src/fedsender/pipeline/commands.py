@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
-from fedsender.pipeline import PipelineError, Usage
+from fedsender.pipeline import Busy, PipelineError, Usage
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from fedsender.pipeline.lake import Lake
     from fedsender.pipeline.plan import Plan
     from fedsender.pipeline.progress import Steps
+
+BUSY: Final = os.EX_TEMPFAIL
+"""Exit code 75: another job works on the lake. Not 1, which says that deliveries are missing."""
 
 app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark.")
 
@@ -32,7 +35,8 @@ def job(
 ) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
     """What a job works with: a Spark session, the lake, the configuration, and its display.
 
-    Errors of the pipeline become what the command line shows; it exits with 1, or 2 for usage.
+    Errors of the pipeline become what the command line shows; it exits with 1, with 2 for usage,
+    or with 75 where another job works on the lake.
     SIGTERM ends it as Ctrl-C does: what is not committed is taken back, and Java ends.
     """
     from fedsender.config import load
@@ -41,6 +45,7 @@ def job(
     from fedsender.pipeline.session import spark_session
 
     loaded = load(config)
+    code = WRONG
     try:
         lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=create)
         with ExitStack() as stack:
@@ -52,6 +57,8 @@ def job(
             yield spark, lake, loaded, steps
     except Usage as error:
         raise Mistake(str(error)) from None
+    except Busy as error:
+        text, code = f"{error}; try again when it has ended", BUSY
     except PipelineError as error:
         text = str(error)
     except KeyboardInterrupt:
@@ -59,7 +66,7 @@ def job(
     else:
         return
     print(f"fedsender: pipeline {name}: {text}", file=sys.stderr)
-    raise typer.Exit(WRONG)
+    raise typer.Exit(code)
 
 
 @contextmanager

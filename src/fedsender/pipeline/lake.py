@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from fedsender.outside import real_outside
-from fedsender.pipeline import PipelineError, Usage
+from fedsender.pipeline import Busy, PipelineError, Usage
 from fedsender.pipeline.manifest import (
     MANIFEST,
     LakeFile,
@@ -135,13 +135,13 @@ class Lake:
         all. Afterwards this object is the lake as the change left it.
 
         Raises:
-            PipelineError: another job is writing; the lake was changed since it was opened, or is
-                damaged.
+            Busy: another job is writing, or has written since this lake was opened.
+            PipelineError: the lake is damaged.
         """
         with locked(self.directory):
             current = read_manifest(self.directory)
             if current is not None and current.commit != self.manifest.commit:
-                raise PipelineError(f"{self.directory}: another job has written to the lake")
+                raise Busy(f"{self.directory}: another job has written to the lake")
             # Nothing is built on what is half gone.
             self._check(file for files in self.manifest.tables.values() for file in files)
             self._sweep()
@@ -375,13 +375,13 @@ def _make(directory: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock while the body runs; raises PipelineError: somebody else does."""
+    """Hold the directory's lock while the body runs; raises Busy: another job does."""
     descriptor = os.open(directory / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise PipelineError(f"{directory}: another job is writing here") from None
+            raise Busy(f"{directory}: another job is writing here") from None
         yield
     finally:
         os.close(descriptor)
