@@ -11,6 +11,7 @@ from fedsender.config.values import FilePath
 
 _SETTING: Final = re.compile(r"spark\.[A-Za-z0-9_.-]{1,200}")
 _OURS: Final = ("spark.master", "spark.app.name")
+_SECRET: Final = "spark.authenticate.secret"
 
 
 class Spark(Section):
@@ -34,6 +35,10 @@ class Spark(Section):
                 yield ("settings", name), "must be a name such as spark.driver.memory"
             elif name in _OURS:
                 yield ("settings", name), "is not set here (spark.master is pipeline.spark.master)"
+            elif name == _SECRET:
+                # Settings go onto Java's command line.
+                text = "would be seen by every user of this machine: put it into"
+                yield ("settings", name), f"{text} spark-defaults.conf, mode 0600"
 
 
 class Pipeline(Section):
@@ -41,7 +46,7 @@ class Pipeline(Section):
 
     lake: FilePath = Field(
         default=Path("lake"),
-        description="Directory of the lake; on a cluster, one that every worker sees too.",
+        description="Directory of the lake; on a cluster, one that every worker sees too. No URL.",
     )
     health: FilePath = Field(
         default=Path("health.sqlite3"),

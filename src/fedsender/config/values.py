@@ -209,9 +209,14 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
+
+
 def _resolve(value: object, info: ValidationInfo) -> Path:
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
         raise ValueError("must be the path of a file")
+    if _URL.match(str(value)):
+        raise ValueError("must be a path that this machine sees as a directory or file, not a URL")
     path = Path(value).expanduser()
     directory = (info.context or {}).get("directory")
     return path if directory is None else Path(directory) / path
