@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,13 +14,21 @@ import pyspark
 from fedsender.pipeline.session import find_java, write_wrapper
 
 START_SECONDS = 300.0
+_SECRET = """\
+spark.authenticate            true
+spark.authenticate.secret     {secret}
+spark.network.crypto.enabled  true
+"""
 
 
 @contextmanager
 def open_cluster(directory: Path, *, workers: int) -> Iterator[str]:
-    """The cluster's URL, while the body runs."""
-    home, log = directory / "java", directory / "cluster.log"
+    """The cluster's URL, while the body runs. It wants the secret of docs/pipeline.md, which is in
+    `directory/conf`: for who starts jobs, in SPARK_CONF_DIR."""
+    home, log, conf = directory / "java", directory / "cluster.log", directory / "conf"
     home.mkdir()
+    conf.mkdir()
+    (conf / "spark-defaults.conf").write_text(_SECRET.format(secret=secrets.token_hex(32)))
     write_wrapper(home, find_java(os.environ), log)
     with ExitStack() as stack:
         master = "org.apache.spark.deploy.master.Master"
@@ -41,6 +50,7 @@ def _running(home: Path, directory: Path, name: str, *arguments: str) -> Iterato
         "JAVA_HOME": str(home),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "SPARK_LOG_DIR": str(directory),
+        "SPARK_CONF_DIR": str(directory / "conf"),
         "SPARK_DAEMON_MEMORY": "256m",
         "SPARK_DAEMON_JAVA_OPTS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
     }

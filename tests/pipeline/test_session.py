@@ -2,15 +2,20 @@
 
 import logging
 import re
+import socket
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import pytest
 from py4j.protocol import Py4JNetworkError  # type: ignore[import-untyped]
 
 from fedsender.config import ConfigError, Spark, from_values
 from fedsender.pipeline import PipelineError, Usage, session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 def fake_java(directory: Path, version: str) -> Path:
@@ -81,6 +86,24 @@ def test_a_job_that_fails_in_spark_is_one_line_that_names_the_log(
     assert "noise" not in capfd.readouterr().err
 
 
+def _utf(text: str) -> bytes:
+    return len(text).to_bytes(2) + text.encode()
+
+
+def test_sparks_java_takes_no_objects_from_strangers(spark: "SparkSession") -> None:
+    """Whoever is on this machine can reach its port; what is sent in a message's place would go to
+    Java's ObjectInputStream, which says so of four letters that are no object."""
+    port = int(spark.conf.get("spark.driver.port") or 0)
+    to_nobody = b"\0\0" + _utf("endpoint-verifier") + b"AAAA"
+    request = b"\3" + (1).to_bytes(8) + len(to_nobody).to_bytes(4) + to_nobody
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as stranger:
+        stranger.sendall((8 + len(request)).to_bytes(8) + request)
+        with stranger.makefile("rb") as answers:
+            answer = answers.read(int.from_bytes(answers.read(8)) - 8)
+    assert b"SaslMessage" in answer
+    assert b"ObjectInputStream" not in answer
+
+
 def test_an_operators_settings_win_and_a_cluster_has_none_of_this_machines() -> None:
     here = session.settings_for(Spark(settings={"spark.driver.memory": "8g"}))
     assert here["spark.driver.memory"] == "8g"
@@ -110,6 +133,7 @@ def test_on_this_machine_every_kind_of_memory_has_a_limit_and_they_are_within_4_
     [
         ({"driver.memory": "1g"}, "must be a name such as spark.driver.memory"),
         ({"spark.master": "local"}, "is not set here"),
+        ({"spark.authenticate.secret": "x"}, "would be seen by every user of this machine"),
     ],
 )
 def test_settings_that_are_none_are_refused(settings: dict[str, str], said: str) -> None:
