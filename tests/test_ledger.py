@@ -322,6 +322,50 @@ def test_old_segments_go_by_age_and_by_size(tmp_path: Path) -> None:
     ]
 
 
+HOUR_MS = 3_600_000
+DAY_MS = 24 * HOUR_MS
+
+
+def two_weeks(directory: Path, now_ms: int) -> list[Path]:
+    """A segment for each hour of two weeks up to `now_ms`, oldest first."""
+    paths = [directory / f"fed1.b.{hour:06d}.jsonl" for hour in range(14 * 24)]
+    for hour, path in enumerate(reversed(paths)):
+        path.write_bytes(b"{}\n")
+        os.utime(path, ns=(0, (now_ms - hour * HOUR_MS) * 1_000_000))
+    return paths
+
+
+def test_a_wall_clock_that_jumps_ahead_takes_a_day_of_the_ledger_at_most(tmp_path: Path) -> None:
+    now_ms = 1_800_000_000_000
+    paths = two_weeks(tmp_path, now_ms)
+    jumped_ms = now_ms + 30 * DAY_MS
+    right = expired(tmp_path, now_ms=now_ms, keep_days=14, keep_bytes=10**9)
+    jumped = expired(tmp_path, now_ms=jumped_ms, keep_days=14, keep_bytes=10**9)
+
+    # And what is written meanwhile is stamped with it.
+    os.utime(paths[-1], ns=(0, jumped_ms * 1_000_000))
+    while_ahead = expired(tmp_path, now_ms=jumped_ms, keep_days=14, keep_bytes=10**9)
+    back = expired(tmp_path, now_ms=now_ms, keep_days=14, keep_bytes=10**9)
+
+    assert right == []
+    for gone in (jumped, while_ahead, back):
+        assert gone == paths[: len(gone)]
+        assert len(gone) <= 24
+
+
+@pytest.mark.parametrize("keep_days", [1, 14])
+def test_old_segments_go_however_long_nothing_was_written(tmp_path: Path, keep_days: int) -> None:
+    """A stretch without a line counts for a day at most, and for something at each time."""
+    now_ms = 1_800_000_000_000
+    for month in range(20):
+        path = tmp_path / f"fed1.b.{month:06d}.jsonl"
+        path.write_bytes(b"{}\n")
+        os.utime(path, ns=(0, (now_ms - month * 30 * DAY_MS) * 1_000_000))
+    gone = expired(tmp_path, now_ms=now_ms, keep_days=keep_days, keep_bytes=10**9)
+
+    assert len(gone) == 20 - max(3, keep_days + 1)
+
+
 async def test_a_full_disk_is_counted_and_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,15 +141,24 @@ def last_answers(torn: Sequence[Path]) -> dict[str, dict[str, Any]]:
 def expired(directory: Path, *, now_ms: int, keep_days: float, keep_bytes: int) -> list[Path]:
     """The closed segments that age or the size of all of them sends away, oldest first.
 
-    Open ones count, and stay: the newest of their lines may be needed by a start.
+    A segment's age is the time that was spent since it was last written to, as the newer ones show
+    it: a stretch without a line counts for a day at most. So a wall clock that jumps ahead makes
+    nothing older than by a day. Open ones count, and stay: the newest of their lines may be needed
+    by a start.
     """
-    oldest_ms = now_ms - keep_days * DAY_MS
+    keep_ms = keep_days * DAY_MS
+    longest_ms = min(DAY_MS, keep_ms / 2)
     found = _with_status(directory, ".jsonl", ".open")
     total = sum(status.st_size for path, status in found if path.suffix == ".open")
-    closed = [each for each in found if each[0].suffix == ".jsonl"]
+    age_ms, newer_ms = 0.0, float(now_ms)
     going: list[Path] = []
-    for path, status in sorted(closed, key=lambda f: (f[1].st_mtime_ns, f[0].name), reverse=True):
+    for path, status in sorted(found, key=lambda f: (f[1].st_mtime_ns, f[0].name), reverse=True):
+        written_ms = status.st_mtime_ns / 1_000_000
+        age_ms += min(max(0.0, newer_ms - written_ms), longest_ms)
+        newer_ms = written_ms
+        if path.suffix == ".open":
+            continue
         total += status.st_size
-        if status.st_mtime_ns / 1_000_000 < oldest_ms or total > keep_bytes:
+        if age_ms > keep_ms or total > keep_bytes:
             going.append(path)
     return going[::-1]
