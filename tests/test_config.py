@@ -1,5 +1,6 @@
 """The configuration: what it accepts, what it says when it does not, and who set what."""
 
+import ipaddress
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -403,6 +404,12 @@ def test_private_addresses_are_denied_in_every_disguise_and_allowed_by_exception
         *("127.0.0.1", "10.1.2.3", "169.254.169.254", "0.0.0.0", "255.255.255.255", "::", "::1"),
         *("fe80::1", "fd00::1", "::ffff:127.0.0.1", "64:ff9b::10.0.0.1", "2002:7f00:1::"),
         *("::127.0.0.1", "2001:db8::1", "ff02::1", "100.64.0.1"),
+        # NAT64 of one's own, IPv4-translated, ISATAP, Teredo with its server and its client.
+        *("64:ff9b:1::10.0.0.1", "::ffff:0:127.0.0.1", "2a01:4f8::5efe:10.0.0.1"),
+        *("2a01:4f8::200:5efe:127.0.0.1", "2001:0:7f00:1::1", "2001:0:808:808::80ff:fffe"),
+        # Discard-only, benchmarks, ORCHID, documentation, segment routing, Azure's own services.
+        *("100::1", "2001:2::1", "2001:10::1", "2001:20::1", "3fff::1", "5f00::1"),
+        *("168.63.129.16", "::ffff:168.63.129.16", "4000::1", "8000::1"),
     ):
         assert not federation.may_connect(address), address
     for address in ("8.8.8.8", "2606:4700::1", "2002:808:808::", "64:ff9b::8.8.8.8"):
@@ -411,8 +418,28 @@ def test_private_addresses_are_denied_in_every_disguise_and_allowed_by_exception
     assert local.may_connect("127.0.0.1")
     assert local.may_connect("::ffff:127.0.0.1")
     assert not local.may_connect("10.0.0.1")
-    with pytest.raises(ValueError, match="localhost"):
-        federation.may_connect("localhost")
+    for text in ("localhost", "127.1", "fe80::1%eth0", ""):
+        assert not federation.may_connect(text)
+
+
+@given(st.ip_addresses())
+def test_what_is_not_on_the_internet_is_denied(
+    ip: ipaddress.IPv4Address | ipaddress.IPv6Address,
+) -> None:
+    """As Python's copy of IANA's registries has it, which differs between versions."""
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    assert (mapped or ip).is_global or not Federation().may_connect(str(ip))
+
+
+def test_an_exception_counts_for_each_address_that_another_carries() -> None:
+    # A Teredo address carries two, of which the peer chooses both.
+    text = "federation: {ip_allow: [127.0.0.0/8, '2001::/32', '64:ff9b:1::/48', '::1']}"
+    federation = config(text).federation
+    assert federation.may_connect("::1")
+    assert federation.may_connect("64:ff9b:1::8.8.8.8")
+    assert federation.may_connect("2001:0:7f00:1::80ff:fffe")
+    assert not federation.may_connect("2001:0:7f00:1::f5ff:fffe")
+    assert not federation.may_connect("64:ff9b:1::10.0.0.1")
 
 
 # --- Whom we send to, and how ---------------------------------------------------------------------

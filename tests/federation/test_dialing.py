@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.federation.servers import Authority, answering, response, serving
 
 from fedsender.config import Federation
-from fedsender.federation.dialing import Address, Dialer, IPRanges, TlsPolicy, Unreachable
+from fedsender.config.values import IPRanges
+from fedsender.federation.dialing import Address, Dialer, TlsPolicy, Unreachable
 from fedsender.federation.transport import Connection
 from fedsender.outside import RealNetwork
 

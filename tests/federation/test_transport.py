@@ -20,7 +20,8 @@ from tests.federation.servers import (
     serving,
 )
 
-from fedsender.federation.dialing import Dialer, IPRanges, TlsPolicy
+from fedsender.config.values import IPRanges
+from fedsender.federation.dialing import Dialer, TlsPolicy
 from fedsender.federation.transport import (
     Bounds,
     Connection,

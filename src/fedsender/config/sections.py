@@ -14,6 +14,7 @@ from fedsender.config.values import (
     Database,
     FilePath,
     InstanceName,
+    IPRanges,
     ListenAddress,
     Nameserver,
     Network,
@@ -21,7 +22,6 @@ from fedsender.config.values import (
     SecretPath,
     ServerName,
     TcpAddress,
-    is_in,
     is_loopback,
     parse_network,
 )
@@ -101,13 +101,19 @@ class Homeserver(Section):
                 yield (name,), "names one instance twice"
 
 
-_PRIVATE: Final = tuple(
+# IANA's registries of special-purpose addresses. Of IPv6 only 2000::/3 is handed out; beside it,
+# 64:ff9b::/96 leads to the whole IPv4 Internet and is judged by what it carries.
+_NOT_ON_THE_INTERNET: Final = tuple(
     parse_network(text)
     for text in (
         *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
         *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
         *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
-        *("::/128", "::1/128", "2001:db8::/32", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8"),
+        # In every virtual machine on Azure, the services of its host.
+        "168.63.129.16/32",
+        *("::/128", "::1/128", "::ffff:0:0:0/96", "64:ff9b:1::/48", "100::/8", "200::/7"),
+        *("400::/6", "800::/5", "1000::/4", "2001::/23", "2001:db8::/32", "3fff::/20"),
+        *("4000::/2", "8000::/1"),
     )
 )
 
@@ -144,7 +150,7 @@ class Federation(Section):
         default=10 * MIB, ge=1024, le=256 * MIB, description="Longest answer that is read."
     )
     ip_deny: tuple[Network, ...] = Field(
-        default=_PRIVATE,
+        default=_NOT_ON_THE_INTERNET,
         description="Never connect to these IP ranges: they are not on the Internet.",
     )
     ip_allow: tuple[Network, ...] = Field(default=(), description="Exceptions from ip_deny.")
@@ -173,8 +179,8 @@ class Federation(Section):
     )
 
     def may_connect(self, address: str) -> bool:
-        """Whether an IP may be connected to; raises ValueError for what is no IP."""
-        return not is_in(address, self.ip_deny) or is_in(address, self.ip_allow)
+        """Whether an IP may be connected to, as `IPRanges.permit` says it."""
+        return IPRanges(self.ip_deny, self.ip_allow).permit(address)
 
     def contradictions(self) -> Contradictions:
         if self.ca_file is not None and not self.verify_certificates:

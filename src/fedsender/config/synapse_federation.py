@@ -13,8 +13,6 @@ LATELY_S: Final = 6 * 3600.0
 MAX_MULTIPLIER: Final = 10.0
 MAX_MORE_CA_FILES: Final = 100
 MAX_OVERRIDES: Final = 10_000
-# Whatever is listed, Synapse connects to neither: both lead to the machine itself.
-_NOWHERE: Final = ("0.0.0.0/32", "::/128")
 
 Note = Callable[[str, str], None]
 """Says of a setting what became of it."""
@@ -88,10 +86,10 @@ def _ip_ranges(settings: Settings) -> dict[str, list[str]]:
     # A list of which every line is commented out is no list, and is not the default either.
     if "federation_ip_range_blacklist" in settings.values:
         # Where it is set, Synapse asks neither of the other two about federation.
-        return {"ip_deny": [*_networks(settings, "federation_ip_range_blacklist"), *_NOWHERE]}
+        return {"ip_deny": _networks(settings, "federation_ip_range_blacklist")}
     values: dict[str, list[str]] = {}
     if "ip_range_blacklist" in settings.values:
-        values["ip_deny"] = [*_networks(settings, "ip_range_blacklist"), *_NOWHERE]
+        values["ip_deny"] = _networks(settings, "ip_range_blacklist")
     if allowed := _networks(settings, "ip_range_whitelist"):
         values["ip_allow"] = allowed
     return values

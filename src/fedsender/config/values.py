@@ -7,7 +7,7 @@ a number of bytes), a file relative to the directory of the configuration file.
 import ipaddress
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -177,28 +177,63 @@ def parse_network(value: object) -> IpNetwork:
 
 # IPv6 ranges that lead to an IPv4 address inside them, and how far right of its place that stands.
 _CARRIERS: Final = (
-    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),  # mapped
-    (ipaddress.IPv6Network("::/96"), 0),  # compatible, obsolete
-    (ipaddress.IPv6Network("64:ff9b::/96"), 0),  # NAT64
-    (ipaddress.IPv6Network("2002::/16"), 80),  # 6to4
+    (ipaddress.IPv6Network("::ffff:0:0/96"), 0),  # mapped (RFC 4291)
+    (ipaddress.IPv6Network("::/96"), 0),  # compatible, obsolete (RFC 4291)
+    (ipaddress.IPv6Network("::ffff:0:0:0/96"), 0),  # translated (RFC 2765)
+    (ipaddress.IPv6Network("64:ff9b::/96"), 0),  # NAT64 (RFC 6052)
+    (ipaddress.IPv6Network("64:ff9b:1::/48"), 0),  # NAT64 of one's own (RFC 8215), as a /96
+    (ipaddress.IPv6Network("2002::/16"), 80),  # 6to4 (RFC 3056)
+    (ipaddress.IPv6Network("2001::/32"), 64),  # Teredo's server (RFC 4380)
 )
+_TEREDO: Final = ipaddress.IPv6Network("2001::/32")
+_LOW: Final = 0xFFFF_FFFF
 
 
-def is_in(address: str, networks: Iterable[IpNetwork]) -> bool:
-    """Whether an IP, or the IPv4 address that it carries inside, lies in one of `networks`.
+def _led_to(ip: IpAddress) -> Iterator[IpAddress]:
+    """An address, and the IPv4 ones that it carries inside."""
+    yield ip
+    number = int(ip)
+    # :: and ::1 are no "compatible" addresses.
+    if isinstance(ip, ipaddress.IPv4Address) or number <= 1:
+        return
+    for network, shift in _CARRIERS:
+        if ip in network:
+            yield ipaddress.IPv4Address(number >> shift & _LOW)
+    if ip in _TEREDO:
+        yield ipaddress.IPv4Address(~number & _LOW)
+    # ISATAP (RFC 5214): in any network, by the other half of the address.
+    if number >> 32 & 0xFDFF_FFFF == 0x5EFE:
+        yield ipaddress.IPv4Address(number & _LOW)
 
-    Raises:
-        ValueError: not an IP.
+
+@dataclass(frozen=True, slots=True)
+class IPRanges:
+    """Which addresses may be connected to: `allowed` makes holes in `denied`.
+
+    An IPv6 address that carries IPv4 ones counts as each of them, and all must be permitted.
+    0.0.0.0 and :: never are.
     """
-    ip = ipaddress.ip_address(address)
-    forms: list[IpAddress] = [ip]
-    if isinstance(ip, ipaddress.IPv6Address):
-        forms += [
-            ipaddress.IPv4Address(int(ip) >> shift & 0xFFFF_FFFF)
-            for network, shift in _CARRIERS
-            if ip in network
-        ]
-    return any(form in network for form in forms for network in networks)
+
+    denied: tuple[IpNetwork, ...] = ()
+    allowed: tuple[IpNetwork, ...] = ()
+
+    def permit(self, address: str) -> bool:
+        """Whether `address` may be connected to. What is no plain IP address may not."""
+        try:
+            return "%" not in address and all(
+                self._permit(ip) for ip in _led_to(ipaddress.ip_address(address))
+            )
+        except ValueError:
+            return False
+
+    def _permit(self, ip: IpAddress) -> bool:
+        if ip.is_unspecified:
+            return False
+        return _lies_in(ip, self.allowed) or not _lies_in(ip, self.denied)
+
+
+def _lies_in(ip: IpAddress, networks: Iterable[IpNetwork]) -> bool:
+    return any(ip in network for network in networks)
 
 
 def is_loopback(host: str) -> bool:

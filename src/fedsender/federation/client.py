@@ -19,9 +19,10 @@ from urllib.parse import quote
 import trio
 
 from fedsender.config import Federation, Policy
+from fedsender.config.values import IPRanges
 from fedsender.federation.answer import Answer, answer_of, parse_answer
 from fedsender.federation.connections import Connections, Live
-from fedsender.federation.dialing import Dialer, IPRanges, TlsPolicy, Unreachable
+from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
 from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Resolved
 from fedsender.federation.remembered import Remembered, keep_saved, read_cache, write_cache
 from fedsender.federation.signing import SigningKey, authorization_header

@@ -7,7 +7,6 @@ whatever the address.
 """
 
 import errno
-import ipaddress
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Final, Literal
 import trio
 from cachetools import LRUCache
 
-from fedsender.config.values import IpNetwork, is_in
+from fedsender.config.values import IPRanges
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.outside import Network
 
@@ -28,8 +27,6 @@ Address = tuple[str, int]
 _STAGGER_S: Final = 0.25
 _CLOSING_S: Final = 1.0
 _REMEMBERED: Final = 16_384
-
-_UNSPECIFIED: Final = (ipaddress.ip_network("0.0.0.0/32"), ipaddress.ip_network("::/128"))
 
 
 class Unreachable(Exception):
@@ -44,26 +41,6 @@ class Unreachable(Exception):
         super().__init__(text)
         self.kind: UnreachableKind = kind
         self.text = words(text)
-
-
-@dataclass(frozen=True, slots=True)
-class IPRanges:
-    """Which addresses may be connected to: `allowed` makes holes in `denied`.
-
-    An IPv6 address that carries an IPv4 one counts as both. 0.0.0.0 and :: are never permitted.
-    """
-
-    denied: tuple[IpNetwork, ...] = ()
-    allowed: tuple[IpNetwork, ...] = ()
-
-    def permit(self, address: str) -> bool:
-        """Whether `address` may be connected to. What is no plain IP address may not."""
-        try:
-            if "%" in address or is_in(address, _UNSPECIFIED):
-                return False
-            return is_in(address, self.allowed) or not is_in(address, self.denied)
-        except ValueError:
-            return False
 
 
 @dataclass(frozen=True, slots=True)
