@@ -79,7 +79,7 @@ class NoNetwork:
         await trio.lowlevel.checkpoint()
         raise ConnectionRefusedError
 
-    async def resolve(self, name: str, rdtype: str) -> Any:
+    async def resolve(self, name: str, rdtype: str, nameservers: object = ()) -> Any:
         raise NotImplementedError
 
 

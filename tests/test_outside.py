@@ -1,61 +1,20 @@
 """The real seams that no simulation covers: DNS over the wire, and looking at sockets."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
-import dns.flags
-import dns.message
-import dns.rcode
-import dns.rrset
 import pytest
 import trio
 import trio.testing
+from tests.federation.servers import Zone, nameserver
 
 import fedsender.outside
 from fedsender.outside import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
 
-ZONE = {
-    ("b.example.", "A"): "b.example. 600 IN A 192.0.2.1",
-    ("b.example.", "AAAA"): "b.example. 500 IN AAAA 2001:db8::1",
-    ("_matrix-fed._tcp.b.example.", "SRV"): "_matrix-fed._tcp.b.example. 60 IN SRV 1 2 8448 m.x.",
+ZONE: Zone = {
+    ("b.example", "A"): (600, "192.0.2.1"),
+    ("b.example", "AAAA"): (500, "2001:db8::1"),
+    ("_matrix-fed._tcp.b.example", "SRV"): (60, "1 2 8448 m.x."),
 }
-SOA = "example. 900 IN SOA ns.example. x.example. 1 2 3 4 300"
-
-
-def reply_to(query: dns.message.Message) -> dns.message.Message:
-    reply = dns.message.make_response(query)
-    name, rdtype = str(query.question[0]).split()[0], str(query.question[0]).split()[2]
-    record = ZONE.get((name, rdtype))
-    if record is not None:
-        owner, ttl, klass, kind, rest = record.split(maxsplit=4)
-        reply.answer.append(dns.rrset.from_text(owner, int(ttl), klass, kind, rest))
-    elif name == "broken.example.":
-        reply.set_rcode(dns.rcode.SERVFAIL)
-    else:
-        owner, ttl, klass, kind, rest = SOA.split(maxsplit=4)
-        reply.authority.append(dns.rrset.from_text(owner, int(ttl), klass, kind, rest))
-        if name != "b.example.":
-            reply.set_rcode(dns.rcode.NXDOMAIN)
-    return reply
-
-
-@asynccontextmanager
-async def nameserver() -> AsyncIterator[RealNetwork]:
-    """A network that asks a nameserver on loopback."""
-    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as sock:
-        await sock.bind(("127.0.0.1", 0))
-
-        async def answer() -> None:
-            while True:
-                data, sender = await sock.recvfrom(65_535)
-                reply = reply_to(dns.message.from_wire(data))
-                await sock.sendto(reply.to_wire(), sender)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(answer)
-            yield RealNetwork([("127.0.0.1", sock.getsockname()[1])])
-            nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(
@@ -69,9 +28,9 @@ async def nameserver() -> AsyncIterator[RealNetwork]:
 async def test_records_come_with_their_life(
     name: str, rdtype: RecordType, records: Records
 ) -> None:
-    async with nameserver() as network:
+    async with nameserver(ZONE) as address:
         with trio.fail_after(60):
-            assert await network.resolve(name, rdtype) == records
+            assert await RealNetwork().resolve(name, rdtype, [address]) == records
 
 
 @pytest.mark.parametrize(
@@ -86,16 +45,16 @@ async def test_records_come_with_their_life(
 async def test_absence_is_an_answer_with_a_life(
     name: str, rdtype: RecordType, ttl_s: float
 ) -> None:
-    async with nameserver() as network:
+    async with nameserver(ZONE) as address:
         with trio.fail_after(60), pytest.raises(NameNotFound) as caught:
-            await network.resolve(name, rdtype)
+            await RealNetwork().resolve(name, rdtype, [address])
         assert caught.value.ttl_s == ttl_s
 
 
 async def test_server_that_cannot_help_is_a_failure() -> None:
-    async with nameserver() as network:
+    async with nameserver(ZONE) as address:
         with trio.fail_after(60), pytest.raises(ResolveFailed, match=r"broken\.example A"):
-            await network.resolve("broken.example", "A")
+            await RealNetwork().resolve("broken.example", "A", [address])
 
 
 async def test_hosts_file_goes_before_the_dns(
@@ -106,12 +65,13 @@ async def test_hosts_file_goes_before_the_dns(
         "# names\n10.0.0.9 B.example other # here\n::9 b.example\nnonsense b.example\n"
     )
     monkeypatch.setattr(fedsender.outside, "_HOSTS_FILE", hosts)
-    async with nameserver() as network:
+    async with nameserver(ZONE) as address:
+        network = RealNetwork()
         with trio.fail_after(60):
-            assert (await network.resolve("b.example", "A")).values == ("10.0.0.9",)
-            assert (await network.resolve("b.example", "AAAA")).values == ("::9",)
+            assert (await network.resolve("b.example", "A", [address])).values == ("10.0.0.9",)
+            assert (await network.resolve("b.example", "AAAA", [address])).values == ("::9",)
             hosts.unlink()
-            assert (await network.resolve("b.example", "A")).values == ("192.0.2.1",)
+            assert (await network.resolve("b.example", "A", [address])).values == ("192.0.2.1",)
 
 
 async def test_readable_streams_are_those_with_news() -> None:

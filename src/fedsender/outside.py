@@ -78,8 +78,14 @@ class Network(Protocol):
         """Finish a TLS handshake on `stream`; raises ssl.SSLError, trio.BrokenResourceError."""
         ...
 
-    async def resolve(self, name: str, rdtype: RecordType) -> Records:
-        """Look up an absolute name; raises NameNotFound or ResolveFailed."""
+    async def resolve(
+        self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
+    ) -> Records:
+        """Look up an absolute name; raises NameNotFound or ResolveFailed.
+
+        Args:
+            nameservers: (IP, port) of the DNS servers to ask, instead of the system's.
+        """
         ...
 
     def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
@@ -116,14 +122,9 @@ class Outside:
 
 
 class RealNetwork:
-    """Sockets and resolver of the operating system, TLS of the standard library.
+    """Sockets and resolver of the operating system, TLS of the standard library."""
 
-    Args:
-        nameservers: (IP, port) of the DNS servers to ask, instead of those in /etc/resolv.conf.
-    """
-
-    def __init__(self, nameservers: Sequence[tuple[str, int]] = ()) -> None:
-        self._nameservers = tuple(nameservers)
+    def __init__(self) -> None:
         self._dns: tuple[int, dns.asyncresolver.Resolver] | None = None
         self._hosts: tuple[int, dict[tuple[str, RecordType], tuple[str, ...]]] | None = None
 
@@ -143,11 +144,13 @@ class RealNetwork:
         await tls.do_handshake()
         return tls
 
-    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+    async def resolve(
+        self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
+    ) -> Records:
         if rdtype != "SRV" and (local := self._hosts_file(name, rdtype)):
             return Records(local, ttl_s=_HOSTS_FILE_TTL_S)
         try:
-            answer = await self._resolver().resolve(
+            answer = await self._resolver(nameservers).resolve(
                 dns.name.from_text(name), rdtype, raise_on_no_answer=False, search=False
             )
         except dns.resolver.NXDOMAIN as error:
@@ -161,15 +164,16 @@ class RealNetwork:
             raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=ttl)
         return Records(tuple(record.to_text() for record in answer.rrset), ttl_s=ttl)
 
-    def _resolver(self) -> dns.asyncresolver.Resolver:
-        """A resolver that follows /etc/resolv.conf, which a DHCP client may rewrite."""
+    def _resolver(self, nameservers: Sequence[tuple[str, int]]) -> dns.asyncresolver.Resolver:
+        # No cache: what we learn is kept by server discovery, which bounds and expires it.
+        if nameservers:
+            resolver = dns.asyncresolver.Resolver(configure=False)
+            resolver.nameservers = [Do53Nameserver(*each) for each in nameservers]
+            return resolver
+        # A DHCP client may rewrite the file.
         stamp = _changed_at(Path("/etc/resolv.conf"))
         if self._dns is None or self._dns[0] != stamp:
-            # No cache: what we learn is kept by server discovery, which bounds and expires it.
-            resolver = dns.asyncresolver.Resolver(configure=not self._nameservers)
-            if self._nameservers:
-                resolver.nameservers = [Do53Nameserver(*each) for each in self._nameservers]
-            self._dns = (stamp, resolver)
+            self._dns = (stamp, dns.asyncresolver.Resolver())
         return self._dns[1]
 
     def _hosts_file(self, name: str, rdtype: RecordType) -> tuple[str, ...]:
@@ -259,12 +263,12 @@ async def listen_unix(path: Path) -> trio.SocketListener:
     return trio.SocketListener(sock)
 
 
-def real_outside(nameservers: Sequence[tuple[str, int]] = ()) -> Outside:
-    """The outside of a daemon in production; `nameservers` as `RealNetwork` takes them."""
+def real_outside() -> Outside:
+    """The outside of a daemon in production."""
     return Outside(
         now_ms=lambda: time.time_ns() // 1_000_000,
         random=random.Random(),
         entropy=os.urandom,
         run_sync=_run_in_thread,
-        network=RealNetwork(nameservers),
+        network=RealNetwork(),
     )

@@ -2,11 +2,14 @@
 
 import random
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import dns.message
+import dns.rcode
+import dns.rrset
 import trio
 import trustme
 
@@ -156,7 +159,9 @@ class TableNetwork(RealNetwork):
             return await super().open_tcp("127.0.0.1", self.ports[address, port])
         return await super().open_tcp(address, port)
 
-    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+    async def resolve(
+        self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
+    ) -> Records:
         self.asked.append((name, rdtype))
         await trio.lowlevel.checkpoint()
         found = self.records.get((name, rdtype))
@@ -165,6 +170,47 @@ class TableNetwork(RealNetwork):
         if found is None:
             raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=self.ttl_s)
         return Records(tuple(found), ttl_s=self.ttl_s)
+
+
+Zone = Mapping[tuple[str, RecordType], tuple[int, str]]
+"""TTL in seconds and value of the one record of a name and type."""
+
+_SOA = dns.rrset.from_text("example.", 900, "IN", "SOA", "ns.example. x.example. 1 2 3 4 300")
+
+
+def _reply_to(query: dns.message.Message, zone: Zone) -> dns.message.Message:
+    reply = dns.message.make_response(query)
+    [question] = query.question
+    name, rdtype = question.name.to_text(omit_final_dot=True), question.rdtype.name
+    records = {kind: record for (owner, kind), record in zone.items() if owner == name}
+    if rdtype in records:
+        ttl, value = records[rdtype]
+        reply.answer.append(dns.rrset.from_text(question.name, ttl, "IN", rdtype, value))
+    elif name == "broken.example":
+        reply.set_rcode(dns.rcode.SERVFAIL)
+    else:
+        reply.authority.append(_SOA)
+        if not records:
+            reply.set_rcode(dns.rcode.NXDOMAIN)
+    return reply
+
+
+@asynccontextmanager
+async def nameserver(zone: Zone) -> AsyncIterator[tuple[str, int]]:
+    """A DNS server on loopback; broken.example is more than it can do."""
+    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as sock:
+        await sock.bind(("127.0.0.1", 0))
+
+        async def answer() -> None:
+            while True:
+                data, sender = await sock.recvfrom(65_535)
+                reply = _reply_to(dns.message.from_wire(data), zone)
+                await sock.sendto(reply.to_wire(), sender)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(answer)
+            yield sock.getsockname()
+            nursery.cancel_scope.cancel()
 
 
 class AnybodyMay:

@@ -22,8 +22,10 @@ from tests.federation.servers import (
     Conversation,
     Request,
     TableNetwork,
+    Zone,
     answering,
     client_of,
+    nameserver,
     one_server,
     outside_with,
     read_request,
@@ -380,6 +382,18 @@ async def test_delegated_server_is_found_by_well_known_and_proves_the_delegated_
         async with client.peer(NAME, Policy()) as peer:
             await send(peer)
     assert network.asked == []
+
+
+async def test_name_servers_of_the_configuration_are_asked(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    zone: Zone = {(NAME, "A"): (60, "127.0.0.1")}
+    async with (
+        serving(authority.context(NAME), answering(OK)) as server,
+        nameserver(zone) as (ip, port),
+        client_of(tmp_path, nameservers=(f"{ip}:{port}",)) as client,
+        client.peer(f"{NAME}:{server.port}", Policy()) as peer,
+    ):
+        assert (await send(peer)).status == 200
 
 
 async def test_well_known_cannot_lead_into_a_private_network(tmp_path: Path) -> None:

@@ -118,7 +118,9 @@ class Dnslike(RealNetwork):
         self.delay_s = 0.0
         self.ttl_s = 300.0
 
-    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+    async def resolve(
+        self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
+    ) -> Records:
         self.asked.append((name, rdtype))
         await trio.sleep(self.delay_s)
         found = self.table.get((name, rdtype))

@@ -168,7 +168,9 @@ class HandNetwork:
     ) -> trio.abc.Stream:
         raise NotImplementedError
 
-    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+    async def resolve(
+        self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
+    ) -> Records:
         raise NameNotFound(name, ttl_s=0)
 
     def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:

@@ -157,7 +157,8 @@ class Federation(Section):
     nameservers: tuple[Nameserver, ...] = Field(
         default=(),
         max_length=16,
-        description='DNS servers, "ip" or "ip:port"; [] takes those of /etc/resolv.conf.',
+        description='DNS servers to ask for other servers, "ip" or "ip:port";'
+        " [] takes those of /etc/resolv.conf.",
     )
     discovery_cache: FilePath = Field(
         default=Path("discovery-cache.json"),

@@ -164,6 +164,7 @@ class FederationClient:
             Remembered(_CACHE_ENTRIES),
             concurrent_lookups=_CONCURRENT_LOOKUPS,
             lookup_s=_LOOKUP_S,
+            nameservers=[(each.host, each.port) for each in config.nameservers],
         )
         self.connections = Connections(
             outside.network, config.max_connections, config.idle_connection

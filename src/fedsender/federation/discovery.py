@@ -11,7 +11,7 @@ import ipaddress
 import json
 import random
 import re
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -340,6 +340,7 @@ class Discovery:
         *,
         concurrent_lookups: int,
         lookup_s: float,
+        nameservers: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.remembered = remembered
         self.lookups = 0
@@ -348,6 +349,7 @@ class Discovery:
         self._random = rng
         self._now_ms = now_ms
         self._lookup_s = lookup_s
+        self._nameservers = tuple(nameservers)
         self._limiter = trio.CapacityLimiter(concurrent_lookups)
         self._asking: dict[Question, trio.Lock] = {}
 
@@ -427,7 +429,7 @@ class Discovery:
             self.lookups += 1
             try:
                 with trio.fail_after(self._lookup_s):
-                    records = await self._network.resolve(name, rdtype)
+                    records = await self._network.resolve(name, rdtype, self._nameservers)
             except NameNotFound as error:
                 life = min(max(error.ttl_s, _DNS_MIN_S), _DNS_NOT_FOUND_MAX_S)
                 return Lookup((), trio.current_time() + life, str(error))

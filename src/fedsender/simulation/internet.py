@@ -129,7 +129,9 @@ class DaemonNetwork:
             raise _tls_error(refusal)
         return stream
 
-    async def resolve(self, name: str, rdtype: RecordType) -> Records:
+    async def resolve(
+        self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
+    ) -> Records:
         return await self._internet.resolve(name, rdtype)
 
     def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
