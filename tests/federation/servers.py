@@ -259,8 +259,10 @@ async def one_server(
         yield client, server
 
 
-async def send(peer: Peer, transaction_id: str = "t1", body: bytes = BODY) -> Answer:
+async def send(
+    peer: Peer, transaction_id: str = "t1", body: bytes = BODY, event_ids: Sequence[str] = ()
+) -> Answer:
     """One attempt."""
     with trio.fail_after(60):
         link = await peer.connect()
-        return await link.put_transaction(transaction_id, body)
+        return await link.put_transaction(transaction_id, body, event_ids)

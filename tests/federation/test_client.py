@@ -87,7 +87,7 @@ async def test_transaction_arrives_signed_and_its_answer_comes_back(tmp_path: Pa
         client.peer(NAME, server.policy) as peer,
     ):
         answer = await send(peer, "a/b c")
-    assert (answer.status, answer.content, answer.reused) == (200, {"pdus": {}}, False)
+    assert (answer.status, answer.is_answer, answer.reused) == (200, True, False)
     assert (answer.request_bytes, answer.answer_bytes) == (len(BODY), 11)
     request = requests[0]
     assert request.line == "PUT /_matrix/federation/v1/send/a%2Fb%20c HTTP/1.1"
@@ -95,6 +95,7 @@ async def test_transaction_arrives_signed_and_its_answer_comes_back(tmp_path: Pa
     assert request.headers["host"] == NAME
     assert request.headers["content-type"] == "application/json"
     assert request.headers["user-agent"].startswith("fedsender/")
+    assert request.headers["accept-encoding"] == "identity"
     verify(request)
 
 
@@ -181,6 +182,31 @@ async def test_answers_of_any_status_are_answers(tmp_path: Path) -> None:
         assert limited.text == "M_LIMIT_EXCEEDED: slow"
         assert [(await send(peer)).status for _ in range(4)] == [302, 200, 500, 200]
     assert server.connections == 1
+
+
+async def test_longest_answer_that_is_read_depends_on_the_pdus_sent(tmp_path: Path) -> None:
+    sent = [f"${n}" for n in range(50)]
+    page = b'{"pdus":{},"x":"' + b"x" * 200_000 + b'"}'
+    async with (
+        one_server(tmp_path, answering(response(200, page))) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        assert (await send(peer, event_ids=sent)).is_answer
+        with pytest.raises(SendFailed, match="larger than 86016 bytes") as caught:
+            await send(peer, event_ids=sent[:5])
+        assert (caught.value.kind, caught.value.sent) == ("too_large", True)
+
+
+async def test_setting_can_only_lower_the_longest_answer(tmp_path: Path) -> None:
+    converse = answering(response(200, b" " * 20_000 + b"{}"))
+    async with (
+        one_server(tmp_path, converse, max_answer_bytes=16_384) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        with pytest.raises(SendFailed, match="larger than 16384 bytes"):
+            await send(peer)
+    with pytest.raises(ValueError, match="max_answer_bytes"):
+        Federation(max_answer_bytes=264 * 1024 + 1)
 
 
 # --- reused connections that are closed -----------------------------------------------------------
@@ -286,10 +312,10 @@ async def test_cancelled_exchange_says_what_left_and_spoils_no_later_one(tmp_pat
         link = await peer.connect()
         assert not link.sent
         with trio.move_on_after(0.2):
-            await link.put_transaction("t1", BODY)
+            await link.put_transaction("t1", BODY, ())
         assert link.sent
         with pytest.raises(SendFailed, match="used already") as caught:
-            await link.put_transaction("t1", BODY)
+            await link.put_transaction("t1", BODY, ())
         assert not caught.value.sent
         assert (await send(peer)).status == 200
 

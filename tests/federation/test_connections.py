@@ -158,7 +158,7 @@ async def test_when_all_are_busy_the_next_waits_for_a_place(
                 order.append(f"b{number} at {trio.current_time():.0f}")
                 assert len(network.connections) <= 2
                 await trio.sleep(for_s)
-                await link.put_transaction("t", BODY)
+                await link.put_transaction("t", BODY, ())
 
         async with trio.open_nursery() as nursery:
             for number in range(4):
@@ -192,7 +192,7 @@ async def test_failed_and_cancelled_openings_leave_no_place_taken(
 
 async def send_slowly(peer: Peer) -> Answer:
     link = await peer.connect()
-    return await link.put_transaction("t", BODY)
+    return await link.put_transaction("t", BODY, ())
 
 
 async def test_work_for_a_request_does_not_grow_with_idle_connections(

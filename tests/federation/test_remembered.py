@@ -72,6 +72,7 @@ GOOD = {"m.server": "d.example:443"}
         (well_known(b"<html>"), None, 3600, 3600),
         (well_known(b'{"m.server": NaN}'), None, 3600, 3600),
         (well_known(b"[" * 100_000), None, 3600, 3600),
+        (well_known(GOOD | {"x": [1] * 1_100}), None, 3600, 3600),
         (well_known([]), None, 3600, 3600),
         (well_known({}), None, 3600, 3600),
         (well_known({"m.server": 5}), None, 3600, 3600),

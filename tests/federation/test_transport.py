@@ -1,6 +1,9 @@
 """One HTTP exchange after another with servers that misbehave in every way we know of."""
 
 import gc
+import gzip
+import tracemalloc
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -23,6 +26,7 @@ from tests.federation.servers import (
 from fedsender.config.values import IPRanges
 from fedsender.federation.dialing import Dialer, TlsPolicy
 from fedsender.federation.transport import (
+    AnswerMemory,
     Bounds,
     Connection,
     ExchangeFailed,
@@ -35,7 +39,7 @@ from fedsender.federation.transport import (
 from fedsender.outside import RealNetwork
 
 NAME = "b.example"
-BOUNDS = Bounds(head_bytes=4_000, headers=50, body_bytes=10_000)
+BOUNDS = Bounds(body_bytes=10_000, framing_bytes=4_000, headers=50)
 
 
 async def dial(authority: Authority, server: Listening) -> Connection:
@@ -47,7 +51,9 @@ async def dial(authority: Authority, server: Listening) -> Connection:
 
 async def put(connection: Connection, body: bytes = b"{}") -> Response:
     with trio.fail_after(60):
-        return await connection.exchange("PUT", "/send/1", [(b"host", b"b")], body, bounds=BOUNDS)
+        return await connection.exchange(
+            "PUT", "/send/1", [(b"host", b"b")], body, bounds=BOUNDS, memory=AnswerMemory()
+        )
 
 
 def raw(data: bytes) -> Conversation:
@@ -135,9 +141,9 @@ async def test_answer_is_read_to_its_end_and_no_further(
             True,
             "switched",
         ),
-        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5_000, "protocol", True, "beyond 4000 bytes"),
+        (b"HTTP/1.1 200 OK\r\nX: " + b"x" * 5_000, "protocol", True, "more than 4000 bytes"),
         (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 60, "protocol", True, "more than 50 headers"),
-        (b"HTTP/1.1 100 C\r\n\r\n" * 400, "protocol", True, "beyond 4000 bytes"),
+        (b"HTTP/1.1 100 C\r\n\r\n" * 400, "protocol", True, "more than 4000 bytes"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 10001\r\n\r\n", "too_large", True, "10000 bytes"),
         (CHUNKED + b"4000\r\n" + b"x" * 0x4000, "too_large", True, "10000 bytes"),
         (b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 20_000, "too_large", True, "10000 bytes"),
@@ -184,7 +190,7 @@ async def test_deadline_of_the_caller_ends_stalls_and_drips_and_the_connection(
     async with serving(authority.context(NAME), converse) as server:
         connection = await dial(authority, server)
         with pytest.raises(trio.TooSlowError), trio.fail_after(0.3):
-            await connection.exchange("PUT", "/", [], b"{}", bounds=BOUNDS)
+            await connection.exchange("PUT", "/", [], b"{}", bounds=BOUNDS, memory=AnswerMemory())
         assert connection.sent
         assert connection.heard is dripping
         assert not connection.reusable
@@ -248,7 +254,9 @@ class Pieces(trio.abc.Stream):
 
 async def test_writes_are_pieces_of_at_most_16_kib() -> None:
     stream = Pieces()
-    await Connection(stream).exchange("PUT", "/", [], b"x" * 100_000, bounds=BOUNDS)
+    await Connection(stream).exchange(
+        "PUT", "/", [], b"x" * 100_000, bounds=BOUNDS, memory=AnswerMemory()
+    )
     assert max(stream.sizes) == 16_384
     assert sum(stream.sizes) > 100_000
 
@@ -298,8 +306,8 @@ async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -
 # --- the reader, without a network ----------------------------------------------------------------
 
 
-def read(chunks: list[bytes]) -> Response:
-    reader = ResponseReader(BOUNDS)
+def read(chunks: list[bytes], bounds: Bounds = BOUNDS) -> Response:
+    reader = ResponseReader(bounds)
     for chunk in chunks:
         reader.feed(chunk)
     reader.end()
@@ -339,7 +347,8 @@ def test_answer_is_the_same_however_it_is_cut(
     answer = read(cut(data, places))
 
     assert answer == read([data])
-    assert answer == read([bytes([byte]) for byte in data])
+    one_by_one = [bytes([byte]) for byte in data]
+    assert answer == read(one_by_one, Bounds(body_bytes=10_000, framing_bytes=100_000))
     assert (answer.status, answer.body) == (status, body)
     assert [(name.decode(), value.decode()) for name, value in answer.headers[:-1]] == [
         (name.lower(), value) for name, value in headers
@@ -354,6 +363,183 @@ def test_no_bytes_make_the_reader_fail_otherwise_than_it_says(
         chunks = [b"HTTP/1.1 200 OK\r\n", *chunks]
     with suppress(ExchangeFailed):
         read(chunks)
+
+
+EARLY = b"HTTP/1.1 103 Early\r\nLink: x\r\n\r\n"
+CRUMB = b"2\r\nab\r\n"
+FOREVER = [
+    *((b"", b"a"), (b"", b"\r\n"), (b"", EARLY), (b"HTTP/1.1 200 ", b"a")),
+    *((b"HTTP/1.1 200 OK\r\n", b"a"), (b"HTTP/1.1 200 OK\r\nX: ", b"a")),
+    *((b"HTTP/1.1 200 OK\r\n", b"X: y\r\n"), (b"HTTP/1.1 200 OK\r\n\r\n", b"a")),
+    *((CHUNKED, CRUMB), (CHUNKED, b"0"), (CHUNKED + b"1;", b"x"), (CHUNKED + b"1;a=", b"x")),
+    *((CHUNKED + b"0\r\nX: ", b"a"), (CHUNKED + b"0\r\n", b"X: y\r\n")),
+    *((CHUNKED + b"0\r\n", b"a"), (CHUNKED + b"ffffff\r\n", b"a")),
+]
+
+
+@pytest.mark.parametrize("piece", [1, 100, 16_384])
+@pytest.mark.parametrize(("start", "unit"), FOREVER)
+def test_nothing_is_read_for_ever(start: bytes, unit: bytes, piece: int) -> None:
+    """Whatever goes on and on: headers, trailers, tiny chunks, chunk extensions, 1xx answers."""
+    bounds = Bounds(body_bytes=50_000, framing_bytes=8_000)
+    reader = ResponseReader(bounds)
+    stream = start + unit * (80_000 // len(unit))
+    fed = 0
+
+    def feed() -> None:
+        nonlocal fed
+        for data in (stream[at : at + piece] for at in range(0, len(stream), piece)):
+            reader.feed(data)
+            fed += len(data)
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(ExchangeFailed):
+            feed()
+        held = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert fed <= 58_000
+    # Each piece is work, so that of tiny ones fewer are read.
+    assert fed <= 250 * piece
+    # The body, what the parser holds of one header, and the latest piece in all its copies.
+    assert held <= 200_000
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                [
+                    *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 404 X\r\n", b"HTTP/1.0 200 OK\r\n", EARLY),
+                    *(CHUNKED, CRUMB, b"0\r\n", b"\r\n", b"X: y\r\n", b"1;x=y\r\na\r\n", b"a"),
+                    *(b"Content-Length: 70000\r\n", b"Content-Length: 5\r\n", b"Trailer: X\r\n"),
+                    *(b"Transfer-Encoding: gzip\r\n", b"Content-Encoding: br\r\n", b"ff\r\n"),
+                    *(b"Connection: upgrade\r\nUpgrade: x\r\n", b"HTTP/1.1 101 S\r\n", b"\x00"),
+                ]
+            ),
+            st.sampled_from([1, 1, 2, 10, 300, 5_000]),
+        ),
+        max_size=12,
+    ),
+    st.integers(1, 20_000),
+)
+def test_whatever_comes_is_bounded_and_fails_only_as_it_says(
+    parts: list[tuple[bytes, int]], piece: int
+) -> None:
+    stream = b"".join(unit * times for unit, times in parts)
+    reader = ResponseReader(BOUNDS)
+    fed = 0
+    with suppress(ExchangeFailed):
+        while fed < len(stream) and not reader.complete:
+            reader.feed(stream[fed : fed + piece])
+            fed += piece
+        reader.end()
+        reader.response()
+    assert fed <= BOUNDS.body_bytes + BOUNDS.framing_bytes + piece
+    assert reader.size <= BOUNDS.body_bytes
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        *(["gzip"], ["identity", "gzip", "gzip"], ["identity, gzip"], ["gzip, identity"]),
+        *(["x-gzip"], ["br"], ["BR"], ["identity, identity"], ["zstd"]),
+    ],
+)
+@pytest.mark.parametrize("status", [200, 302, 404])
+def test_every_encoding_but_identity_is_refused_before_the_body(
+    headers: list[str], status: int
+) -> None:
+    lines = [f"HTTP/1.1 {status} X", *(f"Content-Encoding: {each}" for each in headers), "", ""]
+    with pytest.raises(ExchangeFailed, match="compressed, though not asked for") as caught:
+        read(["\r\n".join(lines).encode()])
+    assert caught.value.kind == "protocol"
+
+
+@pytest.mark.parametrize("value", ["gzip, chunked", "gzip", "chunked, chunked", "identity", "x"])
+def test_every_transfer_encoding_but_chunked_is_refused(value: str) -> None:
+    with pytest.raises(ExchangeFailed):
+        read([f"HTTP/1.1 200 OK\r\nTransfer-Encoding: {value}\r\n\r\n0\r\n\r\n".encode()])
+
+
+@pytest.mark.parametrize("value", ["identity", "Identity", "", ","])
+def test_identity_is_no_encoding(value: str) -> None:
+    assert read([response(200, b"x", f"Content-Encoding: {value}")]).body == b"x"
+
+
+def test_trailers_are_no_headers() -> None:
+    answer = read([CHUNKED + b"1\r\nx\r\n0\r\nRetry-After: 9\r\n\r\n"])
+    assert (answer.body, answer.header(b"retry-after")) == (b"x", None)
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 20000\r\n", b""])
+@pytest.mark.parametrize("piece", [100, 30_000])
+def test_error_page_is_cut_and_its_status_counts(framing: bytes, piece: int) -> None:
+    data = b"HTTP/1.1 502 Bad Gateway\r\n" + framing + b"\r\n" + b"x" * 20_000
+    reader = ResponseReader(BOUNDS)
+    for at in range(0, len(data), piece):
+        reader.feed(data[at : at + piece])
+        if reader.complete:
+            break
+    answer = reader.response()
+    assert (answer.status, answer.body) == (502, b"x" * BOUNDS.body_bytes)
+    assert not reader.keep_alive
+
+
+# --- all answers together -------------------------------------------------------------------------
+
+
+async def answers_from(
+    memory: AnswerMemory, sizes: Sequence[tuple[int, bool]]
+) -> list[Response | str]:
+    """What becomes of answers that begin one after the other, so long and ended or not."""
+    results: dict[int, Response | str] = {}
+
+    async def one(number: int, size: int, ends: bool) -> None:
+        ours, theirs = trio.testing.memory_stream_pair()
+        body = b"x" * size + (b"" if ends else b"y")
+        answer = response(200, body)
+        await theirs.send_all(answer if ends else answer[:-1])
+        try:
+            results[number] = await Connection(ours).exchange(
+                "PUT", "/", [], b"{}", bounds=Bounds(body_bytes=300_000), memory=memory
+            )
+        except ExchangeFailed as failure:
+            results[number] = failure.kind
+
+    with trio.move_on_after(60):
+        async with trio.open_nursery() as nursery:
+            for number, (size, ends) in enumerate(sizes):
+                nursery.start_soon(one, number, size, ends)
+                await trio.testing.wait_all_tasks_blocked()
+            await trio.sleep(30)
+            nursery.cancel_scope.cancel()
+    assert memory.held == 0
+    return [results.get(number, "under way") for number in range(len(sizes))]
+
+
+async def test_where_answers_fill_the_memory_the_one_begun_first_is_given_up(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    never = (100_000, False)
+    assert await answers_from(AnswerMemory(300_000), [never] * 5) == [
+        *("crowded", "crowded"),
+        *("under way", "under way", "under way"),
+    ]
+
+
+async def test_full_memory_stops_no_answer_that_ends(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    never, ends = (100_000, False), (150_000, True)
+    found = await answers_from(AnswerMemory(300_000), [*[never] * 5, ends, *[never] * 5, ends])
+    assert [len(each.body) for each in found if isinstance(each, Response)] == [150_000] * 2
+
+
+async def test_small_answers_need_no_room(autojump_clock: trio.testing.MockClock) -> None:
+    small = (16_000, False)
+    assert await answers_from(AnswerMemory(0), [small] * 50) == ["under way"] * 50
 
 
 @given(st.text(max_size=2_000))
@@ -414,11 +600,24 @@ async def test_get_follows_redirects_with_a_connection_for_each_host() -> None:
             "c.example": response(200, b"found", "Cache-Control: max-age=5"),
         }
     )
-    answer = await get("https://a.example/z", web.lease, BOUNDS, user_agent="test")
+    answer = await get("https://a.example/z", web.lease, BOUNDS, AnswerMemory(), user_agent="test")
     assert (answer.status, answer.body) == (200, b"found")
     assert answer.header(b"cache-control") == b"max-age=5"
     assert web.asked == [("a.example", 443), ("b.example", 8000), ("c.example", 443)]
     assert web.closed == 3
+
+
+async def test_what_a_web_server_packed_is_never_unpacked() -> None:
+    bomb = gzip.compress(gzip.compress(bytes(5_000_000)))
+    packed = ("Content-Encoding: identity", *["Content-Encoding: gzip"] * 2)
+    web = Web({"a.example": response(200, bomb, *packed)})
+    tracemalloc.start()
+    try:
+        with pytest.raises(ExchangeFailed, match="compressed"):
+            await get("https://a.example/", web.lease, BOUNDS, AnswerMemory(), user_agent="test")
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -430,12 +629,13 @@ async def test_get_follows_redirects_with_a_connection_for_each_host() -> None:
         (redirect("ftp://x/"), "not https"),
         (response(200, b"x" * 10_001), "larger than"),
         (response(200, b"\x1f\x8b", "Content-Encoding: gzip"), "compressed"),
+        (redirect("https://" + "@" * 15_000 + "/"), "redirect of more than 2048 bytes"),
         (b"nonsense\r\n\r\n", "not an HTTP answer"),
     ],
 )
 async def test_get_goes_nowhere_it_should_not(page: bytes, text: str) -> None:
     web = Web({"a.example": page})
     with pytest.raises(ExchangeFailed, match=text) as caught:
-        await get("https://a.example/", web.lease, BOUNDS, user_agent="test")
+        await get("https://a.example/", web.lease, BOUNDS, AnswerMemory(), user_agent="test")
     assert caught.value.kind in ("protocol", "too_large")
     assert web.closed == len(web.asked) <= 10

@@ -9,9 +9,9 @@ import json
 import random
 from base64 import urlsafe_b64encode
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ import orjson
 import trio
 
 from fedsender.config import Config, Policy, from_values
-from fedsender.federation.client import Answer, SendFailed, Unreachable
+from fedsender.federation.answer import Answer, answer_of
+from fedsender.federation.client import SendFailed, Unreachable
+from fedsender.federation.transport import Response
 from fedsender.ledger import open_ledger, read_lines, segments
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission
@@ -46,6 +48,7 @@ class Request:
     at: float
     id: str
     body: bytes
+    event_ids: Sequence[str]
 
     @property
     def content(self) -> dict[str, Any]:
@@ -66,17 +69,11 @@ Reply = Callable[[Request], Answer]
 
 
 def answer(status: int, content: Any = None, *, retry_after_s: float | None = None) -> Answer:
-    is_answer = status == 200 and isinstance(content, dict)
-    return Answer(
-        status=status,
-        content=content if is_answer else None,
-        text="",
-        retry_after_s=retry_after_s,
-        ms=1,
-        reused=True,
-        request_bytes=0,
-        answer_bytes=0,
-    )
+    """What a server says."""
+    response = Response(status, (), json.dumps(content).encode())
+    named = list(content.get("pdus", ())) if isinstance(content, dict) else []
+    said = answer_of(response, named, ms=1, reused=True, request_bytes=0, now_ms=EPOCH_MS)
+    return replace(said, text="", retry_after_s=retry_after_s)
 
 
 def ok(request: Request) -> Answer:
@@ -132,21 +129,24 @@ class FakeLink:
         self.server = server
         self.sent = False
 
-    async def put_transaction(self, transaction_id: str, body: bytes) -> Answer:
+    async def put_transaction(
+        self, transaction_id: str, body: bytes, event_ids: Sequence[str]
+    ) -> Answer:
         server = self.server
         assert server.in_flight == 0, "two transactions in flight"
         server.in_flight += 1
         try:
             self.sent = True
-            request = Request(trio.current_time(), transaction_id, body)
+            request = Request(trio.current_time(), transaction_id, body, event_ids)
             server.requests.append(request)
             await trio.sleep(server.latency)
             if server.down:
                 raise SendFailed("closed", "connection lost", sent=True)
             reply = server.reply(request)
-            if reply.content is not None:
+            if reply.is_answer:
                 server.answered.append(request)
-            return reply
+            sent = {each: text for each, text in reply.refused.items() if each in event_ids}
+            return replace(reply, refused=sent)
         finally:
             server.in_flight -= 1
 

@@ -1,6 +1,5 @@
 """What a start makes of the records that a killed daemon, or another sender, has left behind."""
 
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from tests.sender.harness import World
 from tests.sender.test_under_way import transaction, until_killed
 from trio.testing import MockClock
 
-from fedsender.ledger import Ledger, Line, SentPdu, open_ledger, read_lines
+from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
 from fedsender.outside import real_outside
 from fedsender.sender.failure import ServerState
 from fedsender.sender.takeover import hand_over, take_over
@@ -145,20 +144,6 @@ async def test_last_answers_are_not_kept_in_memory(tmp_path: Path) -> None:
             assert ledger.last_words
             await take_over(store, ledger, real_outside(), "fed1", lambda _: True)
             assert not ledger.last_words
-
-
-async def test_an_answer_with_half_a_surrogate_pair_is_known_after_a_kill(
-    tmp_path: Path, autojump_clock: MockClock
-) -> None:
-    """I9: whatever a peer says, the line about it can be read again."""
-    async with a_ledger(tmp_path, "b1") as ledger:
-        ledger.record(answered(refused={"$e": "no \ud800"}))
-    async with a_ledger(tmp_path, "b2") as ledger:
-        assert ledger.last_words[A]["refused"].keys() == {"$e"}
-        (path,) = ledger.torn
-        assert len([*read_lines(path)]) == 1
-        assert json.loads(path.read_bytes())["destination"] == A
-    await trio.lowlevel.checkpoint()
 
 
 def test_an_instance_whose_name_begins_alike_keeps_its_attempts(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import trio
 from tests.sender.harness import HS, Request, World, answer, ok
 from trio.testing import MockClock
 
-from fedsender.federation.client import Answer
+from fedsender.federation.client import Answer, SendFailed
+from fedsender.federation.transport import FailureKind
 
 R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
 A, B, C = "a.example", "b.example", "c.example"
@@ -555,25 +556,49 @@ async def test_an_answer_that_is_none_is_a_failure_like_others(
     assert {line["outcome"] for line in world.ledger(A)} == {"lying"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "outcome"),
+    [
+        *(("protocol", "lying"), ("too_large", "lying"), ("closed", "failing")),
+        ("crowded", "unreachable"),
+    ],
+)
+async def test_an_answer_that_cannot_be_read_is_none_and_the_same_transaction_is_repeated(
+    world: World, autojump_clock: MockClock, kind: FailureKind, outcome: str
+) -> None:
+    def fail(request: Request) -> Answer:
+        raise SendFailed(kind, "as the test says", sent=True)
+
+    server = world.server(A, reply=fail)
+    async with world.run():
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(600)
+
+    lines = world.ledger(A)
+    assert {line["outcome"] for line in lines} == {outcome}
+    # The same transaction each time: it has left, and may have been taken in.
+    assert len({(request.id, request.body) for request in server.requests}) == 1 < len(lines)
+
+
 async def test_errors_for_single_pdus_are_kept_and_not_retried(
     world: World, autojump_clock: MockClock
 ) -> None:
     """W14."""
-    pdu_ids: list[str] = []
 
     def refuse(request: Request) -> Answer:
-        return answer(200, {"pdus": {pdu_ids[0]: {"error": "not allowed"}}})
+        errors = {each: {"error": "not allowed"} for each in (*request.event_ids, "$never sent")}
+        return answer(200, {"pdus": errors})
 
     world.server(A, reply=refuse)
     async with world.run():
         await world.join(R1, A)
         pdu = world.pdu(R1, "one")
-        pdu_ids.append(pdu.event_id)
         await world.apply(pdu)
         await settle(60)
 
     (line,) = world.ledger(A)
-    assert line["refused"] == {pdu_ids[0]: "not allowed"}
+    assert line["refused"] == {pdu.event_id: "not allowed"}
     assert len(world.servers[A].requests) == 1
 
 

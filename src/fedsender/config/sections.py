@@ -26,6 +26,7 @@ from fedsender.config.values import (
     parse_network,
 )
 
+KIB: Final = 2**10
 MIB: Final = 2**20
 
 
@@ -147,7 +148,10 @@ class Federation(Section):
         default=60.0, gt=0, description="For one attempt, from sending it to the end of the answer."
     )
     max_answer_bytes: Bytes = Field(
-        default=10 * MIB, ge=1024, le=256 * MIB, description="Longest answer that is read."
+        default=264 * KIB,
+        ge=16 * KIB,
+        le=264 * KIB,
+        description="Longest answer that is read; never more than 64KiB and 4KiB per PDU sent.",
     )
     ip_deny: tuple[Network, ...] = Field(
         default=_NOT_ON_THE_INTERNET,

@@ -5,7 +5,7 @@ Only the facts: what follows from them is the sender's failure table.
 
 import email.utils
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,9 +13,14 @@ from fedsender.federation.transport import Response, words
 
 # Far beyond any wait that makes sense; what it really comes to is for the failure table to say.
 MAX_RETRY_AFTER_S: Final = 30 * 86_400.0
-# A transaction has 50 PDUs at most, so an honest answer has no more.
+_MAX_DATE: Final = 100
 _MAX_REFUSED: Final = 50
-_MAX_EVENT_ID: Final = 255
+_MAX_ERROR_BYTES: Final = 200
+_ANSWER_BYTES: Final = 65_536
+_ANSWER_BYTES_PER_PDU: Final = 4_096
+# What an object or a list costs to parse is far more than its bytes.
+_PARTS: Final = 1_000
+_PARTS_PER_PDU: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +29,10 @@ class Answer:
 
     Attributes:
         status: HTTP status.
-        content: its JSON, if it is an answer in the sense of the specification: status 200 and
-            what `parse_answer` takes.
+        is_answer: it is one in the sense of the specification: status 200 and what `parse_answer`
+            takes.
+        refused: event id and error of each PDU that the peer refused though it took the
+            transaction; of those that were in it, at most 50, each error at most 200 bytes.
         text: what the peer says went wrong, in words; "" if it says nothing.
         retry_after_s: for how many seconds the peer asks to be left alone.
         ms: how long the exchange took, in milliseconds, a repetition on a new connection included.
@@ -35,7 +42,8 @@ class Answer:
     """
 
     status: int
-    content: dict[str, Any] | None
+    is_answer: bool
+    refused: Mapping[str, str]
     text: str
     retry_after_s: float | None
     ms: int
@@ -43,26 +51,32 @@ class Answer:
     request_bytes: int
     answer_bytes: int
 
-    @property
-    def refused(self) -> Mapping[str, str]:
-        """Event id and error of each PDU that the peer refused though it took the transaction."""
-        pdus = (self.content or {}).get("pdus") or {}
-        refused: dict[str, str] = {}
-        for event_id, result in pdus.items():
-            error = _pdu_error(result)
-            if error is not None and len(refused) < _MAX_REFUSED:
-                refused[event_id[:_MAX_EVENT_ID]] = error
-        return refused
+
+def longest_answer(pdus: int) -> int:
+    """How many bytes an answer to so many PDUs has at most."""
+    return _ANSWER_BYTES + _ANSWER_BYTES_PER_PDU * pdus
 
 
 def answer_of(
-    response: Response, *, ms: int, reused: bool, request_bytes: int, now_ms: int
+    response: Response,
+    event_ids: Sequence[str],
+    *,
+    ms: int,
+    reused: bool,
+    request_bytes: int,
+    now_ms: int,
 ) -> Answer:
-    """`response` as an `Answer`; `now_ms` is the wall clock, for dates in `Retry-After`."""
-    content = parse_answer(response.body) if response.status == 200 else None
+    """`response` as an `Answer`.
+
+    Args:
+        event_ids: of the PDUs that the transaction carried.
+        now_ms: the wall clock, for dates in `Retry-After`.
+    """
+    content = parse_answer(response.body, len(event_ids)) if response.status == 200 else None
     return Answer(
         status=response.status,
-        content=content,
+        is_answer=content is not None,
+        refused=_refused(content or {}, event_ids),
         text="" if content is not None else _error_text(response),
         retry_after_s=retry_after_s(response, now_ms),
         ms=ms,
@@ -72,26 +86,44 @@ def answer_of(
     )
 
 
-def parse_answer(body: bytes) -> dict[str, Any] | None:
-    """The JSON of an answer to a transaction; None if it is none.
+def parse_answer(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
+    """The JSON of an answer to a transaction with so many PDUs; None if it is none.
 
     It is one if it is a JSON object whose `pdus` is absent or an object.
     """
-    document = _json_object(body)
+    document = json_object(body, pdus)
     if document is None or not isinstance(document.get("pdus", {}), dict):
         return None
     return document
+
+
+def json_object(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
+    """The JSON object in `body`; None if there is none, or it has too many parts to be parsed.
+
+    They are counted before: a parser holds the event loop until it is done, in a thread too.
+
+    Args:
+        pdus: how many PDUs it is an answer to; each may have some more parts.
+    """
+    if body.count(b",") + body.count(b"{") + body.count(b"[") > _PARTS + _PARTS_PER_PDU * pdus:
+        return None
+    try:
+        # Not orjson: it refuses lone surrogates, which a peer may quote from an event it refused.
+        document = json.loads(body, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    return document if isinstance(document, dict) else None
 
 
 def retry_after_s(response: Response, now_ms: int) -> float | None:
     """The seconds that `Retry-After`, or Matrix's older `retry_after_ms`, asks us to wait."""
     header = response.header(b"retry-after")
     if header is not None:
-        wait = _seconds_until(header.decode("latin-1").strip(), now_ms)
+        wait = _seconds_until(header[:_MAX_DATE].decode("latin-1").strip(), now_ms)
         if wait is not None:
             return min(max(wait, 0.0), MAX_RETRY_AFTER_S)
     if response.status in (429, 503):
-        asked = (_json_object(response.body) or {}).get("retry_after_ms")
+        asked = (json_object(response.body) or {}).get("retry_after_ms")
         if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
             return min(asked, MAX_RETRY_AFTER_S * 1000) / 1000
     return None
@@ -107,17 +139,14 @@ def _seconds_until(value: str, now_ms: int) -> float | None:
         return None
 
 
-def _json_object(body: bytes) -> dict[str, Any] | None:
-    try:
-        # Not orjson: it refuses lone surrogates, which a peer may quote from an event it refused.
-        document = json.loads(body, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return None
-    return document if isinstance(document, dict) else None
-
-
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+def _refused(content: Mapping[str, Any], event_ids: Sequence[str]) -> dict[str, str]:
+    pdus = content.get("pdus") or {}
+    errors = ((each, _pdu_error(pdus[each])) for each in event_ids[:_MAX_REFUSED] if each in pdus)
+    return {event_id: error for event_id, error in errors if error is not None}
 
 
 def _pdu_error(result: object) -> str | None:
@@ -126,12 +155,14 @@ def _pdu_error(result: object) -> str | None:
     if "error" not in result:
         return None
     error = result["error"]
-    return words(error) if isinstance(error, str) else "an error that is not text"
+    if not isinstance(error, str):
+        return "an error that is not text"
+    return words(error).encode()[:_MAX_ERROR_BYTES].decode(errors="ignore")
 
 
 def _error_text(response: Response) -> str:
     """Errcode and error of a Matrix error, or the beginning of whatever else it is."""
-    document = _json_object(response.body)
+    document = json_object(response.body)
     if document is None:
         return words(response.body[:1000].decode("utf-8", errors="replace"))
     parts = [document.get("errcode"), document.get("error")]

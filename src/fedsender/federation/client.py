@@ -20,13 +20,14 @@ import trio
 
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
-from fedsender.federation.answer import Answer, answer_of, parse_answer
+from fedsender.federation.answer import Answer, answer_of, longest_answer, parse_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
 from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Resolved
 from fedsender.federation.remembered import Remembered, keep_saved, read_cache, write_cache
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.federation.transport import (
+    AnswerMemory,
     Bounds,
     Connection,
     ExchangeFailed,
@@ -56,7 +57,7 @@ _CONCURRENT_LOOKUPS: Final = 50
 _LOOKUP_S: Final = 10.0
 # For the whole of it, redirects included; most of those that take longer never answer.
 _WELL_KNOWN_S: Final = 15.0
-_SMALL: Final = Bounds(body_bytes=65_536)
+_VERSION_BOUNDS: Final = Bounds(body_bytes=16_384, framing_bytes=16_384)
 
 
 class SendFailed(Exception):
@@ -154,7 +155,7 @@ class FederationClient:
         self.outside = outside
         self.admission = admission
         self.metrics = metrics
-        self.bounds = Bounds(body_bytes=config.max_answer_bytes)
+        self.memory = AnswerMemory()
         self.user_agent = _user_agent(config.user_agent_suffix)
         self.dialer = Dialer(outside.network, config.connect_timeout, config.handshake_timeout)
         self.discovery = Discovery(
@@ -254,7 +255,7 @@ class Peer:
         try:
             link = await self.connect()
             response, _ = await link._exchange(
-                "GET", "/_matrix/federation/v1/version", None, _SMALL
+                "GET", "/_matrix/federation/v1/version", None, _VERSION_BOUNDS
             )
         except (Unreachable, SendFailed):
             return False
@@ -285,6 +286,7 @@ class Peer:
         headers = (
             (b"host", resolved.host_header.encode("ascii")),
             (b"user-agent", client.user_agent.encode("ascii")),
+            (b"accept-encoding", b"identity"),
         )
         return Live(connection, headers, self._opened_by)
 
@@ -314,6 +316,7 @@ class Peer:
                         url,
                         self._lease,
                         WELL_KNOWN_BOUNDS,
+                        self._client.memory,
                         user_agent=self._client.user_agent,
                     )
             except trio.TooSlowError:
@@ -346,11 +349,14 @@ class Link:
         self._peer = peer
         self._live = live
 
-    async def put_transaction(self, transaction_id: str, body: bytes) -> Answer:
+    async def put_transaction(
+        self, transaction_id: str, body: bytes, event_ids: Sequence[str]
+    ) -> Answer:
         """Send a transaction (server-server API, "Transactions"); the deadline is the caller's.
 
         Args:
             body: its canonical JSON.
+            event_ids: of the PDUs in it.
 
         Returns:
             Whatever answer there was, of any status.
@@ -360,10 +366,12 @@ class Link:
         """
         client = self._peer._client
         target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"
+        longest = min(client.config.max_answer_bytes, longest_answer(len(event_ids)))
         started = trio.current_time()
-        response, reused = await self._exchange("PUT", target, body, client.bounds)
+        response, reused = await self._exchange("PUT", target, body, Bounds(body_bytes=longest))
         return answer_of(
             response,
+            event_ids,
             ms=round((trio.current_time() - started) * 1000),
             reused=reused,
             request_bytes=len(body),
@@ -404,12 +412,15 @@ class Link:
             raise SendFailed("closed", f"and then: {failure.text}", sent=True) from failure
 
     async def _once(self, method: str, target: str, body: bytes | None, bounds: Bounds) -> Response:
-        connection, metrics = self._live.connection, self._peer._client.metrics
+        client, connection = self._peer._client, self._live.connection
+        metrics = client.metrics
         if metrics is not None:
             metrics.http_requests.labels(method).inc()
         headers = self._live.headers if body is None else self._signed(method, target, body)
         try:
-            response = await connection.exchange(method, target, headers, body, bounds=bounds)
+            response = await connection.exchange(
+                method, target, headers, body, bounds=bounds, memory=client.memory
+            )
         finally:
             self.sent |= connection.sent
         if metrics is not None:

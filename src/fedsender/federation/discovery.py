@@ -8,7 +8,6 @@ ask, and remembers what came back, failures too: a dead server must not cost a l
 
 import email.utils
 import ipaddress
-import json
 import random
 import re
 from collections.abc import Awaitable, Callable, Generator, Sequence
@@ -17,6 +16,7 @@ from typing import Final, Literal
 
 import trio
 
+from fedsender.federation.answer import json_object
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.remembered import (
     ERROR_MAX_S,
@@ -37,7 +37,7 @@ MAX_SRV_TARGETS: Final = 5
 MAX_CANDIDATES: Final = 8
 MAX_RECORDS: Final = 100
 
-WELL_KNOWN_BOUNDS: Final = Bounds(head_bytes=16_384, headers=100, body_bytes=50 * 1024)
+WELL_KNOWN_BOUNDS: Final = Bounds(body_bytes=50 * 1024, framing_bytes=16_384, headers=100)
 """50 KiB is where other homeservers stop reading too."""
 # Server-server API, "Resolving server names": cached for 24 h by default, and for at most 48 h.
 _WELL_KNOWN_DEFAULT_S: Final = 24 * 3600.0
@@ -278,20 +278,15 @@ def judge_well_known(response: Response, rng: random.Random, now_ms: int) -> Wel
         broken = response.status != 404
         return WellKnown(None, life, f"status {response.status}", broken=broken)
     try:
-        document = json.loads(response.body, parse_constant=_refuse_constant)
-        server = document["m.server"]
+        server = (json_object(response.body) or {})["m.server"]
         parse_server_name(server)
-    except (ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         text = "an answer without a JSON object whose m.server is a server name"
         return WellKnown(None, ERROR_MAX_S, text, broken=True)
     stated = _stated_life(response, now_ms)
     if stated is None:
         stated = _WELL_KNOWN_DEFAULT_S * rng.uniform(1 - _WELL_KNOWN_JITTER, 1 + _WELL_KNOWN_JITTER)
     return WellKnown(server, min(max(stated, _WELL_KNOWN_MIN_S), _WELL_KNOWN_MAX_S))
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _stated_life(response: Response, now_ms: int) -> float | None:
@@ -309,7 +304,7 @@ def _stated_life(response: Response, now_ms: int) -> float | None:
     if expires is None:
         return None
     try:
-        moment = email.utils.parsedate_to_datetime(expires.decode("latin-1"))
+        moment = email.utils.parsedate_to_datetime(expires[:100].decode("latin-1"))
         return moment.timestamp() - now_ms / 1000
     except (ValueError, OverflowError):
         # RFC 9111, 5.3: what is no date, notably "0", means already expired.

@@ -13,7 +13,7 @@ more than speed. This is the only module of the daemon that imports httpx.
 import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -22,7 +22,7 @@ import httpx
 import trio
 
 Header = tuple[bytes, bytes]
-FailureKind = Literal["timeout", "closed", "protocol", "too_large"]
+FailureKind = Literal["timeout", "closed", "protocol", "too_large", "crowded"]
 
 # What a TLS record holds. Larger writes make OpenSSL's buffer, which never shrinks, grow with them.
 _WRITE_BYTES: Final = 16_384
@@ -35,6 +35,10 @@ _MAX_CAUSES: Final = 8
 _TARGET: Final = re.compile(r"/[!-~]*", re.ASCII)
 _HEADER_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 MAX_TEXT: Final = 300
+_PIECE_BYTES: Final = 32
+# Answers of this size are always read: there are only so many connections.
+_UNCOUNTED_BYTES: Final = 16_384
+_COUNTED_BYTES: Final = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +46,15 @@ class Bounds:
     """How much of an answer is read before it counts as abuse.
 
     Attributes:
-        head_bytes: status line and headers, those of 1xx answers included.
-        headers: how many headers one answer may have.
         body_bytes: its body.
+        framing_bytes: all else: status line, headers, chunk sizes, trailers and 1xx answers; and
+            32 bytes for each piece in which it arrives, because a piece costs work too.
+        headers: how many headers one answer may have, trailers included.
     """
 
-    head_bytes: int = 65_536
+    body_bytes: int
+    framing_bytes: int = 32_768
     headers: int = 200
-    body_bytes: int = 10 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ class ExchangeFailed(Exception):
     """A request got no whole answer; its connection is closed.
 
     Attributes:
-        kind: how it went wrong.
+        kind: how it went wrong; "crowded" is a fault of the moment, and of nobody's.
         text: why, in words, at most 300 characters.
     """
 
@@ -77,6 +82,54 @@ class ExchangeFailed(Exception):
         super().__init__(text)
         self.kind: FailureKind = kind
         self.text = words(text)
+
+
+class AnswerMemory:
+    """Bounds the bytes of all answers that are being read at a time, over all connections.
+
+    When there is no more room, the long answer that was begun first is given up. Nobody waits for
+    room, so it is of no use to fill it: honest answers are whole soon after they began, and are
+    never the oldest for long.
+
+    Attributes:
+        held: bytes of the answers that are being read, the first 16 KiB of each left out.
+    """
+
+    def __init__(self, maximum: int = _COUNTED_BYTES) -> None:
+        self.held = 0
+        self._maximum = maximum
+        self._oldest_first: dict[trio.CancelScope, int] = {}
+
+    @contextmanager
+    def reading(self) -> Iterator[Callable[[int], None]]:
+        """For the time of one answer; gives what has to be told its size whenever it has grown.
+
+        Raises:
+            ExchangeFailed: crowded: the answer was given up.
+        """
+        scope = trio.CancelScope()
+        try:
+            with scope:
+                yield lambda size: self._grown(scope, size)
+        finally:
+            self._release(scope)
+        if scope.cancelled_caught:
+            text = f"{self._maximum} bytes of answers were being read, and this one for the longest"
+            raise ExchangeFailed("crowded", text)
+
+    def _grown(self, scope: trio.CancelScope, size: int) -> None:
+        counted = size - _UNCOUNTED_BYTES
+        if counted <= 0 or scope.cancel_called:
+            return
+        self.held += counted - self._oldest_first.get(scope, 0)
+        self._oldest_first[scope] = counted
+        while self.held > self._maximum:
+            oldest = next(iter(self._oldest_first))
+            self._release(oldest)
+            oldest.cancel()
+
+    def _release(self, scope: trio.CancelScope) -> None:
+        self.held -= self._oldest_first.pop(scope, 0)
 
 
 class _Refused(Exception):
@@ -90,8 +143,11 @@ class _Refused(Exception):
 class ResponseReader:
     """Reads one answer: bytes in, a `Response` out; no I/O.
 
-    Interim answers (1xx) are skipped. What follows the answer on the same connection was not asked
-    for: the answer stands, but the connection is not used again.
+    Interim answers (1xx) and trailers are skipped. What follows the answer on the same connection
+    was not asked for: the answer stands, but the connection is not used again.
+
+    A body that is longer than its bound makes a 2xx answer none. With another status it is cut
+    there: the status says what has to be known, and the body is somebody's error page.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -100,27 +156,33 @@ class ResponseReader:
         self._bounds = bounds
         self._parser = httptools.HttpResponseParser(self)
         self._status = 0
-        self._head_bytes = 0
+        self._framing = 0
         self._headers: list[Header] = []
+        self._header_count = 0
         self._headers_done = False
         self._until_eof = False
         self._interim = False
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._body = bytearray()
+
+    @property
+    def size(self) -> int:
+        """How many bytes of body are held."""
+        return len(self._body)
 
     def feed(self, data: bytes) -> None:
         """Take in what the peer sent; raises ExchangeFailed."""
-        if not self._headers_done:
-            # A header without an end stays inside the parser, so it is the input that is counted.
-            self._head_bytes += len(data)
+        self._framing += len(data) + _PIECE_BYTES
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as error:
             raise ExchangeFailed("protocol", "the server switched protocols unasked") from error
         except httptools.HttpParserError as error:
             self._failed(error)
-        if not self._headers_done and self._head_bytes > self._bounds.head_bytes:
-            raise ExchangeFailed("protocol", f"headers beyond {self._bounds.head_bytes} bytes")
+        # What has no end stays inside the parser, so it is the input that is counted.
+        most = self._bounds.framing_bytes
+        if not self.complete and self._framing > most:
+            text = f"more than {most} bytes of headers, chunk sizes and trailers, or tiny pieces"
+            raise ExchangeFailed("protocol", text)
 
     def end(self) -> None:
         """The peer closed; raises ExchangeFailed unless that is how the answer ends."""
@@ -129,7 +191,7 @@ class ResponseReader:
         if self._headers_done and self._until_eof:
             self.complete = True
             return
-        where = "in the middle of its answer" if self._head_bytes else "without an answer"
+        where = "in the middle of its answer" if self._framing else "without an answer"
         raise ExchangeFailed("closed", f"the server closed the connection {where}")
 
     def close(self) -> None:
@@ -138,7 +200,7 @@ class ResponseReader:
 
     def response(self) -> Response:
         """The answer, once `complete`."""
-        return Response(self._status, tuple(self._headers), b"".join(self._body))
+        return Response(self._status, tuple(self._headers), bytes(self._body))
 
     def _failed(self, error: httptools.HttpParserError) -> None:
         self.keep_alive = False
@@ -156,9 +218,11 @@ class ResponseReader:
             raise _Refused("protocol", "a second answer to one request")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if len(self._headers) >= self._bounds.headers:
+        self._header_count += 1
+        if self._header_count > self._bounds.headers:
             raise _Refused("protocol", f"more than {self._bounds.headers} headers")
-        self._headers.append((name.lower(), value))
+        if not self._headers_done:
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
@@ -166,23 +230,37 @@ class ResponseReader:
         if self._interim:
             return
         self._headers_done = True
-        self._until_eof = True
-        for name, value in self._headers:
-            if name == b"transfer-encoding":
-                self._until_eof = False
-            elif name == b"content-length":
-                self._until_eof = False
-                self._check_length(value)
-
-    def _check_length(self, value: bytes) -> None:
-        if value.isdigit() and int(value[:20]) > self._bounds.body_bytes:
+        if self._values(b"content-encoding") not in ([], [b"identity"]):
+            # Unpacked, it could be of any size; and we said that we take none.
+            raise _Refused("protocol", "compressed, though not asked for")
+        transfer = self._values(b"transfer-encoding")
+        if transfer not in ([], [b"chunked"]):
+            raise _Refused("protocol", "a transfer encoding other than chunked")
+        lengths = self._values(b"content-length")
+        self._until_eof = not transfer and not lengths
+        if lengths and self._successful and int(lengths[0][:20]) > self._bounds.body_bytes:
             self._too_large()
+
+    def _values(self, name: bytes) -> list[bytes]:
+        """The members of a list header, in lower case, over all headers of that name."""
+        found = b",".join(value for key, value in self._headers if key == name)
+        return [part.strip() for part in found.lower().split(b",") if part.strip()]
+
+    @property
+    def _successful(self) -> bool:
+        return self._status < 300
 
     def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        if self._body_bytes > self._bounds.body_bytes:
+        self._framing -= len(data)
+        room = self._bounds.body_bytes - len(self._body)
+        if len(data) <= room:
+            self._body += data
+            return
+        if self._successful:
             self._too_large()
-        self._body.append(data)
+        self._body += data[:room]
+        self.complete = True
+        raise _Refused("too_large", "the rest is not read")
 
     def _too_large(self) -> None:
         raise _Refused("too_large", f"answer larger than {self._bounds.body_bytes} bytes")
@@ -223,6 +301,7 @@ class Connection:
         body: bytes | None = None,
         *,
         bounds: Bounds,
+        memory: AnswerMemory,
     ) -> Response:
         """Send one request and read its answer; redirects are answers like any other.
 
@@ -239,7 +318,8 @@ class Connection:
         self.reusable = False
         reader = ResponseReader(bounds)
         try:
-            await self._converse(head, body or b"", reader)
+            with memory.reading() as grown:
+                await self._converse(head, body or b"", reader, grown)
         except trio.BrokenResourceError as error:
             raise ExchangeFailed("closed", f"the connection broke: {reason(error)}") from error
         finally:
@@ -267,10 +347,12 @@ class Connection:
             return True
         return False
 
-    async def _converse(self, head: bytes, body: bytes, reader: ResponseReader) -> None:
+    async def _converse(
+        self, head: bytes, body: bytes, reader: ResponseReader, grown: Callable[[int], None]
+    ) -> None:
         if len(body) <= _LISTEN_WHILE_WRITING_BYTES:
             await self._write(head, body)
-            await self._read(reader)
+            await self._read(reader, grown)
             return
         written = False
         failure: ExchangeFailed | trio.BrokenResourceError | None = None
@@ -285,7 +367,7 @@ class Connection:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
             try:
-                await self._read(reader)
+                await self._read(reader, grown)
             except (ExchangeFailed, trio.BrokenResourceError) as error:
                 failure = error
             nursery.cancel_scope.cancel()
@@ -303,7 +385,7 @@ class Connection:
         for start in range(0, len(whole), _WRITE_BYTES):
             await self.stream.send_all(whole[start : start + _WRITE_BYTES])
 
-    async def _read(self, reader: ResponseReader) -> None:
+    async def _read(self, reader: ResponseReader, grown: Callable[[int], None]) -> None:
         while not reader.complete:
             data = await self.stream.receive_some()
             if not data:
@@ -311,6 +393,7 @@ class Connection:
                 return
             self.heard = True
             reader.feed(bytes(data))
+            grown(reader.size)
 
 
 def request_head(method: str, target: str, headers: Sequence[Header], body: bytes | None) -> bytes:
@@ -379,9 +462,10 @@ Lease = Callable[[str, int], AbstractAsyncContextManager[Connection]]
 class HttpsTransport(httpx.AsyncBaseTransport):
     """httpx on our own connections; each request gets the one that `lease` lends for its host."""
 
-    def __init__(self, lease: Lease, bounds: Bounds) -> None:
+    def __init__(self, lease: Lease, bounds: Bounds, memory: AnswerMemory) -> None:
         self._lease = lease
         self._bounds = bounds
+        self._memory = memory
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """One exchange; raises ExchangeFailed and what `lease` raises."""
@@ -399,20 +483,28 @@ class HttpsTransport(httpx.AsyncBaseTransport):
                 headers,
                 body or None,
                 bounds=self._bounds,
+                memory=self._memory,
             )
-        if response.header(b"content-encoding") not in (None, b"identity"):
-            # Unpacked, it could be of any size; and we said that we take none.
-            raise ExchangeFailed("protocol", "compressed, though not asked for")
-        return httpx.Response(
-            response.status, headers=list(response.headers), content=response.body, request=request
-        )
+        if any(len(value) > _MAX_LOCATION for key, value in response.headers if key == b"location"):
+            raise ExchangeFailed("protocol", f"a redirect of more than {_MAX_LOCATION} bytes")
+        # No cookies, and nothing that tells httpx to unpack or to decode.
+        kept = [header for header in response.headers if header[0] in _WANTED]
+        return httpx.Response(response.status, headers=kept, content=response.body, request=request)
 
 
 _FRAMING: Final = (b"content-length", b"transfer-encoding", b"connection")
+_WANTED: Final = (b"location", b"cache-control", b"expires")
+# Reading a URL takes longer than its length says.
+_MAX_LOCATION: Final = 2048
 
 
-async def get(url: str, lease: Lease, bounds: Bounds, *, user_agent: str) -> Response:
+async def get(
+    url: str, lease: Lease, bounds: Bounds, memory: AnswerMemory, *, user_agent: str
+) -> Response:
     """Fetch `url`, following a few redirects, https to https only. The deadline is the caller's.
+
+    Returns:
+        The answer with those headers that say how long it holds.
 
     Raises:
         ExchangeFailed: no whole answer, or a redirect that leads nowhere.
@@ -420,7 +512,7 @@ async def get(url: str, lease: Lease, bounds: Bounds, *, user_agent: str) -> Res
     headers = {"user-agent": user_agent, "accept-encoding": "identity"}
     try:
         async with httpx.AsyncClient(
-            transport=HttpsTransport(lease, bounds),
+            transport=HttpsTransport(lease, bounds, memory),
             headers=headers,
             follow_redirects=True,
             max_redirects=_MAX_REDIRECTS,

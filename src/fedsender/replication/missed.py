@@ -14,12 +14,12 @@ from typing import Any
 import orjson
 import trio
 
-from fedsender.federation.transport import Bounds, Connection, ExchangeFailed
+from fedsender.federation.transport import AnswerMemory, Bounds, Connection, ExchangeFailed
 from fedsender.outside import Outside
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 
-BOUNDS = Bounds(body_bytes=16 * 2**20)
+BOUNDS = Bounds(body_bytes=16 * 2**20, framing_bytes=2**20)
 MAX_PAGES = 100
 MAX_ROWS = 50_000
 
@@ -79,7 +79,8 @@ async def _ask(connection: Connection, secret: str | None, target: str) -> bytes
     if secret is not None:
         headers.append((b"authorization", b"Bearer " + secret.encode()))
     try:
-        answer = await connection.exchange("GET", target, headers, bounds=BOUNDS)
+        memory = AnswerMemory(BOUNDS.body_bytes)
+        answer = await connection.exchange("GET", target, headers, bounds=BOUNDS, memory=memory)
     except ExchangeFailed as error:
         raise NotFetched(error.text) from error
     if answer.status == 500:

@@ -1,11 +1,24 @@
 """One attempt on the wire: to find the server, and to hand it a transaction."""
 
+from typing import Final
+
 import trio
 
 from fedsender.federation.client import Answer, Link, Peer, SendFailed, Unreachable
+from fedsender.federation.transport import FailureKind
 from fedsender.sender import failure
 from fedsender.sender.failure import Outcome, Verdict
 from fedsender.sender.transaction import Transaction
+
+# What it is when the request has left and no whole answer has come.
+_OUTCOMES: Final[dict[FailureKind, Outcome]] = {
+    "timeout": Outcome.FAILING,
+    "closed": Outcome.FAILING,
+    "protocol": Outcome.LYING,
+    "too_large": Outcome.LYING,
+    # The shortage was ours: nothing is held against the server or the content.
+    "crowded": Outcome.UNREACHABLE,
+}
 
 
 class Exchange:
@@ -40,17 +53,18 @@ class Exchange:
         """Send it and hear what the server says; the answer, if there was one, and the verdict."""
         try:
             with trio.fail_after(timeout_s) as self._scope:
-                answer = await link.put_transaction(transaction.id, transaction.body)
+                event_ids = [pdu.event_id for pdu in transaction.pdus]
+                answer = await link.put_transaction(transaction.id, transaction.body, event_ids)
         except trio.TooSlowError:
             reason = self._why_ended("no answer")
             outcome = Outcome.FAILING if link.sent else Outcome.UNREACHABLE
             return None, Verdict(outcome, reason, sent=link.sent)
         except SendFailed as error:
-            outcome = Outcome.FAILING if error.sent else Outcome.UNREACHABLE
+            outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
             return None, Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
         return answer, failure.judge_status(
             answer.status,
-            is_answer=answer.content is not None,
+            is_answer=answer.is_answer,
             retry_after_s=answer.retry_after_s,
             text=answer.text,
         )
