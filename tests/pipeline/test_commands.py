@@ -80,7 +80,8 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
     """Exit codes, one JSON object on standard output, none of Spark's noise beside it, and what
     `rebuild --diff --write` makes of a `destination_rooms` that is not there. One runs by itself,
     one through `spark-submit`, whose master and settings it has then. All of it, master, workers
-    and jobs, on the Java of the wheel, as where no other is installed; and all of them want the cluster's secret."""
+    and jobs, on the Java of the wheel, as where no other is installed; and all of them want the
+    cluster's secret."""
     monkeypatch.setenv("PATH", without_java(tmp_path / "programs"))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
