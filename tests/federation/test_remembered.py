@@ -2,13 +2,18 @@
 
 import json
 import random
+import sqlite3
+import time
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog.testing
 import trio
 import trio.testing
+from tests.relay.log_support import inline
 
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import (
@@ -16,19 +21,35 @@ from fedsender.federation.discovery import (
     judge_well_known,
 )
 from fedsender.federation.remembered import (
-    CacheFile,
     Delegation,
     Lookup,
     Remembered,
     WellKnown,
     delegation_after,
-    read_cache,
-    write_cache,
+    keep_saved,
+    load_cache,
+    save_cache,
 )
 from fedsender.federation.transport import ExchangeFailed, Response
-from fedsender.outside import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
+from fedsender.outside import (
+    NameNotFound,
+    Outside,
+    RealNetwork,
+    Records,
+    RecordType,
+    ResolveFailed,
+    real_outside,
+)
 
 NOW_MS = 1_700_000_000_000
+
+
+def at(now_ms: int) -> Outside:
+    """Where the wall clock stands still, and nothing needs a thread."""
+    return replace(real_outside(), now_ms=lambda: now_ms, run_sync=inline)
+
+
+AT_FIRST = at(NOW_MS)
 
 
 # --- .well-known ----------------------------------------------------------------------------------
@@ -298,7 +319,7 @@ async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None
 async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    path = tmp_path / "cache.json"
+    path = tmp_path / "cache.sqlite3"
     before = Remembered(10)
     before.keep_delegation("b.example", Delegation("d.example", 800, 1000, 2))
     before.keep_delegation("e.example", Delegation(None, 100, 200, 3, "status 500", broken=True))
@@ -306,15 +327,13 @@ async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
     before.keep_lookup("d.example", "AAAA", Lookup((), 500, "SERVFAIL", failed=True))
     before.keep_lookup("short.example", "A", Lookup(("192.0.2.9",), 50))
     assert before.changed
-    write_cache(path, before.to_file(NOW_MS))
+    await save_cache(before, path, AT_FIRST)
     assert not before.changed
     assert path.stat().st_mode & 0o777 == 0o600
 
-    file = read_cache(path)
-    assert file is not None
     await trio.sleep(7)
     after = Remembered(10)
-    after.take_in(file, NOW_MS + 60_000)
+    await load_cache(after, path, at(NOW_MS + 60_000))
 
     def left(moment: float) -> int:
         return round(moment - trio.current_time())
@@ -336,44 +355,147 @@ async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
 async def test_file_of_another_clock_is_not_believed_for_ever(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    before, after = Remembered(10), Remembered(10)
+    path, before, after = tmp_path / "cache.sqlite3", Remembered(10), Remembered(10)
     before.keep_lookup("d.example", "A", Lookup(("192.0.2.7",), 500))
-    after.take_in(before.to_file(NOW_MS), NOW_MS - 10**12)
+    await save_cache(before, path, AT_FIRST)
+    await load_cache(after, path, at(NOW_MS - 10**12))
     await trio.sleep(2 * 86_400 + 1)
     assert after.lookup("d.example", "A") is None
 
 
+class LongestStep(trio.abc.Instrument):
+    """The most CPU time (s) that the loop's thread has spent in one step of a task."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = time.thread_time()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self._began = time.thread_time()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.seconds = max(self.seconds, time.thread_time() - self._began)
+
+
+async def test_saving_all_that_can_be_known_takes_the_loop_no_long_step(
+    tmp_path: Path, mock_clock: trio.testing.MockClock
+) -> None:
+    path, remembered = tmp_path / "cache.sqlite3", Remembered(20_000)
+    for number in range(20_000):
+        delegation = Delegation(f"m{number}.example:443", 10**5, 10**5)
+        remembered.keep_delegation(f"s{number}.example", delegation)
+        remembered.keep_lookup(f"m{number}.example", "A", Lookup(("192.0.2.1",), 10**5))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(keep_saved, remembered, path, real_outside())
+        await trio.testing.wait_all_tasks_blocked()
+        longest = LongestStep()
+        trio.lowlevel.add_instrument(longest)
+        mock_clock.jump(60)
+        while remembered.changed or not path.exists():
+            await trio.lowlevel.checkpoint()
+        trio.lowlevel.remove_instrument(longest)
+        nursery.cancel_scope.cancel()
+    assert 0 < longest.seconds < 0.1
+
+
+def rows(path: Path) -> dict[tuple[str, str], str]:
+    with closing(sqlite3.connect(path)) as connection:
+        found = connection.execute("SELECT kind, name, value FROM entries").fetchall()
+    return {(kind, name): value for kind, name, value in found}
+
+
+async def test_only_what_changed_is_written_and_what_is_forgotten_is_taken_out(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
+    for name in ("b.example", "c.example", "d.example"):
+        remembered.keep_lookup(name, "A", Lookup(("192.0.2.7",), 5000))
+    await save_cache(remembered, path, AT_FIRST)
+    remembered.forget("c.example")
+    remembered.keep_lookup("d.example", "A", Lookup((), 500, "SERVFAIL", failed=True))
+    remembered.keep_lookup("e.example", "A", Lookup(("192.0.2.8",), 5000))
+    written = remembered.take_changes(NOW_MS)
+    assert [name for _, name, *_ in written.rows] == ["e.example"]
+
+    remembered.give_back(written)
+    await save_cache(remembered, path, AT_FIRST)
+    assert set(rows(path)) == {("A", "b.example"), ("A", "e.example")}
+
+
+async def test_the_file_is_bounded_as_the_memory_is(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
+    for number in range(300):
+        lookup = Lookup(("192.0.2.7",), 1000 + number)
+        remembered.keep_lookup(f"b{number}.example", "A", lookup)
+        await save_cache(remembered, path, AT_FIRST)
+    assert set(rows(path)) == {("A", f"b{number}.example") for number in range(280, 300)}
+
+    # Nor is there a list without end of what a full disk does not take.
+    for number in range(300):
+        remembered.keep_lookup(f"c{number}.example", "A", Lookup(("192.0.2.7",), 1000))
+    assert len(remembered.take_changes(NOW_MS).rows) <= remembered.most
+
+
+async def test_what_has_lapsed_is_taken_out_of_the_file(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
+    remembered.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 5))
+    await save_cache(remembered, path, AT_FIRST)
+    remembered.keep_lookup("c.example", "A", Lookup(("192.0.2.7",), 5000))
+    await save_cache(remembered, path, at(NOW_MS + 6000))
+    assert set(rows(path)) == {("A", "c.example")}
+
+
 @pytest.mark.parametrize(
-    "text",
+    "content",
     [
-        "",
-        "{",
-        "[]",
-        '{"version": 2, "delegations": [], "lookups": []}',
-        '{"version": 1, "delegations": [], "lookups": [], "more": 1}',
-        '{"version": 1, "delegations": [], "lookups": [{"name": "x"}]}',
-        '{"version": 1, "lookups": [], "delegations": [{"host": "a", "server": "b c",'
-        ' "refresh_ms": 1, "expires_ms": 1, "failures": 0, "text": "", "broken": false}]}',
-        "\x00\xff",
+        b'{"version": 1, "delegations": [], "lookups": []}',
+        b"\x00\xff",
+        b"CREATE TABLE theirs (x); ",
+        b"PRAGMA user_version = 2; ",
+        b"INSERT INTO entries VALUES ('A', 'b.example', 9, '{}'); ",
+        b"INSERT INTO entries VALUES ('A', 'b.example', 9, 'nonsense'); ",
+        b"INSERT INTO entries VALUES ('well_known', 'b.example', 9, '{\"server\": \"b c\",'"
+        b' || \'"refresh_ms": 1, "expires_ms": 1, "failures": 0, "text": "",\''
+        b" || '\"broken\": false}'); ",
     ],
 )
-def test_bad_file_is_ignored_with_one_line_in_the_log(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "cache.json"
-    path.write_text(text)
+async def test_a_bad_file_is_left_as_it_is_with_one_line_in_the_log(
+    tmp_path: Path, content: bytes
+) -> None:
+    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
+    if content.endswith(b"; "):
+        if content.startswith(b"INSERT"):
+            remembered.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
+            await save_cache(remembered, path, AT_FIRST)
+        with closing(sqlite3.connect(path)) as connection:
+            connection.executescript(content.decode().replace("INSERT", "INSERT OR REPLACE"))
+    else:
+        path.write_bytes(content)
+    before, after = path.read_bytes(), Remembered(10)
     with structlog.testing.capture_logs() as logs:
-        assert read_cache(path) is None
-    assert [line["event"] for line in logs] == ["discovery cache ignored"]
-    assert logs[0]["file"] == str(path)
+        await load_cache(after, path, AT_FIRST)
+    assert [(line["event"], line["file"]) for line in logs] == [
+        ("discovery cache ignored", str(path))
+    ]
+    assert after.delegation("b.example") is None
+    assert path.read_bytes() == before
 
 
-def test_missing_file_is_nothing_to_talk_about_and_one_that_cannot_be_written_is(
+async def test_missing_file_is_nothing_to_talk_about_and_one_that_cannot_be_written_is(
     tmp_path: Path,
 ) -> None:
+    remembered = Remembered(10)
+    remembered.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
     with structlog.testing.capture_logs() as logs:
-        assert read_cache(tmp_path / "none.json") is None
+        await load_cache(remembered, tmp_path / "none.sqlite3", AT_FIRST)
     assert logs == []
     with structlog.testing.capture_logs() as logs:
-        write_cache(
-            tmp_path / "missing" / "x.json", CacheFile(version=1, delegations=[], lookups=[])
-        )
+        await save_cache(remembered, tmp_path / "missing" / "x.sqlite3", AT_FIRST)
     assert [line["event"] for line in logs] == ["discovery cache not saved"]
+    # It is written once it can be.
+    await save_cache(remembered, tmp_path / "x.sqlite3", AT_FIRST)
+    assert set(rows(tmp_path / "x.sqlite3")) == {("A", "b.example")}

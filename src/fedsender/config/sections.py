@@ -165,7 +165,7 @@ class Federation(Section):
         " [] takes those of /etc/resolv.conf.",
     )
     discovery_cache: FilePath = Field(
-        default=Path("discovery-cache.json"),
+        default=Path("discovery-cache.sqlite3"),
         description="File that keeps where other servers were found over a restart.",
     )
     max_connections: int = Field(

@@ -24,7 +24,7 @@ from fedsender.federation.answer import Answer, answer_of, longest_answer, parse
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
 from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Resolved
-from fedsender.federation.remembered import Remembered, keep_saved, read_cache, write_cache
+from fedsender.federation.remembered import Remembered, keep_saved, load_cache, save_cache
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.federation.transport import (
     AnswerMemory,
@@ -122,9 +122,7 @@ async def open_client(
     """
     client = FederationClient(config, outside, server_name, keys, admission, metrics)
     remembered = client.discovery.remembered
-    known = read_cache(config.discovery_cache)
-    if known is not None:
-        remembered.take_in(known, outside.now_ms())
+    await load_cache(remembered, config.discovery_cache, outside)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connections.watch, name="idle connections")
@@ -132,8 +130,8 @@ async def open_client(
             yield client
             nursery.cancel_scope.cancel()
     finally:
-        if remembered.changed:
-            write_cache(config.discovery_cache, remembered.to_file(outside.now_ms()))
+        with trio.CancelScope(shield=True):
+            await save_cache(remembered, config.discovery_cache, outside)
         await client.connections.close()
 
 

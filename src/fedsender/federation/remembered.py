@@ -1,14 +1,18 @@
 """What server discovery has learnt, until it lapses: in memory, bounded, and in one file on disk.
 
-The file only spares a restarted daemon some ten thousand lookups. It is replaced as a whole, and
-one that cannot be read is as good as none.
+The file, an SQLite database, only spares a restarted daemon some ten thousand lookups. What has
+changed is written to it in small steps, and one that cannot be read is as good as none.
 """
 
 import os
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import structlog
 import trio
@@ -28,8 +32,9 @@ _RETRY_REFRESH_S: Final = 120.0
 ERROR_MAX_S: Final = 3600.0
 # Nothing lives longer; a file that says otherwise was written under another clock.
 _LIFE_MAX_S: Final = 48 * 3600.0
-_FILE_MAX_BYTES: Final = 32 * 1024 * 1024
 _SAVE_EVERY_S: Final = 60.0
+# Entries that are written in one step: some milliseconds of the loop.
+_STEP: Final = 500
 
 SRV_SERVICES: Final = ("_matrix-fed._tcp", "_matrix._tcp")
 """The SRV records of a server, in the order to ask for them; the second is the deprecated one."""
@@ -105,19 +110,24 @@ def delegation_after(previous: Delegation | None, found: WellKnown, now: float) 
     )
 
 
+_WELL_KNOWN: Final = "well_known"
+
+
 class Remembered:
     """Two bounded caches on the clock of `trio`; the least recently used entry goes first.
 
     Attributes:
-        changed: something was learnt since the last `to_file`.
+        most: entries that both can hold together.
     """
 
     def __init__(self, entries: int) -> None:
-        self.changed = False
+        self.most = 2 * entries
+        # What differs from the file, the longest-known difference first.
+        self._changed: dict[tuple[str, str], None] = {}
         self._delegations: TLRUCache[str, Delegation] = TLRUCache(
             entries, lambda _key, value, _now: value.expires_at, timer=trio.current_time
         )
-        self._lookups: TLRUCache[tuple[str, RecordType], Lookup] = TLRUCache(
+        self._lookups: TLRUCache[tuple[str, str], Lookup] = TLRUCache(
             entries, lambda _key, value, _now: value.expires_at, timer=trio.current_time
         )
 
@@ -131,7 +141,7 @@ class Remembered:
     def keep_delegation(self, host: str, delegation: Delegation) -> None:
         """Remember until its `expires_at`."""
         self._delegations[host] = delegation
-        self.changed = True
+        self._differs(_WELL_KNOWN, host)
 
     def lookup(self, name: str, rdtype: RecordType) -> Lookup | None:
         """What is remembered of a DNS name."""
@@ -140,7 +150,7 @@ class Remembered:
     def keep_lookup(self, name: str, rdtype: RecordType, lookup: Lookup) -> None:
         """Remember until its `expires_at`."""
         self._lookups[name, rdtype] = lookup
-        self.changed = True
+        self._differs(rdtype, name)
 
     def doubt(self, host: str) -> None:
         """Drop the lookups about `host`; a delegation is due, and stands if nobody confirms it."""
@@ -155,76 +165,127 @@ class Remembered:
     def _drop_lookups(self, host: str) -> None:
         names: list[tuple[str, RecordType]] = [(host, "A"), (host, "AAAA")]
         for service in SRV_SERVICES:
-            lookup = self._lookups.pop((f"{service}.{host}", "SRV"), None)
+            lookup = self._drop_lookup(f"{service}.{host}", "SRV")
             for value in () if lookup is None else lookup.values:
                 target = value.rpartition(" ")[2].removesuffix(".").lower()
                 names += [(target, "A"), (target, "AAAA")]
-        for name in names:
-            self._lookups.pop(name, None)
+        for name, rdtype in names:
+            self._drop_lookup(name, rdtype)
+
+    def _drop_lookup(self, name: str, rdtype: RecordType) -> Lookup | None:
+        self._differs(rdtype, name)
+        return self._lookups.pop((name, rdtype), None)
 
     def forget(self, host: str) -> None:
         """Drop everything about `host` and what it is delegated to."""
         self.doubt(host)
+        self._differs(_WELL_KNOWN, host)
         self._delegations.pop(host, None)
 
-    def to_file(self, now_ms: int) -> "CacheFile":
-        """Everything, with times of the wall clock. Failed lookups are not worth keeping."""
-        self.changed = False
+    # What differs from the file
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything differs from the file."""
+        return bool(self._changed)
+
+    def _differs(self, kind: str, name: str) -> None:
+        self._changed[kind, name] = None
+        if len(self._changed) > self.most:
+            # The file takes nothing. What it misses is looked up again.
+            del self._changed[next(iter(self._changed))]
+
+    def take_changes(self, now_ms: int) -> "Changes":
+        """Some of what differs from the file. Who cannot write it there gives it back."""
         offset = now_ms / 1000 - trio.current_time()
+        changes = Changes([], [])
+        for kind, name in list(islice(self._changed, _STEP)):
+            del self._changed[kind, name]
+            filed = self._filed(kind, name, offset)
+            if filed is None:
+                changes.gone.append((kind, name))
+            else:
+                changes.rows.append((kind, name, filed.expires_ms, filed.model_dump_json()))
+        return changes
 
-        def wall_ms(moment: float) -> int:
-            return round((moment + offset) * 1000)
+    def give_back(self, changes: "Changes") -> None:
+        """These could not be written; they still differ."""
+        for kind, name in (*(row[:2] for row in changes.rows), *changes.gone):
+            self._differs(kind, name)
 
-        return CacheFile(
-            version=1,
-            delegations=[
-                FiledDelegation(
-                    host=host,
-                    server=each.server,
-                    refresh_ms=wall_ms(each.refresh_at),
-                    expires_ms=wall_ms(each.expires_at),
-                    failures=each.failures,
-                    text=each.text,
-                    broken=each.broken,
-                )
-                for host, each in self._delegations.items()
-            ],
-            lookups=[
-                FiledLookup(
-                    name=name,
-                    rdtype=rdtype,
-                    values=list(each.values),
-                    expires_ms=wall_ms(each.expires_at),
-                    text=each.text,
-                )
-                for (name, rdtype), each in self._lookups.items()
-                if not each.failed
-            ],
-        )
+    def _filed(self, kind: str, name: str, offset: float) -> "FiledDelegation | FiledLookup | None":
+        """What is worth keeping, with times of the wall clock; a failed lookup is not."""
+        if kind == _WELL_KNOWN:
+            known = self._delegations.get(name)
+            if known is None:
+                return None
+            return FiledDelegation(
+                server=known.server,
+                refresh_ms=round((known.refresh_at + offset) * 1000),
+                expires_ms=round((known.expires_at + offset) * 1000),
+                failures=known.failures,
+                text=known.text,
+                broken=known.broken,
+            )
+        lookup = self._lookups.get((name, kind))
+        if lookup is None or lookup.failed:
+            return None
+        expires_ms = round((lookup.expires_at + offset) * 1000)
+        return FiledLookup(values=list(lookup.values), expires_ms=expires_ms, text=lookup.text)
 
-    def take_in(self, file: "CacheFile", now_ms: int) -> None:
-        """Remember what a file holds; what has lapsed meanwhile drops out."""
+    def take_in(self, rows: "Sequence[Row]", now_ms: int) -> None:
+        """Remember what a file holds; what has lapsed meanwhile drops out.
+
+        Raises ValidationError.
+        """
         now = trio.current_time()
 
         def moment(wall_ms: int) -> float:
             return now + min((wall_ms - now_ms) / 1000, _LIFE_MAX_S)
 
-        for filed in file.delegations:
-            self._delegations[filed.host] = Delegation(
-                filed.server,
-                moment(filed.refresh_ms),
-                moment(filed.expires_ms),
-                filed.failures,
-                filed.text,
-                filed.broken,
-            )
-        for each in file.lookups:
-            self._lookups[each.name, each.rdtype] = Lookup(
-                tuple(each.values), moment(each.expires_ms), each.text
-            )
+        for kind, name, _, text in rows:
+            if kind == _WELL_KNOWN:
+                known = FiledDelegation.model_validate_json(text)
+                self._delegations[name] = Delegation(
+                    known.server,
+                    moment(known.refresh_ms),
+                    moment(known.expires_ms),
+                    known.failures,
+                    known.text,
+                    known.broken,
+                )
+            else:
+                found = FiledLookup.model_validate_json(text)
+                expires_at = moment(found.expires_ms)
+                self._lookups[name, kind] = Lookup(tuple(found.values), expires_at, found.text)
 
 
 # --- the file -------------------------------------------------------------------------------------
+
+Row = tuple[str, str, int, str]
+"""Kind ("well_known" or a record type), name, expiry (ms since the epoch), and the rest in JSON."""
+
+_VERSION: Final = 1
+_SCHEMA: Final = f"""
+CREATE TABLE entries (
+    kind TEXT NOT NULL, name TEXT NOT NULL, expires_ms INTEGER NOT NULL, value TEXT NOT NULL,
+    PRIMARY KEY (kind, name)) WITHOUT ROWID;
+CREATE INDEX by_expiry ON entries (expires_ms);
+PRAGMA user_version = {_VERSION};
+"""
+# Beyond so many, those that lapse first.
+_TOO_MANY: Final = """
+DELETE FROM entries WHERE expires_ms < ? OR expires_ms <
+    (SELECT expires_ms FROM entries ORDER BY expires_ms DESC LIMIT 1 OFFSET ?)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What is to be written to the file, and what is to be taken out of it."""
+
+    rows: list[Row]
+    gone: list[tuple[str, str]]
 
 
 class _Strict(BaseModel):
@@ -239,7 +300,6 @@ def _server_name(text: str) -> str:
 class FiledDelegation(_Strict):
     """A `Delegation` on disk; times in milliseconds since the epoch."""
 
-    host: str
     server: Annotated[str, AfterValidator(_server_name)] | None
     refresh_ms: int
     expires_ms: int
@@ -251,60 +311,78 @@ class FiledDelegation(_Strict):
 class FiledLookup(_Strict):
     """A `Lookup` on disk; times in milliseconds since the epoch."""
 
-    name: str
-    rdtype: RecordType
     values: list[str]
     expires_ms: int
     text: str
 
 
-class CacheFile(_Strict):
-    """The whole file."""
-
-    version: Literal[1]
-    delegations: list[FiledDelegation]
-    lookups: list[FiledLookup]
-
-
-def read_cache(path: Path) -> CacheFile | None:
-    """What `path` holds, or None, with a line in the log unless there is no such file."""
+def _open(path: Path) -> sqlite3.Connection:
+    """The database, made if there is none; raises OSError and sqlite3.Error."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+    connection = sqlite3.connect(path)
     try:
-        with path.open("rb") as file:
-            raw = file.read(_FILE_MAX_BYTES + 1)
-        if len(raw) > _FILE_MAX_BYTES:
-            raise ValueError(f"larger than {_FILE_MAX_BYTES} bytes")
-        return CacheFile.model_validate_json(raw)
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        _log.warning("discovery cache ignored", file=str(path), reason=problem["msg"])
-    except (OSError, ValueError) as error:
-        _log.warning("discovery cache ignored", file=str(path), reason=str(error))
-    return None
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if version == tables == 0:
+            connection.executescript(_SCHEMA)
+        elif version != _VERSION:
+            raise sqlite3.DatabaseError("it is a database of something else")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
-def write_cache(path: Path, file: CacheFile) -> None:
-    """Put `file` in the place of what `path` was. A failure is logged: the cache is a comfort."""
-    beside = path.with_name(path.name + ".new")
+def _read(path: Path, most: int) -> list[Row]:
+    if not path.exists():
+        return []
+    with closing(_open(path)) as connection:
+        query = "SELECT * FROM entries ORDER BY expires_ms DESC LIMIT ?"
+        return connection.execute(query, (most,)).fetchall()
+
+
+async def load_cache(remembered: Remembered, path: Path, outside: Outside) -> None:
+    """Remember what `path` holds. What cannot be read is left as it is, with a line in the log."""
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as out:
-            out.write(file.model_dump_json().encode())
-        beside.replace(path)
-    except OSError as error:
-        _log.warning("discovery cache not saved", file=str(path), reason=error.strerror)
+        read = partial(_read, path, remembered.most)
+        rows = await outside.run_sync(read, limiter=trio.CapacityLimiter(1))
+        for start in range(0, len(rows), _STEP):
+            remembered.take_in(rows[start : start + _STEP], outside.now_ms())
+            await trio.lowlevel.checkpoint()
+    except (OSError, sqlite3.Error, ValidationError, TypeError) as error:
+        reason = "a row of another form" if isinstance(error, ValidationError) else str(error)
+        _log.warning("discovery cache ignored", file=str(path), reason=reason)
+
+
+def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
+    """Bring these changes to `path`. A failure is logged: the cache is a comfort."""
+    try:
+        with closing(_open(path)) as connection, connection:
+            connection.executemany(
+                "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?)", changes.rows
+            )
+            connection.executemany("DELETE FROM entries WHERE kind = ? AND name = ?", changes.gone)
+            connection.execute(_TOO_MANY, (now_ms, most - 1))
+    except (OSError, sqlite3.Error) as error:
+        _log.warning("discovery cache not saved", file=str(path), reason=str(error))
+        return False
+    return True
+
+
+async def save_cache(remembered: Remembered, path: Path, outside: Outside) -> None:
+    """Write what changed to `path`, in steps that do not keep the loop."""
+    limiter = trio.CapacityLimiter(1)
+    while remembered.changed:
+        now_ms = outside.now_ms()
+        changes = remembered.take_changes(now_ms)
+        write = partial(_write, path, changes, now_ms, remembered.most)
+        if not await outside.run_sync(write, limiter=limiter):
+            remembered.give_back(changes)
+            return
 
 
 async def keep_saved(remembered: Remembered, path: Path, outside: Outside) -> None:
     """Write what changed to `path` once a minute, for ever."""
-    limiter = trio.CapacityLimiter(1)
     while True:
         await trio.sleep(_SAVE_EVERY_S)
-        if remembered.changed:
-            write = _writing(path, remembered.to_file(outside.now_ms()))
-            await outside.run_sync(write, limiter=limiter)
-
-
-def _writing(path: Path, file: CacheFile) -> Callable[[], None]:
-    return lambda: write_cache(path, file)
+        await save_cache(remembered, path, outside)
