@@ -1,6 +1,5 @@
 """Who may ask, how much, and what machines may ask without a token."""
 
-from collections.abc import AsyncIterator
 from itertools import product
 from typing import Any
 
@@ -12,8 +11,9 @@ from tests.admin.desk import OURS, SYNAPSES, TOKEN, checked, open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.admin.access import BODY_SECONDS, MAX_BODY_BYTES, MAX_REQUESTS, Doorkeeper
+from fedsender.admin.access import BODY_SECONDS, Doorkeeper
 from fedsender.admin.app import OPENAPI_PATH, description
+from fedsender.admin.http1 import OPERATORS
 from fedsender.replication.sink import FeedStatus
 
 GUARDED = (
@@ -82,22 +82,6 @@ async def test_two_tokens_are_no_token(world: World, autojump_clock: MockClock) 
         del desk.http.headers["Authorization"]
         response = await desk.http.get(f"{OURS}/destinations", headers=headers)
         assert checked(response, 401)["errcode"] == "M_MISSING_TOKEN"
-
-
-async def test_a_body_beyond_1_mib_is_refused_whether_announced_or_not(
-    world: World, autojump_clock: MockClock
-) -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        for _ in range(17):
-            yield b" " * 65_536
-
-    async with open_desk(world) as desk:
-        url = f"{OURS}/pause"
-        for content in (b" " * (MAX_BODY_BYTES + 1), chunks()):
-            refused = checked(await desk.http.post(url, content=content), 413)
-            assert refused["errcode"] == "M_TOO_LARGE"
-        exact = b'{"pattern": "*"}'.ljust(MAX_BODY_BYTES)
-        assert (await desk.http.post(f"{OURS}/notify_remote_server_up", content=exact)).is_success
 
 
 async def test_an_unknown_path_or_method_is_refused_as_matrix_does(
@@ -170,6 +154,29 @@ async def test_a_body_that_never_comes_is_not_waited_for(autojump_clock: MockClo
     assert trio.current_time() == pytest.approx(BODY_SECONDS)
 
 
+async def test_a_body_beyond_the_bound_is_refused_as_soon_as_it_is(
+    autojump_clock: MockClock,
+) -> None:
+    heard = bytearray()
+
+    async def hear(scope: Scope, receive: Receive, send: Send) -> None:
+        heard.extend((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    for size, status in ((0, 200), (1, 413)):
+        chunks = [b" " * 65_536] * 16 + [b" " * size, b"never asked for"]
+
+        async def next_chunk(chunks: list[bytes] = chunks) -> dict[str, Any]:
+            body = chunks.pop(0)
+            return {"type": "http.request", "body": body, "more_body": body != b""}
+
+        said = Said()
+        await Doorkeeper(hear, lambda: TOKEN)(scope_of("/x"), next_chunk, said.send)
+        assert said.status == status
+        assert chunks == [b"never asked for"]
+    assert len(heard) == OPERATORS.body_bytes
+
+
 async def test_a_crowd_is_turned_away_but_the_probes_answer(autojump_clock: MockClock) -> None:
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] != "/health":
@@ -177,7 +184,7 @@ async def test_a_crowd_is_turned_away_but_the_probes_answer(autojump_clock: Mock
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     keeper = Doorkeeper(slow, lambda: TOKEN)
-    crowd = [Said() for _ in range(MAX_REQUESTS)]
+    crowd = [Said() for _ in range(OPERATORS.requests)]
     late, probe, after = Said(), Said(), Said()
     async with trio.open_nursery() as nursery:
         for said in crowd:
@@ -189,16 +196,6 @@ async def test_a_crowd_is_turned_away_but_the_probes_answer(autojump_clock: Mock
 
     assert (late.status, probe.status, after.status) == (503, 200, 200)
     assert all(said.status == 200 for said in crowd)
-
-
-async def test_a_websocket_is_closed(autojump_clock: MockClock) -> None:
-    async def unreachable(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("the endpoint was asked")
-
-    said = Said()
-    scope = scope_of("/metrics") | {"type": "websocket"}
-    await Doorkeeper(unreachable, lambda: TOKEN)(scope, whole_body, said.send)
-    assert [message["type"] for message in said] == ["websocket.close"]
 
 
 # --- probes ---------------------------------------------------------------------------------------

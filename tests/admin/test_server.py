@@ -1,6 +1,7 @@
 """The endpoint on real sockets."""
 
 import errno
+import random
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable
@@ -136,6 +137,117 @@ async def test_nonsense_on_the_socket_harms_nobody_else(world: World) -> None:
                         pass
         async with client_of(admin) as http:
             assert (await http.get("/health")).is_success
+
+
+_UPGRADE = (
+    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: a\r\n"
+)
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HOSTILE = {
+    "a WebSocket and a byte behind it": _UPGRADE + b"\r\nx",
+    "a WebSocket extension that is no text": (_UPGRADE + b"Sec-WebSocket-Extensions: \xff\r\n\r\n"),
+    "a WebSocket of HTTP/1.0": (
+        b"GET / HTTP/1.0\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
+    ),
+    "h2c with settings that are none": (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\n"
+        b"Upgrade: h2c\r\nHTTP2-Settings: !\r\n\r\n"
+    ),
+    "h2c without settings": (
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    ),
+    "HTTP/2 from the start": _PREFACE + b"\0\0\0\4\0\0\0\0\0" + b"\0" * 64,
+    # HEADERS with a :path of "/\xff", and with CONNECT and no :path: Huffman coding is off.
+    "HTTP/2 with a path that is no text": (
+        _PREFACE
+        + b"\0\0\0\4\0\0\0\0\0"
+        + b"\0\0\x0a\1\5\0\0\0\1\x82\x86\x41\1x\x04\x02/\xff\x00"[:-1]
+    ),
+    "HTTP/2 CONNECT": (
+        _PREFACE + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\x0c\1\5\0\0\0\1\x02\x07CONNECT\x41\1x"
+    ),
+    "two lengths": (
+        b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab"
+    ),
+    "a length and chunks": (
+        b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /x"
+    ),
+    "chunks that are none": (
+        b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n\r\n"
+    ),
+    "CONNECT": b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example:443\r\n\r\nxxxx",
+    "bytes that are no text": b"G\xffT /\xff%ff%00 HTTP/1.1\r\nHost: \xff\r\nX: \0\r\n\r\n",
+    "many requests at once": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50,
+}
+
+
+async def heard(admin: Any, said: bytes) -> bytes:
+    """What the endpoint answers to these bytes before it closes the connection."""
+    answer = b""
+    async with await trio.open_tcp_stream("127.0.0.1", admin.address.port) as stream:
+        with trio.fail_after(60), suppress(trio.BrokenResourceError):
+            await stream.send_all(said)
+            await stream.send_eof()
+            while got := await stream.receive_some():
+                answer += got
+    return answer
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_nothing_that_a_client_sends_ends_the_process(world: World, name: str) -> None:
+    async with serving(world, "127.0.0.1:0") as admin:
+        answer = await heard(admin, HOSTILE[name])
+        assert answer.startswith(b"HTTP/1.1 ")
+        assert not answer.startswith(b"HTTP/1.1 1")
+        async with client_of(admin) as http:
+            assert (await http.get("/health")).is_success
+
+
+def spoiled(rng: random.Random, said: bytes) -> bytes:
+    """A request in which a few bytes are not what they were."""
+    raw = bytearray(said)
+    for _ in range(rng.randint(1, 6)):
+        place = rng.randrange(len(raw) + 1)
+        match rng.randrange(4):
+            case 0:
+                raw[place:place] = rng.choice((b"\r\n", b"\0", b"\xff", b": ", b" ", b"%"))
+            case 1:
+                del raw[place : place + rng.randint(1, 9)]
+            case 2:
+                raw[place : place + 1] = bytes([rng.randrange(256)])
+            case _:
+                piece = rng.choice(list(HOSTILE.values()))
+                start = rng.randrange(len(piece))
+                raw[place:place] = piece[start : start + rng.randint(1, 60)]
+    return bytes(raw) or b"\0"
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_spoiled_request_ends_the_process_or_is_answered_by_silence_for_ever(
+    world: World, seed: int
+) -> None:
+    rng = random.Random(seed)
+    good = b"POST /_fedsender/admin/v1/pause HTTP/1.1\r\nHost: localhost\r\n"
+    good += b"Authorization: Bearer " + TOKEN.encode() + b"\r\nContent-Length: 2\r\n\r\n{}"
+    seeds = [good, *HOSTILE.values()]
+    async with serving(world, "127.0.0.1:0") as admin:
+        for _ in range(100):
+            await heard(admin, spoiled(rng, rng.choice(seeds)))
+        async with client_of(admin) as http:
+            assert (await http.get("/health")).is_success
+
+
+async def test_a_client_that_reads_nothing_does_not_hold_the_end(world: World) -> None:
+    """Or whoever may connect could keep the daemon from its drain."""
+    async with serving(world, "127.0.0.1:0") as admin:
+        stream = await trio.open_tcp_stream("127.0.0.1", admin.address.port)
+        with trio.move_on_after(2):
+            await stream.send_all(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 5_000)
+        before = trio.current_time()
+    assert trio.current_time() - before < 10
+    await stream.aclose()
 
 
 async def test_a_body_that_is_too_large_is_answered_over_the_wire_too(world: World) -> None:

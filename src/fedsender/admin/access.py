@@ -6,44 +6,20 @@ other path needs it, OpenAPI's description included.
 
 import hmac
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fedsender.admin.http1 import OPERATORS, Bounds, Gone
 from fedsender.admin.refusal import Refusal, error_body
 
 log = structlog.get_logger()
 
 OPEN_PATHS: Final = ("/health", "/ready", "/metrics")
-MAX_BODY_BYTES: Final = 2**20
-MAX_REQUESTS: Final = 32
-"""Requests with a token that are under way at once; their bodies are in memory."""
 BODY_SECONDS: Final = 20.0
 REQUEST_SECONDS: Final = 60.0
-# Of a body that is too large so much is read and thrown away, or the sender of it would
-# meet a reset connection instead of the answer.
-_DISCARDED_BYTES: Final = 32 * 2**20
-
-
-class _Gone(Exception):
-    """Who asked has left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What an endpoint takes on.
-
-    Attributes:
-        requests: with a token, under way at once; their bodies are in memory.
-        setting: where the configuration names the token's file.
-    """
-
-    body_bytes: int = MAX_BODY_BYTES
-    requests: int = MAX_REQUESTS
-    setting: str = "admin.token_file"
 
 
 class Doorkeeper:
@@ -54,22 +30,14 @@ class Doorkeeper:
     """
 
     def __init__(
-        self, app: ASGIApp, token: Callable[[], str | None], bounds: Bounds | None = None
+        self, app: ASGIApp, token: Callable[[], str | None], bounds: Bounds = OPERATORS
     ) -> None:
         self._app = app
         self._token = token
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds
         self._under_way = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-        elif scope["type"] == "http":
-            await self._serve(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
 
         async def watched(message: Message) -> None:
@@ -78,9 +46,9 @@ class Doorkeeper:
             await send(message)
 
         try:
-            await self._serve_within_bounds(scope, receive, watched)
-        except _Gone:
-            return
+            await self._serve(scope, receive, watched)
+        except Gone:
+            raise
         except Refusal as refusal:
             if not started:
                 await _refuse(send, refusal)
@@ -90,33 +58,33 @@ class Doorkeeper:
             if not started:
                 await _refuse(send, Refusal(500, "M_UNKNOWN", "internal error; the log has more"))
 
-    async def _serve_within_bounds(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await self._ask(scope, _replay(b"", receive), send)
+            return
         refusal = self._refusal(scope)
-        is_open = scope["path"] in OPEN_PATHS
-        keep = refusal is None and not is_open
-        body = await _read_body(receive, self._bounds.body_bytes, keep=keep)
         if refusal is not None:
             raise refusal
-        if body is None:
-            text = f"the body has more than {self._bounds.body_bytes} bytes"
-            raise Refusal(413, "M_TOO_LARGE", text)
-        self._under_way += not is_open
+        self._under_way += 1
+        try:
+            body = await _read_body(receive, self._bounds.body_bytes)
+            await self._ask(_as_json(scope), _replay(body, receive), send)
+        finally:
+            self._under_way -= 1
+
+    async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with trio.fail_after(REQUEST_SECONDS):
-                await self._app(_as_json(scope), _replay(body, receive), send)
+                await self._app(scope, receive, send)
         except trio.TooSlowError:
             raise Refusal(
                 503,
                 "M_UNKNOWN",
                 f"not done within {REQUEST_SECONDS:.0f} s; /ready says whether a database is away",
             ) from None
-        finally:
-            self._under_way -= not is_open
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         """Why this request may not pass; None: it may."""
-        if scope["path"] in OPEN_PATHS:
-            return None
         expected = self._token()
         if expected is None:
             setting = self._bounds.setting
@@ -142,23 +110,19 @@ def _as_json(scope: Scope) -> Scope:
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
-async def _read_body(receive: Receive, most: int, *, keep: bool) -> bytes | None:
-    """The whole body (b"" unless `keep`); None if it has more than `most` bytes."""
-    parts: list[bytes] = []
-    size, more = 0, True
+async def _read_body(receive: Receive, most: int) -> bytes:
+    """The whole body; raises Refusal beyond `most` bytes and after `BODY_SECONDS`."""
+    body, more = bytearray(), True
     with trio.move_on_after(BODY_SECONDS) as scope:
-        while more and size <= _DISCARDED_BYTES:
+        while more:
             message = await receive()
-            if message["type"] != "http.request":
-                raise _Gone
-            part: bytes = message.get("body", b"")
+            body += message.get("body", b"")
             more = message.get("more_body", False)
-            size += len(part)
-            if keep and size <= most:
-                parts.append(part)
+            if len(body) > most:
+                raise Refusal(413, "M_TOO_LARGE", f"the body has more than {most} bytes")
     if scope.cancelled_caught:
         raise Refusal(408, "M_UNKNOWN", f"the body did not come within {BODY_SECONDS:.0f} s")
-    return b"".join(parts) if size <= most else None
+    return bytes(body)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -4,25 +4,21 @@ The application, and all that serves it, are imported when the first connection 
 15 MB, and many a daemon is never asked anything.
 """
 
-import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 import trio
 
 from fedsender.admin import CannotListen
+from fedsender.admin.http1 import OPERATORS, Bounds, serve_http
 from fedsender.config import Address, TcpAddress, UnixAddress, read_secret
 from fedsender.outside import Outside, listen_tcp, listen_unix
 
 if TYPE_CHECKING:
-    from hypercorn.config import Config as HypercornConfig
     from starlette.types import ASGIApp
-
-    from fedsender.admin.access import Bounds
 
 log = structlog.get_logger()
 
@@ -61,7 +57,7 @@ async def serve_app(
     token_file: Path | None,
     outside: Outside,
     name: str,
-    bounds: "Bounds | None" = None,
+    bounds: Bounds = OPERATORS,
 ) -> AsyncIterator[Admin]:
     """The application, answering until the body is left.
 
@@ -76,16 +72,24 @@ async def serve_app(
     """
     listeners = await _listen(listen, name)
     admin = Admin(_taken(listen, listeners), token_file, outside)
+
+    def make() -> "ASGIApp":
+        from fedsender.admin.access import Doorkeeper
+
+        return Doorkeeper(make_app(), admin.token, bounds)
+
+    app = _Once(make, outside)
     try:
         await admin.read_token()
-        async with trio.open_nursery() as nursery:
-            serving = _Serving(make_app, admin, outside, bounds)
-            scope = await nursery.start(serving.run, listeners)
+        async with serve_http(
+            app.get,
+            listeners,
+            _server_of(admin.address),
+            now_ms=outside.now_ms,
+            most=bounds.connections,
+        ):
             log.info(name, address=str(admin.address), for_operators=admin.token() is not None)
             yield admin
-            serving.stop.set()
-            if not serving.begun:
-                scope.cancel()
     finally:
         for listener in listeners:
             await trio.aclose_forcefully(listener)
@@ -93,56 +97,23 @@ async def serve_app(
             listen.path.unlink(missing_ok=True)
 
 
-class _Serving:
-    """Waits for somebody to come, and then serves until told to stop."""
+class _Once:
+    """The application, made when it is first asked for."""
 
-    def __init__(
-        self,
-        make_app: Callable[[], "ASGIApp"],
-        admin: Admin,
-        outside: Outside,
-        bounds: "Bounds | None",
-    ) -> None:
-        self._make_app = make_app
-        self._admin = admin
+    def __init__(self, make: Callable[[], "ASGIApp"], outside: Outside) -> None:
+        self._make = make
         self._outside = outside
-        self._bounds = bounds
-        self.stop = trio.Event()
-        self.begun = False
+        self._lock = trio.Lock()
+        self._made: ASGIApp | None = None
 
-    async def run(
-        self,
-        listeners: list[trio.SocketListener],
-        task_status: trio.TaskStatus[trio.CancelScope],
-    ) -> None:
-        """Serve; what is started with is the scope of the wait, to be left before it began."""
-        with trio.CancelScope() as scope:
-            task_status.started(scope)
-            await _somebody(listeners)
-            serve = await self._outside.run_sync(self._load, limiter=trio.CapacityLimiter(1))
-            self.begun = True
-        if self.begun:
-            await serve(_settings(listeners), shutdown_trigger=self.stop.wait, mode="asgi")
-
-    def _load(self) -> Any:
-        from hypercorn.trio import serve
-
-        from fedsender.admin.access import Doorkeeper
-
-        doorkeeper: Any = Doorkeeper(self._make_app(), self._admin.token, self._bounds)
-        return partial(serve, doorkeeper)
-
-
-async def _somebody(listeners: list[trio.SocketListener]) -> None:
-    """Until a connection waits to be accepted."""
-    async with trio.open_nursery() as nursery:
-
-        async def wait(listener: trio.SocketListener) -> None:
-            await trio.lowlevel.wait_readable(listener.socket)
-            nursery.cancel_scope.cancel()
-
-        for listener in listeners:
-            nursery.start_soon(wait, listener)
+    async def get(self) -> "ASGIApp":
+        """The application; the first one who asks waits for its imports."""
+        async with self._lock:
+            if self._made is None:
+                self._made = await self._outside.run_sync(
+                    self._make, limiter=trio.CapacityLimiter(1)
+                )
+            return self._made
 
 
 async def _listen(address: Address, name: str) -> list[trio.SocketListener]:
@@ -161,16 +132,8 @@ def _taken(address: Address, listeners: list[trio.SocketListener]) -> Address:
     return TcpAddress(address.host, listeners[0].socket.getsockname()[1])
 
 
-def _settings(listeners: list[trio.SocketListener]) -> "HypercornConfig":
-    from hypercorn.config import Config as HypercornConfig
-
-    settings = HypercornConfig()
-    # Sockets of ours: made with our checks, so that a busy address is one plain OSError. The
-    # server closes what it is given, so it is given copies.
-    settings.bind = [f"fd://{os.dup(listener.socket.fileno())}" for listener in listeners]
-    settings.accesslog = None
-    settings.errorlog = None
-    settings.include_server_header = False
-    settings.graceful_timeout = 3.0
-    settings.keep_alive_timeout = 30
-    return settings
+def _server_of(address: Address) -> tuple[str, int | None]:
+    """The address as ASGI has it."""
+    if isinstance(address, UnixAddress):
+        return str(address.path), None
+    return address.host, address.port

@@ -10,9 +10,9 @@ from fastapi.security import HTTPBearer
 from pydantic import Field
 from starlette.responses import Response
 
-from fedsender.admin.access import Bounds
 from fedsender.admin.app import new_app
 from fedsender.admin.bodies import Body
+from fedsender.admin.http1 import Bounds
 from fedsender.admin.refusal import Error, Refusal, json_answer
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Address
