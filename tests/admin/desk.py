@@ -112,7 +112,7 @@ async def open_desk(world: World, token: str | None = TOKEN) -> AsyncIterator[De
         app: Any = Doorkeeper(build_app(parts), lambda: token)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app, raise_app_exceptions=True),
-            base_url="http://admin",
+            base_url="http://127.0.0.1:9009",
             headers={"Authorization": f"Bearer {TOKEN}"},
         ) as http:
             yield Desk(http, world, parts, standing)

@@ -84,6 +84,39 @@ async def test_two_tokens_are_no_token(world: World, autojump_clock: MockClock) 
         assert checked(response, 401)["errcode"] == "M_MISSING_TOKEN"
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", f"{OURS}/destinations", "/x"])
+async def test_a_host_that_is_a_name_is_refused_everywhere(
+    world: World, autojump_clock: MockClock, path: str
+) -> None:
+    """A web page whose name resolves to 127.0.0.1 could read what an operator's browser may."""
+    async with open_desk(world) as desk:
+        for name in (
+            "evil.example",
+            "evil.example:9009",
+            "localhost.evil.example",
+            "",
+            "127.1",
+            "\0",
+        ):
+            response = await desk.http.get(path, headers={"Host": name})
+            assert checked(response, 403)["errcode"] == "M_FORBIDDEN"
+            assert "Host" in response.text
+        for name in ("127.0.0.1", "127.0.0.1:9009", "localhost:80", "LOCALHOST", "[::1]:9009"):
+            response = await desk.http.get(path, headers={"Host": name})
+            assert response.status_code == (404 if path == "/x" else 200)
+
+
+async def test_on_a_unix_socket_any_host_will_do(autojump_clock: MockClock) -> None:
+    async def greet(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    for server, status in ((("/run/admin.sock", None), 200), (("127.0.0.1", 9009), 403)):
+        said = Said()
+        scope = scope_of("/health") | {"headers": [(b"host", b"admin")], "server": server}
+        await Doorkeeper(greet, lambda: TOKEN)(scope, whole_body, said.send)
+        assert said.status == status
+
+
 async def test_an_unknown_path_or_method_is_refused_as_matrix_does(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -5,6 +5,7 @@ other path needs it, OpenAPI's description included.
 """
 
 import hmac
+import ipaddress
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedsender.admin.http1 import OPERATORS, Bounds, Gone
 from fedsender.admin.refusal import Refusal, error_body
+from fedsender.matrix import parse_server_name
 
 log = structlog.get_logger()
 
@@ -59,6 +61,9 @@ class Doorkeeper:
                 await _refuse(send, Refusal(500, "M_UNKNOWN", "internal error; the log has more"))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not _names_this_machine(scope):
+            text = "the Host header must be an IP address or localhost: a name may be anybody's"
+            raise Refusal(403, "M_FORBIDDEN", text)
         if scope["path"] in OPEN_PATHS:
             await self._ask(scope, _replay(b"", receive), send)
             return
@@ -100,6 +105,26 @@ class Doorkeeper:
         if self._under_way >= self._bounds.requests:
             return Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
         return None
+
+
+def _names_this_machine(scope: Scope) -> bool:
+    """Whether the request was meant for us, by its Host header.
+
+    A web page can have its own name resolve to 127.0.0.1 and then read what its browser is
+    answered; but the browser still says that name here. None comes to a Unix socket.
+    """
+    server = scope.get("server")
+    if server is None or server[1] is None:
+        return True
+    for name, value in scope["headers"]:
+        if name == b"host":
+            try:
+                host, _ = parse_server_name(value.decode("ascii"))
+                if host.lower() != "localhost":
+                    ipaddress.ip_address(host)
+            except ValueError:
+                return False
+    return True
 
 
 def _as_json(scope: Scope) -> Scope:
