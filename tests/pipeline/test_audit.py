@@ -206,6 +206,25 @@ def test_in_catch_up_and_parked(spark: "SparkSession", tmp_path: Path) -> None:
     assert (told.counts["pending"], told.counts["missing"]) == (6, 0)
 
 
+@pytest.mark.parametrize("days_ahead", [3, 365])
+def test_a_clock_that_was_ahead_makes_no_loss(
+    spark: "SparkSession", tmp_path: Path, days_ahead: int
+) -> None:
+    """One event came in while the homeserver's clock was ahead; all was delivered. Asked for the
+    days after it, the audit looks at no event without what the ledger has of it."""
+    rows: Rows = {
+        "events": [event(at, "!r") for at in range(1, 41)],
+        "intervals": [{"room_id": "!r", "server": "a.example", "first": 1, "last": None}],
+    }
+    rows["events"][4]["received_ts"] += days_ahead * DAY_MS
+    lake = lake_of(tmp_path, rows, 40)
+    lines = [attempt("a.example", pdu(at, "!r"), transaction_id=f"t{at}") for at in range(1, 41)]
+    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
+    ingest_ledger(spark, lake, tmp_path)
+    told = run(spark, lake, tmp_path, since=datetime.date(2026, 1, 4))
+    assert told.expected == told.counts["delivered"] == 36
+
+
 def test_there_is_nothing_to_audit(spark: "SparkSession", tmp_path: Path) -> None:
     lake = open_lake(tmp_path / "lake", US, create=True)
     with pytest.raises(PipelineError, match="nothing was ingested: run `pipeline ingest`"):

@@ -11,7 +11,8 @@ from tests.pipeline.test_audit import config_of, lake_of
 from tests.pipeline.test_ledger_lines import NOW_MS, line, write
 
 from fedsender.health import ServerHealth, read_health
-from fedsender.pipeline import PipelineError
+from fedsender.pipeline import PipelineError, ledger_lines
+from fedsender.pipeline import health as health_module
 from fedsender.pipeline.health import HOUR_MS, Absorbed, health, percentile
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.progress import showing
@@ -107,6 +108,40 @@ def test_what_is_wrong_is_said(spark: "SparkSession", tmp_path: Path) -> None:
     (tmp_path / "ledger").rmdir()
     with pytest.raises(PipelineError, match=r"ledger.directory: .* is not a directory"):
         run(spark, lake, tmp_path)
+
+
+def test_a_clock_that_was_a_year_ahead_empties_nothing(
+    spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon's, for one line; and then the reader's own too, so that the file has times that no
+    clock has reached yet."""
+    lake, ledger = lake_of(tmp_path, {}, 1), tmp_path / "ledger"
+    now_ms = START_MS + HOUR_MS
+    year = 365 * 24 * 60
+
+    def at(ms: int) -> None:
+        for module in (ledger_lines, health_module):
+            monkeypatch.setattr(module, "latest_ms", lambda: ms)
+
+    at(now_ms)
+    write(ledger, "f.b.000001.jsonl", *(attempt(name, 1) for name in (A, B)))
+    write(ledger, "f.b.000002.jsonl", attempt("c.example", year))
+    run(spark, lake, tmp_path)
+    assert rows(tmp_path, "SELECT server, attempts FROM servers") == [
+        (A, 1), (B, 1), ("c.example", 1)]  # fmt: skip
+    assert read_health(tmp_path / "health.sqlite3", now_ms).keys() == {A, B, "c.example"}
+
+    at(now_ms + year * 60_000)
+    write(ledger, "f.b.000003.jsonl", attempt(B, year + 60, "failing"))
+    run(spark, lake, tmp_path)
+    at(now_ms)
+    write(ledger, "f.b.000004.jsonl", attempt(A, 50), attempt(B, 60))
+    run(spark, lake, tmp_path)
+    assert rows(tmp_path, "SELECT server, attempts FROM servers") == [(A, 1), (B, 1)]
+    assert rows(
+        tmp_path, "SELECT server, last_ms, ill_since_ms FROM states WHERE server = 'b.example'"
+    ) == [(B, now_ms, None)]
+    assert rows(tmp_path, "SELECT value FROM meta WHERE name = 'newest_ms'") == [(str(now_ms),)]
 
 
 def test_percentiles_of_nothing_and_of_one() -> None:

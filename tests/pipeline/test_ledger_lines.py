@@ -8,7 +8,7 @@ import pytest
 from tests.pipeline.worlds import US
 
 from fedsender.ledger import LINE_VERSION, Line
-from fedsender.pipeline import PipelineError, ledger_lines, schemas
+from fedsender.pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
 from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.ledger_lines import FIELDS, new_segments
@@ -145,6 +145,21 @@ def test_reading_again_changes_nothing_and_late_and_double_lines_count_once(
     write(ledger, "i.b.000002.jsonl", *[line()] * 4, late, line(transaction_id="t5"))
     assert read(spark, lake, ledger).attempts == 1
     assert new_segments(lake, ledger) == []
+
+
+def test_a_line_of_the_future_is_of_now(
+    spark: "SparkSession", lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock was a year ahead: 5 minutes after the reader's own is as late as a line can be."""
+    latest_ms = NOW_MS + SKEW_MS
+    monkeypatch.setattr(ledger_lines, "latest_ms", lambda: latest_ms)
+    ahead = line(transaction_id="ahead", ms=NOW_MS + 365 * DAY_MS)
+    write(tmp_path / "ledger", "i.b.000001.jsonl", line(), ahead)
+    assert read(spark, lake, tmp_path / "ledger").attempts == 2
+    for table in (schemas.ATTEMPTS, schemas.PDUS):
+        times = {row["ms"] for row in lake.frame(spark, table).collect()}
+        assert times == {NOW_MS, latest_ms}
+        assert {file.part for file in lake.files(table)} == {"2026-01-06"}
 
 
 def test_a_segment_that_is_closed_while_an_audit_looks_is_read(

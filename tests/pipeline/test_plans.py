@@ -11,7 +11,7 @@ from tests.pipeline.test_audit import config_of, event, lake_of
 from tests.pipeline.test_ledger_lines import line, write
 
 from fedsender.pipeline import coverage, health, intervals, ledger_lines, plan, rebuild, schemas
-from fedsender.pipeline.accounts import Accounts
+from fedsender.pipeline.accounts import Accounts, places_of
 from fedsender.pipeline.lake import Lake
 
 if TYPE_CHECKING:
@@ -75,16 +75,17 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     expected = rebuild.rebuild(spark, lake, config)
     yield "rebuild", expected
     yield "differences", rebuild.differences(spark, lake, expected)
-    view = Accounts(spark, lake, config, lake.frame(spark, schemas.PDUS), None)
+    places = places_of(spark, lake, None).persist()
+    view = Accounts(spark, lake, config, lake.frame(spark, schemas.PDUS), places)
     yield "stretches", view.stretches()
     # What is made of these is planned for itself.
     found = lake.frame(spark, schemas.INTERVALS).selectExpr(
         "server", "room_id", "first AS lo", "last AS hi", "server AS fate"
     )
-    yield "by day", coverage.by_day(found, view.places)
+    yield "by day", coverage.by_day(found, places)
     yield "superseded", view.superseded(found)
     yield "missing", view.missing(found)
-    view.places.unpersist()
+    places.unpersist()
     segments = tuple((lake.directory.parent / "ledger").iterdir())
     yield "new lines", ledger_lines.fresh_pdus(spark, lake, segments)
     lines = ledger_lines.parsed(spark, segments)

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from tests.pipeline.worlds import US
 
 from fedsender.config import from_values
@@ -35,14 +36,20 @@ def test_servers_of_users_are_what_follows_the_first_colon(spark: "SparkSession"
     assert {row["user"]: row["server"] for row in rows} == {user: said(user) for user in users}
 
 
-def test_who_is_allowed_and_which_shard_sends(spark: "SparkSession", tmp_path: "Path") -> None:
-    """`Config.allows` and Synapse's hash, over a column."""
+def test_only_servers_that_we_may_send_to_are_looked_at(
+    spark: "SparkSession", tmp_path: "Path"
+) -> None:
+    """By every list, and by the hash that shares servers among senders: as the daemon says it."""
     lists: list[dict[str, Any]] = [
         {},
         {"allow": ["*.example", "matrix.?rg"]},
         {"deny": ["*.BAD.example", "[::1]:8448", "a-b.example"]},
         {"deny": ["example.com", "1.2.3.4", "*a*.b*d.example", "[0:*]"]},
         {"homeserver": {"domain_whitelist": ["matrix.org", "example.com"]}},
+        {"allow": ["nobody.example"]},
+        {
+            "homeserver": {"federation_sender_instances": ["other", "fedsender", "third"]},
+        },
         {
             "destinations": {
                 "defaults": {"deny": True},
@@ -55,21 +62,31 @@ def test_who_is_allowed_and_which_shard_sends(spark: "SparkSession", tmp_path: "
         },
     ]
     frame = spark.createDataFrame([(name,) for name in NAMES], "server STRING")
-    configs = [
-        from_values({"server_name": US, "signing_key": "key", **each}, directory=tmp_path)
-        for each in lists
-    ]
+    for each in lists:
+        values = {"server_name": US, "signing_key": "key", **each}
+        config = from_values(values, directory=tmp_path)
+        found = {row["server"] for row in servers.sent_to(frame, config).collect()}
+        assert found == {name for name in NAMES if config.handles(name) and config.allows(name)}
+    assert 0 < len(found) < len(NAMES)
+
+
+def test_the_shard_of_a_server_is_synapses(spark: "SparkSession") -> None:
+    frame = spark.createDataFrame([(name,) for name in NAMES], "server STRING")
     shards = (1, 2, 3, 4, 7, 1000)
-    rows = frame.select(
-        "server",
-        *(
-            servers.allowed(frame["server"], config).alias(f"allowed{index}")
-            for index, config in enumerate(configs)
-        ),
-        *(servers.shard_of(frame["server"], n).alias(f"shard{n}") for n in shards),
-    ).collect()
-    for row in rows:
-        for index, config in enumerate(configs):
-            assert row[f"allowed{index}"] == config.allows(row["server"]), (index, row["server"])
-        for n in shards:
-            assert row[f"shard{n}"] == shard_of(row["server"], n)
+    columns = (servers.shard_of(frame["server"], n).alias(str(n)) for n in shards)
+    for row in frame.select("server", *columns).collect():
+        assert [row[str(n)] for n in shards] == [shard_of(row["server"], n) for n in shards]
+
+
+@pytest.mark.parametrize("form", ["names", "overrides"])
+def test_a_list_may_have_thousands_of_names(
+    spark: "SparkSession", tmp_path: "Path", form: str
+) -> None:
+    """No plan grows with it: Spark's stack would be too small."""
+    names = [f"bad{number}.example" for number in range(2_000)]
+    overrides = [{"match": name, "deny": True} for name in names]
+    lists = {"deny": names} if form == "names" else {"destinations": {"overrides": overrides}}
+    config = from_values({"server_name": US, "signing_key": "key", **lists}, directory=tmp_path)
+    some = [("bad7.example",), ("good.example",), ("bad1999.example",)]
+    frame = spark.createDataFrame(some, "server STRING")
+    assert [row["server"] for row in servers.sent_to(frame, config).collect()] == ["good.example"]

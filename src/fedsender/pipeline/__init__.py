@@ -8,6 +8,21 @@ of stream orderings per room and server (`intervals`), and the ledger is held ag
 Nothing of the daemon imports this package, and Spark is imported by functions, when a job runs.
 """
 
+from typing import Final
+
+from fedsender.outside import real_outside
+
+SKEW_MS: Final = 300_000
+
+
+def latest_ms() -> int:
+    """The reader's clock and 5 minutes, in ms since the epoch.
+
+    No time that stands somewhere counts as later: one clock that was a year ahead, once, would else
+    make everything after it look old.
+    """
+    return real_outside().now_ms() + SKEW_MS
+
 
 class PipelineError(Exception):
     """A job cannot go on; the text names the file, table or setting and what to do about it."""

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 
+def places_of(spark: "SparkSession", lake: Lake, since: datetime.date | None) -> "DataFrame":
+    """The events to look at, as `coverage.placed` has them: ours, and of known servers."""
+    unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering")
+    known = intervals.ours(spark, lake).join(
+        unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti"
+    )
+    return coverage.placed(known, since)
+
+
 class Accounts:
     """The frames that an audit is made of."""
 
@@ -25,22 +34,14 @@ class Accounts:
         lake: Lake,
         config: Config,
         pdus: "DataFrame",
-        since: datetime.date | None,
+        places: "DataFrame",
     ) -> None:
-        from pyspark.sql import functions as F  # noqa: N812
-
+        """`pdus`: what the ledger says; `places`: the events to look at (`places_of`)."""
         self._spark = spark
         self._lake = lake
         self._pdus = pdus
-        server = F.col("server")
-        self._spans = lake.frame(spark, schemas.INTERVALS).where(
-            servers.allowed(server, config) & servers.handled(server, config)
-        )
-        unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering")
-        known = intervals.ours(spark, lake).join(
-            unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti"
-        )
-        self.places = coverage.placed(known, since).persist()
+        self.places = places
+        self._spans = servers.sent_to(lake.frame(spark, schemas.INTERVALS), config)
 
     def stretches(self) -> "DataFrame":
         """Every place that is expected, with its fate."""

@@ -18,7 +18,7 @@ from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
 from fedsender.outside import real_outside
 from fedsender.pipeline import PipelineError, coverage, ledger_lines, schemas
-from fedsender.pipeline.accounts import Accounts
+from fedsender.pipeline.accounts import Accounts, places_of
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.progress import Steps
 from fedsender.pipeline.schemas import FATES
@@ -89,13 +89,15 @@ def audit(
     """
     if lake.position("intervals") < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
+    places = places_of(spark, lake, since).persist()
     with steps.spark("ledger since then", spark):
-        pdus = known_pdus(spark, lake, config.ledger.directory, since)
-    view = Accounts(spark, lake, config, pdus, since)
+        oldest = None if since is None else _oldest(places)
+        pdus = known_pdus(spark, lake, config.ledger.directory, oldest)
+    view = Accounts(spark, lake, config, pdus, places)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
         found = view.stretches().persist()
         for table, rows in (
-            (schemas.AUDIT, coverage.by_day(found, view.places)),
+            (schemas.AUDIT, coverage.by_day(found, places)),
             (schemas.MISSING, view.missing(found)),
             (schemas.SUPERSEDED, view.superseded(found)),
         ):
@@ -104,7 +106,7 @@ def audit(
         commit.set_position("audit", lake.position("intervals"))
         commit.set_position("audit_ms", real_outside().now_ms())
         found.unpersist()
-        view.places.unpersist()
+        places.unpersist()
         step.say("")
     with steps.spark("summing up", spark) as step:
         told = summed_up(spark, lake)
@@ -181,12 +183,22 @@ def missing_pairs(
 # --- what the ledger says -------------------------------------------------------------------------
 
 
+def _oldest(places: "DataFrame") -> int | None:
+    """The lowest stream ordering; None: there is no event."""
+    row = places.agg({"stream_ordering": "min"}).first()
+    return None if row is None else row[0]
+
+
 def known_pdus(
-    spark: "SparkSession", lake: Lake, directory: Path, since: datetime.date | None
+    spark: "SparkSession", lake: Lake, directory: Path, oldest: int | None
 ) -> "DataFrame":
     """Rows as in `pdus`: those of the lake, and those of segments that it has not read.
 
     What is not in the lake is read here and now: the daemon goes on writing.
+
+    Args:
+        oldest: only what was sent of events from this stream ordering on, or stands in for them.
+            Not by time: the clocks of the homeserver and of the ledger may be any distance apart.
 
     Raises:
         PipelineError: the ledger cannot be read.
@@ -195,13 +207,11 @@ def known_pdus(
 
     if not directory.is_dir():
         raise PipelineError(f"ledger.directory: {directory}: is not a directory")
-    # A delivery follows its event; a day is for clocks that differ.
-    first = "" if since is None else str(since - datetime.timedelta(days=1))
-    known = lake.frame(spark, schemas.PDUS, parts=lambda day: day >= first)
+    known = lake.frame(spark, schemas.PDUS)
     for attempt in range(_TRIES):
         paths = ledger_lines.unread_segments(lake, directory)
         if not paths:
-            return known
+            break
         try:
             fresh = ledger_lines.fresh_pdus(spark, lake, paths).localCheckpoint(eager=True)
         except PySparkException as error:
@@ -210,5 +220,8 @@ def known_pdus(
             if not gone or attempt == _TRIES - 1:
                 raise PipelineError(f"ledger: {str(error)[:500]}") from None
         else:
-            return known.unionByName(fresh)
-    return known
+            known = known.unionByName(fresh)
+            break
+    if oldest is None:
+        return known
+    return known.where(f"stream_ordering >= {oldest} or supersedes_to >= {oldest}")

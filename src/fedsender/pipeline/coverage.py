@@ -14,6 +14,7 @@ nothing accounts for.
 import datetime
 from typing import TYPE_CHECKING, Final
 
+from fedsender.pipeline import latest_ms
 from fedsender.pipeline.schemas import FATES
 
 if TYPE_CHECKING:
@@ -27,16 +28,17 @@ _KINDS: Final = (EXPECTED, *FATES[:-1])
 def placed(events: "DataFrame", since: datetime.date | None = None) -> "DataFrame":
     """room_id, stream_ordering, event_id, day, place (1 for the first of its room).
 
-    The day is that on which the homeserver received the event, and never before that of an event
-    ahead of it in the room, so that a day is a range of places too. What is before `since` has no
-    place.
+    The day is that on which the homeserver received the event, not after today, and never before
+    that of an event ahead of it in the room, so that a day is a range of places too. What is before
+    `since` has no place.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
     in_room = Window.partitionBy("room_id").orderBy("stream_ordering")
     upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    received = F.to_date(F.timestamp_millis(F.coalesce("received_ts", F.lit(0))))
+    received_ms = F.least(F.coalesce("received_ts", F.lit(0)), F.lit(latest_ms()))
+    received = F.to_date(F.timestamp_millis(received_ms))
     dated = events.select(
         "room_id",
         "stream_ordering",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.config import Config
 from fedsender.health import SCHEMA, VERSION
-from fedsender.pipeline import PipelineError, ledger_lines
+from fedsender.pipeline import PipelineError, latest_ms, ledger_lines
 from fedsender.pipeline.lake import Lake, locked
 from fedsender.pipeline.manifest import flush
 from fedsender.pipeline.progress import Steps
@@ -258,6 +258,7 @@ class HealthFile:
         lines = ledger_lines.parsed_text(batch).where("why is null").dropDuplicates(["line"])
         lines = lines.persist()
         with self._replacing(keep=ours) as connection:
+            _back_to_the_present(connection, latest_ms())
             _add_windows(connection, (row.asDict() for row in windows(lines).toLocalIterator()))
             newest = connection.execute("SELECT server, last_ms FROM states").fetchall()
             told = _with_newest(lines, newest).persist()
@@ -293,6 +294,20 @@ class HealthFile:
         flush(draft)
         os.replace(draft, self.path)
         flush(self.path.parent)
+
+
+def _back_to_the_present(connection: sqlite3.Connection, latest: int) -> None:
+    """What an earlier run took from a clock that was ahead, its own or the daemon's, is of now."""
+    connection.execute("DELETE FROM windows WHERE hour_ms > ?", (latest,))
+    for table, column in (
+        ("states", "last_ms"),
+        ("states", "ill_since_ms"),
+        ("illnesses", "began_ms"),
+        ("illnesses", "ended_ms"),
+    ):
+        connection.execute(
+            f"UPDATE OR REPLACE {table} SET {column} = ? WHERE {column} > ?", (latest, latest)
+        )
 
 
 def _add_windows(connection: sqlite3.Connection, rows: Iterator[Mapping[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fedsender.ledger import LINE_VERSION
-from fedsender.pipeline import schemas
+from fedsender.pipeline import latest_ms, schemas
 from fedsender.pipeline.lake import Commit, Lake
 from fedsender.segments import segments
 
@@ -153,7 +153,7 @@ def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
 
 
 def parsed_text(text: "DataFrame") -> "DataFrame":
-    """The same of lines (value) whose segment is known."""
+    """The same of lines (value) whose segment is known; `ms` is at most `latest_ms`."""
     from pyspark.sql import functions as F  # noqa: N812
 
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
@@ -181,6 +181,7 @@ def parsed_text(text: "DataFrame") -> "DataFrame":
             ).alias("unknown_fields"),
         )
         .withColumn("why", _why())
+        .withColumn("ms", F.least("ms", F.lit(latest_ms())))
         .withColumn("day", F.to_date(F.timestamp_millis("ms")))
         .drop("torn", "corrupt")
     )

@@ -90,8 +90,6 @@ def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
 
 def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
     """What `destination_rooms` should hold by the lake, for the servers that may be sent to."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     if lake.position("intervals") < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
     events = intervals.ours(spark, lake)
@@ -100,10 +98,7 @@ def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
         on="stream_ordering",
         how="left_anti",
     )
-    server = F.col("server")
-    spans = lake.frame(spark, schemas.INTERVALS).where(
-        servers.allowed(server, config) & servers.handled(server, config)
-    )
+    spans = servers.sent_to(lake.frame(spark, schemas.INTERVALS), config)
     return expected_rooms(known.select("room_id", "stream_ordering"), spans)
 
 

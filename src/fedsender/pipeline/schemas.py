@@ -11,7 +11,7 @@ Who should get what is said by two tables alone:
 
 `intervals` of one room and server never overlap. They already hold every exception (kicked and
 uninvited servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own name; what
-an operator's lists forbid is not taken out: see `servers.allowed`.
+an operator's lists forbid is not taken out: see `servers.sent_to`.
 """
 
 from dataclasses import dataclass

@@ -1,16 +1,12 @@
-"""Server names as Spark columns: whose they are, who may be sent to, which shard sends."""
+"""Server names in Spark: whose they are, who may be sent to, which shard sends."""
 
-import ipaddress
-import itertools
-import re
-from collections.abc import Iterator
+import json
 from typing import TYPE_CHECKING, Final
 
 from fedsender.config import Config
-from fedsender.matrix import address_of, host_and_port
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column
+    from pyspark.sql import Column, DataFrame
 
 _HEX_DIGITS_OF_SHA256: Final = 64
 
@@ -22,31 +18,6 @@ def server_of(user: "Column") -> "Column":
     colon = F.instr(user, ":")
     name = F.substring(user, colon + F.lit(1), F.length(user))
     return F.when((colon > 0) & (F.length(name) > 0), name)
-
-
-def allowed(server: "Column", config: Config) -> "Column":
-    """Whether anything may be sent to a server, by every list, as `Config.allows` says it."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    fine = server != config.server_name
-    whitelist = config.homeserver.domain_whitelist
-    if whitelist is not None:
-        fine = fine & server.isin(*whitelist)
-    denied = F.lit(config.destinations.defaults.deny)
-    for override in config.destinations.overrides:
-        if "deny" in override.model_fields_set:
-            denied = F.when(_matches(server, override.match), override.deny).otherwise(denied)
-    return fine & ~_any(server, config.deny) & _any(server, config.allow) & ~denied
-
-
-def handled(server: "Column", config: Config) -> "Column":
-    """Whether a server is ours among the federation senders, as `Config.handles` says it."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    senders = config.homeserver.federation_sender_instances
-    if not senders:
-        return F.lit(True)
-    return shard_of(server, len(senders)) == senders.index(config.instance_name)
 
 
 def shard_of(server: "Column", shards: int) -> "Column":
@@ -67,43 +38,18 @@ def shard_of(server: "Column", shards: int) -> "Column":
     return (index % shards).cast("int")
 
 
-def _any(server: "Column", patterns: tuple[str, ...]) -> "Column":
+def sent_to(rows: "DataFrame", config: Config) -> "DataFrame":
+    """The rows whose `server` this sender may send to, by the daemon's own word.
+
+    It is asked once for each server; of servers there are some ten thousand at most.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
-    found = F.lit(False)
-    for pattern in patterns:
-        found = found | _matches(server, pattern)
-    return found
-
-
-def _matches(server: "Column", pattern: str) -> "Column":
-    """`matrix.matches` as a regular expression over a name as it stands."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    if pattern == "*":
-        return F.lit(True)
-    host, port = host_and_port(pattern)
-    address = address_of(host)
-    name = _glob(host) if address is None else "|".join(_spellings(address))
-    ending = "(:[0-9]+)?" if port is None else f":0*{_glob(port)}"
-    return server.rlike(f"(?is)\\A({name})\\.*{ending}\\z")
-
-
-def _glob(pattern: str) -> str:
-    return "".join(
-        ".*" if letter == "*" else "." if letter == "?" else re.escape(letter) for letter in pattern
-    )
-
-
-def _spellings(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> Iterator[str]:
-    """Regular expressions for every way in which a server name may write this IP."""
-    if isinstance(address, ipaddress.IPv4Address):
-        yield re.escape(str(address))
-        address = ipaddress.IPv6Address(f"::ffff:{address}")
-    groups = [f"{int(group, 16):x}" for group in address.exploded.split(":")]
-    low = re.escape(str(ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)))
-    for parts in ([f"0*{group}" for group in groups], [*(f"0*{g}" for g in groups[:6]), low]):
-        yield f"\\[{':'.join(parts)}\\]"
-        for start, end in itertools.combinations(range(len(parts) + 1), 2):
-            if all(part == "0*0" for part in parts[start:end]):
-                yield f"\\[{':'.join(parts[:start])}::{':'.join(parts[end:])}\\]"
+    names = (row["server"] for row in rows.select("server").distinct().toLocalIterator())
+    barred = [name for name in names if not (config.handles(name) and config.allows(name))]
+    if not barred:
+        return rows
+    # As text: a list of many names in a query would take Spark minutes to look through.
+    listed = F.explode(F.from_json(F.lit(json.dumps(barred)), "ARRAY<STRING>"))
+    table = rows.sparkSession.range(1).select(listed.alias("server"))
+    return rows.join(F.broadcast(table), on="server", how="left_anti")
