@@ -277,7 +277,7 @@ def config_check(
 ) -> int:
     """Say what is wrong with a configuration, with the line."""
     from fedsender.config import load
-    from fedsender.federation.signing import load_signing_keys
+    from fedsender.federation.signing import load_signing_key
     from fedsender.matrix import is_server_name
 
     loaded = load(config)
@@ -285,7 +285,7 @@ def config_check(
         raise Mistake(f"{server[:300]!r} is not a server name")
     if problems := loaded.file_problems():
         return _complain("\n".join(problems), USAGE)
-    load_signing_keys(loaded.signing_key)
+    load_signing_key(loaded.signing_key)
     if server is None:
         print(f"{config}: nothing wrong")
         return DONE

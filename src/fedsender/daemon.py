@@ -21,7 +21,7 @@ from fedsender.admin import open_admin
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policy, database_url, load
 from fedsender.federation.client import open_client
-from fedsender.federation.signing import load_signing_keys
+from fedsender.federation.signing import load_signing_key
 from fedsender.health import doubts, read_health
 from fedsender.ledger import Ledger, open_ledger
 from fedsender.orders import Orders
@@ -142,7 +142,7 @@ async def open_core(
         InstanceTaken: somebody else speaks under our name; raised out of the body.
     """
     boot_id = outside.entropy(8).hex()
-    keys = load_signing_keys(config.signing_key)
+    key = load_signing_key(config.signing_key)
     metrics = Metrics(config.server_name, config.metrics.per_destination)
     policies = Policies(config)
     admission = Admission(
@@ -168,7 +168,7 @@ async def open_core(
             lost_lines=metrics.ledger_failures,
         ) as ledger,
         open_client(
-            config.federation, outside, config.server_name, keys, admission, metrics
+            config.federation, outside, config.server_name, key, admission, metrics
         ) as client,
         open_sender(
             server_name=config.server_name,

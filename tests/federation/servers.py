@@ -242,7 +242,7 @@ async def client_of(
     }
     outside = outside_with(network or RealNetwork())
     config = Federation.model_validate(values)
-    async with open_client(config, outside, OURS, (KEY,), AnybodyMay()) as client:
+    async with open_client(config, outside, OURS, KEY, AnybodyMay()) as client:
         yield client
 
 

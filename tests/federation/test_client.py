@@ -99,14 +99,14 @@ async def test_transaction_arrives_signed_and_its_answer_comes_back(tmp_path: Pa
     verify(request)
 
 
-async def test_each_attempt_is_signed_with_the_keys_of_the_moment(tmp_path: Path) -> None:
+async def test_each_attempt_is_signed_with_the_key_of_the_moment(tmp_path: Path) -> None:
     requests: list[Request] = []
     async with (
         one_server(tmp_path, noting(requests, OK)) as (client, server),
         client.peer(NAME, server.policy) as peer,
     ):
         await send(peer)
-        client.use_keys([signing_key_from_seed("new", bytes(32))])
+        client.key = signing_key_from_seed("new", bytes(32))
         await send(peer)
     verify(requests[0])
     verify(requests[1], "ed25519:new", bytes(32))
@@ -483,7 +483,7 @@ async def test_metrics_count_requests_answers_and_connections(tmp_path: Path) ->
     async with (
         serving(authority.context(NAME), answering(OK, response(500))) as server,
         open_client(
-            config, outside_with(RealNetwork()), OURS, (KEY,), AnybodyMay(), metrics
+            config, outside_with(RealNetwork()), OURS, KEY, AnybodyMay(), metrics
         ) as client,
         client.peer(NAME, server.policy) as peer,
     ):

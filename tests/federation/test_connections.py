@@ -85,7 +85,7 @@ async def in_memory(
         # The clock is virtual, so nothing may be written from a thread.
         outside = replace(outside_with(network), run_sync=inline)
         config = Federation.model_validate(values)
-        async with open_client(config, outside, OURS, (KEY,), admission or AnybodyMay()) as client:
+        async with open_client(config, outside, OURS, KEY, admission or AnybodyMay()) as client:
             yield client, network
         nursery.cancel_scope.cancel()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fedsender.federation.signing import (
     BadSigningKey,
     authorization_header,
-    load_signing_keys,
+    load_signing_key,
     parse_signing_keys,
     signing_key_from_seed,
 )
@@ -85,15 +85,16 @@ def test_name_that_would_break_the_header_is_refused(name: str) -> None:
         authorization_header("a", name, "GET", "/", None, key)
 
 
-def test_file_of_synapse_loads_with_every_key_in_order(tmp_path: Path) -> None:
+def test_the_first_key_of_a_file_of_synapse_signs_and_no_other(tmp_path: Path) -> None:
+    """Synapse publishes no other, and a request with two `Authorization` headers is refused."""
     file = tmp_path / "signing.key"
     file.write_text(f"ed25519 a_new {ENCODED}\n\ned25519 old {ENCODED}\n")
 
-    keys = load_signing_keys(file)
+    key = load_signing_key(file)
 
-    assert [key.key_id for key in keys] == ["ed25519:a_new", "ed25519:old"]
+    assert key.key_id == "ed25519:a_new"
     oracle = signedjson.key.decode_signing_key_base64("ed25519", "a_new", ENCODED)
-    assert keys[0].public_key() == b64encode(bytes(oracle.verify_key)).rstrip(b"=").decode()
+    assert key.public_key() == b64encode(bytes(oracle.verify_key)).rstrip(b"=").decode()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_empty_and_missing_and_huge_files_are_one_clear_error_each(tmp_path: Pat
         (tmp_path, "directory"),
     ]:
         with pytest.raises(BadSigningKey, match=complaint):
-            load_signing_keys(path)
+            load_signing_key(path)
 
 
 def test_key_never_shows_in_its_repr() -> None:

@@ -123,7 +123,8 @@ class Config(Section):
         description="Our name among the homeserver's processes; only one may run.",
     )
     signing_key: SecretPath = Field(
-        description="File with the homeserver's signing key, in Synapse's format."
+        description="File with the homeserver's signing key, in Synapse's format; of several the"
+        " first."
     )
     homeserver: Homeserver = Field(default_factory=Homeserver)
     sender_database: Database = Field(

@@ -112,15 +112,15 @@ async def open_client(
     config: Federation,
     outside: Outside,
     server_name: str,
-    keys: Sequence[SigningKey],
+    key: SigningKey,
     admission: Admission,
     metrics: Metrics | None = None,
 ) -> AsyncIterator["FederationClient"]:
-    """A client that sends as `server_name`, signing with each of `keys`.
+    """A client that sends as `server_name`, signing with `key`.
 
     On the way out idle connections are closed and what discovery learnt is saved.
     """
-    client = FederationClient(config, outside, server_name, keys, admission, metrics)
+    client = FederationClient(config, outside, server_name, key, admission, metrics)
     remembered = client.discovery.remembered
     await load_cache(remembered, config.discovery_cache, outside)
     try:
@@ -143,12 +143,12 @@ class FederationClient:
         config: Federation,
         outside: Outside,
         server_name: str,
-        keys: Sequence[SigningKey],
+        key: SigningKey,
         admission: Admission,
         metrics: Metrics | None,
     ) -> None:
         self.server_name = server_name
-        self.keys = tuple(keys)
+        self.key = key
         self.config = config
         self.outside = outside
         self.admission = admission
@@ -183,10 +183,6 @@ class FederationClient:
             yield peer
         finally:
             peer.release()
-
-    def use_keys(self, keys: Sequence[SigningKey]) -> None:
-        """Sign with `keys` from the next request on."""
-        self.keys = tuple(keys)
 
     def forget(self, destination: str) -> None:
         """Drop what discovery knows of a server that somebody says is up again."""
@@ -427,12 +423,15 @@ class Link:
 
     def _signed(self, method: str, target: str, body: bytes) -> list[Header]:
         """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""
-        client, destination = self._peer._client, self._peer.destination
-        headers: list[Header] = [*self._live.headers, (b"content-type", b"application/json")]
-        for key in client.keys:
-            value = authorization_header(client.server_name, destination, method, target, body, key)
-            headers.append((b"authorization", value.encode("ascii")))
-        return headers
+        client = self._peer._client
+        value = authorization_header(
+            client.server_name, self._peer.destination, method, target, body, client.key
+        )
+        return [
+            *self._live.headers,
+            (b"content-type", b"application/json"),
+            (b"authorization", value.encode("ascii")),
+        ]
 
 
 def _user_agent(suffix: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The homeserver's signing keys, and the `Authorization` header of a federation request.
+"""The homeserver's signing key, and the `Authorization` header of a federation request.
 
 A request is signed as the JSON object {"content", "destination", "method", "origin", "uri"}
 (server-server API, "Request Authentication"). Its content is the transaction, whose bytes are
@@ -62,8 +62,11 @@ def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
     return SigningKey(version, Ed25519PrivateKey.from_private_bytes(seed))
 
 
-def load_signing_keys(path: Path) -> tuple[SigningKey, ...]:
+def load_signing_key(path: Path) -> SigningKey:
     """Read a key file as Synapse writes it: lines of `ed25519 <version> <unpadded base64 seed>`.
+
+    Of several keys the first counts, as with Synapse, which publishes no other. A request has one
+    `Authorization` header at most (RFC 9110, 5.3), and nginx answers 400 to one with two.
 
     Raises:
         BadSigningKey: it cannot be read, or a line is wrong.
@@ -75,7 +78,7 @@ def load_signing_keys(path: Path) -> tuple[SigningKey, ...]:
         raise BadSigningKey(f"{path}: {error.strerror or 'cannot be read'}") from None
     if len(text) > MAX_KEY_FILE_BYTES:
         raise BadSigningKey(f"{path}: larger than {MAX_KEY_FILE_BYTES} bytes, not a key file")
-    return parse_signing_keys(text, str(path))
+    return parse_signing_keys(text, str(path))[0]
 
 
 def parse_signing_keys(text: bytes, source: str) -> tuple[SigningKey, ...]:
