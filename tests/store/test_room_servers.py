@@ -1,11 +1,13 @@
 """Servers in the room before an event, from state groups written by hand."""
 
+import tracemalloc
+
 import pytest
 from sqlalchemy import Connection, delete, event
 from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room, put_group
 
-from fedsender.store import tables
+from fedsender.store import room_servers, tables
 from fedsender.store.homeserver import EventRow, HostsUnknown
 from fedsender.store.room_servers import StateGroups
 
@@ -187,6 +189,35 @@ async def test_a_group_is_looked_up_once(open_synapse: OpenSynapse) -> None:
         assert await count(synapse, events[2:3]) == 51
         assert len(statements) == full_walks
         assert await count(synapse, events[4:]) == 52
+
+
+def test_what_is_remembered_of_large_rooms_is_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(_look: object, group: int) -> frozenset[str]:
+        return frozenset(f"server{group}-{number}.example.org" for number in range(6000))
+
+    monkeypatch.setattr(room_servers._Look, "_find", find)
+    groups = StateGroups()
+    tracemalloc.start()
+    try:
+        for group in range(100):
+            look = room_servers._Look(None, None, groups._servers)  # type: ignore[arg-type]
+            assert look._at(group) == find(None, group)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 1.1 * room_servers.CACHE_BYTES
+
+
+def test_a_room_too_large_to_be_remembered_is_still_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    large = frozenset(f"server{number}.example.org" for number in range(100))
+    monkeypatch.setattr(room_servers._Look, "_find", lambda _look, _group: large)
+    groups = StateGroups(cache_bytes=5000)
+    look = room_servers._Look(None, None, groups._servers)  # type: ignore[arg-type]
+    assert look._at(1) == large
 
 
 async def test_partial_state_rooms_use_all_servers_that_are_known(
