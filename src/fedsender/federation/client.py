@@ -24,6 +24,7 @@ from fedsender.federation.answer import Answer, answer_of, longest_answer, parse
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
 from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Resolved
+from fedsender.federation.places import Displaced, Places
 from fedsender.federation.remembered import Remembered, keep_saved, load_cache, save_cache
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.federation.transport import (
@@ -53,7 +54,9 @@ __all__ = [
 ]
 
 _CACHE_ENTRIES: Final = 20_000
-_CONCURRENT_LOOKUPS: Final = 50
+# Look-ups, and connections to web servers for .well-known: in the 2 s that each has at least,
+# `handshakes_per_second` starts so many by default. Half as many more may take longer.
+_PLACES: Final = 300
 _LOOKUP_S: Final = 10.0
 # For the whole of it, redirects included; most of those that take longer never answer.
 _WELL_KNOWN_S: Final = 15.0
@@ -161,10 +164,11 @@ class FederationClient:
             outside.random,
             outside.now_ms,
             Remembered(_CACHE_ENTRIES),
-            concurrent_lookups=_CONCURRENT_LOOKUPS,
+            concurrent_lookups=_PLACES,
             lookup_s=_LOOKUP_S,
             nameservers=[(each.host, each.port) for each in config.nameservers],
         )
+        self.web_places = Places(_PLACES)
         self.connections = Connections(
             outside.network, config.max_connections, config.idle_connection
         )
@@ -315,6 +319,8 @@ class Peer:
                     )
             except trio.TooSlowError:
                 raise ExchangeFailed("timeout", f"no answer in {_WELL_KNOWN_S:g} s") from None
+            except Displaced as displaced:
+                raise ExchangeFailed("timeout", str(displaced)) from displaced
             except Unreachable as failure:
                 raise ExchangeFailed("closed", failure.text) from failure
 
@@ -323,11 +329,12 @@ class Peer:
         """A connection to a web server for one request; raises Unreachable, ValueError."""
         client = self._client
         candidates = [(ip, port) for ip in await client.discovery.addresses(host)]
-        connection = await client.dialer.open(candidates, host, self._tls, self._ranges)
-        try:
-            yield connection
-        finally:
-            await connection.close()
+        async with client.web_places.hold(host):
+            connection = await client.dialer.open(candidates, host, self._tls, self._ranges)
+            try:
+                yield connection
+            finally:
+                await connection.close()
 
 
 class Link:

@@ -18,6 +18,7 @@ import trio
 
 from fedsender.federation.answer import json_object
 from fedsender.federation.dialing import Unreachable
+from fedsender.federation.places import Displaced, Places
 from fedsender.federation.remembered import (
     ERROR_MAX_S,
     SRV_SERVICES,
@@ -345,7 +346,7 @@ class Discovery:
         self._now_ms = now_ms
         self._lookup_s = lookup_s
         self._nameservers = tuple(nameservers)
-        self._limiter = trio.CapacityLimiter(concurrent_lookups)
+        self._places = Places(concurrent_lookups)
         self._asking: dict[Question, trio.Lock] = {}
 
     async def resolve(
@@ -420,18 +421,20 @@ class Discovery:
 
     async def _look_up(self, question: AskDns) -> Lookup:
         name, rdtype = question.name, question.rdtype
-        async with self._limiter:
-            self.lookups += 1
-            try:
-                with trio.fail_after(self._lookup_s):
+        try:
+            with trio.fail_after(self._lookup_s):
+                async with self._places.hold(name):
+                    self.lookups += 1
                     records = await self._network.resolve(name, rdtype, self._nameservers)
-            except NameNotFound as error:
-                life = min(max(error.ttl_s, _DNS_MIN_S), _DNS_NOT_FOUND_MAX_S)
-                return Lookup((), trio.current_time() + life, str(error))
-            except ResolveFailed as error:
-                return _failed_lookup(str(error))
-            except trio.TooSlowError:
-                return _failed_lookup(f"{name} {rdtype}: no answer within {self._lookup_s:g} s")
+        except NameNotFound as error:
+            life = min(max(error.ttl_s, _DNS_MIN_S), _DNS_NOT_FOUND_MAX_S)
+            return Lookup((), trio.current_time() + life, str(error))
+        except ResolveFailed as error:
+            return _failed_lookup(str(error))
+        except Displaced as error:
+            return _failed_lookup(f"{name} {rdtype}: {error}")
+        except trio.TooSlowError:
+            return _failed_lookup(f"{name} {rdtype}: no answer within {self._lookup_s:g} s")
         life = min(max(records.ttl_s, _DNS_MIN_S), _DNS_MAX_S)
         return Lookup(records.values[:MAX_RECORDS], trio.current_time() + life)
 

@@ -1,0 +1,146 @@
+"""A bound on how many wait for others at once, under which the slow never hold up the rest.
+
+There are two lanes, and each begins in the fast one. There, who has waited for `PATIENCE_S` gives
+up its place when another wants it: it goes to the slow lane, where at most `PER_DOMAIN` are of one
+domain, or ends if there is no room. A name that was slow last time lets all others go first, and
+has no `PATIENCE_S` any more. Of those that want a place the newest goes first: an attack that asks
+for more than there is room for delays itself. While nobody waits, all have as long as they like.
+"""
+
+import math
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import trio
+from cachetools import LRUCache
+
+PATIENCE_S: Final = 2.0
+PER_DOMAIN: Final = 4
+
+_REMEMBERED: Final = 16_384
+_SERVICE: Final = re.compile(r"^(?:_[^.]*\.)*")
+
+
+class Displaced(Exception):
+    """It took longer than `PATIENCE_S`, and others wanted its place."""
+
+    def __init__(self) -> None:
+        super().__init__(f"no answer within {PATIENCE_S:g} s, and many others waited")
+
+
+class _Held:
+    """One place, or the wish for one."""
+
+    def __init__(self, host: str, *, slow: bool) -> None:
+        self.slow = slow
+        # By the last two labels, with no list of public suffixes: those below co.uk are one.
+        self.domain = ".".join(host.rsplit(".", 2)[-2:])
+        self.since = 0.0
+        self.scope = trio.CancelScope()
+        self.called = trio.Event()
+
+    @property
+    def due(self) -> float:
+        """When it gives up its place if another wants it, in the time of `trio.current_time()`."""
+        return self.since if self.slow else self.since + PATIENCE_S
+
+
+class Places:
+    """See the module.
+
+    Args:
+        fast: places in the fast lane; the slow one has half as many.
+    """
+
+    def __init__(self, fast: int) -> None:
+        self._most_fast = fast
+        self._most_slow = max(1, fast // 2)
+        self._fast: set[_Held] = set()
+        self._slow: set[_Held] = set()
+        # Newest last; first those of names that were slow last time, then the others.
+        self._waiting: tuple[dict[_Held, None], dict[_Held, None]] = ({}, {})
+        self._were_slow: LRUCache[str, None] = LRUCache(_REMEMBERED)
+
+    @property
+    def taken(self) -> int:
+        """Places taken in both lanes."""
+        return len(self._fast) + len(self._slow)
+
+    @property
+    def slow(self) -> int:
+        """Places taken in the slow lane."""
+        return len(self._slow)
+
+    @asynccontextmanager
+    async def hold(self, name: str) -> AsyncIterator[None]:
+        """A place for what depends on the servers of `name`, a DNS name.
+
+        Raises:
+            Displaced: what was inside was cancelled.
+        """
+        # The SRV records of a host are below it.
+        host = _SERVICE.sub("", name.lower().rstrip("."))
+        held = _Held(host, slow=host in self._were_slow)
+        await self._enter(held)
+        try:
+            with held.scope:
+                yield
+        finally:
+            self._fast.discard(held)
+            self._slow.discard(held)
+            if trio.current_time() - held.since >= PATIENCE_S:
+                self._were_slow[host] = None
+            else:
+                self._were_slow.pop(host, None)
+            self._call()
+        if held.scope.cancelled_caught:
+            raise Displaced
+
+    async def _enter(self, held: _Held) -> None:
+        line = self._waiting[not held.slow]
+        line[held] = None
+        try:
+            await trio.lowlevel.checkpoint()
+            while self._next() is not held or not self._make_room(held):
+                held.called = trio.Event()
+                with trio.move_on_at(self._room_at(held)):
+                    await held.called.wait()
+        finally:
+            del line[held]
+            self._call()
+        held.since = trio.current_time()
+        self._fast.add(held)
+
+    def _next(self) -> _Held | None:
+        """Who goes next of those that want a place."""
+        slow, others = self._waiting
+        return next(reversed(others or slow), None)
+
+    def _call(self) -> None:
+        """Let the next one look whether there is room."""
+        held = self._next()
+        if held is not None:
+            held.called.set()
+
+    def _first_due(self) -> _Held:
+        return min(self._fast, key=lambda each: each.due)
+
+    def _room_at(self, held: _Held) -> float:
+        """When `held` has to look whether there is room; until then it is called."""
+        return math.inf if held.slow or self._next() is not held else self._first_due().due
+
+    def _make_room(self, held: _Held) -> bool:
+        """Whether there is room in the fast lane for `held`, if need be in the place of another."""
+        if len(self._fast) < self._most_fast:
+            return True
+        if held.slow or trio.current_time() < (first := self._first_due()).due:
+            return False
+        self._fast.discard(first)
+        of_its_domain = sum(each.domain == first.domain for each in self._slow)
+        if len(self._slow) < self._most_slow and of_its_domain < PER_DOMAIN:
+            self._slow.add(first)
+        else:
+            first.scope.cancel()
+        return True
