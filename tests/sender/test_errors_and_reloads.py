@@ -14,13 +14,16 @@ from trio.testing import MockClock
 
 from fedsender.config import Policy
 from fedsender.federation.client import Answer
+from fedsender.matrix import Pdu
 from fedsender.sender.keep_going import keep_going
+from fedsender.sender.sender import Sender
 from fedsender.store import tables
-from fedsender.store.records import PresenceState
+from fedsender.store.records import Lagging, PresenceState
 from fedsender.streams import RedactionRow
 from fedsender.telemetry import Metrics
 
-R1, A = "!1:hs.example", "a.example"
+R1, R2 = "!1:hs.example", "!2:hs.example"
+A, B = "a.example", "b.example"
 
 
 @contextmanager
@@ -98,6 +101,84 @@ async def test_a_database_error_in_the_fan_out_costs_no_event(
 
     assert crashes(world) > 0
     assert world.servers[A].got == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize("hint", ["none", "to-device"])
+@pytest.mark.parametrize("look_s", [0.0, 3.8])
+async def test_what_an_error_kept_from_being_offered_is_found_before_anything_newer_goes(
+    world: World, autojump_clock: MockClock, look_s: float, hint: str
+) -> None:
+    """I2: between a commit and its offers, however long the look for what is owed takes, and
+    whatever else has a server reached meanwhile."""
+    async with world.run() as sender:
+        for room in (R1, R2):
+            await world.join(room, A, B)
+        await world.say(R1, "before")
+        await trio.sleep(100)
+        assert not sender.active
+        look_takes(world, look_s)
+        fail_once(sender)
+        await world.say(R1, "in between")
+        await trio.sleep(0.5)
+        if hint == "to-device":
+            sender.to_device_changed(A)
+        await world.say(R2, "after it")
+        await trio.sleep(60)
+
+    for name in (A, B):
+        assert world.servers[name].got == ["before", "in between", "after it"]
+
+
+async def test_a_look_that_began_before_the_error_does_not_make_a_server_level(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I2: it found nothing owed, and that was true when it was asked."""
+    async with world.run() as sender:
+        for room in (R1, R2):
+            await world.join(room, A)
+        await world.say(R1, "before")
+        await trio.sleep(5)
+        sender.active[A].spill()
+        ask, asked = world.store.homeserver.owed_rooms, trio.Event()
+
+        async def slowly(destination: str, after: int, limit: int) -> list[tuple[str, int]]:
+            found = await ask(destination, after, limit)
+            asked.set()
+            await trio.sleep(2)
+            return found
+
+        world.store.homeserver.owed_rooms = slowly  # type: ignore[method-assign]
+        await asked.wait()
+        fail_once(sender)
+        await world.say(R1, "in between")
+        await trio.sleep(10)
+        await world.say(R2, "after it")
+        await trio.sleep(60)
+
+    assert world.servers[A].got == ["before", "in between", "after it"]
+
+
+def look_takes(world: World, seconds: float) -> None:
+    """From now on, to ask for all that is owed takes so long."""
+    look = world.store.homeserver.lagging
+
+    async def slowly() -> list[Lagging]:
+        found = await look()
+        await trio.sleep(seconds)
+        return found
+
+    world.store.homeserver.lagging = slowly  # type: ignore[method-assign]
+
+
+def fail_once(sender: Sender) -> None:
+    """The fan-out's next offer fails."""
+    offer = sender.offer
+
+    def fail(server: str, pdu: Pdu) -> None:
+        sender.offer = offer  # type: ignore[method-assign]
+        raise MemoryError
+
+    sender.offer = fail  # type: ignore[method-assign]
 
 
 async def test_presence_is_told_after_a_database_error(

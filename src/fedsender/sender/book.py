@@ -74,6 +74,7 @@ class Book:
 
     Attributes:
         unsaved: of destinations that have left with something to write down, the last by name.
+        complete: set while all that is owed and was not offered is behind, or active and not level.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Book:
     ) -> None:
         self.active: dict[str, Destination] = {}
         self.unsaved: dict[str, Destination] = {}
+        self.complete = trio.Event()
         self.draining = False
         self.policies = policies
         self._context = context
@@ -156,7 +158,8 @@ class Book:
         What must not be lost is then found in the database when its time comes.
 
         Args:
-            level: the database owes it nothing that will not be offered.
+            level: the database owes it nothing that will not be offered. Nobody can say so while
+                the book is not complete.
             though_behind: its time has come, or somebody says so.
         """
         destination = self.active.get(server)
@@ -167,8 +170,9 @@ class Book:
         if not self.policies.may_send_to(server):
             return None
         self._behind.pop(server, None)
-        policy = self.policies.policy_for(server)
-        destination = Destination(server, policy, self._context, self.state_of(server), level=level)
+        policy, state = self.policies.policy_for(server), self.state_of(server)
+        level = level and self.complete.is_set()
+        destination = Destination(server, policy, self._context, state, level=level)
         left = self.unsaved.pop(server, None)
         destination.frozen = None if left is None else left.frozen
         self.active[server] = destination
@@ -214,6 +218,12 @@ class Book:
         self._states.pop(server, None)
         self.unsaved.pop(server, None)
         self._frozen.discard(server)
+
+    def doubt(self) -> None:
+        """Something that is owed may not have been offered: only the database knows to whom."""
+        self.complete = trio.Event()
+        for destination in self.active.values():
+            destination.spill()
 
     def use_policies(self) -> None:
         """They have changed: those that are active follow them, those denied until now are due."""
@@ -372,3 +382,4 @@ class Book:
         for server, state in self._states.items():
             if state.paused or state.parked:
                 self.put_off(server)
+        self.complete.set()

@@ -78,14 +78,15 @@ class Outbox(Lanes):
         self._now_ms = now_ms
         self._router = router
         self._spilled_in_health = False
-        self._offered = 0
+        # Offers and spills, counted: what a question to the database may not know of yet.
+        self._news = 0
         self._catch_up: CatchUp | None = None
 
     # --- Taking in: synchronous -------------------------------------------------------------------
 
     def offer(self, pdu: Pdu, *, healthy: bool) -> None:
         """The fan-out has made it durable that this server is owed the PDU."""
-        self._offered = max(self._offered, pdu.stream_ordering)
+        self._news += 1
         if self.lsso is not None and pdu.stream_ordering <= self.lsso:
             return  # Catch-up saw it in the database first.
         if self.level and not self.queue.add(pdu):
@@ -96,6 +97,7 @@ class Outbox(Lanes):
 
         `healthy`: only memory gave up, so that no gap is too large to be sent whole.
         """
+        self._news += 1
         if self.level:
             self.level = False
             self._spilled_in_health = healthy
@@ -160,7 +162,7 @@ class Outbox(Lanes):
         """What the database owes; if that is nothing, become level."""
         catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
         catch_up.gap_events = policy.catch_up_gap_events
-        offered = self._offered
+        news = self._news
         assert self.lsso is not None
         found = await catch_up.fill(draft, self.lsso)
         if found == "some" and not catch_up.on_record:
@@ -174,25 +176,25 @@ class Outbox(Lanes):
             for bad in stuck:
                 await self.quarantine_pdu(bad)
             return
-        await self._end_catch_up(offered)
+        await self._end_catch_up(news)
 
     async def caught_up(self) -> bool:
         """Become level if a catch-up under way finds nothing more owed; whether it did."""
-        offered = self._offered
+        news = self._news
         if self._catch_up is None or self.lsso is None:
             return False
         if await self._homeserver.owed_rooms(self.destination, self.lsso, 1):
             return False
-        await self._end_catch_up(offered)
+        await self._end_catch_up(news)
         return self.level
 
-    async def _end_catch_up(self, offered: int) -> None:
-        """A query that ran after `offered` was the newest offered found nothing owed."""
+    async def _end_catch_up(self, news: int) -> None:
+        """A query found nothing owed that was asked when `news` was all there was."""
         if self._catch_up is not None and self._catch_up.on_record:
             await self._store.end_catch_up(self.destination)
         self._catch_up = None
         # No await from here on: what was not offered by now will be offered to a level queue.
-        if self._offered == offered:
+        if self._news == news:
             self.level = True
             self._spilled_in_health = False
 

@@ -73,7 +73,6 @@ class Sender:
         self._nursery = nursery
         self._store = store
         self._repairs = Repairs(self.context, self.book, self.fan_out.unblock)
-        self._sweep_now = trio.Event()
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
 
@@ -131,15 +130,19 @@ class Sender:
             )
 
     async def follow_events(self) -> None:
-        """The fan-out, until it raises: then it may have stopped between a commit and its offers,
-        and what every queue lacks is in the database."""
+        """The fan-out, until it raises: then it may have stopped between a commit and its offers.
+
+        It goes on once all that is owed is taken up: whatever it offered to a server before that
+        would have the server's mark pass what was not offered (I2).
+        """
+        if not self.book.complete.is_set():
+            await self.sweep()
+            self.book.complete.set()
         position = (await self.context.homeserver.generation()).position
         try:
             await self.fan_out.run(self.events, position)
         except Exception:
-            for destination in self.active.values():
-                destination.spill()
-            self._sweep_now.set()
+            self.book.doubt()
             raise
 
     # --- The feed's side: synchronous calls that cannot fail -------------------------------------
@@ -256,14 +259,11 @@ class Sender:
 
     async def sweep_for_ever(self) -> None:
         """Sweep soon after the start, when the feed tells of what is new, and now and then."""
-        with trio.move_on_after(FIRST_SWEEP_S):
-            await self._sweep_now.wait()
+        await trio.sleep(FIRST_SWEEP_S)
         while True:
-            self._sweep_now = trio.Event()
             await self.sweep()
             await hand_over(self._store, self.context.instance)
-            with trio.move_on_after(SWEEP_EVERY_S):
-                await self._sweep_now.wait()
+            await trio.sleep(SWEEP_EVERY_S)
 
     async def load_book(self, doubt: Callable[[str], int]) -> None:
         """Put everything that owes something behind, the most useful first."""
