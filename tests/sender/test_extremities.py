@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
+from sqlalchemy import delete, update
 from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
+from fedsender.store import tables
 from fedsender.store.records import HostsUnknown
 
 R1, A, B = "!1:hs.example", "a.example", "b.example"
@@ -155,3 +158,79 @@ async def test_an_extremity_without_full_state_is_not_waited_for(
     assert world.servers[A].got[1:] == ["ours 4"]
     assert world.servers[A].answered[-1].at - started < 5
     assert behind == []
+
+
+@pytest.mark.parametrize("scan", [2, 400])
+@pytest.mark.parametrize("why", ["cannot be read", "servers unknown"])
+async def test_a_large_gap_whose_newest_event_cannot_be_loaded_is_sent_whole_without_it(
+    tmp_path: Path,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+    scan: int,
+) -> None:
+    """I2: the one is in quarantine by name, and the others are answered."""
+    monkeypatch.setattr("fedsender.sender.catch_up.SCAN", scan)
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 2}})
+    async with world.run() as sender:
+        await large_gap(world)
+        newest = await newest_owed(world)
+        if why == "cannot be read":
+            await damage(world, newest.event_id)
+        else:
+            hide_servers(world, newest.event_id)
+        sender.context.router.clear()
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+        quarantined = await world.store.sender.quarantine_list(A, 9)
+        behind = await world.store.homeserver.lagging()
+
+    assert world.servers[A].got[1:] == ["ours 0", "ours 1", "ours 2", "ours 3"]
+    assert {item.event_id for item in quarantined} == {newest.event_id}
+    assert behind == []
+
+
+async def test_a_large_gap_whose_newest_event_is_gone_is_sent_whole_without_it(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Nothing says that the others went with it."""
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 2}})
+    async with world.run() as sender:
+        await large_gap(world)
+        newest = await newest_owed(world)
+        gone = delete(tables.events).where(tables.events.c.event_id == newest.event_id)
+        await world.store.homeserver._database.write(lambda c: c.execute(gone).rowcount)
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+        behind = await world.store.homeserver.lagging()
+
+    assert world.servers[A].got[1:] == ["ours 0", "ours 1", "ours 2", "ours 3"]
+    assert behind == []
+
+
+async def newest_owed(world: World) -> Any:
+    """The newest event of the room that A is owed."""
+    homeserver = world.store.homeserver
+    ((room_id, value),) = await homeserver.owed_rooms(A, 0, 9)
+    (row,) = await homeserver.room_events(room_id, value - 1, value, 1)
+    return row
+
+
+async def damage(world: World, event_id: str) -> None:
+    change = (
+        update(tables.event_json).where(tables.event_json.c.event_id == event_id).values(json="{}")
+    )
+    await world.store.homeserver._database.write(lambda c: c.execute(change).rowcount)
+
+
+def hide_servers(world: World, event_id: str) -> None:
+    """Who was in the room before this event cannot be told any more."""
+    ask = world.store.homeserver.servers_before
+
+    async def before(events: Any) -> Any:
+        found = dict(await ask(events))
+        if event_id in found:
+            found[event_id] = HostsUnknown("the event has no state group")
+        return found
+
+    world.store.homeserver.servers_before = before  # type: ignore[method-assign]

@@ -10,7 +10,8 @@ lies above its low-water mark (LSSO). Those rooms are taken oldest first, many p
   one transaction takes all that is owed, as after most restarts, nothing is written there.
 - A small gap is sent whole and in order. Of a large one the newest event stands in for the rest
   (the receiver fetches what lies between), or, if other servers have written since, the room's
-  forward extremities that this server may see (I6); the ledger says what they supersede.
+  forward extremities that this server may see (I6); the ledger says what they supersede. If the
+  newest event is gone or cannot be sent, the rest of the gap is sent as a small one is (I2).
 - LSSO follows as min(values of the rooms not done) - 1.
 
 It ends when a query that ran at or after the newest event offered finds nothing. What cannot be
@@ -58,12 +59,12 @@ class CatchUp:
     Attributes:
         floor: F.
         newest_only: LSSO was unknown when we took over, so that nothing says where gaps begin.
-        refused: events in quarantine for this destination: they are passed over, and a gap whose
-            newest event is among them is sent whole, because that one cannot stand in for it.
+        refused: events in quarantine for this destination: they are passed over.
         whole: gaps are sent whole whatever their size: memory gave up, but the server is well.
         answered: room -> stream ordering up to which this catch-up was answered there.
         gap_events: how many events make a small gap.
-        stuck: events that could not be loaded; the caller quarantines them and clears the list.
+        stuck: by id, events that could not be loaded: passed over, too, and the caller's to
+            quarantine and to take out.
         on_record: whether the table has F and what was answered. Until then LSSO may only pass all
             that was owed, at once.
     """
@@ -77,7 +78,7 @@ class CatchUp:
     refused: set[str]
     whole: bool = False
     answered: dict[str, int] = field(default_factory=dict)
-    stuck: list[Bad] = field(default_factory=list)
+    stuck: dict[str, Bad] = field(default_factory=dict)
     on_record: bool = True
 
     async def fill(self, draft: Draft, lsso: int) -> Literal["nothing", "some", "all"]:
@@ -122,36 +123,39 @@ class CatchUp:
     ) -> tuple[list[Outgoing], int, bool]:
         """What to send of the gap (after, value]; up to where that covers it; whether it does so
         only as a whole, by standing in for the gap."""
-        whole = self.whole or await self._newest_refused(room_id, value)
-        if whole or not self.newest_only:
-            rows = await self.homeserver.room_events(room_id, after, value, SCAN)
-            upto = rows[-1].stream_ordering if len(rows) == SCAN else value
-            if whole or upto == value:
-                owed = await self._ours(rows)
-                if whole or len(owed) <= self.gap_events:
-                    return _one_by_one(owed, rows, after), upto, False
-        return await self._stand_in(room_id, after, value), value, True
+        if not self.whole:
+            small = None if self.newest_only else await self._small_gap(room_id, after, value)
+            if small is not None:
+                return small, value, False
+            standing_in = await self._stand_in(room_id, after, value)
+            if standing_in:
+                return standing_in, value, True
+        rows = await self.homeserver.room_events(room_id, after, value, SCAN)
+        upto = rows[-1].stream_ordering if len(rows) == SCAN else value
+        return _one_by_one(await self._ours(rows), rows, after), upto, False
 
-    async def _newest_refused(self, room_id: str, value: int) -> bool:
-        if not self.refused:
-            return False
-        rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
-        return any(row.event_id in self.refused for row in rows)
+    async def _small_gap(self, room_id: str, after: int, value: int) -> list[Outgoing] | None:
+        """All of the gap (after, value]; None: it is large."""
+        rows = await self.homeserver.room_events(room_id, after, value, SCAN)
+        if len(rows) == SCAN and rows[-1].stream_ordering < value:
+            return None
+        owed = await self._ours(rows)
+        return _one_by_one(owed, rows, after) if len(owed) <= self.gap_events else None
 
     async def _ours(self, rows: Sequence[EventRow]) -> list[Routed]:
-        """Those of the rows that this destination should get."""
-        routed = await self.router.route(rows)
-        self.stuck += [item for item in routed if isinstance(item, Bad)]
+        """Those of the rows that this destination should get, and that can be sent."""
+        routed = await self.router.route([row for row in rows if self._sendable(row)])
+        self.stuck.update((item.event_id, item) for item in routed if isinstance(item, Bad))
         return [
-            item
-            for item in routed
-            if isinstance(item, Routed)
-            and self.destination in item.servers
-            and item.pdu.event_id not in self.refused
+            item for item in routed if isinstance(item, Routed) and self.destination in item.servers
         ]
 
+    def _sendable(self, row: EventRow) -> bool:
+        return row.event_id not in self.refused and row.event_id not in self.stuck
+
     async def _stand_in(self, room_id: str, after: int, value: int) -> list[Outgoing]:
-        """The event that the row names, or the newer ones that this server may see instead."""
+        """The event that the row names, or the newer ones that this server may see instead. None
+        of them: it is gone, or cannot be sent, and nothing says that of the rest of the gap."""
         supersedes = (after + 1, value)
         rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
         if not rows:
@@ -170,11 +174,10 @@ class CatchUp:
             newer = await self._visible(extremities, after)
             if newer:
                 return [Outgoing(pdu, "catch_up", supersedes) for pdu in newer]
-        for item in await self.router.route([own]):
-            if isinstance(item, Bad):
-                self.stuck.append(item)
-            else:
+        for item in await self.router.route([own] if self._sendable(own) else []):
+            if isinstance(item, Routed):
                 return [Outgoing(item.pdu, "catch_up", supersedes)]
+            self.stuck[item.event_id] = item
         return []
 
     async def _visible(self, event_ids: Sequence[str], after: int) -> list[Pdu]:
@@ -183,7 +186,7 @@ class CatchUp:
         rows = [
             row
             for row in found.values()
-            if row.stream_ordering > after and not row.rejected and row.event_id not in self.refused
+            if row.stream_ordering > after and not row.rejected and self._sendable(row)
         ]
         before = await self.homeserver.servers_before(rows)
         visible = []

@@ -169,14 +169,12 @@ class Outbox(Lanes):
             await self._put_on_record(catch_up)
             # Who may see it is judged when it is sent (I6), and writing takes time.
             draft.drop_catch_up()
-            catch_up.stuck.clear()
             found = await catch_up.fill(draft, self.lsso)
-        if found != "nothing":
-            stuck, catch_up.stuck = catch_up.stuck, []
-            for bad in stuck:
-                await self.quarantine_pdu(bad)
-            return
-        await self._end_catch_up(news)
+        for bad in list(catch_up.stuck.values()):
+            await self.quarantine_pdu(bad)
+            del catch_up.stuck[bad.event_id]
+        if found == "nothing":
+            await self._end_catch_up(news)
 
     async def caught_up(self) -> bool:
         """Become level if a catch-up under way finds nothing more owed; whether it did."""
