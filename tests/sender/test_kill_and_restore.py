@@ -1,5 +1,6 @@
 """What a kill, a backup that is put back, or an error out of the body must not cost."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tests.sender.synapse_world import Killed, killed
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
+from fedsender.store.records import Settlement
 
 R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
 A = "a.example"
@@ -231,6 +233,35 @@ async def test_what_is_frozen_is_read_page_by_page(
         server = world.servers[name]
         assert server.got == ["one"]
         assert len({request.id for request in server.requests}) == 1
+
+
+@pytest.mark.parametrize("answered_elsewhere", [False, True])
+async def test_what_is_frozen_outlives_the_first_mark_that_we_give_its_server(
+    world: World, autojump_clock: MockClock, answered_elsewhere: bool
+) -> None:
+    """I3: the fan-out has set an LSSO where there was none. One that somebody else has moved since
+    lies above that."""
+    world.settings["sending"] = {"drain_seconds": 1.0}
+    server = world.server(A, latency=1000)
+    async with world.run() as sender:
+        content = json.dumps({"message_id": "m1", "sender": "@a:hs.example", "messages": {}})
+        await world.store.homeserver.queue_to_device(A, 1, content)
+        sender.to_device_changed(A)
+        await trio.sleep(75)
+        await world.join(R1, A)
+        event = await world.say(R1, "one")
+        await trio.sleep(5)
+        if answered_elsewhere:
+            await world.store.homeserver.settle([Settlement(A, event)])
+    server.latency = 0.01
+    async with world.run():
+        await trio.sleep(4000)
+
+    repeated = server.answered[0].id == server.requests[0].id
+    assert repeated != answered_elsewhere
+    discarded = [line for line in world.ledger(A) if line["outcome"] == "discarded"]
+    assert len(discarded) == answered_elsewhere
+    assert server.got == ([] if answered_elsewhere else ["one"])
 
 
 async def test_a_backup_of_the_homeserver_s_database_from_amid_a_catch_up_loses_nothing(

@@ -203,11 +203,7 @@ class _Takeover:
         valid: set[str] = set()
 
         async def look(name: str) -> None:
-            reason = moved
-            if reason is None:
-                lsso, before = await self.store.homeserver.lsso(name), frozen[name]
-                if lsso != before:
-                    reason = f"LSSO is {lsso}, and was {before} when it was frozen"
+            reason = moved or await self._moved_since(name, frozen[name])
             if reason is None:
                 valid.add(name)
             else:
@@ -216,6 +212,21 @@ class _Takeover:
         there = set(await self.store.sender.frozen_destinations())
         await _for_each(sorted(name for name in frozen if name in there), look)
         return valid
+
+    async def _moved_since(self, name: str, before: int | None) -> str | None:
+        """Why its LSSO is not what we left, if so. `before`: when its transaction was frozen.
+
+        The fan-out gives a server that was owed no PDU before its first LSSO, and that one lies
+        below all that the server is owed. After an answer it does not.
+        """
+        lsso = await self.store.homeserver.lsso(name)
+        if lsso == before:
+            return None
+        if lsso is not None and before is None:
+            owed = await self.store.homeserver.owed_rooms(name, 0, 1)
+            if owed and owed[0][1] > lsso:
+                return None
+        return f"LSSO is {lsso}, and was {before} when it was frozen"
 
 
 def _newest(sent: Mapping[str, Any]) -> int:

@@ -132,7 +132,8 @@ class Transaction:
         body: the exact bytes of the request's body.
         lsso: where an answer moves the destination's low-water mark; None: nowhere.
         lsso_before: the mark when it was frozen. Another value in the database means that somebody
-            else has sent for us since, and the transaction must not be repeated.
+            else has sent for us since, and the transaction must not be repeated; but for the first
+            mark that we give a server that had none.
         rooms_done: with catch-up, room -> the stream ordering answered there.
         receipts_upto: with a debt of receipts, the stream id up to which it is paid.
         saved: whether its record is durable.
