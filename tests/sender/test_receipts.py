@@ -14,6 +14,7 @@ from tests.sender.synapse_world import ALICE, BOB, SynapseWorld, killed
 from trio.testing import MockClock
 
 from fedsender.sender.edus.receipts import ReceiptQueue, fill_page, key_of
+from fedsender.sender.failure import ServerState
 from fedsender.sender.transaction import Draft
 from fedsender.store import tables
 from fedsender.store.records import Receipt
@@ -326,6 +327,55 @@ async def test_a_kill_loses_no_receipt(
         await trio.sleep(60)
 
     assert world.edus(A)[-1][R1]["m.read"][ALICE]["event_ids"] == ["$two"]
+
+
+@pytest.mark.parametrize("woken", [False, True])
+async def test_a_receipt_for_a_server_in_a_long_wait_goes_when_the_wait_ends(
+    world: SynapseWorld, autojump_clock: MockClock, woken: bool
+) -> None:
+    """It is owed nothing else: what it failed with has lapsed since."""
+    wait_s = 1800
+    async with world.open() as store:
+        now_ms = world.outside.now_ms()
+        state = ServerState(
+            A,
+            failing_since_ms=now_ms - 3_600_000,
+            failures=8,
+            last_attempt_ms=now_ms,
+            next_attempt_ms=now_ms + 1000 * wait_s,
+            last_success_ms=now_ms - 3_700_000,
+            outcome="unreachable",
+        )
+        await store.sender.save_server_state(state)
+    async with world.run() as sender:
+        await world.members(R1, ALICE, f"@x:{A}")
+        await trio.sleep(30)
+        await world.read(R1, ALICE)
+        await trio.sleep(60)
+        if woken:
+            assert sender.wake([A]) == [A]
+        await trio.sleep(60 if woken else wait_s)
+
+    assert world.edus(A, "m.receipt")
+
+
+async def test_a_receipt_whose_turn_came_while_its_server_was_denied_goes_when_it_is_allowed(
+    world: SynapseWorld, autojump_clock: MockClock
+) -> None:
+    world.settings["sending"] = {"trickle_per_second": 2}
+    async with world.run() as sender:
+        await world.members(R1, ALICE, *(f"@x:host{n}" for n in range(20)))
+        await world.event("$e", R1, "@x:host1", age_s=300)
+        await world.read(R1, ALICE)
+        await trio.sleep(1)
+        world.settings["deny"] = ["host*"]
+        world.reload(sender)
+        await trio.sleep(60)
+        world.settings["deny"] = []
+        world.reload(sender)
+        await trio.sleep(600)
+
+    assert all(world.edus(f"host{number}", "m.receipt") for number in range(20))
 
 
 async def test_a_server_that_left_the_room_meanwhile_hears_nothing(

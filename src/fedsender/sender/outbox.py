@@ -109,7 +109,8 @@ class Outbox(Lanes):
         """Whether anything durable is left to send."""
         waiting = not self.level or len(self.queue) > 0
         keys = self._owes_to_device or self._owes_device_lists
-        return waiting or keys or self._owes_redeliveries or self.receipts.debt is not None
+        receipts = len(self.receipts) > 0 or self.receipts.debt is not None
+        return waiting or keys or self._owes_redeliveries or receipts
 
     # --- Filling a transaction --------------------------------------------------------------------
 

@@ -256,6 +256,9 @@ class Sender:
             destination = self.book.reach(lag.destination, level=lag.rooms == 0)
             if destination is not None and lag.owes_keys:
                 destination.owe_keys()
+        for server in list(self.edus.debts):
+            # It was denied when it was to get a receipt, and may be allowed now.
+            self.reach(server)
 
     async def sweep_for_ever(self) -> None:
         """Sweep soon after the start, when the feed tells of what is new, and now and then."""
