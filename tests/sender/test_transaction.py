@@ -88,6 +88,34 @@ def test_bytes_end_a_draft_but_one_item_always_fits() -> None:
     assert not filled.add_edu(edu(1))
 
 
+def test_what_is_taken_out_of_a_draft_again_gives_its_bytes_back() -> None:
+    filled = draft()
+    filled.add_edu(edu(1))
+    filled.add_pdu(Outgoing(pdu(1), "live"))
+    before = filled.bytes
+    filled.add_edu(edu(2, size=500))
+    filled.add_edu(edu(2, size=500))
+    filled.add_pdu(Outgoing(pdu(2), "catch_up"))
+
+    filled.drop_catch_up()
+    assert filled.drop_outbox(2)
+
+    assert filled.bytes == before
+
+
+def test_what_may_not_wait_counts_all_the_same() -> None:
+    """To-device rows of one id leave together, however large they are."""
+    filled = draft(max_bytes=600)
+    filled.add_edu(edu(1, size=500))
+    assert not filled.add_edu(edu(1, size=500))
+    assert not filled.drop_outbox(1)
+
+    assert filled.add_edu(edu(1, size=500), anyway=True)
+
+    assert filled.bytes == sum(len(item.wire) + 1 for item in filled.edus)
+    assert not filled.add_pdu(Outgoing(pdu(1), "live"))
+
+
 def test_a_full_draft_is_no_larger_than_the_policy_says() -> None:
     """What is around the PDUs and EDUs is within the limit, too."""
     limit, origin = 5_000, "hs.example"

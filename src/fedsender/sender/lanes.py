@@ -166,7 +166,7 @@ class Lanes:
                 self._owes_to_device = True
                 if draft.drop_outbox(row_id):
                     return
-                draft.edus.append(edu)
+                draft.add_edu(edu, anyway=True)
         self._owes_to_device |= len(rows) >= room
 
     async def _fill_device_lists(self, draft: Draft, policy: Policy) -> None:

@@ -94,10 +94,13 @@ class Draft:
         self.bytes += size
         return True
 
-    def add_edu(self, edu: Edu) -> bool:
-        """Add the EDU, or answer False if it must wait. One alone is never too large."""
+    def add_edu(self, edu: Edu, *, anyway: bool = False) -> bool:
+        """Add the EDU, or answer False if it must wait. One alone is never too large.
+
+        `anyway`: it belongs to what is there, and may not wait.
+        """
         size = len(edu.wire) + 1
-        if len(self.edus) >= self.max_edus or not self._fits(size):
+        if not anyway and (len(self.edus) >= self.max_edus or not self._fits(size)):
             return False
         self.edus.append(edu)
         self.bytes += size
@@ -115,6 +118,7 @@ class Draft:
         kept = [edu for edu in self.edus if row_id not in edu.outbox_ids]
         if self.edus and not kept:
             return False
+        self.bytes -= sum(len(edu.wire) + 1 for edu in self.edus if row_id in edu.outbox_ids)
         self.edus = kept
         return True
 
