@@ -9,6 +9,7 @@ from trio.testing import MockClock
 
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
+from fedsender.store.records import Lagging
 
 R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
 A, B, C = "a.example", "b.example", "c.example"
@@ -865,6 +866,45 @@ async def test_purge_is_refused_while_rooms_are_shared_unless_forced(
         assert await sender.purge(A, force=True) == []
         assert sender.status(A) is None
         assert await world.store.homeserver.lagging() == []
+
+
+async def test_what_is_said_while_a_server_is_purged_is_not_lost(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I2: the fan-out goes on, and the server may be owed something again before it is forgotten,
+    and before a look for what is owed has ended."""
+    server = world.server(A, down=True)
+    async with world.run() as sender:
+        for room in (R1, R2):
+            await world.join(room, A)
+        await world.say(R1, "forgotten")
+        await settle()
+        server.down = False
+        homeserver = world.store.homeserver
+        purge, look = homeserver.purge, homeserver.lagging
+
+        async def slowly(name: str) -> None:
+            await purge(name)
+            await world.say(R1, "one")
+            await trio.sleep(1)
+
+        async def look_slowly() -> list[Lagging]:
+            found = await look()
+            await trio.sleep(2)
+            return found
+
+        async def say_two() -> None:
+            await trio.sleep(2)
+            await world.say(R2, "two")
+
+        monkeypatch.setattr(homeserver, "purge", slowly)
+        monkeypatch.setattr(homeserver, "lagging", look_slowly)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(say_two)
+            assert await sender.purge(A, force=True) == []
+        await settle(60)
+
+    assert server.got == ["one", "two"]
 
 
 async def test_every_attempt_leaves_one_line_with_its_reason(

@@ -56,7 +56,12 @@ class Downstream(Protocol):
 
 
 class FanOut:
-    """The loop from the events position to the watermark."""
+    """The loop from the events position to the watermark.
+
+    Attributes:
+        position: up to here everything is fanned out.
+        handing_over: held from a commit until all that it made owed is offered.
+    """
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class FanOut:
         self._window = window
         self._had = had
         self.position = 0
+        self.handing_over = trio.Lock()
 
     async def run(self, events: Watermark, position: int) -> None:
         """Follow the watermark for ever, from `position` on.
@@ -110,18 +116,19 @@ class FanOut:
             for server in self._without(item):
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
-        gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
-        # From here to the end nothing may wait: whoever sees the new position also sees the PDUs.
-        self.position = position
-        for item in routed:
-            # Sorted, because a set's order would differ from one run to the next.
-            if item.pdu.room_id in gone_rooms:
-                continue
-            # What stands in for events that never came is catch-up's to send: it can say for which.
-            stands_in = marks.get(item.pdu.event_id) is not None
-            tell = self._downstream.owe if stands_in else self._downstream.offer
-            for server in sorted(self._without(item)):
-                tell(server, item.pdu)
+        async with self.handing_over:
+            gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
+            # From here on nothing may wait: whoever sees the new position also sees the PDUs.
+            self.position = position
+            for item in routed:
+                # Sorted, because a set's order would differ from one run to the next.
+                if item.pdu.room_id in gone_rooms:
+                    continue
+                # What stands in for events that never came, catch-up sends: it says for which.
+                stands_in = marks.get(item.pdu.event_id) is not None
+                tell = self._downstream.owe if stands_in else self._downstream.offer
+                for server in sorted(self._without(item)):
+                    tell(server, item.pdu)
         too_old = self._window.overflow()
         if too_old is not None:
             self._downstream.spill_before(too_old)

@@ -1,9 +1,10 @@
 """What an operator repairs by hand: events sent again, quarantine released, servers forgotten."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from fedsender.sender.book import Book
 from fedsender.sender.context import Context
+from fedsender.sender.fan_out import FanOut
 from fedsender.sender.routing import Bad, Routed
 from fedsender.store.sender import Quarantined, Redelivery
 
@@ -14,11 +15,10 @@ Refusal = tuple[str, str, str]
 class Repairs:
     """See the module. Everything is durable on return."""
 
-    def __init__(self, context: Context, book: Book, unblock: Callable[[str], None]) -> None:
-        """`unblock` is told of each room whose quarantine is empty again."""
+    def __init__(self, context: Context, book: Book, fan_out: FanOut) -> None:
         self._context = context
         self._book = book
-        self._unblock = unblock
+        self._fan_out = fan_out
 
     async def redeliver(
         self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()
@@ -101,7 +101,7 @@ class Repairs:
     async def _unblock_rooms(self, room_ids: set[str]) -> None:
         still = await self._context.store.quarantined_rooms()
         for room_id in sorted(room_ids - set(still)):
-            self._unblock(room_id)
+            self._fan_out.unblock(room_id)
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send to this server."""
@@ -119,6 +119,8 @@ class Repairs:
         # A drain would write down what it left.
         self._book.unsaved.pop(server, None)
         await self._context.store.forget(server)
-        await self._context.homeserver.purge(server)
-        self._book.forget(server)
+        # What becomes owed is either purged with the rest or offered to a server that is level.
+        async with self._fan_out.handing_over:
+            await self._context.homeserver.purge(server)
+            self._book.forget(server)
         return []

@@ -72,7 +72,7 @@ class Sender:
         self._policies = policies
         self._nursery = nursery
         self._store = store
-        self._repairs = Repairs(self.context, self.book, self.fan_out.unblock)
+        self._repairs = Repairs(self.context, self.book, self.fan_out)
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
 
@@ -238,8 +238,6 @@ class Sender:
         shared = await self._repairs.purge(server, force=force)
         if not shared or force:
             self.edus.forget(server)
-            # What was written for it while it was being purged was not offered.
-            await self.sweep()
             return []
         return shared
 
