@@ -33,6 +33,8 @@ _LISTEN_WHILE_WRITING_BYTES: Final = 262_144
 _GOODBYE_S: Final = 0.05
 _MAX_CAUSES: Final = 8
 _TARGET: Final = re.compile(r"/[!-~]*", re.ASCII)
+# The headers that say how the body is to be read.
+_TELLING: Final = frozenset((b"content-encoding", b"transfer-encoding", b"content-length"))
 _HEADER_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")
 MAX_TEXT: Final = 300
 _PIECE_BYTES: Final = 32
@@ -158,6 +160,7 @@ class ResponseReader:
         self._status = 0
         self._framing = 0
         self._headers: list[Header] = []
+        self._telling: dict[bytes, list[bytes]] = {}
         self._header_count = 0
         self._headers_done = False
         self._until_eof = False
@@ -221,8 +224,12 @@ class ResponseReader:
         self._header_count += 1
         if self._header_count > self._bounds.headers:
             raise _Refused("protocol", f"more than {self._bounds.headers} headers")
-        if not self._headers_done:
-            self._headers.append((name.lower(), value))
+        if self._headers_done:
+            return
+        key = name.lower()
+        self._headers.append((key, value))
+        if key in _TELLING:
+            self._telling.setdefault(key, []).append(value)
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
@@ -242,9 +249,9 @@ class ResponseReader:
             self._too_large()
 
     def _values(self, name: bytes) -> list[bytes]:
-        """The members of a list header, in lower case, over all headers of that name."""
-        found = b",".join(value for key, value in self._headers if key == name)
-        return [part.strip() for part in found.lower().split(b",") if part.strip()]
+        """The members of such a header, in lower case, over all headers of that name."""
+        found = b",".join(self._telling.get(name, ())).lower()
+        return [part.strip() for part in found.split(b",") if part.strip()]
 
     @property
     def _successful(self) -> bool:
@@ -268,6 +275,7 @@ class ResponseReader:
     def on_message_complete(self) -> None:
         if self._interim:
             self._headers.clear()
+            self._telling.clear()
             return
         self.complete = True
         # Asked later, the parser says no: it has moved on to the next message.
