@@ -57,8 +57,9 @@ class Places:
     def __init__(self, fast: int) -> None:
         self._most_fast = fast
         self._most_slow = max(1, fast // 2)
-        self._fast: set[_Held] = set()
-        self._slow: set[_Held] = set()
+        # Dicts for their order, so that a run can be repeated exactly.
+        self._fast: dict[_Held, None] = {}
+        self._slow: dict[_Held, None] = {}
         # Newest last; first those of names that were slow last time, then the others.
         self._waiting: tuple[dict[_Held, None], dict[_Held, None]] = ({}, {})
         self._were_slow: LRUCache[str, None] = LRUCache(_REMEMBERED)
@@ -88,8 +89,8 @@ class Places:
             with held.scope:
                 yield
         finally:
-            self._fast.discard(held)
-            self._slow.discard(held)
+            self._fast.pop(held, None)
+            self._slow.pop(held, None)
             if trio.current_time() - held.since >= PATIENCE_S:
                 self._were_slow[host] = None
             else:
@@ -111,7 +112,7 @@ class Places:
             del line[held]
             self._call()
         held.since = trio.current_time()
-        self._fast.add(held)
+        self._fast[held] = None
 
     def _next(self) -> _Held | None:
         """Who goes next of those that want a place."""
@@ -137,10 +138,10 @@ class Places:
             return True
         if held.slow or trio.current_time() < (first := self._first_due()).due:
             return False
-        self._fast.discard(first)
+        del self._fast[first]
         of_its_domain = sum(each.domain == first.domain for each in self._slow)
         if len(self._slow) < self._most_slow and of_its_domain < PER_DOMAIN:
-            self._slow.add(first)
+            self._slow[first] = None
         else:
             first.scope.cancel()
         return True
