@@ -1,5 +1,6 @@
 """Device lists and signing keys: what is said, in which order, and what an answer moves."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from tests.sender.harness import answer, ok
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld, killed
 from trio.testing import MockClock
 
-from fedsender.sender.edus.device_lists import compose, count
+from fedsender.sender.edus import device_lists
+from fedsender.sender.edus.device_lists import count
+from fedsender.sender.transaction import Edu
 from fedsender.store import tables
 from fedsender.store.records import CrossSigning, Device, DeviceChanges, DevicePoke
 
@@ -39,6 +42,10 @@ def chain(edus: list[dict[str, Any]]) -> list[tuple[str, list[int]]]:
 def changes(*pokes: DevicePoke, keys: frozenset[str] = frozenset(), last: int = 0) -> DeviceChanges:
     signing = {ALICE: CrossSigning({"m": 1}, {"s": 1}, keys)} if keys else {}
     return DeviceChanges(pokes, True, {}, signing, {ALICE: last} if last else {})
+
+
+def compose(given_changes: DeviceChanges, room: int) -> list[Edu]:
+    return list(itertools.chain.from_iterable(device_lists.compose(given_changes, room)))
 
 
 pokes_of = st.lists(
@@ -180,6 +187,25 @@ async def test_cross_signing_goes_out_under_both_names_and_leaves_the_chain_whol
     signed = world.edus(A, UPDATE)[-1]
     assert signed["prev_id"] == [first]
     assert signed["keys"]["signatures"] == {ALICE: {"ed25519:SELF": "sig"}}
+
+
+async def test_where_bytes_are_left_for_half_of_a_key_update_both_halves_wait(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    world = SynapseWorld(
+        tmp_path, destinations={"defaults": {"max_transaction_bytes": 128 * 2**10}}
+    )
+    world.server(A)
+    async with world.run():
+        await world.login(ALICE, "D1", algorithms=["x" * 20_000])
+        await world.upload_cross_signing(ALICE, "M" * 30_000, "SELF")
+        await world.poke(ALICE, "D1", servers=[A])
+        await world.poke(ALICE, "M" * 30_000, servers=[A])
+        await trio.sleep(1)
+        assert await world.rows(tables.device_lists_outbound_pokes) == []
+
+    requests = [[edu["edu_type"] for edu in r.edus] for r in world.servers[A].answered]
+    assert requests == [[UPDATE], list(SIGNING)]
 
 
 async def test_deleted_devices_are_told_as_deleted_in_one_chain(

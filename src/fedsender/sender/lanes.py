@@ -178,8 +178,8 @@ class Lanes:
             return
         changes = await self._edus.device_changes(self.destination, self._device_lists.value)
         self._owes_device_lists |= not changes.complete or device_lists.count(changes) > room
-        for edu in device_lists.compose(changes, room):
-            if not draft.add_edu(edu):
+        for together in device_lists.compose(changes, room):
+            if not draft.add_edu(*together):
                 self._owes_device_lists = True
                 return
 

@@ -94,15 +94,16 @@ class Draft:
         self.bytes += size
         return True
 
-    def add_edu(self, edu: Edu, *, anyway: bool = False) -> bool:
+    def add_edu(self, *edus: Edu, anyway: bool = False) -> bool:
         """Add the EDU, or answer False if it must wait. One alone is never too large.
 
-        `anyway`: it belongs to what is there, and may not wait.
+        Several are added together or not at all. `anyway`: it belongs to what is there, and may
+        not wait.
         """
-        size = len(edu.wire) + 1
-        if not anyway and (len(self.edus) >= self.max_edus or not self._fits(size)):
+        size = sum(len(edu.wire) + 1 for edu in edus)
+        if not anyway and (len(edus) > self.edu_room or not self._fits(size)):
             return False
-        self.edus.append(edu)
+        self.edus += edus
         self.bytes += size
         return True
 

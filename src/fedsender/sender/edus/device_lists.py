@@ -36,11 +36,11 @@ class _Change:
         return 1 if self.device_id is not None else len(SIGNING_KEYS)
 
 
-def compose(changes: DeviceChanges, room: int) -> list[Edu]:
+def compose(changes: DeviceChanges, room: int) -> list[tuple[Edu, ...]]:
     """The EDUs that go next, at most `room`: devices by stream id, then keys.
 
-    Keys cost two EDUs, and where only one is left they wait; but if one is all there is, the first
-    of the two goes alone. Each EDU carries the rows that it stands for.
+    Keys are two EDUs, of which the first carries the rows of both: they leave together. Where only
+    one is left they wait; but if one is all there is, the first of the two goes alone.
     """
     chosen: list[_Change] = []
     left = room
@@ -51,10 +51,9 @@ def compose(changes: DeviceChanges, room: int) -> list[Edu]:
         chosen.append(change)
     devices = [change for change in chosen if change.device_id is not None]
     keys = [change for change in chosen if change.device_id is None]
-    edus = list(_device_edus(devices, changes.devices, changes.last_sent))
-    for change in keys:
-        edus += _key_edus(change, changes.cross_signing[change.user_id])
-    return edus[:room]
+    edus = [(edu,) for edu in _device_edus(devices, changes.devices, changes.last_sent)]
+    pairs = [_key_edus(change, changes.cross_signing[change.user_id]) for change in keys]
+    return [*edus, *(pair[:room] for pair in pairs)]
 
 
 def count(changes: DeviceChanges) -> int:
@@ -99,14 +98,14 @@ def _device_edus(
         yield _edu(DEVICE_LIST, content, change.pokes)
 
 
-def _key_edus(change: _Change, keys: CrossSigning) -> list[Edu]:
+def _key_edus(change: _Change, keys: CrossSigning) -> tuple[Edu, ...]:
     content: dict[str, Any] = {"user_id": change.user_id}
     if keys.master is not None:
         content["master_key"] = keys.master
     if keys.self_signing is not None:
         content["self_signing_key"] = keys.self_signing
     stable, unstable = SIGNING_KEYS
-    return [_edu(stable, content, change.pokes), _edu(unstable, content, ())]
+    return _edu(stable, content, change.pokes), _edu(unstable, content, ())
 
 
 def _edu(edu_type: str, content: Mapping[str, Any], pokes: tuple[DevicePoke, ...]) -> Edu:
