@@ -18,6 +18,7 @@ from typer.exceptions import TyperException
 
 from fedsender.admin import commands
 from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.console import say, say_text, show
 from fedsender.pipeline import commands as pipeline_commands
 from fedsender.relay import commands as relay_commands
 
@@ -67,7 +68,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 def _complain(text: str, code: int) -> int:
     for line in text.splitlines() or [text]:
-        print(f"fedsender: {line}", file=sys.stderr)
+        say(f"fedsender: {line}", error=True)
     return code
 
 
@@ -175,7 +176,7 @@ def systemd_unit(
         text = pipeline_units_text(**paths, user=user)
     else:
         text = unit_text(**paths, user=user, drain_seconds=_drain_seconds(config))
-    print(text, end="")
+    say_text(text)
     return DONE
 
 
@@ -196,7 +197,7 @@ def openapi() -> int:
 
     from fedsender.admin.app import description
 
-    print(json.dumps(description(), indent=1))
+    say_text(json.dumps(description(), indent=1))
     return DONE
 
 
@@ -220,7 +221,7 @@ def db_upgrade(config: ConfigFile) -> int:
         trio.run(upgrade)
     except trio.TooSlowError:
         return _complain(f"not done within {MIGRATION_SECONDS:.0f} s", WRONG)
-    print("the tables are up to date")
+    say("the tables are up to date")
     return DONE
 
 
@@ -238,7 +239,6 @@ def hand_back(
     import trio
 
     from fedsender import handback
-    from fedsender.admin.display import plain
     from fedsender.config import load
     from fedsender.daemon import store_config
     from fedsender.outside import real_outside
@@ -258,13 +258,13 @@ def hand_back(
 
     found = trio.run(hand)
     for text in (*found.losses, *found.repeats):
-        _complain(str(plain(text)), DONE)
+        _complain(text, DONE)
     for note in found.notes:
-        print(plain(note))
+        say(note)
     if not found.done:
         option = "--accept-loss" if found.losses else "--accept-repeats"
         return _complain(f"not handed back; deal with these first, or say {option}", WRONG)
-    print("handed back: Synapse's own sender may start")
+    say("handed back: Synapse's own sender may start")
     return DONE
 
 
@@ -287,13 +287,14 @@ def config_check(
         return _complain("\n".join(problems), USAGE)
     load_signing_key(loaded.signing_key)
     if server is None:
-        print(f"{config}: nothing wrong")
+        say(f"{config}: nothing wrong")
         return DONE
     from fedsender.admin import display
 
-    print(f"{server}: {'allowed' if loaded.allows(server) else 'nothing is sent to it'}", end="")
-    print("" if loaded.handles(server) else "; another federation sender handles it")
-    display.show(display.policy(loaded.explain_policy(server)))
+    handled = loaded.handles(server)
+    allowed = "allowed" if loaded.allows(server) else "nothing is sent to it"
+    say(f"{server}: {allowed}{'' if handled else '; another federation sender handles it'}")
+    show(display.policy(loaded.explain_policy(server)))
     return DONE
 
 
@@ -331,7 +332,7 @@ def config_from_synapse(
         write_secrets(made.secrets)
     for note in made.notes:
         _complain(note, DONE)
-    print(made.text, end="")
+    say_text(made.text)
     return DONE
 
 

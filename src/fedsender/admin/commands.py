@@ -3,12 +3,13 @@
 All of them go through the admin endpoint, whose address and token stand in the configuration.
 """
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+
+from fedsender.console import say, say_json, show
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -50,12 +51,6 @@ def _client(config: Path) -> "AdminClient":
     return AdminClient.of(load(config))
 
 
-def _print_json(value: object) -> None:
-    from fedsender.admin.display import json_line
-
-    print(json_line(value))
-
-
 # --- looking --------------------------------------------------------------------------------------
 
 
@@ -72,13 +67,13 @@ def destinations(
     asked = {"behind": "true" if behind else "false", "pattern": pattern, "limit": 1000}
     client = _client(config)
     for reason in client.doubts():
-        print(f"fedsender: not ready: {display.plain(reason)}", file=sys.stderr)
+        say(f"fedsender: not ready: {reason}", error=True)
     entries = client.pages("destinations", "destinations", **asked)
     if not as_json:
-        display.show(display.destinations(entries))
+        show(display.destinations(entries))
         return DONE
     for entry in entries:
-        print(display.json_line(entry))
+        say_json(entry)
     return DONE
 
 
@@ -89,9 +84,9 @@ def why(server: str, config: ConfigFile, as_json: AsJson = False) -> int:
 
     answer = _client(config).get("why", server)
     if as_json:
-        _print_json(answer)
+        say_json(answer)
     else:
-        display.show(display.why(answer))
+        show(display.why(answer))
     return DONE
 
 
@@ -102,12 +97,12 @@ def trace(event_id: str, config: ConfigFile, as_json: AsJson = False) -> int:
 
     answer = _client(config).get("trace", event_id)
     if as_json:
-        _print_json(answer)
+        say_json(answer)
         return DONE
     for line in display.trace_facts(answer):
-        print(line)
+        say(line)
     if answer["destinations"]:
-        display.show(display.fates(answer["destinations"]))
+        show(display.fates(answer["destinations"]))
     return DONE
 
 
@@ -125,10 +120,10 @@ def quarantine_list(
 
     entries = _client(config).pages("quarantine", "items", destination=server, limit=1000)
     if not as_json:
-        display.show(display.quarantine(entries))
+        show(display.quarantine(entries))
         return DONE
     for entry in entries:
-        print(display.json_line(entry))
+        say_json(entry)
     return DONE
 
 
@@ -137,12 +132,12 @@ def quarantine_release(ids: Ids, config: ConfigFile, as_json: AsJson = False) ->
     """Send quarantined PDUs after all."""
     answer = _client(config).post("quarantine", "release", body={"ids": ids})
     if as_json:
-        _print_json(answer)
+        say_json(answer)
     else:
-        print(f"released: {_listed(answer['released'])}")
+        say(f"released: {_listed(answer['released'])}")
         _print_refused(answer)
         if answer["kept"]:
-            print(f"still in quarantine: {_listed(answer['kept'])}")
+            say(f"still in quarantine: {_listed(answer['kept'])}")
     return WRONG if answer["kept"] else DONE
 
 
@@ -151,9 +146,9 @@ def quarantine_drop(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> in
     """Give quarantined items up for good."""
     answer = _client(config).post("quarantine", "drop", body={"ids": ids})
     if as_json:
-        _print_json(answer)
+        say_json(answer)
     else:
-        print(f"dropped: {_listed(answer['dropped'])}")
+        say(f"dropped: {_listed(answer['dropped'])}")
     return DONE
 
 
@@ -180,11 +175,11 @@ def wake(
     body = _chosen(servers, "*" if everyone else pattern)
     answer = _client(config).post("notify_remote_server_up", body=body)
     if as_json:
-        _print_json(answer)
+        say_json(answer)
     else:
-        print(f"woken: {_listed(answer['woken'])}")
+        say(f"woken: {_listed(answer['woken'])}")
         for server, reason in answer["left_alone"].items():
-            print(f"left alone: {server}: {_printable(reason)}")
+            say(f"left alone: {server}: {reason}")
     return WRONG if servers and answer["left_alone"] else DONE
 
 
@@ -234,9 +229,9 @@ def _hold(
     body = _chosen(servers, pattern) | ({} if reason is None else {"reason": reason})
     answer = _client(config).post(verb, body=body)
     if as_json:
-        _print_json(answer)
+        say_json(answer)
     else:
-        print(f"{verb}: {_listed(answer['servers'])}")
+        say(f"{verb}: {_listed(answer['servers'])}")
     return DONE
 
 
@@ -250,9 +245,9 @@ def purge(
     """Forget a server and all it is owed."""
     answer = _client(config).post("purge", body={"server": server, "force": force})
     if as_json:
-        _print_json(answer)
+        say_json(answer)
     else:
-        print(f"purged: {answer['purged']}")
+        say(f"purged: {answer['purged']}")
     return DONE
 
 
@@ -267,9 +262,9 @@ def redeliver(
     pairs = [[server, event_id] for event_id in events]
     answer = _client(config).post("redeliver", body={"pairs": pairs})
     if as_json:
-        _print_json(answer)
+        say_json(answer)
     else:
-        print(f"accepted: {answer['accepted']}")
+        say(f"accepted: {answer['accepted']}")
         _print_refused(answer)
     return WRONG if answer["refused"] else DONE
 
@@ -289,9 +284,9 @@ def owe(
         accepted += answer["accepted"]
         refused += answer["refused"]
     if as_json:
-        _print_json({"accepted": accepted, "refused": refused})
+        say_json({"accepted": accepted, "refused": refused})
     else:
-        print(f"accepted: {accepted}")
+        say(f"accepted: {accepted}")
         _print_refused({"refused": refused})
     return WRONG if refused else DONE
 
@@ -322,13 +317,7 @@ def _listed(names: Sequence[object]) -> str:
     return ", ".join(str(name) for name in names) or "none"
 
 
-def _printable(text: object) -> str:
-    from fedsender.admin.display import plain
-
-    return str(plain(text))
-
-
 def _print_refused(answer: Mapping[str, Any]) -> None:
     for each in answer["refused"]:
         where = f"{each['destination']} {each['event_id']}"
-        print(f"refused: {where}: {_printable(each['reason'])}")
+        say(f"refused: {where}: {each['reason']}")

@@ -1,15 +1,14 @@
 """What the command line prints of the endpoint's answers: tables for people, lines for scripts."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fedsender.admin.words import duration
+from fedsender.console import safe
 
 Answer = Mapping[str, Any]
 
@@ -25,17 +24,11 @@ class Line(Protocol):
     def source(self) -> str: ...
 
 
-def json_line(value: object) -> str:
-    """`value` as one line that means the same in every version."""
-    return json.dumps(value, ensure_ascii=True, separators=(",", ":"))
-
-
 def plain(value: object) -> Text:
     """`value` as text that cannot move the cursor: peers have a say in what is shown."""
     if value is None:
         return Text("-", style="dim")
-    text = str(value)
-    return Text("".join(each if each.isprintable() else repr(each)[1:-1] for each in text))
+    return Text(safe(value))
 
 
 def lasting(seconds: float | None) -> str | None:
@@ -56,19 +49,6 @@ def new_table(*columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # Into a file or a pipe nothing is cut to the width of a screen that is not there.
-        console = Console(highlight=False, width=200)
-    return console
-
-
-def show(table: Table) -> None:
-    """Print it."""
-    _console().print(table)
 
 
 def destinations(entries: Iterable[Answer]) -> Table:
@@ -140,7 +120,7 @@ def trace_facts(answer: Answer) -> list[str]:
         said.append("the fan-out has not come to it yet")
     if not answer["ledger_complete"]:
         said.append("the ledger was too long to be read to the end")
-    return [str(plain(line)) for line in said]
+    return said
 
 
 def fates(entries: Sequence[Answer]) -> Table:

@@ -11,7 +11,6 @@ taking turns with it, and says how many times the floor it costs.
 
 import argparse
 import cProfile
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-import orjson
 import trio
 
 from fedsender.bench.children import BenchFailed
 from fedsender.bench.meter import Options, machine
+from fedsender.console import say, say_json
 
 __all__ = ["Options", "main", "run_bench"]
 
@@ -86,13 +85,13 @@ def run_bench(
         figures = _run(measure, options, profiler)
     except* BenchFailed as group:
         for text in _texts(group):
-            print(f"fedsender: bench {name}: {text}", file=sys.stderr)
+            say(f"fedsender: bench {name}: {text}", error=True)
     if figures is None:
         return 1
     if profiler is not None:
         profiler.dump_stats(str(profile))
     line = {"bench": name, **figures, "profiled": profiler is not None, **machine()}
-    print(orjson.dumps(line).decode())
+    say_json(line)
     return 1 if figures.get("broken") else 0
 
 

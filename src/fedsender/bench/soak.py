@@ -7,7 +7,6 @@ process is the homeserver and all receiving servers, which hold each transaction
 
 import argparse
 import resource
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from fedsender.bench.meter import cpu_s_of, machine, own_and_rss_kb
 from fedsender.bench.soak_stage import START_S, Run, SoakOptions, open_run
 from fedsender.bench.soak_trend import JUDGED_S, MAX_GROWTH_MB, MAX_RISE, Sample, Trend, trend
 from fedsender.config import Log
+from fedsender.console import say, say_json
 from fedsender.demo import process
 from fedsender.demo.process import DaemonDied
 from fedsender.demo.verdict import Ledger, judge, read_ledger, still_owed, unrecorded
@@ -96,12 +96,12 @@ def run_soak(options: SoakOptions) -> int:
             _say(f"fedsender: bench soak: {text}")
     if figures is None:
         return 1
-    print(orjson.dumps({"bench": "soak", **figures, **machine()}).decode())
+    say_json({"bench": "soak", **figures, **machine()})
     return 1 if figures["missed"] or figures["broken"] else 0
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, error=True)
 
 
 def _texts(group: BaseExceptionGroup[BaseException]) -> Iterator[str]:

@@ -14,6 +14,7 @@ import trio
 
 from fedsender import ledger as ledger_files
 from fedsender.config import Log
+from fedsender.console import say
 from fedsender.demo import process
 from fedsender.demo.chaos import AWAY_LONG, AWAY_SHORT, KICKED, Change, Plot, calm, chaotic
 from fedsender.demo.homeserver import STREAM, Homeserver, Room
@@ -74,7 +75,7 @@ def run_demo(options: DemoOptions) -> int:
         with _directory(options.keep) as directory, Report(as_json=options.as_json) as report:
             return _run_to_the_end(options, directory, report)
     except Unusable as error:
-        print(error, file=sys.stderr)
+        say(error, error=True)
         return 2
 
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-import orjson
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedsender.console import safe, say_json
 from fedsender.demo.receivers import Receivers
 from fedsender.demo.verdict import Tally, Verdict
 
@@ -145,9 +145,10 @@ class Report:
             self._line(what, details)
         else:
             text = " ".join(f"{key}={value}" for key, value in details.items())
-            self._progress.console.print(
-                f"{what} {text}", highlight=False, markup=False, soft_wrap=True
-            )
+            for line in f"{what} {text}".split("\n"):
+                self._progress.console.print(
+                    safe(line), highlight=False, markup=False, soft_wrap=True
+                )
 
     def advance(self, events: int, of_events: int, delivered: int, due: int) -> None:
         """How far it has come; what is superseded counts as delivered."""
@@ -175,11 +176,11 @@ class Report:
             return
         self._out.print(f"{kind}: {len(found)}", style="bold red", highlight=False)
         for text in found[:SHOWN]:
-            self._out.print(f"  {text}", highlight=False, markup=False)
+            self._out.print(f"  {safe(text)}", highlight=False, markup=False)
 
     def _line(self, what: str, details: Mapping[str, Any]) -> None:
-        sys.stdout.buffer.write(orjson.dumps({"kind": what, **details}) + b"\n")
-        sys.stdout.buffer.flush()
+        say_json({"kind": what, **details})
+        sys.stdout.flush()
 
 
 def _parts_table(parts: Mapping[str, PartTally]) -> Table:

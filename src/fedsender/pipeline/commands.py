@@ -1,10 +1,8 @@
 """`fedsender pipeline`: the jobs, as an operator calls them. Exit codes are the command line's."""
 
 import datetime
-import json
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.console import say, say_json, say_text
 from fedsender.pipeline import Busy, PipelineError, Usage
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def job(
         text = "interrupted; what it has committed stays, and the next run goes on from there"
     else:
         return
-    print(f"fedsender: pipeline {name}: {text}", file=sys.stderr)
+    say(f"fedsender: pipeline {name}: {text}", error=True)
     raise typer.Exit(code)
 
 
@@ -90,19 +89,19 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
         told = run(spark, lake, loaded, steps)
         position = lake.position("events")
     if as_json:
-        print(json.dumps({"position": position, **told.as_json()}))
+        say_json({"position": position, **told.as_json()})
     else:
-        print(
+        say(
             f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
             f" from {told.segments} segments, {told.rejects} lines rejected"
         )
         if told.from_sender:
-            print(
+            say(
                 f"{told.from_sender} events by the sender's word alone: the relay has not got them"
                 " (any more); ingest more often than it lets segments go"
             )
         if told.unknown_fields:
-            print(f"{told.unknown_fields} lines have fields that this version does not know")
+            say(f"{told.unknown_fields} lines have fields that this version does not know")
     return DONE
 
 
@@ -128,7 +127,10 @@ def rebuild(
         if not diff and write is None:
             with steps.spark("destination_rooms", spark):
                 rows = expected.count()
-            print(json.dumps({"rows": rows}) if as_json else f"{rows} rows in destination_rooms")
+            if as_json:
+                say_json({"rows": rows})
+            else:
+                say(f"{rows} rows in destination_rooms")
             return DONE
         differing = module.differences(spark, lake, expected).persist()
         with steps.spark("differences", spark):
@@ -142,19 +144,19 @@ def rebuild(
     ]
     if as_json:
         summary = {"rows": found.rows, "differences": counts, "shown": found.shown}
-        print(json.dumps(summary if written is None else summary | {"written": written}))
+        say_json(summary if written is None else summary | {"written": written})
     else:
         differing_rows = sum(found.counts.values()) or "no"
-        print(f"{found.rows} rows expected in destination_rooms, {differing_rows} differences")
+        say(f"{found.rows} rows expected in destination_rooms, {differing_rows} differences")
         for each in counts:
-            print(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip())
+            say(f"{each['rows']:>9} {each['kind']} {each['reason']}".rstrip())
         for row in found.shown:
-            print(
+            say(
                 f"{row['kind']}: {row['destination']} {row['room_id']} expected {row['expected']},"
                 f" found {row['found']} {row['reason']}".rstrip()
             )
         if written is not None:
-            print(f"{written} rows written to {write}")
+            say(f"{written} rows written to {write}")
     return WRONG if found.wrong else DONE
 
 
@@ -188,23 +190,23 @@ def audit(
                 failed = error
     if as_json:
         told = found.as_json() | ({} if repaired is None else repaired.as_json())
-        print(json.dumps(told))
+        say_json(told)
     else:
-        print(f"{found.expected} deliveries expected, of events up to {found.upto}")
+        say(f"{found.expected} deliveries expected, of events up to {found.upto}")
         for fate, number in found.counts.items():
-            print(f"{number:>9} {fate.replace('_', ' ')}")
+            say(f"{number:>9} {fate.replace('_', ' ')}")
         if found.unknown_hosts:
-            print(f"{found.unknown_hosts} events have servers that cannot be told")
+            say(f"{found.unknown_hosts} events have servers that cannot be told")
         for row in found.shown:
-            print(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
+            say(f"missing: {row['server']} {row['event_id']}: {'; '.join(row['reasons'])}")
         if found.missing > len(found.shown):
-            print(f"and {found.missing - len(found.shown)} more: see the table `missing`")
+            say(f"and {found.missing - len(found.shown)} more: see the table `missing`")
         if repaired is not None:
-            print(f"accepted by the daemon: {repaired.accepted}")
+            say(f"accepted by the daemon: {repaired.accepted}")
             for each in repaired.refused:
-                print(f"refused: {' '.join(str(value) for value in each.values())}")
+                say(f"refused: {' '.join(str(value) for value in each.values())}")
     if failed is not None:
-        print(f"fedsender: pipeline audit: --repair: {failed}", file=sys.stderr)
+        say(f"fedsender: pipeline audit: --repair: {failed}", error=True)
         return WRONG
     if repaired is not None:
         return WRONG if repaired.refused else DONE
@@ -235,9 +237,9 @@ def health(
     with job("health", config) as (spark, lake, loaded, steps):
         told = module.health(spark, lake, loaded, steps, every_seconds=follow)
     if as_json:
-        print(json.dumps({"batches": told.batches, "servers": told.servers, "ill": told.ill}))
+        say_json({"batches": told.batches, "servers": told.servers, "ill": told.ill})
     else:
-        print(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
+        say(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
     return DONE
 
 
@@ -268,7 +270,7 @@ def plan(
             made = module.plans(module.loads(spark, lake), wanted, now)
     if as_json:
         for one in made:
-            print(json.dumps(one.as_json() | {"yaml": one.as_yaml()}))
+            say_json(one.as_json() | {"yaml": one.as_yaml()})
     else:
         _show_plans(made)
     return DONE
@@ -276,30 +278,31 @@ def plan(
 
 def _show_plans(made: "Sequence[Plan]") -> None:
     if len(made) > 1:
-        print(f"{'senders':>7} {'worst':>24} {'share':>7} {'even':>7} {'servers moving':>14}")
+        say(f"{'senders':>7} {'worst':>24} {'share':>7} {'even':>7} {'servers moving':>14}")
         for each in made:
             share = max(shard.share for shard in each.shards)
             even = 1 / len(each.shards)
             number = len(each.shards)
-            print(f"{number:>7} {each.worst:>24} {share:>7.1%} {even:>7.1%} {each.moving:>14}")
-        print("\n`--names A,B,...` shows the load of each, and who moves.")
+            say(f"{number:>7} {each.worst:>24} {share:>7.1%} {even:>7.1%} {each.moving:>14}")
+        say("")
+        say("`--names A,B,...` shows the load of each, and who moves.")
         for each in made:
             senders = "1 sender" if len(each.shards) == 1 else f"{len(each.shards)} senders"
-            print(f"\n# {senders}: in every sender's configuration\n---\n{each.as_yaml()}", end="")
+            say_text(f"\n# {senders}: in every sender's configuration\n---\n{each.as_yaml()}")
         return
     (only,) = made
-    print(f"{'sender':>24} {'servers':>8} {'attempts':>10} {'events':>10} {'MiB':>8} {'busy s':>8}")
+    say(f"{'sender':>24} {'servers':>8} {'attempts':>10} {'events':>10} {'MiB':>8} {'busy s':>8}")
     for shard in only.shards:
-        print(
+        say(
             f"{shard.name:>24} {shard.servers:>8} {shard.attempts:>10} {shard.pdus:>10}"
             f" {shard.bytes / 2**20:>8.1f} {shard.busy_ms / 1000:>8.1f} {shard.share:>7.1%}"
         )
-    print(f"the worst is {only.worst}; {only.moving} servers move")
+    say(f"the worst is {only.worst}; {only.moving} servers move")
     for server, before, after in only.moves:
-        print(f"  {server}: {before} -> {after}")
+        say(f"  {server}: {before} -> {after}")
     if only.moving > len(only.moves):
-        print(f"  and {only.moving - len(only.moves)} more")
-    print(f"\n# in every sender's configuration\n{only.as_yaml()}", end="")
+        say(f"  and {only.moving - len(only.moves)} more")
+    say_text(f"\n# in every sender's configuration\n{only.as_yaml()}")
 
 
 ReportFile = Annotated[
@@ -317,7 +320,7 @@ def report(config: ConfigFile, output: ReportFile = None) -> int:
     with job("report", config) as (spark, lake, loaded, steps):
         path = (output or lake.directory / "report.html").absolute()
         module.report(spark, lake, loaded, steps, path)
-    print(path)
+    say(path)
     return DONE
 
 
@@ -352,9 +355,9 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         report_module.report(spark, lake, loaded, steps, path)
     if as_json:
         summary = {"ingest": told.as_json(), "audit": found.as_json(), "report": str(path)}
-        print(json.dumps(summary | {"health": {"servers": well.servers, "ill": well.ill}}))
+        say_json(summary | {"health": {"servers": well.servers, "ill": well.ill}})
     else:
-        print(
+        say(
             f"{told.events} events, {told.attempts} attempts taken in; {found.expected} deliveries"
             f" expected, {found.missing} missing; {well.ill} of {well.servers} servers ill; {path}"
         )

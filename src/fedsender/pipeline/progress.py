@@ -1,10 +1,11 @@
 """What a job shows while it runs: a bar per step on a terminal, a line per step elsewhere."""
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from fedsender.console import say
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -27,7 +28,7 @@ class Steps:
         self._progress.update(task, total=step.done, completed=step.done)
         if not self._live:
             told = f": {step.note}" if step.note else ""
-            print(f"{title}{told}", file=sys.stderr, flush=True)
+            say(f"{title}{told}", error=True)
 
     @contextmanager
     def spark(self, title: str, session: "SparkSession") -> Iterator["Step"]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.console import say, say_json, say_text, show
 
 app = typer.Typer(
     help="The hub between a homeserver and any number of senders.", invoke_without_command=True
@@ -43,28 +44,27 @@ def relay(
 @app.command()
 def status(config: ConfigFile, as_json: AsJson = False) -> int:
     """Show the log, who follows it, and what is wrong; 1 if anything is."""
-    from fedsender.admin import display
-
     answer = _client(config).get("relay")
     if as_json:
-        print(display.json_line(answer))
+        say_json(answer)
     else:
         from fedsender.relay.showing import consumers, facts
 
         for line in facts(answer):
-            print(line)
+            say(line)
         if answer["consumers"]:
-            display.show(consumers(answer["consumers"]))
+            show(consumers(answer["consumers"]))
     return WRONG if answer["doubts"] else DONE
 
 
 @app.command()
 def forget(name: str, config: ConfigFile, as_json: AsJson = False) -> int:
     """Forget a consumer that is not connected; what was kept for it may go."""
-    from fedsender.admin import display
-
     answer = _client(config).post("relay", "forget", body={"name": name})
-    print(display.json_line(answer) if as_json else f"forgotten: {answer['forgotten']}")
+    if as_json:
+        say_json(answer)
+    else:
+        say(f"forgotten: {answer['forgotten']}")
     return DONE
 
 
@@ -80,7 +80,7 @@ def openapi(
     from fedsender.relay import admin_app, intake_app
 
     document: dict[str, Any] = (admin_app if admin else intake_app).description()
-    print(json.dumps(document, indent=1))
+    say_text(json.dumps(document, indent=1))
     return DONE
 
 

@@ -27,7 +27,7 @@ def facts(answer: Answer) -> Iterator[str]:
         reasons = (f"{count} {reason}" for reason, count in sorted(answer["full_syncs"].items()))
         yield f"snapshots handed out: {', '.join(reasons)}"
     for doubt in answer["doubts"]:
-        yield f"wrong: {plain(doubt)}"
+        yield f"wrong: {doubt}"
 
 
 def consumers(found: Sequence[Answer]) -> Table:

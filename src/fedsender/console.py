@@ -1,0 +1,53 @@
+"""What commands print. Nothing else prints: ruff sees to that.
+
+Names, event ids and reasons come from databases and from other servers. On a terminal a control
+character among them could move the cursor, rewrite what stands there or set the window's title.
+"""
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def safe(value: object) -> str:
+    """`value` on one line; characters that cannot be seen are as Python writes them."""
+    text = str(value)
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def say(line: object, *, error: bool = False) -> None:
+    """Print one line; `error`: on standard error."""
+    print(safe(line), file=sys.stderr if error else sys.stdout, flush=error)
+
+
+def say_text(text: str) -> None:
+    """Print a text of several lines that is ours, such as YAML."""
+    for line in text.removesuffix("\n").split("\n"):
+        say(line)
+
+
+def json_line(value: object) -> str:
+    """`value` as one line that means the same in every version."""
+    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
+    return text.replace("\x7f", "\\u007f")
+
+
+def say_json(value: object) -> None:
+    """Print one object as one line."""
+    say(json_line(value))
+
+
+def show(table: "Table") -> None:
+    """Print a table, whose cells are `display.plain`."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        # Into a file or a pipe nothing is cut to the width of a screen that is not there.
+        console = Console(highlight=False, width=200)
+    console.print(table)
