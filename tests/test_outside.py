@@ -5,10 +5,17 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from tests.federation.servers import Zone, nameserver
+from tests.federation.servers import Zone, nameserver, no_descriptors
 
 import fedsender.outside
-from fedsender.outside import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
+from fedsender.outside import (
+    NameNotFound,
+    OutOfResources,
+    RealNetwork,
+    Records,
+    RecordType,
+    ResolveFailed,
+)
 
 ZONE: Zone = {
     ("b.example", "A"): (600, "192.0.2.1"),
@@ -55,6 +62,18 @@ async def test_server_that_cannot_help_is_a_failure() -> None:
     async with nameserver(ZONE) as address:
         with trio.fail_after(60), pytest.raises(ResolveFailed, match=r"broken\.example A"):
             await RealNetwork().resolve("broken.example", "A", [address])
+
+
+async def test_our_own_lack_of_descriptors_is_nobodys_refusal() -> None:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    async with listener, nameserver({}) as server:
+        with no_descriptors():
+            with pytest.raises(OutOfResources, match="Too many open files"):
+                await RealNetwork().open_tcp("127.0.0.1", port)
+            with pytest.raises(OutOfResources, match="Too many open files"):
+                await RealNetwork().resolve("b.example.", "A", [server])
+        await trio.aclose_forcefully(await RealNetwork().open_tcp("127.0.0.1", port))
 
 
 async def test_hosts_file_goes_before_the_dns(

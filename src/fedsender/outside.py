@@ -47,6 +47,11 @@ class ResolveFailed(Exception):
     """The DNS gave no answer: no server replied, or those that did could not help."""
 
 
+class OutOfResources(OSError):
+    """This process or this machine has no file descriptor, buffer or memory left for a socket: the
+    other side has no part in it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Records:
     """DNS records of one name and type.
@@ -65,7 +70,7 @@ class Network(Protocol):
     """Sockets, TLS and DNS. Addresses to connect to are numeric: `resolve` comes first."""
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
-        """Connect to `address` (an IP literal); raises OSError."""
+        """Connect to `address` (an IP literal); raises OSError, and OutOfResources."""
         ...
 
     async def open_unix(self, path: Path) -> trio.abc.Stream:
@@ -81,7 +86,7 @@ class Network(Protocol):
     async def resolve(
         self, name: str, rdtype: RecordType, nameservers: Sequence[tuple[str, int]] = ()
     ) -> Records:
-        """Look up an absolute name; raises NameNotFound or ResolveFailed.
+        """Look up an absolute name; raises NameNotFound, ResolveFailed or OutOfResources.
 
         Args:
             nameservers: (IP, port) of the DNS servers to ask, instead of the system's.
@@ -129,7 +134,12 @@ class RealNetwork:
         self._hosts: tuple[int, dict[tuple[str, RecordType], tuple[str, ...]]] | None = None
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
-        return await trio.open_tcp_stream(address, port)
+        try:
+            return await trio.open_tcp_stream(address, port)
+        except OSError as error:
+            if lack := our_lack(error):
+                raise lack from error
+            raise
 
     async def open_unix(self, path: Path) -> trio.abc.Stream:
         return await trio.open_unix_socket(path)
@@ -158,7 +168,7 @@ class RealNetwork:
         except (dns.name.LabelTooLong, dns.name.NameTooLong, dns.name.EmptyLabel) as error:
             raise NameNotFound(f"{name}: not a DNS name", ttl_s=_BAD_NAME_TTL_S) from error
         except (dns.exception.DNSException, OSError) as error:
-            raise ResolveFailed(f"{name} {rdtype}: {error}") from error
+            raise our_lack(error) or ResolveFailed(f"{name} {rdtype}: {error}") from error
         ttl = answer.chaining_result.minimum_ttl
         if answer.rrset is None:
             raise NameNotFound(f"{name}: no {rdtype} record", ttl_s=ttl)
@@ -191,6 +201,22 @@ class RealNetwork:
                 by_descriptor[below.socket.fileno()] = stream
                 poll.register(below.socket.fileno(), select.POLLIN)
         return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
+
+
+_OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+
+
+def our_lack(error: object) -> OutOfResources | None:
+    """What we ran out of, if that is at the bottom of this error."""
+    if isinstance(error, OSError) and error.errno in _OURS:
+        return OutOfResources(error.errno, os.strerror(error.errno))
+    below: list[object] = [error.__cause__] if isinstance(error, BaseException) else []
+    if isinstance(error, BaseExceptionGroup):
+        below += error.exceptions
+    if isinstance(error, dns.exception.DNSException):
+        # (nameserver, whether by TCP, port, error or text, answer) of each question asked.
+        below += [each[3] for each in error.kwargs.get("errors", ())]
+    return next(filter(None, map(our_lack, below)), None)
 
 
 _HOSTS_FILE = Path("/etc/hosts")

@@ -267,6 +267,10 @@ class Metrics:
             "From making a transaction to its being answered, all attempts, in seconds",
             _LAG_BUCKETS,
         )
+        self.out_of_resources = self._counter(
+            "fedsender_out_of_resources",
+            "Attempts that could not be made: we had no file descriptor, buffer or memory for them",
+        )
         self.isolations = self._counter(
             "fedsender_isolations", "Steps of finding the item that makes a server refuse"
         )

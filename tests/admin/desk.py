@@ -44,6 +44,7 @@ class Standing:
     )
     failing: str | None = None
     open: bool = True
+    lack: str | None = None
 
     def status(self) -> FeedStatus:
         return self.feed

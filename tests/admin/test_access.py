@@ -248,6 +248,7 @@ def feed(**values: Any) -> FeedStatus:
         ({"feed": feed(stopped="an unknown writer")}, "an unknown writer"),
         ({"failing": "No space left on device"}, "No space left"),
         ({"open": False}, "lock"),
+        ({"lack": "Too many open files"}, "Too many open files"),
     ],
 )
 async def test_ready_says_what_is_missing(

@@ -1,9 +1,17 @@
 """Servers on loopback TLS that do what a test tells them to, and a network whose DNS is a table."""
 
+import os
 import random
+import resource
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,6 +49,26 @@ def response(status: int = 200, body: bytes = b"{}", *headers: str) -> bytes:
 
 OK = response(200, b'{"pdus":{}}')
 BODY = b'{"edus":[],"origin":"ours.example","pdus":[]}'
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """While the body runs, this process can open nothing any more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    # None below the highest in use may be free.
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (max(int(name) for name in os.listdir("/proc/self/fd")) + 8, hard)
+    )
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in held:
+            os.close(each)
 
 
 @dataclass(frozen=True)

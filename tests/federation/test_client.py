@@ -26,6 +26,7 @@ from tests.federation.servers import (
     answering,
     client_of,
     nameserver,
+    no_descriptors,
     one_server,
     outside_with,
     read_request,
@@ -42,7 +43,7 @@ from fedsender.federation.client import (
     open_client,
 )
 from fedsender.federation.signing import signing_key_from_seed
-from fedsender.outside import RealNetwork
+from fedsender.outside import OutOfResources, RealNetwork
 from fedsender.telemetry import Metrics
 
 
@@ -472,6 +473,22 @@ async def test_server_that_moved_is_found_at_the_second_attempt(tmp_path: Path) 
             with pytest.raises((Unreachable, SendFailed)):
                 await send(peer)
             assert (await send(peer)).status == 200
+
+
+async def test_our_own_lack_of_descriptors_says_nothing_of_the_server(tmp_path: Path) -> None:
+    async with (
+        one_server(tmp_path, answering(OK)) as (client, server),
+        client.peer(NAME, server.policy) as peer,
+    ):
+        # At first not even the file of certificates can be read.
+        for _ in range(2):
+            with no_descriptors(), pytest.raises(OutOfResources):
+                await peer.connect()
+            with no_descriptors():
+                assert not await peer.version_answers()
+            await send(peer)
+            await client.connections.close()
+            await trio.testing.wait_all_tasks_blocked(0.1)
 
 
 async def test_metrics_count_requests_answers_and_connections(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ class Gate(Protocol):
 
     @property
     def open(self) -> bool: ...
+    @property
+    def lack(self) -> str | None: ...
 
 
 def doubts(
@@ -69,6 +71,8 @@ def doubts(
         yield f"the ledger takes no lines: {ledger.failing}"
     if not gate.open:
         yield "the instance lock is lost: nothing is sent until it is taken again"
+    if gate.lack is not None:
+        yield f"no server can be attempted, we lack file descriptors or memory: {gate.lack}"
     for name, failed_at in sorted(troubles.items()):
         if trio.current_time() - failed_at < TROUBLE_S:
             yield f"{name} fails and is tried again: the log says why"

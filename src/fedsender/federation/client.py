@@ -38,7 +38,7 @@ from fedsender.federation.transport import (
     get,
     words,
 )
-from fedsender.outside import Outside
+from fedsender.outside import OutOfResources, Outside
 from fedsender.telemetry import Metrics
 
 __all__ = [
@@ -232,6 +232,7 @@ class Peer:
 
         Raises:
             Unreachable: there is none to be had.
+            OutOfResources: we can open none, to whomever.
         """
         if self._held is None:
             self._held = await self._client.connections.take(self.destination, self._opened_by)
@@ -255,7 +256,7 @@ class Peer:
             response, _ = await link._exchange(
                 "GET", "/_matrix/federation/v1/version", None, _VERSION_BOUNDS
             )
-        except (Unreachable, SendFailed):
+        except (Unreachable, SendFailed, OutOfResources):
             return False
         return response.status == 200 and parse_answer(response.body) is not None
 
@@ -300,6 +301,9 @@ class Peer:
         except ValueError as error:
             result = "dns"
             raise Unreachable("dns", str(error)) from error
+        except OutOfResources:
+            result = "out_of_resources"
+            raise
         finally:
             if self._client.metrics is not None:
                 self._client.metrics.discoveries.labels(result).inc()
@@ -364,6 +368,7 @@ class Link:
 
         Raises:
             SendFailed: there is no whole answer.
+            OutOfResources: the connection was closed by then, and we can open no other.
         """
         client = self._peer._client
         target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"

@@ -18,7 +18,7 @@ from cachetools import LRUCache
 
 from fedsender.config.values import IPRanges
 from fedsender.federation.transport import Connection, causes, reason, words
-from fedsender.outside import Network
+from fedsender.outside import Network, OutOfResources, our_lack
 
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known"]
 Address = tuple[str, int]
@@ -60,14 +60,18 @@ class TlsPolicy:
     more_ca_files: tuple[Path, ...] = ()
 
     def context(self) -> ssl.SSLContext:
-        """A fresh context; costs tens of milliseconds. Raises Unreachable for a bad CA file."""
+        """A fresh context; costs tens of milliseconds.
+
+        Raises Unreachable for a bad CA file, and OutOfResources.
+        """
         file = self.ca_file
         try:
             context = ssl.create_default_context(cafile=file)
             for file in self.more_ca_files:
                 context.load_verify_locations(cafile=file)
         except (OSError, ssl.SSLError) as error:
-            raise Unreachable("tls", f"CA file {file}: {reason(error)}") from error
+            lack = our_lack(error)
+            raise lack or Unreachable("tls", f"CA file {file}: {reason(error)}") from error
         versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
         context.minimum_version = versions[self.minimum]
         if not self.verify:
@@ -99,6 +103,7 @@ class Dialer:
 
         Raises:
             Unreachable: refused, timeout, blocked or tls.
+            OutOfResources: nobody could be connected to now.
         """
         context = self._context(tls)
         permitted = [address for address in candidates if ranges.permit(address[0])]
@@ -180,7 +185,8 @@ class Dialer:
             raise
         await _close_all(won[1:])
         if not won:
-            raise self._refusal(candidates, failures)
+            lacks = (error for _, error in failures if isinstance(error, OutOfResources))
+            raise next(lacks, None) or self._refusal(candidates, failures)
         return won[0]
 
     def _refusal(

@@ -31,12 +31,38 @@ class Pace:
             self._next = max(now, self._next) + self._gap
 
 
+LACK_S = 5.0
+"""How long nobody is attempted when we have run out of descriptors or memory for sockets."""
+LACK_SHOWN_S = 30.0
+"""After that, without having run out again, we have enough."""
+
+
 class Gate:
-    """Open or shut; while it is shut, nobody passes."""
+    """Open or shut; while it is shut, nobody passes.
+
+    Attributes:
+        frozen_until: before this (trio's clock) no new attempt begins, `lack` says why.
+    """
 
     def __init__(self) -> None:
+        self.frozen_until = -math.inf
+        self._lack = ""
         self._opened = trio.Event()
         self._opened.set()
+
+    @property
+    def lack(self) -> str | None:
+        """What we have run out of; None: nothing, as far as is known."""
+        return self._lack if trio.current_time() < self.frozen_until + LACK_SHOWN_S else None
+
+    def freeze(self, lack: str) -> bool:
+        """We have run out of something that each attempt needs: let none begin for a while.
+
+        Returns whether this is news.
+        """
+        news = self.lack is None
+        self._lack, self.frozen_until = lack, trio.current_time() + LACK_S
+        return news
 
     @property
     def open(self) -> bool:

@@ -14,6 +14,7 @@ import trio
 
 from fedsender.config import Policy
 from fedsender.federation.client import Link, Peer, Unreachable
+from fedsender.outside import OutOfResources
 from fedsender.sender import failure
 from fedsender.sender.aftermath import Aftermath
 from fedsender.sender.context import Announcer, Context, Phase
@@ -142,15 +143,16 @@ class Destination(Aftermath):
             now = trio.current_time()
             self.outbox.expire()
             something = self.owes or self.outbox.edus_waiting > 0
-            if something and self._not_before <= now:
+            not_before = max(self._not_before, self._context.admission.gate.frozen_until)
+            if something and not_before <= now:
                 return True
-            if something and self._not_before > now + LEAVE_AFTER_S:
+            if something and not_before > now + LEAVE_AFTER_S:
                 return False
             idle_until = now + self._context.sending.idle_destination
             self._in_phase(Phase.WAITING if something else Phase.IDLE)
-            if self._not_before > now + PUT_AWAY_AFTER_S:
+            if not_before > now + PUT_AWAY_AFTER_S:
                 self._put_away()
-            with trio.move_on_at(self._not_before if something else idle_until) as slept:
+            with trio.move_on_at(not_before if something else idle_until) as slept:
                 await self._woken.wait()
             if slept.cancelled_caught and not something and not self._woken.is_set():
                 return False
@@ -169,6 +171,9 @@ class Destination(Aftermath):
             verdict = Verdict(Outcome.UNREACHABLE, f"{reason.kind}: {reason.text}")
             self._reporter.attempt(None, verdict)
             await self._failed(peer, None, verdict)
+            return
+        except OutOfResources as lack:
+            self._reporter.ran_out(lack)
             return
         async with place():
             transaction = await self._next_transaction()
@@ -210,6 +215,14 @@ class Destination(Aftermath):
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
             answer, verdict = await self._exchange.put(link, transaction, timeout_s)
+        except OutOfResources as lack:
+            # An idle connection had been closed, and there could be no other. It stays frozen.
+            took_s = trio.current_time() - started
+            cut_off = f"we lack what a connection needs: {lack.strerror}"
+            self._reporter.attempt(transaction, None, took_s=took_s, cut_off=cut_off)
+            context.under_way.end(slot)
+            self._reporter.ran_out(lack)
+            return
         except BaseException as error:
             took_s = trio.current_time() - started
             if isinstance(error, trio.Cancelled):

@@ -4,6 +4,8 @@ import structlog
 
 from fedsender.federation.client import Answer
 from fedsender.ledger import Line
+from fedsender.outside import OutOfResources
+from fedsender.sender.admission import LACK_S
 from fedsender.sender.context import Context
 from fedsender.sender.failure import Outcome, ServerState, Verdict
 from fedsender.sender.transaction import Transaction
@@ -117,6 +119,16 @@ class Reporter:
             failures=state.failures,
             next_attempt_in_s=round(retry_in_s, 1),
         )
+
+    def ran_out(self, lack: OutOfResources) -> None:
+        """An attempt could not be made for a lack of our own: nobody is attempted for a while."""
+        self._context.metrics.out_of_resources.inc()
+        if self._context.admission.gate.freeze(str(lack.strerror)):
+            log.error(
+                "out of file descriptors or memory: no server is attempted",
+                reason=lack.strerror,
+                for_s=LACK_S,
+            )
 
     def well_again(self) -> None:
         """It answers, after failures."""
