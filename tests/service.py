@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from fedsender.demo import process
 from fedsender.demo.homeserver import STREAM, Homeserver, Room
 from fedsender.demo.receivers import Behaviour, Receivers, ReceivingServer, healthy, open_receivers
 from fedsender.demo.rules import Origin, pdu_reader
-from fedsender.ledger import read_lines, segments
+from fedsender.ledger import NOTES, read_lines, segments
 from fedsender.outside import real_outside
 from fedsender.replication.tcp import open_replication_server
 from fedsender.replication.wire import OWN_KIND
@@ -264,9 +264,12 @@ class World:
         assert len(said) == 1, text
         return code, said[0]
 
-    def ledger(self) -> list[Mapping[str, Any]]:
-        """Every line, oldest first."""
-        return [line for path in segments(self.directory / "ledger") for line in read_lines(path)]
+    def ledger(self, outcomes: Collection[str] | None = None) -> list[Mapping[str, Any]]:
+        """The lines of these outcomes, oldest first; None: every attempt's."""
+        lines = (line for path in segments(self.directory / "ledger") for line in read_lines(path))
+        if outcomes is None:
+            return [line for line in lines if line["outcome"] not in NOTES]
+        return [line for line in lines if line["outcome"] in outcomes]
 
 
 @asynccontextmanager

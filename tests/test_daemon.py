@@ -1,6 +1,7 @@
 """The daemon as a process of its own, over a real NOTIFY_SOCKET; and what needs no process."""
 
 import hashlib
+import json
 import logging
 import os
 import signal
@@ -27,7 +28,7 @@ from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.demo.process import SERVER_NAME, write_signing_key
 from fedsender.demo.receivers import STALLING, ReceivingServer, healthy, slow
-from fedsender.ledger import segments
+from fedsender.ledger import NOTES, segments
 from fedsender.outside import real_outside
 from fedsender.systemd import Notifier
 
@@ -245,6 +246,13 @@ async def test_a_reload_puts_new_policies_in_force(home: Path) -> None:
             assert (await service.ask(why(one))).json()["state"] == "not allowed"
         assert not set(unseen) & set(one.received)
         assert len(world.receivers.violations) == 0
+        # The ledger has who was denied, and from when on.
+        denied = [
+            json.loads(line["reason"])["deny"] if line["reason"] else None
+            for line in world.ledger(NOTES)
+            if line["outcome"] == "denied"
+        ]
+        assert denied == [[one.name], None, [one.name], None, [one.name]]
 
 
 def why(server: ReceivingServer) -> str:

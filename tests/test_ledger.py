@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from fedsender.ledger import LINE_VERSION, Ledger, Line, SentPdu, open_ledger
+from fedsender.ledger import LINE_VERSION, NOTES, Ledger, Line, SentPdu, open_ledger
 from fedsender.outside import Outside
 from fedsender.segments import (
     close_torn_segments,
@@ -119,6 +119,7 @@ async def test_a_line_has_these_fields_and_no_others(tmp_path: Path) -> None:
             "bytes": 100,
             "took_ms": 12,
             "reused": True,
+            "position": None,
         }
     ]
     assert path.name == "fed1.b00t.000001.jsonl"
@@ -448,7 +449,7 @@ def test_the_schema_is_written_down() -> None:
     said = SCHEMA.read_text()
     rows = {row.split("`")[1] for row in said.splitlines() if row.startswith("| `")}
     fields = {"v", "instance"} | set(Line.__dataclass_fields__)
-    outcomes = {outcome.value for outcome in Outcome} | {"unknown", "discarded"}
+    outcomes = {outcome.value for outcome in Outcome} | {"unknown", *NOTES}
 
     assert fields | outcomes <= rows
     assert set(SentPdu.__dataclass_fields__) <= rows

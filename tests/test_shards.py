@@ -23,7 +23,7 @@ from fedsender.daemon import Daemon, open_core
 from fedsender.demo.process import write_signing_key
 from fedsender.demo.receivers import Receivers, failing, healthy, open_receivers
 from fedsender.demo.rules import Origin, pdu_reader
-from fedsender.ledger import open_ledger, read_lines, segments
+from fedsender.ledger import NOTES, open_ledger, read_lines, segments
 from fedsender.outside import real_outside
 from fedsender.sender.takeover import take_over
 from fedsender.store import SenderStore, ownership, tables
@@ -134,7 +134,8 @@ class Site:
     def sent_by(self, name: str) -> set[str]:
         """The servers that this sender has tried, by its ledger."""
         files = segments(self.directory / f"ledger-{name}")
-        return {line["destination"] for path in files for line in read_lines(path)}
+        lines = (line for path in files for line in read_lines(path))
+        return {line["destination"] for line in lines if line["outcome"] not in NOTES}
 
 
 @asynccontextmanager

@@ -23,6 +23,7 @@ from fedsender.daemon import Daemon, store_config
 from fedsender.demo.events import Event, Signer, new_timeline
 from fedsender.demo.process import KEY_VERSION
 from fedsender.handback import Findings, hand_back
+from fedsender.ledger import read_lines, segments
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.outside import real_outside
 from fedsender.store import LockHeld, tables
@@ -415,6 +416,10 @@ async def test_one_of_several_senders_hands_back_what_is_its_own(
             assert not any(name in said for name in of_b)
 
             assert (await give_back(names, accept_loss=True)).done
+            files = segments(tmp_path / "ledger-a")
+            last = [line for path in files for line in read_lines(path)][-1]
+            assert (last["outcome"], last["destination"]) == ("handed_over", "*")
+            assert last["position"] == upto
             assert await held(b) == before
         async with it.sender("b", names, own) as b:
             assert await b.store.sender.frozen_destinations() == sorted(of_b)

@@ -7,6 +7,7 @@ reason not to deliver what is already owed.
 """
 
 import gc
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from fedsender.config import Config, ConfigError, Policy, database_url, load
 from fedsender.federation.client import open_client
 from fedsender.federation.signing import load_signing_key
 from fedsender.health import doubts, read_health
-from fedsender.ledger import Ledger, open_ledger
+from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
@@ -190,7 +191,17 @@ async def open_core(
         open_feed(config, outside, store.homeserver, sender, metrics=metrics) as feed,
     ):
         announcer.feed = feed
+        if config.lists():
+            _note_lists(ledger, config, outside, await store.homeserver.events_position())
         yield Daemon(config, policies, store, sender, feed, ledger, metrics, admission)
+
+
+def _note_lists(ledger: Ledger, config: Config, outside: Outside, position: int) -> None:
+    """A line in the ledger that says whom the operator's lists forbid, from this position on."""
+    lists = config.lists()
+    reason = json.dumps(lists) if lists else None
+    line = Line(outside.now_ms(), EVERY_SERVER, "denied", reason=reason, position=position)
+    ledger.record(line)
 
 
 class _Announcer:
@@ -338,8 +349,11 @@ async def _reload(run: _Run, daemon: Daemon, admin: "Admin") -> str:
     except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))
         return "the configuration cannot be used; running on the old one"
+    changed = in_force.lists() != daemon.policies.config.lists()
     daemon.policies.use(in_force)
     daemon.sender.use_policies()
+    if changed:
+        _note_lists(daemon.ledger, in_force, run.outside, daemon.sender.fan_out.position)
     configure_logging(in_force.log, now_ms=run.outside.now_ms)
     waiting = in_force.differences(newer)
     if waiting:

@@ -21,7 +21,7 @@ from sqlalchemy import make_url
 from fedsender.config import Config, ConfigError
 from fedsender.ledger import Ledger, open_ledger
 from fedsender.outside import Outside
-from fedsender.sender.takeover import discard, hand_over, take_over
+from fedsender.sender.takeover import discard, hand_over, note_handed_over, take_over
 from fedsender.shards import take_shard
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Settlement
@@ -90,6 +90,8 @@ async def hand_back(
             notes = [] if refused else await _settle(store, ledger, outside, config, frozen)
             await hand_over(store, config.instance_name)
             if not refused:
+                position = await store.homeserver.events_position()
+                await note_handed_over(store, ledger, outside, position, config.handles)
                 await store.homeserver.hand_back()
     finally:
         leave_to_owner(_places(config, settings))

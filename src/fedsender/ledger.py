@@ -1,5 +1,8 @@
 """The ledger: every attempt to reach a server leaves one JSON line, and the line is the proof.
 
+So does what is no attempt and decides what can be asked of a sender: from where on the stream is
+its own, where it was handed over, and what was given up.
+
 A line is handed to the kernel before the homeserver's database learns that anything was delivered,
 so that whatever the database believes can be read here too. Lines live in segments (`segments`), a
 new one each hour or at a size. Old closed segments go by age and by size in all.
@@ -39,7 +42,11 @@ from fedsender.segments import (
 
 __all__ = ["Ledger", "Line", "SentPdu", "open_ledger", "read_lines", "segments"]
 
-LINE_VERSION = 1
+LINE_VERSION = 2
+EVERY_SERVER = "*"
+"""In place of a destination: the line is about all of them."""
+NOTES = ("owned", "handed_over", "denied", "purged", "dropped", "discarded")
+"""Outcomes of lines that are no attempts: what was this sender's to deliver, what it gave up."""
 SWEEP_SECONDS = 3600.0
 
 log = structlog.get_logger()
@@ -75,19 +82,22 @@ class SentPdu:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One attempt.
+    """One attempt; or a note (`NOTES`) on what is this sender's to deliver and what it gave up.
 
     Attributes:
         ms: when the attempt ended, in milliseconds since the epoch.
+        destination: the server, or `EVERY_SERVER`.
         attempt: 1 for a transaction's first attempt; 0 when there was no transaction yet, because
             the server could not even be reached.
         edus: how many EDUs of each type it carried.
         outcome: a word of `sender.failure.Outcome`, or "unknown" (cut off by the daemon's end), or
-            "discarded" (a frozen transaction that was given up, with the reason).
+            one of `NOTES`.
         outbox: rows of `device_federation_outbox` that it carried, by stream id.
         device_lists: rows of `device_lists_outbound_pokes` that it carried, or that were conflated
             into what it carried: stream id, user and device. Their names and not what changed.
-        lsso: the low-water mark that an answer to it proves, if any.
+        lsso: the low-water mark that an answer to it proves, if any; of `handed_over` and `purged`,
+            the stream ordering above which the server was owed events.
+        position: of a note, the events position at which it holds.
         refused: event id -> the receiver's error, for PDUs that a 200 said no to; at most 50, each
             error at most 200 bytes.
         took_ms: milliseconds from the first byte to the outcome.
@@ -110,6 +120,7 @@ class Line:
     lsso: int | None = None
     took_ms: int = 0
     reused: bool = False
+    position: int | None = None
 
 
 class Counter(Protocol):
@@ -176,6 +187,7 @@ class Ledger:
             "bytes": line.bytes,
             "took_ms": line.took_ms,
             "reused": line.reused,
+            "position": line.position,
         }
         try:
             self._append(orjson.dumps(record) + b"\n")

@@ -174,6 +174,24 @@ class Config(Section):
             and not self.policy_for(server).deny
         )
 
+    def lists(self) -> dict[str, Any]:
+        """The lists that `allows` goes by, as values of a configuration; empty: all are allowed."""
+        allow, deny, destinations = self.allow, self.deny, self.destinations
+        whitelist = self.homeserver.domain_whitelist
+        overrides = [each for each in destinations.overrides if "deny" in each.model_fields_set]
+        forbids = deny or whitelist is not None or destinations.defaults.deny
+        if allow == ("*",) and not forbids and not any(each.deny for each in overrides):
+            return {}
+        return {
+            "allow": list(allow),
+            "deny": list(deny),
+            "homeserver": {} if whitelist is None else {"domain_whitelist": list(whitelist)},
+            "destinations": {
+                "defaults": {"deny": destinations.defaults.deny},
+                "overrides": [{"match": each.match, "deny": each.deny} for each in overrides],
+            },
+        }
+
     def handles(self, server: str) -> bool:
         """Whether `server` is ours among the federation senders, by Synapse's hash."""
         return self.sender_of(server) == self.instance_name

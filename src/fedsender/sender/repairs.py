@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fedsender.ledger import EVERY_SERVER, Line, SentPdu
 from fedsender.sender.book import Book
 from fedsender.sender.context import Context
 from fedsender.sender.fan_out import FanOut
@@ -93,8 +94,10 @@ class Repairs:
         return await self.redeliver(pairs, released=[item.id])
 
     async def drop(self, ids: Sequence[int]) -> None:
-        """Give quarantined items up for good."""
+        """Give quarantined items up for good, each with a line in the ledger."""
         items = await self._context.store.quarantined(ids)
+        for item in items:
+            self._context.ledger.record(_dropped(item, self._context.outside.now_ms()))
         await self._context.store.drop(ids)
         await self._unblock_rooms({item.room_id for item in items if item.room_id is not None})
 
@@ -118,9 +121,33 @@ class Repairs:
             await self._book.active[server].gone.wait()
         # A drain would write down what it left.
         self._book.unsaved.pop(server, None)
+        await self._note_purged(server)
         await self._context.store.forget(server)
         # What becomes owed is either purged with the rest or offered to a server that is level.
         async with self._fan_out.handing_over:
             await self._context.homeserver.purge(server)
             self._book.forget(server)
         return []
+
+    async def _note_purged(self, server: str) -> None:
+        """A line in the ledger that says what this server was owed."""
+        context = self._context
+        catch_up = await context.store.catch_up(server)
+        lsso = catch_up.floor if catch_up else await context.homeserver.lsso(server)
+        position = await context.homeserver.events_position()
+        now_ms = context.outside.now_ms()
+        context.ledger.record(Line(now_ms, server, "purged", lsso=lsso, position=position))
+
+
+def _dropped(item: Quarantined, now_ms: int) -> Line:
+    pdus: list[SentPdu] = []
+    if item.event_id and item.room_id and item.stream_ordering is not None:
+        pdus.append(SentPdu(item.event_id, item.room_id, item.stream_ordering, "quarantine"))
+    return Line(
+        now_ms,
+        item.destination or EVERY_SERVER,
+        "dropped",
+        pdus=pdus,
+        edus=None if item.event_id else {item.kind: 1},
+        reason=item.reason,
+    )

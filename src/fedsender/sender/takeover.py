@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from fedsender.ledger import Ledger, Line
+from fedsender.ledger import EVERY_SERVER, Ledger, Line
 from fedsender.outside import Outside
 from fedsender.sender import failure
 from fedsender.sender.under_way import cut_off
@@ -52,6 +52,7 @@ async def take_over(
     if moved is None:
         await _for_each(ledger.last_words.values(), takeover.settle)
     else:
+        await takeover.note_other_sender()
         mine = [name for name in await store.sender.catching_up() if is_mine(name)]
         await _for_each(mine, takeover.catch_up_anew)
     ledger.close_torn()
@@ -59,8 +60,10 @@ async def take_over(
     keep_mark = left is not None and moved is None
     mark = left.mark if left is not None and keep_mark else outside.entropy(8).hex()
     # Ours first: a crash between the two is taken for a move, with nothing left to discard.
-    await store.sender.save_generation(instance, await store.homeserver.events_position(), mark)
+    position = await store.homeserver.events_position()
+    await store.sender.save_generation(instance, position, mark)
     await store.homeserver.adopt_generation(mark)
+    ledger.record(Line(outside.now_ms(), EVERY_SERVER, "owned", position=position))
     return valid
 
 
@@ -70,6 +73,26 @@ async def hand_over(store: Store, instance: str) -> None:
     if left is not None:
         there = await store.homeserver.generation()
         await store.sender.save_generation(instance, there.position, left.mark)
+
+
+async def note_handed_over(
+    store: Store,
+    ledger: Ledger,
+    outside: Outside,
+    position: int,
+    is_mine: Callable[[str], bool],
+) -> None:
+    """Lines that say: what is above this position, or was owed then, is another sender's to send.
+
+    One for all servers. One more for each in catch-up, with its floor: its low-water mark has
+    passed events that it was owed.
+    """
+    for name in await store.sender.catching_up():
+        known = await store.sender.catch_up(name) if is_mine(name) else None
+        if known is not None:
+            line = Line(outside.now_ms(), name, "handed_over", lsso=known.floor, position=position)
+            ledger.record(line)
+    ledger.record(Line(outside.now_ms(), EVERY_SERVER, "handed_over", position=position))
 
 
 async def discard(store: Store, ledger: Ledger, outside: Outside, name: str, reason: str) -> None:
@@ -146,6 +169,14 @@ class _Takeover:
         if there.position < known:
             return f"the events position went back to {there.position} from {known}"
         return None
+
+    async def note_other_sender(self) -> None:
+        """Another sender has gone on from where we left, and was not handed the stream."""
+        there = await self.store.homeserver.generation()
+        left_at = there.ours
+        # After a hand-back the ledger has these lines already, and `ours` says nothing.
+        if left_at is not None and 0 <= left_at < there.position:
+            await note_handed_over(self.store, self.ledger, self.outside, left_at, self.is_mine)
 
     async def _newest_settled(self) -> int:
         """The newest event that catch-ups and the ledger's last words say was answered. Not by

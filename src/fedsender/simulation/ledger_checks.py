@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from fedsender.ledger import EVERY_SERVER, NOTES
 from fedsender.simulation.books import DAY_S, Book
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.virtual import EPOCH_MS
@@ -35,9 +36,11 @@ class LedgerChecks:
 
     def _take(self, line: dict[str, Any]) -> None:
         evidence = self._evidence
-        book = evidence.books.of[line["destination"]]
         outcome = line["outcome"]
         evidence.counts[f"outcome: {outcome}"] += 1
+        if line["destination"] == EVERY_SERVER:
+            return
+        book = evidence.books.of[line["destination"]]
         at = (line["ms"] - EPOCH_MS) / 1000
         evidence.trace.note(
             "line", book.name, outcome, line["transaction_id"], line["attempt"], line["status"]
@@ -47,6 +50,7 @@ class LedgerChecks:
                 evidence.trace.note("lane", book.name, *pdu.values())
         if outcome == "discarded":
             book.unanswered = None
+        if outcome in NOTES:
             return
         book.sought_at = max(book.sought_at, at)
         if line["transaction_id"] is not None and line["attempt"] > 0:

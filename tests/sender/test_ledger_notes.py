@@ -1,0 +1,128 @@
+"""What the ledger says beside attempts: whose the stream is, and what was given up."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import trio
+from tests.sender.harness import World
+from tests.sender.test_review import A, B, a_store, start
+from trio.testing import MockClock
+
+from fedsender.config import from_values
+from fedsender.ledger import NOTES, read_lines
+from fedsender.segments import segments
+from fedsender.store import Store
+
+R1 = "!1:hs.example"
+
+
+def notes(ledger: Path) -> list[tuple[Any, ...]]:
+    """(outcome, destination, position, lsso) of each, oldest first."""
+    lines = [line for path in segments(ledger) for line in read_lines(path)]
+    return [
+        (line["outcome"], line["destination"], line["position"], line["lsso"])
+        for line in lines
+        if line["outcome"] in NOTES
+    ]
+
+
+async def move_on(store: Store, position: int) -> None:
+    """As another sender does that takes our place."""
+    await store.homeserver._database.write(
+        lambda connection: connection.exec_driver_sql(
+            "UPDATE federation_stream_position SET stream_id = ? WHERE type = 'events'", (position,)
+        )
+    )
+
+
+async def test_a_start_says_from_where_on_the_stream_is_ours(tmp_path: Path) -> None:
+    async with a_store(tmp_path) as store:
+        await store.homeserver.events_position()
+        await store.homeserver.commit_fan_out(10, {})
+        await start(store, tmp_path, "b1")
+        await store.homeserver.commit_fan_out(20, {})
+        await start(store, tmp_path, "b2")
+    assert notes(tmp_path / "ledger") == [("owned", "*", 10, None), ("owned", "*", 20, None)]
+
+
+async def test_where_another_sender_went_on_unasked_the_stream_was_handed_over(
+    tmp_path: Path,
+) -> None:
+    """Nobody handed it back, so the position that has moved says so. A server that was in catch-up
+    was owed what is above its floor, whatever its low-water mark had passed."""
+    async with a_store(tmp_path) as store:
+        await store.homeserver.events_position()
+        await store.homeserver.commit_fan_out(20, {})
+        await start(store, tmp_path, "b1")
+        for server, floor in ((A, 7), (B, 8)):
+            await store.sender.begin_catch_up(server, floor, newest_only=False)
+        await store.homeserver.commit_fan_out(30, {})
+        await move_on(store, 60)
+        await start(store, tmp_path, "b2", lambda server: server == A)
+        # A backup that came back is no other sender's doing.
+        await move_on(store, 50)
+        await start(store, tmp_path, "b3")
+    assert notes(tmp_path / "ledger") == [
+        ("owned", "*", 20, None),
+        ("handed_over", A, 30, 7),
+        ("handed_over", "*", 30, None),
+        ("owned", "*", 60, None),
+        ("owned", "*", 50, None),
+    ]
+
+
+async def test_what_an_operator_gives_up_has_its_line(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A purged server, from where it was owed; and each item that leaves quarantine for nowhere."""
+    world = World(tmp_path)
+    world.server(A, down=True)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(5)
+        store = world.store
+        lsso = await store.homeserver.lsso(A)
+        position = await store.homeserver.events_position()
+        where: dict[str, Any] = {"event_id": "$e", "room_id": R1, "stream_ordering": 3}
+        ids = [
+            await store.sender.quarantine_item(destination=A, kind="pdu", reason="bad", **where),
+            await store.sender.quarantine_item(destination=None, kind="pdu", reason="bad", **where),
+            await store.sender.quarantine_item(destination=A, kind="m.typing", reason="bad"),
+        ]
+        assert await sender.purge(A) == [R1]
+        await sender.drop_quarantined(ids)
+        assert await sender.purge(A, force=True) == []
+    assert notes(tmp_path / "ledger")[1:] == [
+        ("dropped", A, None, None),
+        ("dropped", "*", None, None),
+        ("dropped", A, None, None),
+        ("purged", A, position, lsso),
+    ]
+    dropped = [line for line in world.ledger() if line["outcome"] == "dropped"]
+    assert [line["pdus"] for line in dropped] == [
+        *[[where | {"lane": "quarantine"}]] * 2,
+        [],
+    ]
+    assert [line["edus"] for line in dropped] == [{}, {}, {"m.typing": 1}]
+
+
+def test_the_lists_that_forbid_servers_can_be_read_back(tmp_path: Path) -> None:
+    """They stand in a line as a configuration has them: whoever reads it finds who was denied."""
+    values: list[dict[str, Any]] = [
+        {},
+        {"deny": ["*.bad.example", "c.example:8448"]},
+        {"allow": ["a.*"]},
+        {"homeserver": {"domain_whitelist": ["a.example"]}},
+        {"destinations": {"defaults": {"deny": True}, "overrides": [
+            {"match": "a.*", "deny": False}, {"match": "b.*", "max_pdus": 3}]}},
+    ]  # fmt: skip
+    base = {"server_name": "us.example", "signing_key": "key"}
+    names = ("a.example", "b.example", "x.bad.example", "c.example:8448", "us.example")
+    for each in values:
+        config = from_values(base | each, directory=tmp_path)
+        lists = json.loads(json.dumps(config.lists()))
+        again = from_values(base | lists, directory=tmp_path)
+        assert bool(lists) == bool(each)
+        assert [again.allows(name) for name in names] == [config.allows(name) for name in names]
