@@ -10,7 +10,12 @@ import typer.main
 import yaml
 from typer.core import TyperGroup
 
+from fedsender.admin import access, http1
 from fedsender.cli import app
+from fedsender.config import Federation, Ledger, Sending
+from fedsender.federation import answer, client, discovery, places, transport
+from fedsender.replication import protocol, resp, tcp
+from fedsender.sender import admission
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,3 +76,48 @@ def test_settings_in_yaml_blocks_exist(page: Path) -> None:
         for document in yaml.safe_load_all(block):
             if isinstance(document, dict):
                 assert set(document) <= known, f"{page.name}: {sorted(set(document) - known)}"
+
+
+def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
+    """Whoever changes one of them says so there."""
+    page = " ".join((ROOT / "docs/security.md").read_text().split())
+    bounds, web = transport.Bounds(0), discovery.WELL_KNOWN_BOUNDS
+    federation, sending, ledger = Federation(), Sending(), Ledger()
+    kib, mib = 2**10, 2**20
+    for text in (
+        f"{answer.longest_answer(0) // kib} KiB and {answer._ANSWER_BYTES_PER_PDU // kib} KiB more",
+        f"{answer._PARTS:,} of the characters `[` `{{` `,` and {answer._PARTS_PER_PDU} more",
+        f"{bounds.framing_bytes // kib} KiB in all and {bounds.headers} headers;"
+        f" {transport._PIECE_BYTES} bytes are counted for each piece",
+        f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
+        f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
+        f"`federation.request_timeout` ({federation.request_timeout:.0f} s)",
+        f"{answer._MAX_REFUSED} are kept, of PDUs that were in the transaction,"
+        f" {answer._MAX_ERROR_BYTES} bytes each",
+        f"{web.body_bytes // kib} KiB of body, {web.framing_bytes // kib} KiB of headers,"
+        f" {web.headers} headers, {transport._MAX_REDIRECTS} redirects of"
+        f" {transport._MAX_LOCATION:,} bytes (https only), {client._WELL_KNOWN_S:.0f} s in all",
+        f"At most {discovery.MAX_CANDIDATES} addresses of a server are tried, of at most"
+        f" {discovery.MAX_SRV_TARGETS} SRV targets and {discovery.MAX_RECORDS} records",
+        f"{client._PLACES} look-ups run at once, each for at most {client._LOOKUP_S:.0f} s",
+        f"waited for {places.PATIENCE_S:.0f} s, it gives up its place",
+        f"one of {client._PLACES // 2} slow places, at most {places.PER_DOMAIN} of them",
+        f"up to {client._PLACES + client._PLACES // 2} questions at once",
+        f"{client._CACHE_ENTRIES:,} answers in all",
+        f"({sending.handshakes_per_second:.0f}) new ones; {federation.connect_timeout:.0f} s to"
+        f" connect, {federation.handshake_timeout:.0f} s for TLS",
+        f"({sending.queue_pdus:,}) for each, `sending.window_bytes`"
+        f" ({sending.window_bytes // mib} MiB) for all",
+        f"{ledger.keep_days} days, {ledger.keep_bytes // 2**30} GiB",
+        f"nobody is attempted for {admission.LACK_S:.0f} s",
+        f"{http1.OPERATORS.connections} connections, HTTP/1.1 only; headers of"
+        f" {http1.HEAD_BYTES // kib} KiB within {http1.HEAD_SECONDS:.0f} s; a body of"
+        f" {http1.OPERATORS.body_bytes // mib} MiB within {access.BODY_SECONDS:.0f} s;"
+        f" {http1.OPERATORS.requests} requests with a token at once,"
+        f" {access.REQUEST_SECONDS:.0f} s each; {http1.SEND_SECONDS:.0f} s to read each 64 KiB",
+        f"a drain waits {http1.GRACE_SECONDS:.0f} s",
+        f"{protocol.SYNAPSE_MAX_LINE // kib} KiB from Synapse and"
+        f" {protocol.OWN_MAX_LINE // kib} KiB from our own kind, Redis replies of"
+        f" {resp.MAX_BULK // mib} MiB, {tcp.MAX_CLIENTS} clients",
+    ):
+        assert text in page, text
