@@ -227,7 +227,7 @@ def test_what_is_no_plain_yaml_is_refused(text: str, expected: str) -> None:
             "3:43",
             "does not name 'fedsender', our instance_name",
         ),
-        ("sending: {max_in_flight: 1001}", "3:26", "is larger than federation.max_connections"),
+        ("sending: {max_in_flight: 2501}", "3:26", "is larger than federation.max_connections"),
         ("ledger: {segment_bytes: 3GiB}", "3:25", "is larger than keep_bytes"),
         ("ledger: {segment_seconds: 15d}", "3:27", "is longer than keep_days"),
         (

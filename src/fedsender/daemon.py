@@ -150,6 +150,7 @@ async def open_core(
         max_in_flight=config.sending.max_in_flight,
         slow_share=config.sending.max_connections_slow_share,
         handshakes_per_second=config.sending.handshakes_per_second,
+        in_flight_bytes=config.sending.in_flight_bytes,
     )
     announcer = _Announcer()
     async with (
@@ -168,9 +169,7 @@ async def open_core(
             segment_bytes=config.ledger.segment_bytes,
             lost_lines=metrics.ledger_failures,
         ) as ledger,
-        open_client(
-            config.federation, outside, config.server_name, key, admission, metrics
-        ) as client,
+        open_client(config.federation, outside, config.server_name, key, metrics) as client,
         open_sender(
             server_name=config.server_name,
             instance=config.instance_name,

@@ -6,10 +6,8 @@ import resource
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import (
-    AbstractAsyncContextManager,
     asynccontextmanager,
     contextmanager,
-    nullcontext,
     suppress,
 )
 from dataclasses import dataclass, field, replace
@@ -242,14 +240,25 @@ async def nameserver(zone: Zone) -> AsyncIterator[tuple[str, int]]:
 
 
 class AnybodyMay:
-    """Admission that counts and refuses nobody."""
+    """Leave that is always given, and counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, hurried: bool = False) -> None:
+        self.hurried = hurried
         self.handshakes = 0
 
-    def handshake(self) -> AbstractAsyncContextManager[None]:
+    def at_once(self) -> bool:
+        return True
+
+    async def place(self) -> None: ...
+
+    async def turn(self) -> None: ...
+
+    async def handshake(self, address: str | None) -> None:
         self.handshakes += 1
-        return nullcontext()
+
+    def reached(self, address: str | None) -> None: ...
+
+    def asked(self) -> None: ...
 
 
 def outside_with(network: RealNetwork) -> Outside:
@@ -270,7 +279,7 @@ async def client_of(
     }
     outside = outside_with(network or RealNetwork())
     config = Federation.model_validate(values)
-    async with open_client(config, outside, OURS, KEY, AnybodyMay()) as client:
+    async with open_client(config, outside, OURS, KEY) as client:
         yield client
 
 

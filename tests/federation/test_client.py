@@ -85,7 +85,7 @@ async def test_transaction_arrives_signed_and_its_answer_comes_back(tmp_path: Pa
     requests: list[Request] = []
     async with (
         one_server(tmp_path, noting(requests, OK)) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         answer = await send(peer, "a/b c")
     assert (answer.status, answer.is_answer, answer.reused) == (200, True, False)
@@ -104,7 +104,7 @@ async def test_each_attempt_is_signed_with_the_key_of_the_moment(tmp_path: Path)
     requests: list[Request] = []
     async with (
         one_server(tmp_path, noting(requests, OK)) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         await send(peer)
         client.key = signing_key_from_seed("new", bytes(32))
@@ -117,7 +117,7 @@ async def test_each_attempt_is_signed_with_the_key_of_the_moment(tmp_path: Path)
 async def test_connection_outlives_the_peer_and_serves_the_next(tmp_path: Path) -> None:
     async with one_server(tmp_path, answering(OK)) as (client, server):
         for reused in (False, True, True):
-            async with client.peer(NAME, server.policy) as peer:
+            async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
                 assert (await send(peer)).reused is reused
         assert server.connections == 1
         assert client.statistics().idle == client.statistics().open == 1
@@ -126,9 +126,9 @@ async def test_connection_outlives_the_peer_and_serves_the_next(tmp_path: Path) 
 
 async def test_entering_and_leaving_a_peer_does_nothing(tmp_path: Path) -> None:
     async with one_server(tmp_path, answering(OK)) as (client, server):
-        async with client.peer(NAME, server.policy):
+        async with client.peer(NAME, server.policy, AnybodyMay()):
             pass
-        async with client.peer("not a server name", Policy()) as peer:
+        async with client.peer("not a server name", Policy(), AnybodyMay()) as peer:
             with pytest.raises(Unreachable, match="not a server name"):
                 await peer.connect()
     assert server.connections == 0
@@ -142,9 +142,9 @@ async def test_connections_are_not_shared_between_destinations(tmp_path: Path) -
         client_of(tmp_path) as client,
     ):
         for name in ("b.example", "c.example"):
-            async with client.peer(name, server.policy) as peer:
+            async with client.peer(name, server.policy, AnybodyMay()) as peer:
                 await send(peer)
-        async with client.peer("evil.example", server.policy) as peer:
+        async with client.peer("evil.example", server.policy, AnybodyMay()) as peer:
             with pytest.raises(Unreachable, match="certificate refused") as caught:
                 await peer.connect()
             assert caught.value.kind == "tls"
@@ -160,7 +160,7 @@ async def test_changed_policy_does_not_use_the_connection_of_the_old_one(tmp_pat
         client_of(tmp_path) as client,
     ):
         for server in (old, new, new):
-            async with client.peer(NAME, server.policy) as peer:
+            async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
                 await send(peer)
         assert (old.connections, new.connections) == (1, 1)
         assert client.statistics().open == 1
@@ -176,7 +176,7 @@ async def test_answers_of_any_status_are_answers(tmp_path: Path) -> None:
     ]
     async with (
         one_server(tmp_path, answering(*answers)) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         limited = await send(peer)
         assert (limited.status, limited.retry_after_s) == (429, 9.0)
@@ -190,7 +190,7 @@ async def test_longest_answer_that_is_read_depends_on_the_pdus_sent(tmp_path: Pa
     page = b'{"pdus":{},"x":"' + b"x" * 200_000 + b'"}'
     async with (
         one_server(tmp_path, answering(response(200, page))) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         assert (await send(peer, event_ids=sent)).is_answer
         with pytest.raises(SendFailed, match="larger than 86016 bytes") as caught:
@@ -202,7 +202,7 @@ async def test_setting_can_only_lower_the_longest_answer(tmp_path: Path) -> None
     converse = answering(response(200, b" " * 20_000 + b"{}"))
     async with (
         one_server(tmp_path, converse, max_answer_bytes=16_384) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         with pytest.raises(SendFailed, match="larger than 16384 bytes"):
             await send(peer)
@@ -234,7 +234,7 @@ async def test_reused_connection_that_closes_unheard_is_replaced_once(tmp_path: 
     requests: list[Request] = []
     async with (
         one_server(tmp_path, closing_after(1, requests)) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         assert not (await send(peer, "t1")).reused
         answer = await send(peer, "t2")
@@ -249,7 +249,7 @@ async def test_new_connection_that_closes_unheard_is_a_failure(tmp_path: Path) -
     requests: list[Request] = []
     async with (
         one_server(tmp_path, closing_after(0, requests)) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         with pytest.raises(SendFailed, match="without an answer") as caught:
             await send(peer)
@@ -266,7 +266,7 @@ async def test_answer_that_breaks_off_is_not_repeated(tmp_path: Path) -> None:
     converse = answering(OK, half, then_close=True)
     async with (
         one_server(tmp_path, converse) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         await send(peer)
         with pytest.raises(SendFailed, match="in the middle") as caught:
@@ -284,7 +284,7 @@ async def test_repetition_that_cannot_connect_says_that_something_was_sent(tmp_p
     ):
         network.ports["10.0.0.1", 8448] = server.port
         policy = Policy(address=TcpAddress("10.0.0.1", 8448))
-        async with client.peer(NAME, policy) as peer:
+        async with client.peer(NAME, policy, AnybodyMay()) as peer:
             await send(peer)
             network.ports["10.0.0.1", 8448] = unused_port()
             with pytest.raises(SendFailed, match="refused") as caught:
@@ -308,7 +308,7 @@ async def test_cancelled_exchange_says_what_left_and_spoils_no_later_one(tmp_pat
 
     async with (
         one_server(tmp_path, converse) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         link = await peer.connect()
         assert not link.sent
@@ -323,7 +323,7 @@ async def test_cancelled_exchange_says_what_left_and_spoils_no_later_one(tmp_pat
 
 async def test_peer_left_while_holding_a_link_gives_it_back(tmp_path: Path) -> None:
     async with one_server(tmp_path, answering(OK)) as (client, server):
-        async with client.peer(NAME, server.policy) as peer:
+        async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             assert await peer.connect() is not None
             await peer.connect()
             assert client.statistics().idle == 0
@@ -350,7 +350,7 @@ async def test_version_tells_a_homeserver_from_other_things(
     requests: list[Request] = []
     async with (
         one_server(tmp_path, noting(requests, answer)) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         with trio.fail_after(60):
             assert await peer.version_answers() is answers
@@ -362,7 +362,7 @@ async def test_version_of_a_server_that_is_down_does_not_answer(tmp_path: Path) 
     Authority(tmp_path)
     async with client_of(tmp_path) as client:
         policy = Policy(address=TcpAddress("127.0.0.1", unused_port()))
-        async with client.peer(NAME, policy) as peer:
+        async with client.peer(NAME, policy, AnybodyMay()) as peer:
             with trio.fail_after(60):
                 assert not await peer.version_answers()
             with pytest.raises(Unreachable, match="Connection refused") as caught:
@@ -389,7 +389,7 @@ async def test_delegated_server_is_found_by_well_known_and_proves_the_delegated_
     ):
         network.records = {(NAME, "A"): ["10.0.0.1"], ("d.example", "A"): ["10.0.0.2"]}
         network.ports = {("10.0.0.1", 443): web.port, ("10.0.0.2", 443): server.port}
-        async with client.peer(NAME, Policy()) as peer:
+        async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
             await send(peer)
             await send(peer)
     assert web_requests[0].line == "GET /.well-known/matrix/server HTTP/1.1"
@@ -406,7 +406,7 @@ async def test_delegated_server_is_found_by_well_known_and_proves_the_delegated_
         client_of(tmp_path, network) as client,
     ):
         network.ports["10.0.0.2", 443] = server.port
-        async with client.peer(NAME, Policy()) as peer:
+        async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
             await send(peer)
     assert network.asked == []
 
@@ -418,7 +418,7 @@ async def test_name_servers_of_the_configuration_are_asked(tmp_path: Path) -> No
         serving(authority.context(NAME), answering(OK)) as server,
         nameserver(zone) as (ip, port),
         client_of(tmp_path, nameservers=(f"{ip}:{port}",)) as client,
-        client.peer(f"{NAME}:{server.port}", Policy()) as peer,
+        client.peer(f"{NAME}:{server.port}", Policy(), AnybodyMay()) as peer,
     ):
         assert (await send(peer)).status == 200
 
@@ -433,7 +433,7 @@ async def test_well_known_cannot_lead_into_a_private_network(tmp_path: Path) -> 
     ):
         network.records = {(NAME, "A"): ["192.0.2.1"], ("internal.example", "A"): ["10.0.0.7"]}
         network.ports = {("192.0.2.1", 443): web.port, ("192.0.2.1", 8448): unused_port()}
-        async with client.peer(NAME, Policy()) as peer:
+        async with client.peer(NAME, Policy(), AnybodyMay()) as peer:
             with pytest.raises(Unreachable, match="refused") as caught:
                 await peer.connect()
     assert "address outside the permitted IP ranges: 10.0.0.7" in caught.value.text
@@ -449,7 +449,7 @@ async def test_dns_that_points_into_a_private_network_is_blocked(
     network.records = {(NAME, "AAAA" if ":" in address else "A"): [address]}
     async with (
         client_of(tmp_path, network, ip_deny=("10.0.0.0/8",)) as client,
-        client.peer(f"{NAME}:8448", Policy()) as peer,
+        client.peer(f"{NAME}:8448", Policy(), AnybodyMay()) as peer,
     ):
         with pytest.raises(Unreachable, match="permitted IP ranges") as caught:
             await peer.connect()
@@ -466,7 +466,7 @@ async def test_server_that_moved_is_found_at_the_second_attempt(tmp_path: Path) 
     ):
         network.records = {(NAME, "A"): ["10.0.0.1"]}
         network.ports = {("10.0.0.1", 8448): server.port, ("10.0.0.2", 8448): server.port}
-        async with client.peer(f"{NAME}:8448", Policy()) as peer:
+        async with client.peer(f"{NAME}:8448", Policy(), AnybodyMay()) as peer:
             await send(peer)
             network.records = {(NAME, "A"): ["10.0.0.2"]}
             network.ports["10.0.0.1", 8448] = unused_port()
@@ -478,7 +478,7 @@ async def test_server_that_moved_is_found_at_the_second_attempt(tmp_path: Path) 
 async def test_our_own_lack_of_descriptors_says_nothing_of_the_server(tmp_path: Path) -> None:
     async with (
         one_server(tmp_path, answering(OK)) as (client, server),
-        client.peer(NAME, server.policy) as peer,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         # At first not even the file of certificates can be read.
         for _ in range(2):
@@ -499,10 +499,8 @@ async def test_metrics_count_requests_answers_and_connections(tmp_path: Path) ->
     )
     async with (
         serving(authority.context(NAME), answering(OK, response(500))) as server,
-        open_client(
-            config, outside_with(RealNetwork()), OURS, KEY, AnybodyMay(), metrics
-        ) as client,
-        client.peer(NAME, server.policy) as peer,
+        open_client(config, outside_with(RealNetwork()), OURS, KEY, metrics) as client,
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         await send(peer)
         await send(peer)

@@ -48,8 +48,15 @@ class MemoryNetwork(RealNetwork):
         super().__init__()
         self._nursery = nursery
         self.connections: list[trio.abc.Stream] = []
+        self.dialling_s = 0.0
+        self._era = 0
+
+    def forget(self) -> None:
+        """Reset each connection of now when it is used, as a NAT does that was restarted."""
+        self._era += 1
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
+        await trio.sleep(self.dialling_s)
         ours, theirs = trio.testing.memory_stream_pair()
         self.connections.append(theirs)
         self._nursery.start_soon(self._serve, theirs)
@@ -59,8 +66,9 @@ class MemoryNetwork(RealNetwork):
         return stream
 
     async def _serve(self, stream: trio.abc.Stream) -> None:
+        era = self._era
         try:
-            while await read_request(stream) is not None:
+            while await read_request(stream) is not None and era == self._era:
                 await stream.send_all(OK)
         except trio.BrokenResourceError:
             pass
@@ -71,7 +79,7 @@ class MemoryNetwork(RealNetwork):
 
 @asynccontextmanager
 async def in_memory(
-    directory: Path, admission: AnybodyMay | None = None, **settings: object
+    directory: Path, **settings: object
 ) -> AsyncIterator[tuple[FederationClient, MemoryNetwork]]:
     Authority(directory)
     async with trio.open_nursery() as nursery:
@@ -85,7 +93,7 @@ async def in_memory(
         # The clock is virtual, so nothing may be written from a thread.
         outside = replace(outside_with(network), run_sync=inline)
         config = Federation.model_validate(values)
-        async with open_client(config, outside, OURS, KEY, admission or AnybodyMay()) as client:
+        async with open_client(config, outside, OURS, KEY) as client:
             yield client, network
         nursery.cancel_scope.cancel()
 
@@ -103,7 +111,7 @@ async def test_idle_connections_are_closed_after_their_time(
 ) -> None:
     async with in_memory(tmp_path, idle_connection=120) as (client, network):
         for number in range(3):
-            async with client.peer(f"b{number}.example", there(number)) as peer:
+            async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
                 await send(peer)
             await trio.sleep(30)
         assert len(network.connections) == 3
@@ -119,7 +127,7 @@ async def test_used_connection_is_not_idle(
 ) -> None:
     async with (
         in_memory(tmp_path, idle_connection=120) as (client, network),
-        client.peer("b.example", there(1)) as peer,
+        client.peer("b.example", there(1), AnybodyMay()) as peer,
     ):
         for _ in range(10):
             await send(peer)
@@ -135,14 +143,14 @@ async def test_longest_idle_connection_makes_room(
 ) -> None:
     async with in_memory(tmp_path, max_connections=3) as (client, network):
         for number in (0, 1, 2, 0, 3):
-            async with client.peer(f"b{number}.example", there(number)) as peer:
+            async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
                 await send(peer)
             await trio.sleep(1)
             assert len(network.connections) <= 3
         assert client.statistics().opened == 4
-        async with client.peer("b0.example", there(0)) as peer:
+        async with client.peer("b0.example", there(0), AnybodyMay()) as peer:
             assert (await send(peer)).reused
-        async with client.peer("b1.example", there(1)) as peer:
+        async with client.peer("b1.example", there(1), AnybodyMay()) as peer:
             assert not (await send(peer)).reused
 
 
@@ -153,7 +161,7 @@ async def test_when_all_are_busy_the_next_waits_for_a_place(
     async with in_memory(tmp_path, max_connections=2) as (client, network):
 
         async def hold(number: int, for_s: float) -> None:
-            async with client.peer(f"b{number}.example", there(number)) as peer:
+            async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
                 link = await peer.connect()
                 order.append(f"b{number} at {trio.current_time():.0f}")
                 assert len(network.connections) <= 2
@@ -174,19 +182,14 @@ async def test_when_all_are_busy_the_next_waits_for_a_place(
 async def test_failed_and_cancelled_openings_leave_no_place_taken(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    class Slow(AnybodyMay):
-        @asynccontextmanager
-        async def handshake(self) -> AsyncIterator[None]:
-            await trio.sleep(10)
-            yield
-
-    async with in_memory(tmp_path, Slow(), max_connections=1) as (client, _):
+    async with in_memory(tmp_path, max_connections=1) as (client, network):
+        network.dialling_s = 8
         for _ in range(3):
             with trio.move_on_after(5):
-                async with client.peer("b.example", there(1)) as peer:
+                async with client.peer("b.example", there(1), AnybodyMay()) as peer:
                     await peer.connect()
             assert client.statistics().open == 0
-        async with client.peer("b.example", there(1)) as peer:
+        async with client.peer("b.example", there(1), AnybodyMay()) as peer:
             assert (await send_slowly(peer)).status == 200
 
 
@@ -207,7 +210,7 @@ async def test_work_for_a_request_does_not_grow_with_idle_connections(
             nonlocal calls
             calls += event in ("call", "c_call")
 
-        async with client.peer("busy.example", there(999)) as peer:
+        async with client.peer("busy.example", there(999), AnybodyMay()) as peer:
             for _ in range(3):
                 await send(peer)
             await trio.testing.wait_all_tasks_blocked()
@@ -221,7 +224,7 @@ async def test_work_for_a_request_does_not_grow_with_idle_connections(
     async with in_memory(tmp_path, max_connections=1000) as (client, network):
         alone = await calls_of_one_request(client)
         for number in range(300):
-            async with client.peer(f"b{number}.example", there(number)) as peer:
+            async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
                 await send(peer)
         assert len(network.connections) == 301
         among_many = await calls_of_one_request(client)
@@ -234,7 +237,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
 ) -> None:
     """Over real sockets, since that is where it shows; both ways of noticing."""
     async with one_server(tmp_path, answering(OK, then_close=True)) as (client, server):
-        async with client.peer(NAME, server.policy) as peer:
+        async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             await send(peer)
         live = next(iter(client.connections._idle.values()))
         stream = live.connection.stream
@@ -245,7 +248,7 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
         assert await client.connections.take(NAME, live.opened_by) is None
         assert client.statistics().open == 0
 
-        async with client.peer(NAME, server.policy) as peer:
+        async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             assert not (await send(peer)).reused
         live = next(iter(client.connections._idle.values()))
         stream = live.connection.stream
@@ -257,9 +260,9 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
 
 
 async def test_every_new_connection_asks_leave(tmp_path: Path) -> None:
-    admission = AnybodyMay()
-    async with in_memory(tmp_path, admission) as (client, _):
+    leave = AnybodyMay()
+    async with in_memory(tmp_path) as (client, _):
         for number in (0, 1, 0):
-            async with client.peer(f"b{number}.example", there(number)) as peer:
+            async with client.peer(f"b{number}.example", there(number), leave) as peer:
                 await send(peer)
-    assert admission.handshakes == 2
+    assert leave.handshakes == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from tests.federation.servers import NAME, Authority, TableNetwork, client_of
+from tests.federation.servers import NAME, AnybodyMay, Authority, TableNetwork, client_of
 
 from fedsender.config import Policy
 from fedsender.federation.dialing import Unreachable
@@ -195,7 +195,7 @@ async def test_silent_web_servers_hold_up_no_other_well_known(
     async with client_of(tmp_path, network) as client, trio.open_nursery() as nursery:
 
         async def connect(name: str) -> None:
-            async with client.peer(name, Policy()) as peer:
+            async with client.peer(name, Policy(), AnybodyMay()) as peer:
                 with suppress(Unreachable):
                     await peer.connect()
 

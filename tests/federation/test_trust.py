@@ -7,6 +7,7 @@ import pytest
 from tests.federation.servers import (
     NAME,
     OK,
+    AnybodyMay,
     Authority,
     answering,
     client_of,
@@ -27,12 +28,15 @@ async def test_more_authorities_than_one(tmp_path: Path) -> None:
     Authority(ours)
     authority = Authority(other)
     async with serving(authority.context(NAME), answering(OK)) as server:
-        async with client_of(ours) as client, client.peer(NAME, server.policy) as peer:
+        async with (
+            client_of(ours) as client,
+            client.peer(NAME, server.policy, AnybodyMay()) as peer,
+        ):
             with pytest.raises(Unreachable, match="certificate"):
                 await send(peer)
         async with (
             client_of(ours, None, more_ca_files=(authority.file,)) as client,
-            client.peer(NAME, server.policy) as peer,
+            client.peer(NAME, server.policy, AnybodyMay()) as peer,
         ):
             assert (await send(peer)).status == 200
 
@@ -42,9 +46,9 @@ async def test_one_server_need_not_prove_who_it_is(tmp_path: Path) -> None:
     async with one_server(tmp_path, answering(OK)) as (client, server):
         Authority(tmp_path)  # Another one by now: the server's own is not trusted.
         unchecked = server.policy.model_copy(update={"verify_certificates": False})
-        async with client.peer(NAME, unchecked) as peer:
+        async with client.peer(NAME, unchecked, AnybodyMay()) as peer:
             assert (await send(peer)).status == 200
-        async with client.peer(NAME, server.policy) as peer:
+        async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             with pytest.raises(Unreachable, match="certificate"):
                 await send(peer)
 

@@ -26,7 +26,7 @@ from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
 from fedsender.ledger import open_ledger, read_lines, segments
 from fedsender.outside import Outside
-from fedsender.sender.admission import Admission
+from fedsender.sender.admission import Admission, Leave
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
@@ -34,6 +34,12 @@ from fedsender.telemetry import Metrics
 
 HS = "hs.example"
 EPOCH_MS = 1_800_000_000_000
+SENDING = {
+    "max_in_flight": 100,
+    "max_connections_slow_share": 0.25,
+    # There is no network, so that what is measured is something else.
+    "handshakes_per_second": 10_000,
+}
 
 
 async def run_inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
@@ -102,20 +108,22 @@ class RemoteServer:
 
 
 class FakePeer:
-    def __init__(self, server: RemoteServer) -> None:
+    def __init__(self, server: RemoteServer, leave: Leave) -> None:
         self.server = server
+        self.leave = leave
 
     def at_hand(self) -> None:
         """Each attempt connects."""
 
     async def connect(self) -> "FakeLink":
+        await self.leave.handshake(None)
         await trio.sleep(0.01)
         self.server.attempts.append(trio.current_time())
         if self.server.connecting is not None:
             self.server.connecting()
         if self.server.down:
             raise Unreachable("refused", "connection refused")
-        return FakeLink(self.server)
+        return FakeLink(self.server, self.leave)
 
     def release(self) -> None: ...
 
@@ -125,14 +133,16 @@ class FakePeer:
 
 
 class FakeLink:
-    def __init__(self, server: RemoteServer) -> None:
+    def __init__(self, server: RemoteServer, leave: Leave) -> None:
         self.server = server
+        self.leave = leave
         self.sent = False
 
     async def put_transaction(
         self, transaction_id: str, body: bytes, event_ids: Sequence[str]
     ) -> Answer:
         server = self.server
+        self.leave.asked()
         assert server.in_flight == 0, "two transactions in flight"
         server.in_flight += 1
         try:
@@ -159,9 +169,9 @@ class FakeClient:
     def forget(self, name: str) -> None: ...
 
     @asynccontextmanager
-    async def peer(self, name: str, policy: Policy) -> AsyncIterator[FakePeer]:
+    async def peer(self, name: str, policy: Policy, leave: Leave) -> AsyncIterator[FakePeer]:
         self.opened[name].append(policy)
-        yield FakePeer(self.servers[name])
+        yield FakePeer(self.servers[name], leave)
 
 
 class Silence:
@@ -195,7 +205,8 @@ class World:
         return self.servers.setdefault(name, RemoteServer(name, **values))
 
     def config(self) -> Config:
-        values = {"server_name": HS, "signing_key": "none", **self.settings}
+        sending = {**SENDING, **self.settings.get("sending", {})}
+        values = {"server_name": HS, "signing_key": "none", **self.settings, "sending": sending}
         return from_values(values, directory=self.directory)
 
     @asynccontextmanager
@@ -215,6 +226,11 @@ class World:
         config = self.config()
         self.policies = _Policies(config)
         self.client = FakeClient(self.servers)
+        self.admission = Admission(
+            max_in_flight=config.sending.max_in_flight,
+            slow_share=config.sending.max_connections_slow_share,
+            handshakes_per_second=config.sending.handshakes_per_second,
+        )
         self.metrics = Metrics(HS)
         async with (
             self.open() as store,
@@ -241,7 +257,7 @@ class World:
                 client=self.client,  # type: ignore[arg-type]  # no sockets
                 ledger=ledger,
                 metrics=self.metrics,
-                admission=Admission(max_in_flight=100, slow_share=0.25, handshakes_per_second=100),
+                admission=self.admission,
                 announcer=Silence(),
                 doubt=self.doubt,
             ) as self.sender,

@@ -169,10 +169,11 @@ class Federation(Section):
         description="File that keeps where other servers were found over a restart.",
     )
     max_connections: int = Field(
-        default=1000,
+        default=2500,
         ge=1,
         le=100_000,
-        description="Open connections; the longest idle is closed first.",
+        description="Open connections; the longest idle is closed first, but those that lately"
+        " carried something for few servers last.",
     )
     idle_connection: Seconds = Field(
         default=120.0, gt=0, description="A connection that carried nothing for so long is closed."
@@ -198,17 +199,23 @@ class Sending(Section):
     """How much is done at once, over all destinations."""
 
     max_in_flight: int = Field(
-        default=200, ge=1, le=100_000, description="Transactions under way at once."
+        default=2000, ge=3, le=100_000, description="Attempts under way at once."
     )
     max_connections_slow_share: float = Field(
-        default=0.25,
+        default=0.5,
         gt=0,
         lt=1,
-        description="Share of them left to servers that fail or stall, so that they never hold"
-        " back the others.",
+        description="Share of them for servers that fail or take long, half of it for each, so that"
+        " they never hold back the others.",
     )
     handshakes_per_second: float = Field(
         default=150.0, gt=0, le=10_000, description="New connections per second."
+    )
+    in_flight_bytes: Bytes = Field(
+        default=64 * MIB,
+        ge=MIB,
+        description="Memory for the transactions under way; the more of it is taken, the smaller"
+        " are new ones (but 64KiB is always allowed).",
     )
     ramp_per_second: float = Field(
         default=100.0,

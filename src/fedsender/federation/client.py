@@ -11,7 +11,7 @@ Nothing here looks through the other connections to serve a request.
 
 import importlib.metadata
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 from urllib.parse import quote
@@ -79,11 +79,36 @@ class SendFailed(Exception):
         self.text = words(text)
 
 
-class Admission(Protocol):
-    """What the client asks leave of before it opens a connection."""
+class Leave(Protocol):
+    """What the client asks before it uses a connection, or opens one."""
 
-    def handshake(self) -> AbstractAsyncContextManager[None]:
-        """Entered when one more handshake may begin, left when it is over."""
+    def at_once(self) -> bool:
+        """Whether a live connection may be used now."""
+        ...
+
+    async def place(self) -> None:
+        """Return when one may be used."""
+        ...
+
+    async def turn(self) -> None:
+        """Return when one may be opened for a moment."""
+        ...
+
+    async def handshake(self, address: str | None) -> None:
+        """Return when one may be opened and used, to that address if it is known."""
+        ...
+
+    def reached(self, address: str | None) -> None:
+        """The address that it was opened to."""
+        ...
+
+    def asked(self) -> None:
+        """A request leaves now."""
+        ...
+
+    @property
+    def hurried(self) -> bool:
+        """Whether what is to be sent goes to few servers."""
         ...
 
 
@@ -116,14 +141,13 @@ async def open_client(
     outside: Outside,
     server_name: str,
     key: SigningKey,
-    admission: Admission,
     metrics: Metrics | None = None,
 ) -> AsyncIterator["FederationClient"]:
     """A client that sends as `server_name`, signing with `key`.
 
     On the way out idle connections are closed and what discovery learnt is saved.
     """
-    client = FederationClient(config, outside, server_name, key, admission, metrics)
+    client = FederationClient(config, outside, server_name, key, metrics)
     remembered = client.discovery.remembered
     await load_cache(remembered, config.discovery_cache, outside)
     try:
@@ -147,14 +171,12 @@ class FederationClient:
         outside: Outside,
         server_name: str,
         key: SigningKey,
-        admission: Admission,
         metrics: Metrics | None,
     ) -> None:
         self.server_name = server_name
         self.key = key
         self.config = config
         self.outside = outside
-        self.admission = admission
         self.metrics = metrics
         self.memory = AnswerMemory()
         self.user_agent = _user_agent(config.user_agent_suffix)
@@ -177,12 +199,12 @@ class FederationClient:
             metrics.connections.set_function(lambda: self.connections.open)
 
     @asynccontextmanager
-    async def peer(self, destination: str, policy: Policy) -> AsyncIterator["Peer"]:
+    async def peer(self, destination: str, policy: Policy, leave: Leave) -> AsyncIterator["Peer"]:
         """The way to `destination` for one task at a time; no I/O on entry.
 
         On exit the connection, if it is fit for use, stays with the client.
         """
-        peer = Peer(self, destination, policy)
+        peer = Peer(self, destination, policy, leave)
         try:
             yield peer
         finally:
@@ -211,8 +233,11 @@ class FederationClient:
 class Peer:
     """The way to one destination, for one task; made by `FederationClient.peer`."""
 
-    def __init__(self, client: FederationClient, destination: str, policy: Policy) -> None:
+    def __init__(
+        self, client: FederationClient, destination: str, policy: Policy, leave: Leave
+    ) -> None:
         self.destination = destination
+        self._leave = leave
         self._client = client
         self._address = None if policy.address is None else str(policy.address)
         config = client.config
@@ -234,17 +259,25 @@ class Peer:
             Unreachable: there is none to be had.
             OutOfResources: we can open none, to whomever.
         """
-        if self._held is None:
-            self._held = await self._client.connections.take(self.destination, self._opened_by)
+        connections = self._client.connections
+        if self._held is None and connections.has(self.destination):
+            await self._leave.place()
+            self._held = await connections.take(self.destination, self._opened_by)
         if self._held is None:
             self._held = await self._open()
-        return Link(self, self._held)
+        return self._lend(self._held)
 
     def at_hand(self) -> "Link | None":
         """The live connection, if it was in use a moment ago: there is nothing to wait for."""
-        if self._held is None:
-            self._held = self._client.connections.take_fresh(self.destination, self._opened_by)
-        return None if self._held is None else Link(self, self._held)
+        connections = self._client.connections
+        if self._held is None and connections.has(self.destination) and self._leave.at_once():
+            self._held = connections.take_fresh(self.destination, self._opened_by)
+        return None if self._held is None else self._lend(self._held)
+
+    def _lend(self, live: Live) -> "Link":
+        if self._leave.hurried:
+            live.precious_until = trio.current_time() + self._client.config.idle_connection
+        return Link(self, live)
 
     async def version_answers(self) -> bool:
         """Whether the server answers an unsigned `GET /_matrix/federation/v1/version`.
@@ -272,10 +305,14 @@ class Peer:
         # What the operator wrote down is permitted; what somebody's DNS says is judged.
         ranges = self._ranges if self._address is None else IPRanges()
         try:
-            async with client.connections.place(), client.admission.handshake():
+            await self._leave.handshake(
+                client.dialer.worked(resolved.tls_name) or resolved.candidates[0][0]
+            )
+            async with client.connections.place():
                 connection = await client.dialer.open(
                     resolved.candidates, resolved.tls_name, self._tls, ranges
                 )
+            self._leave.reached(client.dialer.worked(resolved.tls_name))
         except Unreachable as failure:
             client.discovery.doubt(self.destination)
             note = f"; {resolved.note}" if resolved.note else ""
@@ -311,22 +348,22 @@ class Peer:
     async def _fetch_well_known(self, host: str) -> Response:
         """https://<host>/.well-known/matrix/server; raises ExchangeFailed."""
         url = f"https://{host}/.well-known/matrix/server"
-        async with self._client.admission.handshake():
-            try:
-                with trio.fail_after(_WELL_KNOWN_S):
-                    return await get(
-                        url,
-                        self._lease,
-                        WELL_KNOWN_BOUNDS,
-                        self._client.memory,
-                        user_agent=self._client.user_agent,
-                    )
-            except trio.TooSlowError:
-                raise ExchangeFailed("timeout", f"no answer in {_WELL_KNOWN_S:g} s") from None
-            except Displaced as displaced:
-                raise ExchangeFailed("timeout", str(displaced)) from displaced
-            except Unreachable as failure:
-                raise ExchangeFailed("closed", failure.text) from failure
+        await self._leave.turn()
+        try:
+            with trio.fail_after(_WELL_KNOWN_S):
+                return await get(
+                    url,
+                    self._lease,
+                    WELL_KNOWN_BOUNDS,
+                    self._client.memory,
+                    user_agent=self._client.user_agent,
+                )
+        except trio.TooSlowError:
+            raise ExchangeFailed("timeout", f"no answer in {_WELL_KNOWN_S:g} s") from None
+        except Displaced as displaced:
+            raise ExchangeFailed("timeout", str(displaced)) from displaced
+        except Unreachable as failure:
+            raise ExchangeFailed("closed", failure.text) from failure
 
     @asynccontextmanager
     async def _lease(self, host: str, port: int) -> AsyncIterator[Connection]:
@@ -420,6 +457,7 @@ class Link:
     async def _once(self, method: str, target: str, body: bytes | None, bounds: Bounds) -> Response:
         client, connection = self._peer._client, self._live.connection
         metrics = client.metrics
+        self._peer._leave.asked()
         if metrics is not None:
             metrics.http_requests.labels(method).inc()
         headers = self._live.headers if body is None else self._signed(method, target, body)

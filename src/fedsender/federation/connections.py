@@ -1,9 +1,11 @@
 """Open connections, counted, and those among them that carry nothing, in the order of last use.
 
 A connection holds one of a fixed number of places from before it is opened until it is given up.
-When none is free, the connection that has been idle longest makes room. Every step for a request
-touches the connections of its own destination and the oldest idle one, never all of them; only the
-watch, every few seconds, looks at all, with one system call.
+When none is free, the connection that has been idle longest makes room; those that lately carried
+something for few servers do so last, or one message in a large room would close them all.
+
+Every step for a request touches the connections of its own destination and the oldest idle one,
+never all of them; only the watch, every few seconds, looks at all, with one system call.
 """
 
 from collections.abc import AsyncIterator, Hashable
@@ -30,6 +32,7 @@ class Live:
         headers: `Host` and the like, the same for each request on it.
         opened_by: the settings it was opened under; under others it is not used.
         reused: it was idle before.
+        precious_until: until then it is closed after others (trio's clock, seconds).
     """
 
     connection: Connection
@@ -37,6 +40,7 @@ class Live:
     opened_by: Hashable
     reused: bool = False
     idle_since: float = 0.0
+    precious_until: float = 0.0
 
 
 class Connections:
@@ -52,8 +56,9 @@ class Connections:
         self._maximum = maximum
         self._idle_s = idle_s
         self._places = trio.Semaphore(maximum)
-        # By destination, the one that has been idle longest first.
+        # By destination, the one that has been idle longest first; and those closed after them.
         self._idle: dict[str, Live] = {}
+        self._precious: dict[str, Live] = {}
         # Given up but not closed: closing needs an await, and not everybody who gives up has one.
         self._unwanted: list[Connection] = []
         self._something_to_do = trio.Event()
@@ -66,11 +71,18 @@ class Connections:
     @property
     def idle(self) -> int:
         """Connections that carry nothing."""
-        return len(self._idle)
+        return len(self._idle) + len(self._precious)
+
+    def has(self, destination: str) -> bool:
+        """Whether there is an idle connection of `destination`."""
+        return destination in self._idle or destination in self._precious
+
+    def _pop(self, destination: str) -> Live | None:
+        return self._idle.pop(destination, None) or self._precious.pop(destination, None)
 
     async def take(self, destination: str, opened_by: Hashable) -> Live | None:
         """The idle connection of `destination`, unless its peer has left or settings changed."""
-        live = self._idle.pop(destination, None)
+        live = self._pop(destination)
         if live is None:
             return None
         if live.opened_by != opened_by:
@@ -86,24 +98,24 @@ class Connections:
 
     def take_fresh(self, destination: str, opened_by: Hashable) -> Live | None:
         """The same, if it has been idle for so short a time that it need not be looked at."""
-        live = self._idle.get(destination)
+        live = self._idle.get(destination) or self._precious.get(destination)
         if live is None or live.opened_by != opened_by:
             return None
         if trio.current_time() - live.idle_since >= _FRESH_S:
             return None
         live.reused = True
-        return self._idle.pop(destination)
+        return self._pop(destination)
 
     def give_back(self, destination: str, live: Live) -> None:
         """Keep a connection for later, unless it is spent or somebody waits for its place."""
         if not live.connection.reusable or self._places.statistics().tasks_waiting:
             self.give_up(live)
             return
-        older = self._idle.pop(destination, None)
+        older = self._pop(destination)
         if older is not None:
             self.give_up(older)
-        live.idle_since = trio.current_time()
-        self._idle[destination] = live
+        live.idle_since = now = trio.current_time()
+        (self._precious if live.precious_until > now else self._idle)[destination] = live
         self._something_to_do.set()
 
     def give_up(self, live: Live) -> None:
@@ -119,8 +131,11 @@ class Connections:
 
         An error gives it back.
         """
-        if self._places.value == 0 and self._idle:
-            self.give_up(self._idle.pop(next(iter(self._idle))))
+        if self._places.value == 0:
+            for idle in (self._idle, self._precious):
+                if idle:
+                    self.give_up(idle.pop(next(iter(idle))))
+                    break
         await self._places.acquire()
         try:
             await self._close_unwanted()
@@ -134,7 +149,7 @@ class Connections:
         """Close, for ever, what has been idle for too long and what was closed at the far end."""
         while True:
             await self._close_unwanted()
-            if not self._idle:
+            if not self.idle:
                 self._something_to_do = trio.Event()
                 await self._something_to_do.wait()
                 continue
@@ -144,26 +159,26 @@ class Connections:
 
     async def close(self) -> None:
         """Close what is idle."""
-        while self._idle:
-            self.give_up(self._idle.popitem()[1])
+        for idle in (self._idle, self._precious):
+            while idle:
+                self.give_up(idle.popitem()[1])
         with trio.move_on_after(_CLOSING_S, shield=True):
             await self._close_unwanted()
 
     def _give_up_old(self) -> None:
         oldest = trio.current_time() - self._idle_s
-        while self._idle:
-            destination = next(iter(self._idle))
-            if self._idle[destination].idle_since > oldest:
-                return
-            self.give_up(self._idle.pop(destination))
+        for idle in (self._idle, self._precious):
+            while idle and next(iter(idle.values())).idle_since <= oldest:
+                self.give_up(idle.pop(next(iter(idle))))
 
     async def _give_up_deserted(self) -> None:
-        names = {live.connection.stream: name for name, live in self._idle.items()}
+        everybody = {**self._idle, **self._precious}
+        names = {live.connection.stream: name for name, live in everybody.items()}
         for stream in self._network.readable(list(names)):
             name = names[stream]
-            live = self._idle.get(name)
+            live = self._idle.get(name) or self._precious.get(name)
             if live is not None and live.connection.stream is stream:
-                del self._idle[name]
+                self._pop(name)
                 if not await self._deserted(live):
                     self.give_back(name, live)
 

@@ -127,6 +127,10 @@ class Dialer:
             await trio.aclose_forcefully(stream)
             raise
 
+    def worked(self, tls_name: str) -> str | None:
+        """The IP that was connected to last for this name."""
+        return self._worked.get(tls_name)
+
     def _context(self, tls: TlsPolicy) -> ssl.SSLContext:
         context = self._contexts.get(tls)
         if context is None:

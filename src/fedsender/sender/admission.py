@@ -1,17 +1,41 @@
-"""How much may happen at once: transactions in flight, and new connections per second.
+"""How much may happen at once: attempts, bytes of their transactions, new connections.
 
-Two lanes: servers whose last attempt was answered, and the rest. The slow lane is a quarter of the
-whole. The rest hold a place in it for a whole attempt, from finding the server to its time-out, so
-that dead servers never hold back live ones; the others hold a place in the fast lane while a
-transaction is in flight. One that has waited there for seconds moves to the slow lane, if anybody
-else wants its place.
+Whoever has a place may have a connection: there are never fewer connections than places. A place is
+taken when a connection is opened or a live one is used, and kept until the attempt is over; who
+waits for the right to open one has none meanwhile.
+
+There are three lanes, each with places of its own: for servers whose last attempt failed, for those
+that take long to answer, and for the rest. So neither dead servers nor slow ones hold a place that
+a quick one, or one that is back, has to wait for. In the third lane, servers of which no quick
+answer is known may not have the last eighth; and whoever has been there for long makes room, if
+there is room in the second.
+
+Every line is served by weight, in two classes: three of the first for each one of the second, and
+those of one class in turn. So the first hardly waits, and the second never starves.
 """
 
+import ipaddress
 import math
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+from typing import Final
 
 import trio
+from cachetools import LRUCache
+
+from fedsender.matrix import address_of, host_and_port
+
+QUICK_S: Final = 2.0
+SLOW_S: Final = 5.0
+"""Of its last three answers, two that took longer make a server slow, two below `QUICK_S` quick."""
+FEW: Final = 20
+"""What goes to at most so many servers goes first."""
+_REMEMBERED: Final = 65_536
+_BUSY: Final = 75
+_LEAST_BYTES: Final = 65_536
+_LOOK_AT: Final = 20
 
 
 class Pace:
@@ -84,8 +108,361 @@ class Gate:
             await self._opened.wait()
 
 
-SLOW_AFTER_S = 3.0
-"""A transaction in flight for so long is one of the slow ones."""
+@dataclass(slots=True)
+class _Waiting:
+    """One that stands in a line.
+
+    Attributes:
+        held_up_by: the neighbour that has its share of the lane; None: nobody.
+    """
+
+    first: bool
+    let_in: trio.Event
+    held_up_by: str | None = None
+
+
+_Line = OrderedDict["Leave", _Waiting]
+
+
+class Lane:
+    """So many places, and the line of those who wait for one.
+
+    Of servers that have a site or an address in common, no more get in once they have had a quarter
+    of the places for longer than `patience_s`.
+    """
+
+    def __init__(
+        self,
+        places: int,
+        *,
+        second: int | None = None,
+        patience_s: float = 0.0,
+        overflow: "Lane | None" = None,
+    ) -> None:
+        """
+        Args:
+            second: how many of the places the second class may have, which then is the only one
+                that neighbours hold up; None: all of them.
+            overflow: where those who are inside for long may be moved to.
+        """
+        self._places = places
+        self._spares_first = second is not None
+        self._second = places if second is None else second
+        self._share = max(1, places // 4)
+        self._patience_s = patience_s
+        self._overflow = overflow
+        # Each with its class, and its neighbours when it came in.
+        self._inside: dict[Leave, tuple[bool, tuple[str, ...]]] = {}
+        self._second_inside = 0
+        # Those inside for less than `patience_s`, oldest first; and the others, by neighbour.
+        self._fresh: dict[Leave, float] = {}
+        self._long: dict[Leave, tuple[str, ...]] = {}
+        self._held: dict[str, int] = {}
+        self._lines: tuple[_Line, _Line] = (OrderedDict(), OrderedDict())
+        self._held_up: dict[str, _Line] = {}
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._inside)
+
+    @property
+    def fresh(self) -> int:
+        """How many places were taken a short while ago."""
+        self._ripen()
+        return len(self._fresh)
+
+    def at_once(self, leave: "Leave", *, first: bool) -> bool:
+        """Take a place if there is one and nobody else waits for it."""
+        self._ripen()
+        if self._lines[not first] or not self._has_place(first=first):
+            return False
+        if self._neighbour(leave, first=first) is not None:
+            return False
+        self._let_in(leave, first=first)
+        return True
+
+    async def enter(self, leave: "Leave", *, first: bool) -> None:
+        """Wait for a place and take it."""
+        waiting = _Waiting(first, trio.Event())
+        self._lines[not first][leave] = waiting
+        try:
+            while not waiting.let_in.is_set():
+                self._serve()
+                with trio.move_on_after(self._patience_s or math.inf):
+                    await waiting.let_in.wait()
+        except BaseException:
+            if waiting.let_in.is_set():
+                self.go(leave)
+            else:
+                self._line_of(leave, waiting).pop(leave)
+                # It may have been the one whose turn its neighbours waited for.
+                self._call_up(leave.neighbours)
+                self._serve()
+            raise
+
+    def hasten(self, leave: "Leave") -> None:
+        """One that waits goes to the first class."""
+        waiting = self._lines[1].pop(leave, None)
+        if waiting is not None:
+            waiting.first = True
+            self._lines[0][leave] = waiting
+            self._serve()
+
+    def go(self, leave: "Leave") -> None:
+        """Give a place back."""
+        self._let_out(leave)
+        self._serve()
+
+    # --- Who is next ------------------------------------------------------------------------------
+
+    def _has_place(self, *, first: bool) -> bool:
+        free = len(self._inside) < self._places
+        return free and (first or self._second_inside < self._second)
+
+    def _neighbour(self, leave: "Leave", *, first: bool) -> str | None:
+        """The site or address that has its share already."""
+        if not self._held or (first and self._spares_first):
+            return None
+        full = (each for each in leave.neighbours if self._held.get(each, 0) >= self._share)
+        return next(full, None)
+
+    def _serve(self) -> None:
+        """Let in whoever there are places for."""
+        self._ripen()
+        while True:
+            line = self._next_line()
+            if line is None:
+                if not self._relieve():
+                    return
+                continue
+            leave, waiting = line.popitem(last=False)
+            waiting.held_up_by = self._neighbour(leave, first=waiting.first)
+            if waiting.held_up_by is None:
+                self._turn += 1
+                self._let_in(leave, first=waiting.first)
+                waiting.let_in.set()
+            else:
+                self._held_up.setdefault(waiting.held_up_by, OrderedDict())[leave] = waiting
+
+    def _next_line(self) -> _Line | None:
+        first, second = self._lines
+        if not second or not self._has_place(first=False):
+            return first if first and self._has_place(first=True) else None
+        return first if first and self._turn % 4 else second
+
+    def _let_in(self, leave: "Leave", *, first: bool) -> None:
+        self._inside[leave] = first, leave.neighbours
+        self._second_inside += not first
+        self._fresh[leave] = trio.current_time()
+        if not self._patience_s:
+            self._ripen()
+
+    def _let_out(self, leave: "Leave") -> None:
+        first, neighbours = self._inside.pop(leave)
+        self._second_inside -= not first
+        self._fresh.pop(leave, None)
+        counted = self._long.pop(leave, ())
+        for each in counted:
+            self._held[each] -= 1
+            if not self._held[each]:
+                del self._held[each]
+        self._call_up(neighbours)
+        if counted != neighbours:
+            self._call_up(counted)
+
+    def _relieve(self) -> bool:
+        """Move one of those who are inside for long elsewhere, if others wait for places."""
+        if self._overflow is None or not any(self._lines):
+            return False
+        for leave in islice(self._long, _LOOK_AT):
+            if self._overflow.at_once(leave, first=False):
+                self._let_out(leave)
+                leave.lane = self._overflow
+                return True
+        return False
+
+    def _ripen(self) -> None:
+        """Count those that have had their places for long."""
+        long_ago = trio.current_time() - self._patience_s
+        while self._fresh:
+            leave, since = next(iter(self._fresh.items()))
+            if since > long_ago:
+                return
+            del self._fresh[leave]
+            self._long[leave] = leave.neighbours
+            for each in leave.neighbours:
+                self._held[each] = self._held.get(each, 0) + 1
+
+    def _call_up(self, neighbours: tuple[str, ...]) -> None:
+        """Put as many of those held up back at the head of their lines as may get in again."""
+        for each in neighbours:
+            held_up = self._held_up.get(each)
+            if held_up is None:
+                continue
+            room = self._share - self._held.get(each, 0)
+            called = [held_up.popitem(last=False) for _ in range(min(room, len(held_up)))]
+            if not held_up:
+                del self._held_up[each]
+            for leave, waiting in reversed(called):
+                waiting.held_up_by = None
+                line = self._lines[not waiting.first]
+                line[leave] = waiting
+                line.move_to_end(leave, last=False)
+
+    def _line_of(self, leave: "Leave", waiting: _Waiting) -> _Line:
+        if waiting.held_up_by is not None:
+            return self._held_up[waiting.held_up_by]
+        return self._lines[not waiting.first]
+
+
+class _Kind(Enum):
+    NEW = "new"
+    QUICK = "quick"
+    SLOW = "slow"
+
+
+def nobody_told(waiting: bool) -> None:
+    """For who need not know."""
+
+
+class Leave:
+    """What one server's attempts need leave for: places, and the right to open connections.
+
+    Attributes:
+        neighbours: the site and the address that it has in common with others.
+        lane: where it has a place; None: nowhere.
+        ill: its last attempt failed.
+        lately: one of its last day was answered.
+        hurried: something waits that goes to few, or it is to be tried before others.
+        told: called with True when it begins to wait for a limit of ours, with False after that.
+    """
+
+    __slots__ = (
+        "_admission",
+        "_asked_at",
+        "_bytes",
+        "_line",
+        "_site",
+        "hurried",
+        "ill",
+        "lane",
+        "lately",
+        "neighbours",
+        "server",
+        "told",
+    )
+
+    def __init__(self, admission: "Admission", server: str) -> None:
+        self.server = server
+        self.ill = False
+        self.lately = False
+        self.hurried = False
+        self.told = nobody_told
+        self._admission = admission
+        self._site = site_of(server)
+        self.neighbours: tuple[str, ...] = (self._site,)
+        self.lane: Lane | None = None
+        self._line: Lane | None = None
+        self._bytes = 0
+        self._asked_at = 0.0
+
+    # --- What the client does ---------------------------------------------------------------------
+
+    def at_once(self) -> bool:
+        """Take a place for a request on a live connection, if nobody has to wait for one."""
+        if self.lane is None:
+            lane, first = self._admission.lane_of(self)
+            if self._admission.gate.open and lane.at_once(self, first=first):
+                self.lane = lane
+        return self.lane is not None
+
+    async def place(self) -> None:
+        """The same, after a wait."""
+        if not self.at_once():
+            self.told(True)
+            try:
+                await self._take_place()
+            finally:
+                self.told(False)
+
+    async def turn(self) -> None:
+        """The right to open one connection."""
+        self.told(True)
+        try:
+            await self._take_turn()
+        finally:
+            self.told(False)
+
+    async def handshake(self, address: str | None) -> None:
+        """The same, and a place; to that address, if it is known."""
+        # What is held meanwhile, others would wait for.
+        self.let_go()
+        self.reached(address)
+        self.told(True)
+        try:
+            await self._take_turn()
+            await self._take_place()
+        finally:
+            self.told(False)
+
+    def reached(self, address: str | None) -> None:
+        """The address that its connection leads to."""
+        self.neighbours = (self._site,) if address is None else (self._site, network_of(address))
+
+    def asked(self) -> None:
+        """A request leaves now."""
+        self._asked_at = trio.current_time()
+
+    # --- What the destination does ----------------------------------------------------------------
+
+    def answered(self) -> None:
+        """The request was answered; how long that took says where the next ones wait."""
+        self._admission.note(self.server, trio.current_time() - self._asked_at)
+
+    def hasten(self) -> None:
+        """Go before others, also where it waits already."""
+        self.hurried = True
+        if self._line is not None and self._line is not self._admission.quick:
+            self._line.hasten(self)
+
+    def body_bytes(self, most: int) -> int:
+        """How large a body may be made now, up to `most`: part of what memory is left for all."""
+        return self._admission.body_bytes(most)
+
+    def carries(self, size: int) -> None:
+        """It has a body of that size in memory, until it gives its place back."""
+        self._admission.bodies += size - self._bytes
+        self._bytes = size
+
+    def let_go(self) -> None:
+        """Give the place back, if there is one."""
+        self.carries(0)
+        lane, self.lane = self.lane, None
+        if lane is not None:
+            lane.go(self)
+
+    async def _take_turn(self) -> None:
+        admission = self._admission
+        await admission.gate.passed()
+        await self._wait_in(admission.turnstile, first=self.hurried)
+        try:
+            await admission.handshakes.wait()
+        finally:
+            admission.turnstile.go(self)
+
+    async def _take_place(self) -> None:
+        await self._admission.gate.passed()
+        lane, first = self._admission.lane_of(self)
+        await self._wait_in(lane, first=first)
+        self.lane = lane
+        await self._admission.gate.passed()
+
+    async def _wait_in(self, lane: Lane, *, first: bool) -> None:
+        self._line = lane
+        try:
+            await lane.enter(self, first=first)
+        finally:
+            self._line = None
 
 
 class Admission:
@@ -93,124 +470,82 @@ class Admission:
 
     Attributes:
         gate: shut while this daemon may not send at all (it lost its instance lock).
-        waiting: destinations that wait for a place in the fast lane.
+        quick, slow, ill: the lanes.
+        turnstile, handshakes: the line for new connections, one at a time, and its pace.
+        bodies: bytes of the transactions that are under way.
     """
 
     def __init__(
-        self, *, max_in_flight: int, slow_share: float, handshakes_per_second: float
+        self,
+        *,
+        max_in_flight: int,
+        slow_share: float,
+        handshakes_per_second: float,
+        in_flight_bytes: int = 2**26,
     ) -> None:
-        slow = max(1, int(max_in_flight * slow_share))
-        self._fast = trio.CapacityLimiter(max(1, max_in_flight - slow))
-        self._slow = trio.CapacityLimiter(slow)
-        self._handshakes = Pace(handshakes_per_second)
+        aside = min(max(2, int(max_in_flight * slow_share)), max_in_flight - 1)
+        quick = max_in_flight - aside
         self.gate = Gate()
-        self.waiting = 0
-        self._fewer = trio.Event()
-        self._crowd = max_in_flight
-        # When each fast place was taken, oldest first; and how many moved to the slow lane.
-        self._since: dict[object, float] = {}
-        self._moved: set[object] = set()
+        self.slow = Lane(aside - aside // 2)
+        self.ill = Lane(aside // 2)
+        self.quick = Lane(quick, second=quick - quick // 8, patience_s=QUICK_S, overflow=self.slow)
+        self.turnstile = Lane(1, patience_s=math.inf)
+        self.handshakes = Pace(handshakes_per_second)
+        self.bodies = 0
+        self._in_flight_bytes = in_flight_bytes
+        self._known: LRUCache[str, tuple[_Kind, tuple[float, ...]]] = LRUCache(_REMEMBERED)
 
     @property
     def in_flight(self) -> int:
         """Places taken."""
-        return self._fast.borrowed_tokens + self._slow.borrowed_tokens
+        return len(self.quick) + len(self.slow) + len(self.ill)
 
     @property
     def busy(self) -> bool:
-        """Whether half of the fast lane or more is taken."""
-        return self._fast.borrowed_tokens * 2 >= self._fast.total_tokens
+        """Whether so many transactions began a moment ago that fewer and larger ones cost less."""
+        return self.quick.fresh >= _BUSY
 
-    def fast_place(self) -> "FastPlace":
-        """A place for one transaction to a server that is well."""
-        return FastPlace(self)
+    def leave(self, server: str) -> Leave:
+        """For the attempts at one server, one at a time."""
+        return Leave(self, server)
 
-    @asynccontextmanager
-    async def slow_place(self) -> AsyncIterator[None]:
-        """A place for one attempt at a server that is not; waiting for it crowds nobody."""
-        await self.gate.passed()
-        await self._slow.acquire()
-        try:
-            await self.gate.passed()
-            yield
-        finally:
-            self._slow.release()
+    def lane_of(self, leave: Leave) -> tuple[Lane, bool]:
+        """Where the next attempt waits, and whether in the first class."""
+        if leave.ill:
+            return self.ill, leave.hurried or leave.lately
+        kind, _ = self._known.get(leave.server, (_Kind.NEW, ()))
+        if kind is _Kind.SLOW:
+            return self.slow, leave.hurried
+        return self.quick, kind is _Kind.QUICK
 
-    @contextmanager
-    def _in_line(self) -> Iterator[None]:
-        self.waiting += 1
-        try:
-            yield
-        finally:
-            self.waiting -= 1
-            self._fewer.set()
+    def note(self, server: str, took_s: float) -> None:
+        """A server has answered, after so many seconds."""
+        kind, lately = self._known.get(server, (_Kind.NEW, ()))
+        lately = (*lately[-2:], took_s)
+        if sum(each > SLOW_S for each in lately) >= 2:
+            kind = _Kind.SLOW
+        elif sum(each < QUICK_S for each in lately) >= (1 if kind is _Kind.NEW else 2):
+            kind = _Kind.QUICK
+        self._known[server] = kind, lately
 
-    async def _take_fast(self, holder: object) -> None:
-        await self.gate.passed()
-        with suppress(trio.WouldBlock):
-            # Not past those who wait: it would block.
-            self._fast.acquire_on_behalf_of_nowait(holder)
-            self._since[holder] = trio.current_time()
-            return
-        with self._in_line():
-            await self._wait_for_fast(holder)
-        self._since[holder] = trio.current_time()
+    def body_bytes(self, most: int) -> int:
+        """How large the next body may be: an eighth of what is left, so that it never runs out.
 
-    def _leave_fast(self, holder: object) -> None:
-        del self._since[holder]
-        self._fast.release_on_behalf_of(holder)
-        if holder in self._moved:
-            self._moved.discard(holder)
-            self._fast.total_tokens -= 1
-            self._slow.total_tokens += 1
-
-    async def _wait_for_fast(self, holder: object) -> None:
-        while True:
-            with trio.move_on_after(SLOW_AFTER_S / 2):
-                await self._fast.acquire_on_behalf_of(holder)
-                return
-            self._move_slow_ones()
-
-    def _move_slow_ones(self) -> None:
-        """Give the places of those that have waited for long to others, as the slow lane allows."""
-        long_ago = trio.current_time() - SLOW_AFTER_S
-        for holder, since in self._since.items():
-            if since > long_ago or self._slow.total_tokens <= 1:
-                return
-            if holder not in self._moved:
-                self._moved.add(holder)
-                self._slow.total_tokens -= 1
-                self._fast.total_tokens += 1
-
-    async def uncrowded(self) -> None:
-        """Return when no more wait for a place than have one: more would only take memory."""
-        while self.waiting > self._crowd:
-            self._fewer = trio.Event()
-            await self._fewer.wait()
-
-    @asynccontextmanager
-    async def handshake(self) -> AsyncIterator[None]:
-        """The right to open one connection."""
-        await self._handshakes.wait()
-        yield
+        64 KiB are always granted: the largest event, or some dozens of common ones.
+        """
+        return min(most, max(_LEAST_BYTES, (self._in_flight_bytes - self.bodies) // 8))
 
 
-class FastPlace:
-    """A place in the fast lane, while inside. Made for each transaction, so no generator."""
+def site_of(server: str) -> str:
+    """What servers of one owner have in common: the last two labels of their names, or the IP."""
+    host, _ = host_and_port(server)
+    if address_of(host) is not None:
+        return host
+    return ".".join(host.split(".")[-2:])
 
-    __slots__ = ("_admission",)
 
-    def __init__(self, admission: Admission) -> None:
-        self._admission = admission
-
-    async def __aenter__(self) -> None:
-        admission = self._admission
-        await admission._take_fast(self)
-        try:
-            await admission.gate.passed()
-        except BaseException:
-            admission._leave_fast(self)
-            raise
-
-    async def __aexit__(self, *_: object) -> None:
-        self._admission._leave_fast(self)
+def network_of(address: str) -> str:
+    """An IPv4 address, or the /64 of an IPv6 one: its holder has all of that."""
+    if ":" not in address:
+        return address
+    return str(ipaddress.ip_network((address, 64), strict=False))

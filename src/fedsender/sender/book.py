@@ -324,7 +324,6 @@ class Book:
             if self._behind.get(server) != at:
                 continue  # Woken, paused or rescheduled since.
             await pace.wait()
-            await self._context.admission.uncrowded()
             if self._behind.get(server) == at:
                 destination = self.reach(server, level=False, though_behind=True)
                 if destination is not None:

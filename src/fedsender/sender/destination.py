@@ -6,8 +6,6 @@ between the last look at what may be sent and the freezing of the transaction (I
 decision to leave and the book's striking it out (in `book.py`).
 """
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
 import trio
@@ -16,6 +14,7 @@ from fedsender.config import Policy
 from fedsender.federation.client import Link, Peer, Unreachable
 from fedsender.outside import OutOfResources
 from fedsender.sender import failure
+from fedsender.sender.admission import nobody_told
 from fedsender.sender.aftermath import Aftermath
 from fedsender.sender.context import Announcer, Context, Phase
 from fedsender.sender.exchange import Exchange
@@ -30,7 +29,6 @@ PUT_AWAY_AFTER_S = 5.0
 """Through a longer wait than this, no large body is kept in memory."""
 PATIENCE_S = 5.0
 """A wake gives an attempt so long to end by itself."""
-Place = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Destination(Aftermath):
@@ -44,6 +42,8 @@ class Destination(Aftermath):
         self.since = trio.current_time()
         self.gone = trio.Event()
         self._exchange = Exchange()
+        self._leave = context.admission.leave(name)
+        self._before = self.phase
         self._draining = False
 
     # --- What others may do: synchronous, and safe at any moment ----------------------------------
@@ -56,8 +56,14 @@ class Destination(Aftermath):
         if granted:
             self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
             self._woken.set()
+            self._leave.hasten()
             self._end_wait()
         return granted
+
+    def hurry(self) -> None:
+        """What was put into it just now goes to few servers, and so before what goes to many."""
+        if self.state.healthy:
+            self._leave.hasten()
 
     def _end_wait(self) -> None:
         """An attempt at a failing server that has waited for long is given up for a fresh one."""
@@ -74,19 +80,25 @@ class Destination(Aftermath):
     def hold(self, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send."""
         self.state = replace(self.state, paused=paused, parked=parked)
-        self._woken.set()
+        self._look_up()
 
     def use_policy(self, policy: Policy, *, allowed: bool) -> None:
         """Follow this policy from the next attempt on; leave if nothing may be sent any more."""
         self.policy = policy
         if not allowed:
             self._draining = True
-        self._woken.set()
+        self._look_up()
 
     def begin_drain(self) -> None:
         """Take nothing more on; leave after the attempt in hand."""
         self._draining = True
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """What it may do has changed; what only stands in a line for it need not stay there."""
         self._woken.set()
+        if self._held and self.phase is Phase.QUEUED and self._before is Phase.CONNECTING:
+            self._exchange.withdraw()
 
     @property
     def owes(self) -> bool:
@@ -104,24 +116,32 @@ class Destination(Aftermath):
             await self._settle(self.frozen)
         elif frozen and self.frozen is None:
             await self._recall()
+        self._leave.told = self._wait_for_limits
+        try:
+            await self._send_on()
+        finally:
+            # Else there were a cycle that waits for the garbage's search.
+            self._leave.told = nobody_told
+        self._in_phase(Phase.LEAVING)
+
+    async def _send_on(self) -> None:
         staying = True
         while staying:
             policy = self.policy
             # The way to a server is made for one policy: a reload may give it another address.
-            async with self._context.client.peer(self.name, policy) as peer:
+            client = self._context.client
+            async with client.peer(self.name, policy, self._leave) as peer:
                 while (staying := await self._wait_turn()) and self.policy is policy:
-                    await self._take_turn(peer)
-        self._in_phase(Phase.LEAVING)
+                    try:
+                        await self._attempt(peer)
+                    finally:
+                        self._leave.let_go()
 
-    async def _take_turn(self, peer: Peer) -> None:
-        self._in_phase(Phase.QUEUED)
-        if self.state.healthy:
-            # Only a transaction takes a place: a live connection need not wait for new ones.
-            await self._attempt(peer, self._context.admission.fast_place)
-        else:
-            async with self._context.admission.slow_place():
-                if not self._held:
-                    await self._attempt(peer, nullcontext)
+    def _wait_for_limits(self, waiting: bool) -> None:
+        self._exchange.wait_for_limits(waiting)
+        if waiting:
+            self._before = self.phase
+        self._in_phase(Phase.QUEUED if waiting else self._before)
 
     def _in_phase(self, phase: Phase) -> None:
         self.phase = phase
@@ -158,16 +178,17 @@ class Destination(Aftermath):
                 return False
             self._woken = trio.Event()
 
-    async def _attempt(self, peer: Peer, place: Place) -> None:
+    async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on what comes of it."""
         if self.frozen is None and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
-        if self.frozen is not None and self.frozen.put_away:
-            await self._take_out(self.frozen)
+        leave, now_ms = self._leave, self._context.outside.now_ms()
+        leave.ill, leave.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
         self._in_phase(Phase.CONNECTING)
         try:
             link = await self._exchange.connect(peer)
         except Unreachable as reason:
+            leave.hurried = False
             verdict = Verdict(Outcome.UNREACHABLE, f"{reason.kind}: {reason.text}")
             self._reporter.attempt(None, verdict)
             await self._failed(peer, None, verdict)
@@ -175,12 +196,16 @@ class Destination(Aftermath):
         except OutOfResources as lack:
             self._reporter.ran_out(lack)
             return
-        async with place():
-            transaction = await self._next_transaction()
-            if transaction is not None:
-                await self._send(peer, link, transaction)
-            else:
-                peer.release()
+        if link is None:
+            return
+        if self.frozen is not None and self.frozen.put_away:
+            await self._take_out(self.frozen)
+        transaction = await self._next_transaction()
+        if transaction is not None:
+            leave.carries(len(transaction.body))
+            await self._send(peer, link, transaction)
+        else:
+            peer.release()
 
     async def _next_transaction(self) -> Transaction | None:
         """The one that is frozen, or one made now. None: there is none to send at this moment."""
@@ -188,6 +213,7 @@ class Destination(Aftermath):
         if self.frozen is None and not self._held:
             await self._coalesce()
             draft = await self._fill()
+            self._leave.hurried = False
             if draft.empty and self.state.isolating != 0:
                 await self.outbox.note_progress(draft)
                 return None
@@ -200,7 +226,7 @@ class Destination(Aftermath):
         return self.frozen if gate.open and not self._held else None
 
     async def _coalesce(self) -> None:
-        """While others wait for a place, let a small transaction grow for a moment."""
+        """While there is much to do, let a small transaction grow for a moment."""
         outbox = self.outbox
         small = outbox.level and len(outbox.queue) < self.policy.max_pdus // 2
         if small and self._context.admission.busy:
@@ -238,16 +264,18 @@ class Destination(Aftermath):
         self._reporter.attempt(transaction, verdict, took_s=took_s, answer=answer)
         context.under_way.end(slot)
         if transaction.answered:
+            self._leave.answered()
             await self._answered(transaction)
         else:
             await self._failed(peer, transaction, verdict)
 
     async def _fill(self) -> Draft:
         """What goes next, keys first. Ephemeral EDUs take what room is left."""
+        max_bytes = self._leave.body_bytes(self.policy.max_transaction_bytes)
         draft = Draft(
             max_pdus=self.policy.max_pdus,
             max_edus=self.policy.max_edus,
-            max_bytes=self.policy.max_transaction_bytes - envelope_bytes(self._context.origin),
+            max_bytes=max_bytes - envelope_bytes(self._context.origin),
             max_items=self.state.isolating,
         )
         await self.outbox.fill(draft, self.policy)

@@ -1,5 +1,6 @@
 """One attempt on the wire: to find the server, and to hand it a transaction."""
 
+import math
 from typing import Final
 
 import trio
@@ -26,6 +27,8 @@ class Exchange:
 
     def __init__(self) -> None:
         self._scope: trio.CancelScope | None = None
+        self._left_s = 0.0
+        self._withdrawn = False
 
     def give_up(self) -> bool:
         """End what is under way, for another attempt; False if nothing is."""
@@ -34,8 +37,27 @@ class Exchange:
         self._scope.cancel()
         return True
 
-    async def connect(self, peer: Peer) -> Link:
-        """A connection. The client has a deadline for each step; waiting for our limits has none.
+    def withdraw(self) -> None:
+        """What waits for our limits is not wanted any more."""
+        if self._scope is not None:
+            self._withdrawn = True
+            self._scope.cancel()
+
+    def wait_for_limits(self, waiting: bool) -> None:
+        """While it waits for a limit of ours, no time passes that the server has."""
+        if self._scope is None:
+            return
+        now = trio.current_time()
+        if waiting:
+            self._left_s = self._scope.deadline - now
+            self._scope.deadline = math.inf
+        else:
+            self._scope.deadline = now + self._left_s
+
+    async def connect(self, peer: Peer) -> Link | None:
+        """A connection, with a place; None: it was withdrawn.
+
+        The client has a deadline for each step; waiting for our limits has none.
 
         Raises:
             Unreachable: there is none to be had.
@@ -43,8 +65,11 @@ class Exchange:
         link = peer.at_hand()
         if link is not None:
             return link
+        self._withdrawn = False
         with trio.CancelScope() as self._scope:
             return await peer.connect()
+        if self._withdrawn:
+            return None
         raise Unreachable("timeout", self._why_ended("no connection"))
 
     async def put(

@@ -4,7 +4,7 @@ What is going on with each server is in the book (`book.py`); this module brings
 takes over what the last daemon left, and drains at the end.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -16,7 +16,7 @@ from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu
 from fedsender.outside import Outside
-from fedsender.sender.admission import Admission, Pace
+from fedsender.sender.admission import FEW, Admission, Pace
 from fedsender.sender.book import Book, Policies, Status
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.destination import Destination
@@ -103,6 +103,14 @@ class Sender:
         elif not self.book.is_behind(server) and not self.book.draining:
             self.book.schedule(server, trio.current_time())
 
+    def hurry(self, servers: Collection[str]) -> None:
+        """What was offered to these just now is for nobody else; if they are few, they go first."""
+        if len(servers) <= FEW:
+            for server in servers:
+                destination = self.active.get(server)
+                if destination is not None:
+                    destination.hurry()
+
     def spill_before(self, stream_ordering: int) -> None:
         """No queue may hold a PDU up to this stream ordering any longer."""
         for destination in self.active.values():
@@ -111,7 +119,9 @@ class Sender:
                 destination.spill()
 
     def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None:
-        """A chunk is done; for the metrics."""
+        """A chunk is done, and offered."""
+        for item in routed:
+            self.hurry(item.servers)
         now_ms = self.context.outside.now_ms()
         self.context.metrics.fanned_out(
             position, events, [(len(item.servers), item.received_ts) for item in routed], now_ms
@@ -182,6 +192,7 @@ class Sender:
         destination = self.reach(server)
         if destination is not None:
             destination.owe_to_device()
+            self.hurry([server])
 
     def reach(self, server: str) -> Destination | None:
         """Its object, to put something into its outbox. None: not now, or not at all."""

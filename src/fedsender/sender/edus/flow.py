@@ -10,7 +10,7 @@ a large room does not open thousands of connections at once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import trio
@@ -46,6 +46,7 @@ class Book(Protocol):
     def active(self) -> Mapping[str, Destination]: ...
 
     def reach(self, server: str) -> Destination | None: ...
+    def hurry(self, servers: Collection[str]) -> None: ...
 
 
 class Policies(Protocol):
@@ -147,10 +148,12 @@ class EduFlow:
         seen = self.device_lists.value
         while True:
             position = await self.device_lists.wait_past(seen)
-            for server in await self._context.edus.changed_device_lists(seen, position):
+            servers = await self._context.edus.changed_device_lists(seen, position)
+            for server in servers:
                 destination = self._book.reach(server)
                 if destination is not None:
                     destination.owe_device_lists()
+            self._book.hurry(servers)
             seen = position
 
     # --- Receipts ---------------------------------------------------------------------------------
@@ -169,6 +172,7 @@ class EduFlow:
                     wanted = servers[receipt.room_id]
                     first = at_once(wanted, events.get(receipt.event_id), now_ms)
                     self._put_now(receipt, sorted(first))
+                    self._book.hurry(wanted)
                     self._put_off(receipt, sorted(wanted - first))
                 self._seen = page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
                 self._unsaved.set()
@@ -287,6 +291,7 @@ class EduFlow:
                         destination = self._book.reach(server)
                         if destination is not None:
                             destination.put_typing(change)
+                self._book.hurry(servers[change.room_id])
 
     # --- Presence ---------------------------------------------------------------------------------
 
@@ -329,6 +334,7 @@ class EduFlow:
         place = ("", str(self._plain)) if key is None else (edu_type, *key)
         try:
             destination.put_edu(place, edu_type, content)
+            self._book.hurry([server])
         except ValueError:
             # What is no canonical JSON, no receiver takes.
             self._context.metrics.dropped_edus.labels("unsendable").inc()

@@ -1,0 +1,548 @@
+"""Who waits for whom: lanes by how long a server takes, shares of neighbours, the line for new
+connections; and what that means for a whole sender. All on the virtual clock."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+from tests.federation.servers import BODY, OURS
+from tests.federation.test_connections import in_memory, there
+from tests.sender.harness import World
+from trio.testing import MockClock
+
+from fedsender.config import Sending
+from fedsender.federation.client import FederationClient
+from fedsender.sender.admission import (
+    QUICK_S,
+    Admission,
+    Lane,
+    Leave,
+    network_of,
+    site_of,
+)
+from fedsender.sender.context import Phase
+from fedsender.sender.exchange import Exchange
+from fedsender.sender.failure import Outcome
+from fedsender.sender.transaction import Draft, Transaction, freeze
+
+BIG, SMALL = "!big:hs.example", "!small:hs.example"
+DEFAULTS = {
+    name: getattr(Sending(), name)
+    for name in ("max_in_flight", "max_connections_slow_share", "handshakes_per_second")
+}
+
+
+def admission_of(
+    places: int = 100, *, slow_share: float = 0.25, per_second: float = 10_000
+) -> Admission:
+    return Admission(max_in_flight=places, slow_share=slow_share, handshakes_per_second=per_second)
+
+
+def a_leave(admission: Admission, name: str, *answers: float) -> Leave:
+    """Of a server that took so many seconds for its latest answers."""
+    for took_s in answers:
+        admission.note(name, took_s)
+    return admission.leave(name)
+
+
+@asynccontextmanager
+async def holding(*leaves: Leave) -> AsyncIterator[None]:
+    for leave in leaves:
+        await leave.handshake(None)
+    yield
+    for leave in leaves:
+        leave.let_go()
+
+
+async def waits(leave: Leave, seconds: float = 0.01) -> bool:
+    """Whether it gets no place for so long; if it gets one, it gives it back."""
+    with trio.move_on_after(seconds) as scope:
+        await leave.handshake(None)
+        leave.let_go()
+    return scope.cancelled_caught
+
+
+# --- which lane -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answers", "lane"),
+    [
+        ((), "quick"),
+        ((30.0,), "quick"),
+        ((30.0, 30.0), "slow"),
+        ((0.1, 30.0), "quick"),
+        ((30.0, 0.1, 30.0), "slow"),
+        ((30.0, 0.1, 0.1, 30.0), "quick"),
+        ((30.0, 30.0, 0.1), "slow"),
+        ((30.0, 30.0, 0.1, 0.1), "quick"),
+        ((30.0, 30.0, 0.1, 3.0, 0.1), "quick"),
+        ((30.0, 30.0, 3.0, 3.0, 3.0), "slow"),
+    ],
+)
+def test_the_lane_is_chosen_by_two_of_the_last_three_answers(
+    answers: tuple[float, ...], lane: str
+) -> None:
+    admission = admission_of()
+    leave = a_leave(admission, "a.example", *answers)
+    assert admission.lane_of(leave)[0] is getattr(admission, lane)
+
+
+def test_a_server_whose_last_attempt_failed_has_a_lane_of_its_own() -> None:
+    admission = admission_of()
+    leave = a_leave(admission, "a.example", 0.1, 0.1)
+    leave.ill = True
+    assert admission.lane_of(leave)[0] is admission.ill
+
+
+async def test_each_lane_has_its_places_whatever_the_others_do(autojump_clock: MockClock) -> None:
+    admission = admission_of(40)
+    ill, slow, quick = [], [], []
+    for number in range(40):
+        ill.append(a_leave(admission, f"i.ill{number}"))
+        ill[-1].ill = True
+        slow.append(a_leave(admission, f"s.slow{number}", 30.0, 30.0))
+        quick.append(a_leave(admission, f"q.quick{number}", 0.1))
+    async with holding(*ill[:5], *slow[:5], *quick[:30]):
+        assert admission.in_flight == 40
+        for others in (ill[5], slow[5]):
+            assert await waits(others, 100)
+    async with holding(*ill[:5], *slow[:5]):
+        assert not await waits(quick[0])
+    async with holding(*ill[:5], *quick[:30]):
+        assert not await waits(slow[0])
+    async with holding(*slow[:5], *quick[:30]):
+        assert not await waits(ill[0])
+
+
+async def test_the_last_eighth_is_for_servers_known_to_be_quick(
+    autojump_clock: MockClock,
+) -> None:
+    admission = admission_of(40)
+    known = a_leave(admission, "known.example", 0.1)
+    unknown = [admission.leave(f"new.new{number}") for number in range(28)]
+    async with holding(*unknown[:27]):
+        assert await waits(unknown[27])
+        assert not await waits(known)
+
+
+async def test_who_is_there_for_long_makes_room_if_the_slow_lane_has_some(
+    autojump_clock: MockClock,
+) -> None:
+    """Else a first message to many slow servers would hold up all servers never heard of."""
+    admission = admission_of(40)
+    unknown = [admission.leave(f"new.new{number}") for number in range(33)]
+    async with holding(*unknown[:27]):
+        began = trio.current_time()
+        async with holding(*unknown[27:32]):
+            assert trio.current_time() - began == pytest.approx(QUICK_S, abs=0.1)
+            assert len(admission.slow) == 5
+            assert await waits(unknown[32], 100)
+        assert not await waits(unknown[32])
+    assert admission.in_flight == 0
+
+
+# --- neighbours -----------------------------------------------------------------------------------
+
+
+def test_what_servers_have_in_common() -> None:
+    assert site_of("a.b.Example.org:8448") == site_of("example.org.") == "example.org"
+    assert site_of("10.0.0.1:8449") == "10.0.0.1"
+    assert site_of("[2001:db8::1]:8449") == "[2001:db8::1]"
+    assert network_of("10.0.0.1") == "10.0.0.1"
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db9::1")
+
+
+@pytest.mark.parametrize("common", ["site", "address"])
+async def test_neighbours_hold_a_quarter_of_a_lane_for_long(
+    common: str, autojump_clock: MockClock
+) -> None:
+    lane = Lane(40, second=35, patience_s=QUICK_S)
+    admission = admission_of()
+
+    def neighbour(number: int) -> Leave:
+        site, address = f"x{number}", "10.0.0.1"
+        if common == "site":
+            site, address = "evil.example", f"10.0.1.{number}"
+        leave = admission.leave(f"{number}.{site}")
+        leave.reached(address)
+        return leave
+
+    held = [neighbour(number) for number in range(10)]
+    for leave in held:
+        assert lane.at_once(leave, first=False)
+    # Hundreds of honest servers behind one address, all at once.
+    for number in range(10, 20):
+        assert lane.at_once(neighbour(number), first=False)
+        lane.go(next(reversed(lane._inside)))
+    await trio.sleep(QUICK_S + 0.1)
+    late = [neighbour(number) for number in range(20, 23)]
+    order: list[int] = []
+
+    async def enter(number: int) -> None:
+        await lane.enter(late[number], first=False)
+        order.append(number)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(3):
+            nursery.start_soon(enter, number)
+            await trio.sleep(1)
+        assert not order
+        assert lane.at_once(admission.leave("honest.org"), first=False)
+        assert lane.at_once(neighbour(30), first=True), "one that is known to be quick"
+        lane.go(held[0])
+        await trio.sleep(0.1)
+        assert order == [0]
+        # It need not stay for long, and calls the next.
+        lane.go(late[0])
+        await trio.sleep(0.1)
+        assert order == [0, 1]
+        lane.go(held[1])
+    assert order == [0, 1, 2]
+
+
+async def test_one_held_up_that_gives_up_calls_the_next(autojump_clock: MockClock) -> None:
+    admission, lane = admission_of(), Lane(8)
+
+    def evil(number: int) -> Leave:
+        return admission.leave(f"{number}.evil.example")
+
+    held = [evil(0), evil(1)]
+    others = [admission.leave(f"a.b{number}") for number in range(6)]
+    for leave in (*held, *others):
+        assert lane.at_once(leave, first=True)
+    entered = trio.Event()
+
+    async def enter() -> None:
+        await lane.enter(evil(3), first=True)
+        entered.set()
+
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(5):
+            nursery.start_soon(enter)
+            await lane.enter(evil(2), first=True)
+        lane.go(held[0])
+        await trio.sleep(0.1)
+        assert not entered.is_set() or len(lane) == 8
+        lane.go(held[1])
+        await entered.wait()
+
+
+# --- the lines ------------------------------------------------------------------------------------
+
+
+async def test_of_a_line_three_of_the_first_class_go_for_each_one_of_the_second(
+    autojump_clock: MockClock,
+) -> None:
+    admission, lane = admission_of(), Lane(1)
+    order = ""
+
+    async def pass_through(leave: Leave, first: bool) -> None:
+        nonlocal order
+        await lane.enter(leave, first=first)
+        order += "1" if first else "2"
+        await trio.sleep(1)
+        lane.go(leave)
+
+    async with trio.open_nursery() as nursery:
+        for number in range(8):
+            for first in (False, True):
+                leave = admission.leave(f"a{first}.b{number}")
+                nursery.start_soon(pass_through, leave, first)
+    assert order.count("1") == order.count("2") == 8
+    assert all(part.count("2") == 1 for part in (order[1:5], order[5:9])), order
+
+
+async def test_one_that_is_hastened_does_not_stay_where_it_stood(
+    autojump_clock: MockClock,
+) -> None:
+    admission = admission_of(100, per_second=1)
+    leaves = [admission.leave(f"a.b{number}") for number in range(20)]
+    passed: list[Leave] = []
+
+    async def attempt(leave: Leave) -> None:
+        await leave.handshake(None)
+        passed.append(leave)
+        leave.let_go()
+
+    async with trio.open_nursery() as nursery:
+        for leave in leaves:
+            nursery.start_soon(attempt, leave)
+            await trio.sleep(0.01)
+        leaves[19].hasten()
+        await trio.sleep(4)
+        assert leaves[19] in passed
+        nursery.cancel_scope.cancel()
+
+
+async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockClock) -> None:
+    """Also one that waited when the instance lock was lost."""
+    admission = admission_of(3)
+    began = []
+
+    async def attempt(name: str) -> None:
+        leave = a_leave(admission, name, 0.1)
+        await leave.place()
+        began.append(name)
+        await trio.sleep(1)
+        leave.let_go()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(attempt, "first.example")
+        await trio.sleep(0.1)
+        nursery.start_soon(attempt, "second.example")
+        await trio.sleep(0.1)
+        admission.gate.shut()
+        await trio.sleep(30)
+        early = list(began)
+        admission.gate.reopen()
+    assert early == ["first.example"]
+    assert began == ["first.example", "second.example"]
+
+
+def test_bodies_get_smaller_as_their_memory_fills_and_never_stop() -> None:
+    admission = Admission(
+        max_in_flight=1000, slow_share=0.5, handshakes_per_second=1, in_flight_bytes=2**24
+    )
+    leaves = [admission.leave(f"a.b{number}") for number in range(200)]
+    for leave in leaves:
+        leave.carries(leave.body_bytes(2**20))
+    assert leaves[0].body_bytes(1000) == 1000
+    assert leaves[0].body_bytes(2**20) == 2**16
+    assert admission.bodies < 2**24 + 200 * 2**16
+    for leave in leaves:
+        leave.let_go()
+    assert admission.bodies == 0
+
+
+# --- connections: the real client, at the default limits ------------------------------------------
+
+
+class Attempts:
+    """What a destination does, with the real client, connections and admission."""
+
+    def __init__(self, client: FederationClient, admission: Admission) -> None:
+        self.client = client
+        self.admission = admission
+
+    async def send(self, number: int, *, few: bool = False) -> float:
+        """Seconds until it was answered."""
+        began = trio.current_time()
+        leave = self.admission.leave(f"a.b{number}")
+        leave.hurried = few
+        async with self.client.peer(leave.server, there(number), leave) as peer:
+            link = peer.at_hand() or await peer.connect()
+            await link.put_transaction("t", BODY, ())
+        leave.let_go()
+        return trio.current_time() - began
+
+
+CONVERSATION = 60_000
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_message_to_many_delays_no_connection_for_a_message_to_few(
+    known: bool, tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """5,000 servers at 150 handshakes a second: the last waits for 33 s."""
+    admission = admission_of(2000, slow_share=0.5, per_second=150)
+    async with in_memory(tmp_path, max_connections=2500) as (client, _):
+        attempts = Attempts(client, admission)
+        if known:
+            await attempts.send(CONVERSATION, few=True)
+            await trio.sleep(60)
+        many: list[float] = []
+
+        async def to_many(number: int) -> None:
+            many.append(await attempts.send(number))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(5000):
+                nursery.start_soon(to_many, number)
+            await trio.sleep(2)
+            assert await attempts.send(CONVERSATION, few=True) < 0.1
+            await trio.sleep(25)
+            opened = client.statistics().opened
+            assert await attempts.send(CONVERSATION, few=True) < 0.1
+            assert client.statistics().opened == opened, "its connection was closed for the many"
+    assert max(many) == pytest.approx(5000 / 150, abs=1)
+
+
+async def test_many_messages_to_few_do_not_starve_one_to_many(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    admission = admission_of(2000, per_second=100)
+    async with in_memory(tmp_path, max_connections=2500) as (client, _):
+        attempts = Attempts(client, admission)
+        took: list[float] = []
+
+        async def to_many(number: int) -> None:
+            took.append(await attempts.send(number))
+
+        async def to_few(number: int) -> None:
+            await attempts.send(number, few=True)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(1000):
+                nursery.start_soon(to_few, 10_000 + number)
+            for number in range(200):
+                nursery.start_soon(to_many, number)
+    assert max(took) == pytest.approx(200 / 25, abs=1)
+
+
+async def test_who_renews_a_dead_connection_holds_no_place_that_others_wait_for(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A NAT was restarted: all live connections are reset at their next use."""
+    admission = admission_of(20, per_second=10_000)
+    async with in_memory(tmp_path, max_connections=20) as (client, network):
+        attempts = Attempts(client, admission)
+        for number in range(20):
+            await attempts.send(number)
+        network.forget()
+        await trio.sleep(20)
+        took: list[float] = []
+
+        async def send(number: int) -> None:
+            took.append(await attempts.send(number))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(200):
+                nursery.start_soon(send, number)
+        assert client.statistics().repeated > 0
+    assert len(took) == 200
+    assert max(took) < 1
+
+
+# --- a whole sender -------------------------------------------------------------------------------
+
+
+def delays(world: World, names: list[str], said: dict[str, float]) -> list[float]:
+    return sorted(
+        request.at - said[body]
+        for name in names
+        for request in world.servers[name].answered
+        for body in request.bodies
+        if body in said
+    )
+
+
+async def test_slow_servers_do_not_hold_back_quick_ones(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """600 of 620 servers answer after 30 s, at the default limits."""
+    world = World(tmp_path, sending=DEFAULTS)
+    slow = [f"a.slow{number}" for number in range(600)]
+    quick = [f"a.quick{number}" for number in range(20)]
+    for name in slow:
+        world.server(name, latency=30)
+    for name in quick:
+        world.server(name, latency=0.05)
+    said: dict[str, float] = {}
+    async with world.run():
+        await world.join(BIG, *slow)
+        await world.join(SMALL, *quick)
+        for number in range(40):
+            if number % 5 == 0:
+                await world.say(BIG, f"to all {number}")
+            await trio.sleep(1)
+            said[f"{number}"] = trio.current_time()
+            await world.say(SMALL, f"{number}")
+            await trio.sleep(2)
+        await trio.sleep(200)
+    took = delays(world, quick, said)
+    assert len(took) == 20 * 40
+    assert took[len(took) // 2] <= 0.15
+    assert took[-1] <= 1
+    to_all = [f"to all {number}" for number in range(0, 40, 5)]
+    assert all(world.servers[name].got[-8:] == to_all for name in slow)
+
+
+async def test_servers_that_are_back_do_not_wait_for_slow_ones(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Thrice as many slow servers as places, with a message each 3 s; 20 are back after an hour."""
+    limits = {"max_in_flight": 40, "max_connections_slow_share": 0.25}
+    world = World(tmp_path, sending=limits)
+    slow = [f"a.slow{number}" for number in range(120)]
+    back = [f"a.back{number}" for number in range(20)]
+    for name in slow:
+        world.server(name, latency=30)
+    async with world.run() as sender:
+        await world.join(SMALL, *back)
+        await world.say(SMALL, "hello")
+        await trio.sleep(30)
+        for name in back:
+            world.servers[name].down = True
+        await world.say(SMALL, "while you were away")
+        await trio.sleep(1800)
+        await world.join(BIG, *slow)
+
+        async def talk() -> None:
+            for number in range(10_000):
+                await world.say(BIG, f"{number}")
+                await trio.sleep(3)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(talk)
+            await trio.sleep(120)
+            for name in back:
+                world.servers[name].down = False
+            statuses = [sender.status(name) for name in back]
+            due = max(status.retry_in_s or 0 for status in statuses if status)
+            assert sender.wake(back[:10]) == back[:10]
+            await trio.sleep(5)
+            assert all("while you were away" in world.servers[name].got for name in back[:10])
+            await trio.sleep(due + 10)
+            nursery.cancel_scope.cancel()
+    assert all("while you were away" in world.servers[name].got for name in back)
+
+
+async def test_what_stands_in_a_line_leaves_it_when_it_is_not_wanted_any_more(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Told to pause, or to end."""
+    world = World(tmp_path, sending={"handshakes_per_second": 0.01, "drain_seconds": "60s"})
+    names = [f"a.b{number}" for number in range(3)]
+    async with world.run() as sender:
+        await world.join(BIG, *names)
+        await world.say(BIG, "one")
+        await trio.sleep(1)
+        queued = [name for name in names if sender.active[name].phase is Phase.QUEUED]
+        assert len(queued) == 2
+        await sender.hold(queued[0], paused="for a while", parked=None)
+        await trio.sleep(1)
+        assert queued[0] not in sender.active
+        began = trio.current_time()
+    assert trio.current_time() - began < 1
+    assert all(not world.servers[name].attempts for name in queued)
+
+
+async def test_a_line_of_ours_is_not_the_servers_time(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A request that is repeated on a new connection: neither its time-out nor its lane knows."""
+    admission, exchange = admission_of(20, per_second=0.01), Exchange()
+    async with in_memory(tmp_path) as (client, network):
+        leave = a_leave(admission, "a.b1", 0.1)
+        leave.told = exchange.wait_for_limits
+        async with client.peer("a.b1", there(1), leave) as peer:
+            for _ in range(2):
+                began = trio.current_time()
+                link = await exchange.connect(peer)
+                assert link is not None
+                _, verdict = await exchange.put(link, a_transaction(), timeout_s=30)
+                leave.answered()
+                leave.let_go()
+                assert verdict.outcome is Outcome.DELIVERED
+                network.forget()
+                await trio.sleep(5)
+        assert 60 < trio.current_time() - began < 150
+    assert admission.lane_of(leave) == (admission.quick, True)
+
+
+def a_transaction() -> Transaction:
+    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
+    return freeze(draft, transaction_id="t", origin=OURS, now_ms=0, lsso_before=None)
