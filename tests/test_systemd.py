@@ -14,7 +14,10 @@ import trio.testing
 
 from fedsender import systemd
 from fedsender.cli import run_command
+from fedsender.limits import MIB, Limits
 from fedsender.systemd import Notifier, notifier_from, unit_text
+
+LIMITS = Limits(4000, 3000 * MIB)
 
 
 class Manager:
@@ -150,7 +153,7 @@ def unit(tmp_path: Path) -> Path:
     executable.write_text("#!/bin/sh\n")
     executable.chmod(0o755)
     unit = tmp_path / "fedsender.service"
-    unit.write_text(unit_text(executable=str(executable)))
+    unit.write_text(unit_text(executable=str(executable), limits=LIMITS))
     return unit
 
 
@@ -170,6 +173,7 @@ def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
         config="/etc/f.yaml",
         credentials_directory="/srv/secrets",
         drain_seconds=90,
+        limits=LIMITS,
     )
     lines = text.splitlines()
     assert "ExecStart=/opt/f/bin/fedsender run -c /etc/f.yaml" in lines
@@ -177,6 +181,7 @@ def test_the_unit_names_the_command_the_secrets_and_the_time_to_drain() -> None:
     assert "LoadCredential=admin.token:/srv/secrets/admin.token" in lines
     assert "LoadCredential=database.password:/srv/secrets/database.password" in lines
     assert "TimeoutStopSec=130s" in lines
+    assert {"LimitNOFILE=4000", "MemoryMax=3000M"} <= set(lines)
     assert {"Type=notify", "DynamicUser=yes", "CapabilityBoundingSet="} <= set(lines)
     assert "User=fedsender" in lines
 
@@ -218,6 +223,7 @@ def test_systemd_accepts_the_relays_unit_too(
     assert f"ExecStart={executable} relay -c /etc/fedsender/config.yaml" in lines
     assert "LoadCredential=relay.secret:/etc/fedsender/relay.secret" in lines
     assert {"StateDirectory=fedsender-relay", "RuntimeDirectory=fedsender-relay"} <= set(lines)
+    assert {"LimitNOFILE=2048", "MemoryMax=2176M"} <= set(lines)
     unit = tmp_path / "fedsender-relay.service"
     unit.write_text(text)
     verified = analyze("verify", str(unit))
@@ -256,7 +262,10 @@ def test_systemd_accepts_the_pipelines_service_and_timer(
 def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
     """As an operator makes it: the installed command, and a configuration with a longer drain."""
     config = tmp_path / "config.yaml"
-    config.write_text("server_name: hs\nsigning_key: k\nsending: {drain_seconds: 2m}\n")
+    config.write_text(
+        "server_name: hs\nsigning_key: k\nsending: {drain_seconds: 2m}\n"
+        "federation: {max_connections: 9000}\n"
+    )
     # Not named: the unit runs what printed it.
     executable = Path(sys.executable).with_name("fedsender")
     printed = subprocess.run(
@@ -267,7 +276,7 @@ def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
         check=True,
     )
     assert f"ExecStart={executable} run -c {config}" in printed.stdout.splitlines()
-    assert "TimeoutStopSec=160s" in printed.stdout.splitlines()
+    assert {"TimeoutStopSec=160s", "LimitNOFILE=10024"} <= set(printed.stdout.splitlines())
     unit = tmp_path / "fedsender.service"
     unit.write_text(printed.stdout)
     verified = analyze("verify", str(unit))

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from typer.exceptions import TyperException
@@ -21,6 +21,10 @@ from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mis
 from fedsender.console import say, say_text, show
 from fedsender.pipeline import commands as pipeline_commands
 from fedsender.relay import commands as relay_commands
+
+if TYPE_CHECKING:
+    from fedsender.config import Federation, Sending
+    from fedsender.config.relay import Relay
 
 __all__ = ["app", "main", "run_command"]
 
@@ -159,6 +163,7 @@ def systemd_unit(
     ] = False,
 ) -> int:
     """Print a hardened systemd unit."""
+    from fedsender.limits import of_daemon, of_relay
     from fedsender.systemd import pipeline_units_text, relay_unit_text, unit_text
 
     if relay and pipeline:
@@ -170,24 +175,32 @@ def systemd_unit(
     if command.is_relative_to("/home") or command.is_relative_to("/root"):
         _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
     paths = {"executable": str(command), "config": str(config.absolute())}
+    federation, sending, hub = _limiting(config)
     if relay:
-        text = relay_unit_text(**paths, user=user)
+        text = relay_unit_text(**paths, user=user, limits=of_relay(hub))
     elif pipeline:
         text = pipeline_units_text(**paths, user=user)
     else:
-        text = unit_text(**paths, user=user, drain_seconds=_drain_seconds(config))
+        text = unit_text(
+            **paths,
+            user=user,
+            drain_seconds=sending.drain_seconds,
+            limits=of_daemon(federation, sending),
+        )
     say_text(text)
     return DONE
 
 
-def _drain_seconds(config: Path) -> float:
-    """What the configuration allows for draining; the default where it cannot be read here."""
-    from fedsender.config import ConfigError, Sending, load
+def _limiting(config: Path) -> "tuple[Federation, Sending, Relay]":
+    """The parts of the configuration that bound things; the defaults if it cannot be read here."""
+    from fedsender.config import ConfigError, Federation, Sending, load
+    from fedsender.config.relay import Relay
 
     try:
-        return load(config).sending.drain_seconds
+        loaded = load(config)
     except ConfigError:
-        return Sending().drain_seconds
+        return Federation(), Sending(), Relay()
+    return loaded.federation, loaded.sending, loaded.relay
 
 
 @app.command()

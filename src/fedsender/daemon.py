@@ -25,6 +25,7 @@ from fedsender.federation.client import open_client
 from fedsender.federation.signing import load_signing_key
 from fedsender.health import doubts, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
+from fedsender.limits import of_daemon, raise_file_limit
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
@@ -271,6 +272,7 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
     use_few_arenas()
+    raise_file_limit(of_daemon(config.federation, config.sending).files)
     collect_less_often()
     orders = Orders(config.sending.drain_seconds + WRITE_DOWN_S)
     async with orders.obeyed(notifier):

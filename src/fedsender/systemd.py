@@ -14,6 +14,8 @@ from typing import Final
 import structlog
 import trio
 
+from fedsender.limits import MIB, Limits
+
 log = structlog.get_logger()
 
 Send = Callable[[bytes], None]
@@ -123,8 +125,7 @@ Restart=on-failure
 RestartSec=5s
 # 2: the configuration is wrong, and will be until somebody changes it.
 RestartPreventExitStatus=2
-LimitNOFILE=65536
-
+{limits}
 {user}
 
 StateDirectory={name}
@@ -208,6 +209,12 @@ TimeoutStartSec=3min
 TimeoutStopSec={stop_seconds}s
 {common}{install}"""
 
+_LIMITS: Final = """\
+# For the caps of the configuration that this was printed with; what needs more has gone wrong.
+LimitNOFILE={files}
+MemoryMax={mib}M
+"""
+
 _RELAY_UNIT: Final = """\
 # A unit for a fedsender relay. Save it as /etc/systemd/system/fedsender-relay.service, adjust the
 # paths, then:
@@ -267,6 +274,8 @@ RuntimeDirectoryPreserve=yes
 RestartPreventExitStatus=1
 # 75: another job was at work, which is no failure.
 SuccessExitStatus=75
+# Java and Spark open many files at once.
+LimitNOFILE=65536
 # Java compiles into memory that it then runs: MemoryDenyWriteExecute is off below.
 {common}
 # ---------------------- /etc/systemd/system/fedsender-pipeline.timer ----------------------
@@ -296,6 +305,7 @@ def unit_text(
     credentials_directory: str = "/etc/fedsender",
     user: str | None = None,
     drain_seconds: float = 20.0,
+    limits: Limits,
 ) -> str:
     """A hardened unit that runs `executable` with `config`.
 
@@ -306,6 +316,7 @@ def unit_text(
             exists while it runs, whom systemd hands the secrets.
         drain_seconds: what the configuration allows for draining; the stop may take longer by as
             much as writing things down could need.
+        limits: what it may take of the system.
     """
     return _unit(
         _UNIT,
@@ -314,6 +325,7 @@ def unit_text(
         CREDENTIALS,
         credentials_directory,
         user,
+        limits=_limits_text(limits),
         stop_seconds=int(drain_seconds) + 40,
     )
 
@@ -324,11 +336,17 @@ def relay_unit_text(
     config: str = "/etc/fedsender/config.yaml",
     credentials_directory: str = "/etc/fedsender",
     user: str | None = None,
+    limits: Limits,
 ) -> str:
     """A hardened unit that runs a relay; arguments as those of `unit_text`."""
-    command = (executable, "relay", "-c", config)
     return _unit(
-        _RELAY_UNIT, "fedsender-relay", command, RELAY_CREDENTIALS, credentials_directory, user
+        _RELAY_UNIT,
+        "fedsender-relay",
+        (executable, "relay", "-c", config),
+        RELAY_CREDENTIALS,
+        credentials_directory,
+        user,
+        limits=_limits_text(limits),
     )
 
 
@@ -352,6 +370,10 @@ def pipeline_units_text(
     )
 
 
+def _limits_text(limits: Limits) -> str:
+    return _LIMITS.format(files=limits.files, mib=limits.bytes // MIB)
+
+
 def _unit(
     template: str,
     name: str,
@@ -360,6 +382,7 @@ def _unit(
     credentials_directory: str,
     user: str | None,
     *,
+    limits: str = "",
     write_execute_denied: bool = True,
     **more: object,
 ) -> str:
@@ -371,6 +394,7 @@ def _unit(
     )
     common = _COMMON.format(
         user=own if user is None else _USER_OF_YOURS.format(user=user),
+        limits=limits,
         write_execute_denied="yes" if write_execute_denied else "no",
         **names,
     )

@@ -13,6 +13,7 @@ import trio
 from fedsender.admin.serving import Admin
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
+from fedsender.limits import of_relay, raise_file_limit
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.admin_app import open_admin
@@ -71,6 +72,7 @@ async def run(
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
     use_few_arenas()
+    raise_file_limit(of_relay(config.relay).files)
     orders = Orders(STOP_S)
     async with orders.obeyed(notifier):
         notifier.status("starting")

@@ -1,0 +1,77 @@
+"""What a daemon and a relay may take of the system, by their configuration: descriptors, memory.
+
+The units that `fedsender systemd-unit` prints say the same.
+"""
+
+import resource
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from fedsender.config import Federation, Sending
+from fedsender.config.relay import Relay
+
+log = structlog.get_logger()
+
+MIB: Final = 2**20
+_OTHER_FILES: Final = 1024
+"""Databases, the ledger, look-ups, the admin endpoint, the feed; with room to spare."""
+_CONNECTION_BYTES: Final = MIB // 4
+"""Some 50 KB of it in the common case; the rest for what is on its way."""
+_OTHER_BYTES: Final = 1024 * MIB
+"""100 MB at rest, and 4 to 10 KB for each server that is known."""
+_CONSUMER_FILES: Final = 16
+_CONSUMER_BYTES: Final = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that are far from what is needed, unless something is wrong.
+
+    Attributes:
+        files: file descriptors.
+        bytes: memory.
+    """
+
+    files: int
+    bytes: int
+
+
+def of_daemon(federation: Federation, sending: Sending) -> Limits:
+    """What `fedsender run` may take with this configuration."""
+    connections = federation.max_connections
+    return Limits(
+        _OTHER_FILES + connections,
+        _OTHER_BYTES + 2 * sending.window_bytes + connections * _CONNECTION_BYTES,
+    )
+
+
+def of_relay(relay: Relay) -> Limits:
+    """What `fedsender relay` may take with this configuration."""
+    return Limits(
+        _OTHER_FILES + relay.max_consumers * _CONSUMER_FILES,
+        _OTHER_BYTES + 2 * relay.segment_bytes + relay.max_consumers * _CONSUMER_BYTES,
+    )
+
+
+def raise_file_limit(files: int) -> bool:
+    """See to it that this process may open so many files; False: the system does not let us.
+
+    That is in the log then. It does not end the daemon: who has enough with fewer goes on.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    try:
+        if soft != resource.RLIM_INFINITY and soft < allowed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    except (OSError, ValueError):
+        allowed = soft
+    if allowed < files:
+        log.warning(
+            "this process may open too few files for the caps of its configuration",
+            limit=allowed,
+            needed=files,
+            hint="raise LimitNOFILE in the unit, or ulimit -n, or lower the caps",
+        )
+    return allowed >= files
