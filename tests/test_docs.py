@@ -104,6 +104,10 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"one of {client._PLACES // 2} slow places, at most {places.PER_DOMAIN} of them",
         f"up to {client._PLACES + client._PLACES // 2} questions at once",
         f"{client._CACHE_ENTRIES:,} answers in all",
+        f"`sending.max_in_flight` ({sending.max_in_flight:,}) in all",
+        f"`sending.in_flight_bytes` ({sending.in_flight_bytes // mib} MiB), and"
+        f" {admission._LEAST_BYTES // kib} KiB for each",
+        f"`federation.max_connections` ({federation.max_connections:,})",
         f"({sending.handshakes_per_second:.0f}) new ones; {federation.connect_timeout:.0f} s to"
         f" connect, {federation.handshake_timeout:.0f} s for TLS",
         f"({sending.queue_pdus:,}) for each, `sending.window_bytes`"
