@@ -333,6 +333,7 @@ def test_a_good_configuration_is_said_to_be_one(
     assert run_command(["config", "check", "-c", str(config)]) == 2
     assert "signing.key: cannot be read" in capsys.readouterr().err
     (tmp_path / "signing.key").write_text("ed25519 a " + 43 * "A")
+    (tmp_path / "signing.key").chmod(0o600)
     assert run_command(["config", "check", "-c", str(config)]) == 0
     assert "nothing wrong" in capsys.readouterr().out
 

@@ -218,6 +218,8 @@ def test_what_it_prints_passes_the_check_with_the_secrets_it_wrote(tmp_path: Pat
     key.write_text("ed25519 a_1 " + 43 * "A" + "\n")
     for name in ("us.pem", "us.key"):
         (tmp_path / name).write_text("x")
+    for name in ("hs.key", "us.key"):
+        (tmp_path / name).chmod(0o640)
     trustme.CA().cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     files_of_redis = {"private_key_file": "us.key", "certificate_file": "us.pem"}
     changes = {

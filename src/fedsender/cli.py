@@ -299,8 +299,11 @@ def config_check(
     if problems := loaded.file_problems():
         return _complain("\n".join(problems), USAGE)
     load_signing_key(loaded.signing_key)
+    warnings = loaded.warnings()
+    for text in warnings:
+        _complain(f"warning: {text}", DONE)
     if server is None:
-        say(f"{config}: nothing wrong")
+        say(f"{config}: {'can be used, with warnings' if warnings else 'nothing wrong'}")
         return DONE
     from fedsender.admin import display
 

@@ -271,6 +271,8 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
     outside = outside or real_outside()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
+    for text in config.warnings():
+        log.warning("configuration is not safe", reason=text)
     use_few_arenas()
     raise_file_limit(of_daemon(config.federation, config.sending).files)
     collect_less_often()

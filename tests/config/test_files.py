@@ -59,3 +59,84 @@ def test_a_signing_key_that_is_none_is_found_before_a_start(
     (tmp_path / "key").write_text("ed25519 a_1 short\n")
     assert run_command(["config", "check", "-c", str(config)]) == 2
     assert f"{tmp_path}/key:1: " in capsys.readouterr().err
+
+
+LONG = 32 * "x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "secret", "warnings"),
+    [
+        ("admin: {token_file: FILE}", 0o600, LONG, []),
+        ("admin: {token_file: FILE}", 0o640, LONG, []),
+        ("admin: {token_file: FILE}", 0o644, LONG, ["by others (mode 644"]),
+        ("admin: {token_file: FILE}", 0o660, LONG, ["by a group (mode 660"]),
+        ("admin: {token_file: FILE}", 0o602, "short", ["by others (mode 602", "is short"]),
+        ("relay: {intake_token_file: FILE}", 0o600, 15 * "x", ["is short"]),
+        ("feed: {tcp: {secret_file: FILE}}", 0o600, 15 * "x", ["is short"]),
+        # Not ours to choose, and often behind a socket that asks for nothing else.
+        ("sender_database_password_file: FILE", 0o600, "pw", []),
+        ("sender_database_password_file: FILE", 0o604, "pw", ["by others (mode 604"]),
+    ],
+)
+def test_secrets_that_others_can_read_or_guess_are_told_and_refuse_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: str,
+    mode: int,
+    secret: str,
+    warnings: list[str],
+) -> None:
+    """An upgrade must not stop federation."""
+    config = config_with(tmp_path, settings.replace("FILE", "secret"))
+    (tmp_path / "key").chmod(0o600)
+    (tmp_path / "secret").write_text(secret + "\n")
+    (tmp_path / "secret").chmod(mode)
+    assert run_command(["config", "check", "-c", str(config)]) == 0
+    out, err = capsys.readouterr()
+    lines = err.splitlines()
+    assert len(lines) == len(warnings)
+    for line, warning in zip(lines, warnings, strict=True):
+        assert line.startswith(f"fedsender: warning: {config}:3")
+        assert f"{tmp_path}/secret: " in line
+        assert warning in line
+        assert secret not in line.replace("is short", "")
+    assert ("nothing wrong" in out) == (not warnings)
+
+
+def test_a_signing_key_that_others_can_read_is_told(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "")
+    (tmp_path / "key").chmod(0o644)
+    (line,) = load(config).warnings()
+    assert f"signing_key: {tmp_path}/key: can be read or written by others" in line
+    assert load(config).warnings("relay", "admin") == []
+
+
+REDIS = "homeserver: {kind: synapse, database: postgresql://u@127.0.0.1/x}\nfeed: {kind: redis, "
+
+
+@pytest.mark.parametrize(
+    ("settings", "warning"),
+    [
+        (REDIS + "redis: {host: redis.lan, password_file: pw}}", "redis.lan in clear"),
+        (REDIS + "redis: {host: redis.lan, password_file: pw, tls: true}}", None),
+        (REDIS + "redis: {host: 127.0.0.1, password_file: pw}}", None),
+        (REDIS + "redis: {path: r.sock, password_file: pw}}", None),
+        (REDIS + "redis: {host: redis.lan}}", None),
+        ("feed: {redis: {host: redis.lan, password_file: pw}}", None),
+        (REDIS + "http: {instances: {w: '10.0.0.7:9'}, secret_file: pw}}", "10.0.0.7 in clear"),
+        (REDIS + "http: {instances: {w: 'https://10.0.0.7:9'}, secret_file: pw}}", None),
+        (REDIS + "http: {instances: {w: 'localhost:9'}, secret_file: pw}}", None),
+        (REDIS + "http: {instances: {w: 'unix:/w'}, secret_file: pw}}", None),
+    ],
+)
+def test_a_secret_that_goes_to_another_host_in_clear_is_told(
+    tmp_path: Path, settings: str, warning: str | None
+) -> None:
+    config = config_with(tmp_path, settings)
+    (tmp_path / "pw").write_text(LONG)
+    for name in ("key", "pw"):
+        (tmp_path / name).chmod(0o600)
+    found = load(config).warnings()
+    assert len(found) == (warning is not None)
+    assert warning is None or warning in found[0]

@@ -23,7 +23,7 @@ from fedsender.config.document import (
     read_document,
 )
 from fedsender.config.feed import Feed, HttpFeed, RedisFeed, RelayFeed, TcpFeed
-from fedsender.config.files import problems_with_files
+from fedsender.config.files import problems_with_files, weak_files
 from fedsender.config.pipeline import Pipeline, Spark
 from fedsender.config.policy import Backoff, Destinations, EduKinds, Override, Policy, Section
 from fedsender.config.relay import Relay
@@ -240,6 +240,15 @@ class Config(Section):
         return [
             self.problem(location, text)
             for location, text in problems_with_files(self)
+            if not sections or location[0] in sections
+        ]
+
+    def warnings(self, *sections: str) -> list[str]:
+        """What can be used and is not safe, one line each; sections as for `file_problems`."""
+        clear = ((("feed", *place), text) for place, text in self.feed.warnings())
+        return [
+            self.problem(location, text)
+            for location, text in (*weak_files(self), *clear)
             if not sections or location[0] in sections
         ]
 

@@ -44,8 +44,7 @@ class TcpFeed(Section):
             self.secret_file is not None
             and not self.tls
             and isinstance(self.address, TcpAddress)
-            and self.address.host != "localhost"
-            and not is_loopback(self.address.host)
+            and _in_clear(self.address.host)
         ):
             yield ("secret_file",), "would be sent in clear: needs tls, or a loopback address"
 
@@ -80,6 +79,11 @@ class RelayFeed(TcpFeed):
         """What is wrong only where a relay is followed."""
         if isinstance(self.address, TcpAddress) and self.secret_file is None:
             yield ("secret_file",), "must be set: only a Unix socket is followed without a secret"
+
+
+def _in_clear(host: str) -> bool:
+    """Whether what goes there without TLS can be read on the way."""
+    return host != "localhost" and not is_loopback(host)
 
 
 class RedisFeed(Section):
@@ -125,6 +129,12 @@ class RedisFeed(Section):
         if self.username is not None and self.password_file is None:
             yield ("username",), "needs a password_file"
 
+    def warnings(self) -> Contradictions:
+        """What is not safe."""
+        clear = self.path is None and not self.tls and _in_clear(self.host)
+        if self.password_file is not None and clear:
+            yield ("password_file",), f"goes to {self.host} in clear: use tls, or a tunnel"
+
 
 class HttpFeed(Section):
     """Synapse's replication listeners, which are asked for what was missed and is in no
@@ -146,6 +156,17 @@ class HttpFeed(Section):
         if self.ca_file is not None and not any(each.tls for each in self.instances.values()):
             yield ("ca_file",), "has no use without an https:// address"
 
+    def warnings(self) -> Contradictions:
+        """What is not safe."""
+        hosts = {
+            each.address.host
+            for each in self.instances.values()
+            if not each.tls and isinstance(each.address, TcpAddress)
+        }
+        clear = ", ".join(sorted(filter(_in_clear, hosts)))
+        if self.secret_file is not None and clear:
+            yield ("secret_file",), f"goes to {clear} in clear: use https://, or a tunnel"
+
 
 class Feed(Section):
     """How the homeserver tells us what is new."""
@@ -161,6 +182,12 @@ class Feed(Section):
         default_factory=HttpFeed,
         description="With redis: who is asked for typing and presence that we missed.",
     )
+
+    def warnings(self) -> Contradictions:
+        """What is not safe in what is in use."""
+        if self.kind == "redis":
+            yield from ((("redis", *place), text) for place, text in self.redis.warnings())
+            yield from ((("http", *place), text) for place, text in self.http.warnings())
 
     def contradictions(self) -> Contradictions:
         for name in ("tcp", "relay", "redis", "http"):

@@ -3,6 +3,7 @@ would call every server unreachable, and tell the homeserver so.
 """
 
 import ssl
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -15,29 +16,59 @@ _TEXTS: Final = (
     *("signing_key", "password_file", "token_file", "secret_file"),
     *("private_key_file", "certificate_file"),
 )
+_OF_OUR_OWN: Final = ("token_file", "secret_file")
 
 
-def problems_with_files(section: Section, at: Location = ()) -> Iterator[tuple[Location, str]]:
+LEAST_SECRET: Final = 16
+"""Characters of a token or secret that nobody finds by trying."""
+
+
+def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
     """What is wrong with the files that this section names, each with the place of its setting."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        yield from _problems(name, value, (*at, name))
-
-
-def _problems(name: str, value: object, at: Location) -> Iterator[tuple[Location, str]]:
-    if isinstance(value, Section):
-        yield from problems_with_files(value, at)
-    elif isinstance(value, tuple):
-        for number, each in enumerate(value):
-            yield from _problems(name, each, (*at, number))
-    elif isinstance(value, Path):
+    for at, path in _files(section, ()):
+        name = _name(at)
         try:
             if name.endswith("_ca_files") or name == "ca_file":
-                _load_authorities(value)
+                _load_authorities(path)
             elif name.endswith(_TEXTS):
-                read_secret(value)
+                read_secret(path)
         except ConfigError as error:
             yield at, str(error)
+
+
+def weak_files(section: Section) -> Iterator[tuple[Location, str]]:
+    """Files of secrets that others may read or write, and secrets that are short."""
+    for at, path in _files(section, ()):
+        name = _name(at)
+        if not name.endswith(_TEXTS) or name == "certificate_file":
+            continue
+        try:
+            mode, secret = path.stat().st_mode, read_secret(path)
+        except (OSError, ConfigError):
+            continue
+        if stat.S_ISREG(mode) and mode & (stat.S_IRWXO | stat.S_IWGRP):
+            done = (
+                "be read or written by others" if mode & stat.S_IRWXO else "be written by a group"
+            )
+            yield at, f"{path}: can {done} (mode {stat.S_IMODE(mode):o}; 600 or 640 is enough)"
+        if name.endswith(_OF_OUR_OWN) and len(secret) < LEAST_SECRET:
+            yield at, f"{path}: is short: {LEAST_SECRET} random characters are the least"
+
+
+def _name(at: Location) -> str:
+    """The setting's name; of an item of a list, the list's."""
+    return next(str(each) for each in reversed(at) if isinstance(each, str))
+
+
+def _files(value: object, at: Location) -> Iterator[tuple[Location, Path]]:
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _files(getattr(value, name), (*at, name))
+    elif isinstance(value, tuple):
+        for number, each in enumerate(value):
+            yield from _files(each, (*at, number))
+    elif isinstance(value, Path):
+        yield at, value
 
 
 def _load_authorities(path: Path) -> None:

@@ -71,6 +71,8 @@ async def run(
     outside = outside or real_outside()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
+    for text in config.warnings("relay", "admin"):
+        log.warning("configuration is not safe", reason=text)
     use_few_arenas()
     raise_file_limit(of_relay(config.relay).files)
     orders = Orders(STOP_S)
