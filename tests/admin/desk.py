@@ -63,6 +63,7 @@ class Desk:
     world: World
     parts: Parts
     standing: Standing
+    followed: Followed
 
     async def get(self, path: str, status: int = 200, **query: Any) -> dict[str, Any]:
         response = await self.http.get(path if path[0] == "/" else f"{OURS}/{path}", params=query)
@@ -116,4 +117,5 @@ async def open_desk(world: World, token: str | None = TOKEN) -> AsyncIterator[De
             base_url="http://127.0.0.1:9009",
             headers={"Authorization": f"Bearer {TOKEN}"},
         ) as http:
-            yield Desk(http, world, parts, standing)
+            assert isinstance(parts.policies, Followed)
+            yield Desk(http, world, parts, standing, parts.policies)

@@ -10,6 +10,7 @@ from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
 from fedsender.ledger import segments
+from fedsender.store.records import FrozenRecord
 
 R1, R2 = "!1:hs.example", "!2:hs.example"
 A, B, C = "a.example", "b.example", "c.example"
@@ -57,13 +58,14 @@ async def test_who_is_not_woken_is_named_with_the_reason(
         await with_a_dead_server(desk)
         await desk.post("pause", {"servers": [B], "reason": "moving house"})
         await settle()
-        body = {"servers": [B, C, "denied.example", C]}
+        body = {"servers": [B, C, A, "denied.example", C]}
         said = await desk.post("notify_remote_server_up", body)
 
         assert said["woken"] == []
         assert said["left_alone"] == {
             B: "paused: moving house",
-            C: "nothing is owed to it",
+            C: "not a server that we know of",
+            A: "nothing is owed to it",
             "denied.example": "the configuration forbids sending to it",
         }
 
@@ -149,6 +151,61 @@ async def test_why_says_what_is_wrong_with_a_server(
         assert why["shared_backoff"]["retry_interval"] > 0
         assert "answered 502" in why["summary"]
         assert "1 room" in why["summary"]
+
+
+async def test_nothing_is_tried_next_at_a_server_that_nothing_may_be_sent_to(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A, B)
+        for server in (A, B):
+            world.servers[server].down = True
+        await world.say(R1, "one")
+        await settle(3_600)
+        assert (await desk.get(f"why/{A}"))["next_attempt_ts"] is not None
+        await desk.post("park", {"servers": [B], "reason": "moving house"})
+        world.settings["deny"] = [A]
+        world.reload(world.sender)
+        desk.followed.config = world.config()
+        await settle()
+
+        why_a, why_b = await desk.get(f"why/{A}"), await desk.get(f"why/{B}")
+        assert (why_a["state"], why_a["next_attempt_ts"]) == ("not allowed", None)
+        assert (why_b["state"], why_b["next_attempt_ts"]) == ("parked", None)
+        page = await desk.get("destinations", behind=True)
+        assert [entry["next_attempt_ts"] for entry in page["destinations"]] == [None, None]
+
+
+@pytest.mark.parametrize(("after_s", "before"), [(5, "idle"), (600, "level")])
+async def test_a_server_with_a_frozen_transaction_is_neither_idle_nor_level(
+    world: World, autojump_clock: MockClock, after_s: float, before: str
+) -> None:
+    """Although the database owes it nothing else: EDUs alone may have been frozen."""
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await settle(after_s)
+        assert (await desk.get(f"why/{A}"))["state"] == before
+        frozen = FrozenRecord(A, "m1", b"{}", {}, frozen_ms=world.outside.now_ms(), attempts=3)
+        await world.store.sender.save_frozen(frozen)
+        why = await desk.get(f"why/{A}")
+        page = await desk.get("destinations", behind=True)
+
+    assert why["in_flight"]["transaction_id"] == "m1"
+    assert why["state"] == "waiting"
+    assert why["summary"].endswith("; waiting: 1 frozen transaction.")
+    listed = [(entry["destination"], entry["state"]) for entry in page["destinations"]]
+    assert listed == [(A, "waiting")]
+
+
+async def test_a_reason_is_said_once_in_the_summary(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        why = await desk.get(f"why/{B}")
+    assert why["last_error"]["meaning"] not in why["summary"]
+    assert why["summary"].count(why["last_error"]["reason"]) == 1
 
 
 async def test_why_of_a_level_server_says_so(world: World, autojump_clock: MockClock) -> None:

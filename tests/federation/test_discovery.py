@@ -199,6 +199,27 @@ def test_name_without_an_address_says_why(dns: Dns, text: str) -> None:
     assert "well-known of b.example: status 404" in caught.value.text
 
 
+@pytest.mark.parametrize(
+    ("well_known", "text"),
+    [
+        ("b.example: no such name", "b.example: no such name"),
+        ("status 404", "b.example: no such name; .well-known of b.example: status 404"),
+    ],
+)
+def test_what_stands_in_the_way_of_several_look_ups_is_said_once(
+    well_known: str, text: str
+) -> None:
+    resolution = Resolution("b.example", random.Random(1))
+    while (question := resolution.question) is not None:
+        if isinstance(question, AskWellKnown):
+            resolution.answer(Delegation(None, 0, 0, text=well_known))
+        else:
+            resolution.answer(Lookup((), 0, "b.example: no such name"))
+    with pytest.raises(Unreachable) as caught:
+        resolution.result()
+    assert caught.value.text == text
+
+
 def test_fixed_address_skips_everything_but_the_names() -> None:
     resolved, asked = resolve("b.example", {}, fixed_address="10.0.0.5:9000")
     assert resolved == Resolved("b.example", "b.example", (("10.0.0.5", 9000),))

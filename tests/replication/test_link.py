@@ -24,7 +24,7 @@ from tests.replication.support import (
 
 from fedsender.config import TcpAddress
 from fedsender.outside import listen_tcp, real_outside
-from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.link import (
     HistoryLost,
     Received,
@@ -197,6 +197,15 @@ async def test_pauses_between_attempts_grow_to_seconds_and_never_end(
         assert max(pauses) <= 5
         assert all(pause >= 2.5 for pause in pauses[8:])
         assert len(pauses) > 120
+
+
+async def test_what_stands_in_the_way_of_a_connection_is_said_in_the_systems_words() -> None:
+    with trio.socket.socket() as taken:
+        await taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(Disconnected) as caught:
+            await connect(Endpoint(TcpAddress("127.0.0.1", port)), real_outside())
+    assert str(caught.value) == f"127.0.0.1:{port}: Connection refused"
 
 
 async def test_pause_is_short_again_once_the_server_was_level(

@@ -243,7 +243,18 @@ def purge(
     as_json: AsJson = False,
 ) -> int:
     """Forget a server and all it is owed."""
-    answer = _client(config).post("purge", body={"server": server, "force": force})
+    from fedsender.admin.client import AdminError
+
+    try:
+        answer = _client(config).post("purge", body={"server": server, "force": force})
+    except AdminError as error:
+        if rooms := error.answer.get("rooms"):
+            more = error.answer["rooms_total"] - len(rooms)
+            rest = f" and {more} more" if more else ""
+            say(f"fedsender: {error}: {_listed(rooms)}{rest}", error=True)
+            say("fedsender: with --force it is purged all the same", error=True)
+            return WRONG
+        raise
     if as_json:
         say_json(answer)
     else:

@@ -13,6 +13,7 @@ from fedsender.store.records import Lagging
 
 ROWS = 1_000
 """Rows of the destinations table that are read at once."""
+UNKNOWN = "not a server that we know of"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +96,18 @@ async def chosen(parts: Parts, request: Servers) -> list[str]:
         return names
     for server in request.servers:
         if not await is_known(parts, server):
-            raise not_found(f"{server}: not a server that we know of")
+            raise not_found(f"{server}: {UNKNOWN}")
     return list(dict.fromkeys(request.servers))
 
 
 async def list_page(parts: Parts, *, behind: bool, after: str, limit: int, pattern: str) -> Page:
     """Up to `limit` destinations whose names come behind `after`."""
     lagging = {lag.destination: lag for lag in await parts.homeserver.lagging()}
-    owed = set(lagging) | set(await parts.store.destinations_with_redeliveries())
+    owed = {
+        *lagging,
+        *await parts.store.destinations_with_redeliveries(),
+        *await parts.store.frozen_destinations(),
+    }
     if behind:
         names = sorted(name for name in owed if matches(pattern, name))
     else:
@@ -119,7 +124,7 @@ async def _summary(parts: Parts, name: str, lag: Lagging | None, owed: bool) -> 
         oldest = (await parts.homeserver.pending_counts(name)).oldest_received_ts
     status = parts.sender.status(name)
     state = ServerState(name) if status is None else status.state
-    next_ms = next_attempt_ms(parts, status)
+    next_ms = next_attempt_ms(parts, name, status)
     now_ms = parts.outside.now_ms()
     return Summary(
         destination=name,
@@ -150,21 +155,27 @@ def state_in_words(parts: Parts, name: str, status: Status | None, *, owed: bool
         return "not allowed"
     if not parts.config.handles(name):
         return "another sender's"
-    if status is None:
-        return "level" if not owed else "waiting"
-    if status.phase == "waiting" and status.state.failing_since_ms is not None:
+    phase = "level" if status is None else status.phase
+    if owed and phase in ("level", "idle"):
+        # Its task has not looked yet, or its turn after a start has not come.
+        phase = "waiting"
+    if phase == "waiting" and status is not None and status.state.failing_since_ms is not None:
         return "waiting after a failure"
-    return status.phase
+    return phase
 
 
-def next_attempt_ms(parts: Parts, status: Status | None) -> int | None:
-    """When our own timer tries again; None: nothing is waiting for it."""
+def next_attempt_ms(parts: Parts, name: str, status: Status | None) -> int | None:
+    """When our own timer tries again; None: nothing is waiting for it, or nothing may be sent."""
     if status is None or status.retry_in_s is None or (status.level and status.state.healthy):
+        return None
+    if status.state.paused is not None or status.state.parked is not None:
+        return None
+    if not (parts.config.allows(name) and parts.config.handles(name)):
         return None
     return parts.outside.now_ms() + int(status.retry_in_s * 1000)
 
 
-def left_alone_because(parts: Parts, server: str) -> str:
+async def _left_alone_because(parts: Parts, server: str) -> str:
     """Why a wake of this server did nothing."""
     if not parts.config.allows(server):
         return "the configuration forbids sending to it"
@@ -175,10 +186,12 @@ def left_alone_because(parts: Parts, server: str) -> str:
         return f"paused: {status.state.paused}"
     if status is not None and status.state.parked is not None:
         return f"parked: {status.state.parked}"
+    if not await is_known(parts, server):
+        return UNKNOWN
     return "nothing is owed to it"
 
 
-def split_woken(parts: Parts, asked: Sequence[str], woken: Sequence[str]) -> dict[str, str]:
+async def left_alone(parts: Parts, asked: Sequence[str], woken: Sequence[str]) -> dict[str, str]:
     """Those that were asked for and not woken, each with the reason."""
     done = set(woken)
-    return {server: left_alone_because(parts, server) for server in asked if server not in done}
+    return {each: await _left_alone_because(parts, each) for each in asked if each not in done}

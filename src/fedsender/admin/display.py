@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from rich.table import Table
 from rich.text import Text
 
-from fedsender.admin.words import duration
+from fedsender.admin.words import duration, many
 from fedsender.console import safe
 
 Answer = Mapping[str, Any]
@@ -53,18 +53,25 @@ def new_table(*columns: str) -> Table:
 
 def destinations(entries: Iterable[Answer]) -> Table:
     """A list of destinations."""
-    table = new_table("SERVER", "STATE", "ROOMS", "OLDEST", "FAILING FOR", "NEXT TRY IN", "ERROR")
+    table = new_table("SERVER", "STATE", "OWED", "OLDEST", "FAILING FOR", "NEXT TRY IN", "REASON")
     for entry in entries:
         table.add_row(
             plain(entry["destination"]),
             plain(entry["state"]),
-            plain(entry["rooms_owed"] or None),
+            plain(_owed(entry)),
             plain(lasting(entry["oldest_owed_s"])),
             plain(lasting(entry["failing_for_s"])),
             plain(lasting(entry["next_attempt_in_s"])),
-            plain(entry["reason"] or entry["paused"] or entry["parked"]),
+            # An operator's reason is why nothing is sent; the last error is older.
+            plain(entry["paused"] or entry["parked"] or entry["reason"]),
         )
     return table
+
+
+def _owed(entry: Answer) -> str | None:
+    rooms = [many(entry["rooms_owed"], "room")] if entry["rooms_owed"] else []
+    keys = ["keys"] if entry["owes_keys"] else []
+    return ", ".join(rooms + keys) or None
 
 
 def why(answer: Answer) -> Table:
@@ -90,7 +97,8 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
         yield "oldest", f"{oldest['event_id']} at {oldest['stream_ordering']}{age}"
     if error := answer["last_error"]:
         yield "last error", f"{error['outcome']}: {error['meaning']}"
-        yield "", error["reason"]
+        if error["reason"] not in answer["summary"]:
+            yield "", error["reason"]
         yield "failures", f"{error['failures']} since {moment(error['failing_since_ts'])}"
     yield "last answer", moment(answer["last_success_ts"])
     yield "next attempt", moment(answer["next_attempt_ts"])

@@ -16,11 +16,12 @@ from fedsender.admin.bodies import (
     Servers,
     ServersWithReason,
 )
-from fedsender.admin.destinations import Page, chosen, is_known, list_page, split_woken
+from fedsender.admin.destinations import UNKNOWN, Page, chosen, is_known, left_alone, list_page
 from fedsender.admin.parts import Parts, Reach
 from fedsender.admin.refusal import Error, Refusal, not_found
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
+from fedsender.admin.words import many
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.matrix import matches
 from fedsender.store.sender import Quarantined
@@ -61,7 +62,7 @@ async def notify_remote_server_up(request: Servers, parts: Reach) -> Woken:
         pattern = request.pattern or ""
         asked = [name for name in parts.sender.known() if matches(pattern, name)]
     woken = parts.sender.wake(asked, by_admin=True)
-    return Woken(woken, split_woken(parts, asked, woken))
+    return Woken(woken, await left_alone(parts, asked, woken))
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ async def destinations(
 async def why(server: ServerName, parts: Reach) -> Why:
     found = await explain(parts, server)
     if found is None:
-        raise not_found(f"{server}: not a server that we know of")
+        raise not_found(f"{server}: {UNKNOWN}")
     return found
 
 
@@ -271,11 +272,11 @@ class Purged:
 )
 async def purge(request: Purge, parts: Reach) -> Purged:
     if not await is_known(parts, request.server):
-        raise not_found(f"{request.server}: not a server that we know of")
+        raise not_found(f"{request.server}: {UNKNOWN}")
     rooms = await parts.sender.purge(request.server, force=request.force)
     if rooms:
         more = {"rooms": sorted(rooms)[:SHARED_ROOMS_SHOWN], "rooms_total": len(rooms)}
-        text = f"{len(rooms)} rooms are shared with it; they forbid it unless forced"
+        text = f"{many(len(rooms), 'room')} shared with it, whose events it would miss"
         raise Refusal(409, "FEDSENDER_ROOMS_SHARED", text, more)
     log.warning("purged", destination=request.server, forced=request.force)
     return Purged(request.server)

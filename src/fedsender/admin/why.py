@@ -171,16 +171,18 @@ def _put_together(
     health: ServerHealth | None,
 ) -> Why:
     state = ServerState(server) if status is None else status.state
-    owed = bool(depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries)
+    owed = bool(
+        depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries or in_flight
+    )
     words = state_in_words(parts, server, status, owed=owed)
     error = _last_error(state)
-    next_ts = next_attempt_ms(parts, status)
+    next_ts = next_attempt_ms(parts, server, status)
     now_ms = parts.outside.now_ms()
     return Why(
         destination=server,
         state=words,
         since_ts=_since(parts, status, now_ms),
-        summary=_sentence(words, state, depth, oldest, error, next_ts, now_ms),
+        summary=_sentence(words, state, _waits(depth, oldest, in_flight), error, next_ts, now_ms),
         depth=depth,
         oldest=oldest,
         last_error=error,
@@ -260,14 +262,12 @@ async def _oldest(parts: Parts, server: str, pending: Pending) -> Oldest | None:
 def _sentence(
     words: str,
     state: ServerState,
-    depth: Depth,
-    oldest: Oldest | None,
+    waits: str,
     error: LastError | None,
     next_ts: int | None,
     now_ms: int,
 ) -> str:
     """One sentence for somebody who is in a hurry."""
-    waits = _waits(depth, oldest)
     if words == "not allowed":
         return f"The configuration forbids sending to it; {waits}."
     if words == "another sender's":
@@ -278,8 +278,12 @@ def _sentence(
         return f"Parked: {state.parked}; {waits}."
     if error is not None:
         since = duration((now_ms - (error.failing_since_ts or now_ms)) / 1000)
-        when = "by no timer" if next_ts is None else f"in {duration((next_ts - now_ms) / 1000)}"
-        return f"Failing for {since} ({error.meaning}: {error.reason}); {waits}; next try {when}."
+        when = (
+            "no timer is set for the next try"
+            if next_ts is None
+            else f"next try in {duration((next_ts - now_ms) / 1000)}"
+        )
+        return f"Failing for {since}: {error.reason or error.meaning}; {waits}; {when}."
     if words in ("level", "idle", "leaving") and waits == "nothing waits":
         return f"Up to date{_answered(state, now_ms)}."
     return f"It is {words}{_answered(state, now_ms)}; {waits}."
@@ -291,7 +295,7 @@ def _answered(state: ServerState, now_ms: int) -> str:
     return f", last answered {duration((now_ms - state.last_success_ms) / 1000)} ago"
 
 
-def _waits(depth: Depth, oldest: Oldest | None) -> str:
+def _waits(depth: Depth, oldest: Oldest | None, in_flight: InFlight | None) -> str:
     kinds = [
         (depth.rooms, "room"),
         (depth.queued_pdus, "queued event"),
@@ -301,6 +305,8 @@ def _waits(depth: Depth, oldest: Oldest | None) -> str:
         (depth.quarantined, "quarantined item"),
     ]
     said = [_counted(number, thing) for number, thing in kinds if number]
+    if not said and in_flight is not None:
+        said = ["1 frozen transaction"]
     if not said:
         return "nothing waits"
     age = ""

@@ -210,7 +210,7 @@ class _Rules:
             if len(found) >= MAX_CANDIDATES:
                 break
         if not found:
-            text = "; ".join(failures) or f"no usable address for {tls_name}"
+            text = "; ".join(dict.fromkeys(failures)) or f"no usable address for {tls_name}"
             raise self._undiscoverable(text)
         candidates = tuple(dict.fromkeys(found))[:MAX_CANDIDATES]
         return Resolved(host_header, tls_name, candidates, "; ".join(self._notes))
@@ -224,7 +224,9 @@ class _Rules:
 
     def _undiscoverable(self, text: str) -> Unreachable:
         kind: Literal["well_known", "dns"] = "well_known" if self._well_known_broken else "dns"
-        return Unreachable(kind, "; ".join([text, *self._notes]))
+        # Where a name does not exist, that is also why it has no .well-known.
+        notes = [note for note in self._notes if not note.endswith(f": {text}")]
+        return Unreachable(kind, "; ".join([text, *notes]))
 
 
 def is_literal(host: str) -> bool:

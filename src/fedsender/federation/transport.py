@@ -10,6 +10,7 @@ connection in a known state or none.
 more than speed. This is the only module of the daemon that imports httpx.
 """
 
+import os
 import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
@@ -457,7 +458,8 @@ def _own_words(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
     if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+        # Trio's own text names the address, which whoever shows this has named already.
+        return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
     return str(error)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import trio
 
 from fedsender.config.values import TcpAddress, UnixAddress
+from fedsender.federation.transport import reason
 from fedsender.outside import NameNotFound, Outside, ResolveFailed
 
 CONNECT_S = 30.0
@@ -40,9 +41,10 @@ async def connect(endpoint: Endpoint, outside: Outside) -> trio.abc.Stream:
     except trio.TooSlowError as slow:
         raise Disconnected(f"{endpoint.address}: no connection in {CONNECT_S:.0f} s") from slow
     except (OSError, trio.BrokenResourceError, NameNotFound, ResolveFailed) as error:
-        # Trio wraps what went wrong in a TLS handshake in an error without words.
-        reason = str(error) or str(error.__cause__ or type(error).__name__)
-        raise Disconnected(f"{endpoint.address}: {reason}") from error
+        text = (
+            reason(error) if isinstance(error, OSError | trio.BrokenResourceError) else str(error)
+        )
+        raise Disconnected(f"{endpoint.address}: {text}") from error
 
 
 async def _connect(endpoint: Endpoint, outside: Outside) -> trio.abc.Stream:
