@@ -10,8 +10,6 @@ Nothing of the daemon imports this package, and Spark is imported by functions, 
 
 from typing import Final
 
-from fedsender.outside import real_outside
-
 SKEW_MS: Final = 300_000
 
 
@@ -21,6 +19,9 @@ def latest_ms() -> int:
     No time that stands somewhere counts as later: one clock that was a year ahead, once, would else
     make everything after it look old.
     """
+    # Here, because the command line's help waits for whatever is imported above.
+    from fedsender.outside import real_outside
+
     return real_outside().now_ms() + SKEW_MS
 
 
