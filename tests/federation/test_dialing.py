@@ -159,7 +159,7 @@ async def test_address_that_worked_goes_first_next_time_and_its_family_elsewhere
         ({V6: refused(), V4: refused()}, "refused", "192.0.2.1 port 8448: Connection refused"),
         ({V6: HANGS, V4: HANGS}, "timeout", "2001:db8::1 port 8448: no answer within 10 s"),
         ({V6: HANGS, V4: refused()}, "refused", "Connection refused; 2001:db8::1"),
-        ({V6: OSError(110, "x"), V4: TimeoutError(110, "Timed out")}, "timeout", "Timed out"),
+        ({V6: OSError(110, "x"), V4: TimeoutError(110, "x")}, "timeout", "Connection timed out"),
     ],
 )
 async def test_failure_names_every_address(

@@ -144,7 +144,7 @@ async def test_tls_is_verified(valkey: Valkey) -> None:
         stranger = RedisSettings(Endpoint(address, ssl.create_default_context()), "tls.example")
         async with hearing(stranger) as (link, heard, _nursery):
             await until(lambda: link.last_error is not None)
-            assert "CERTIFICATE_VERIFY_FAILED" in str(link.last_error)
+            assert "certificate refused: unable to get" in str(link.last_error)
 
 
 # --- by hand --------------------------------------------------------------------------------------
