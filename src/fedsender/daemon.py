@@ -8,6 +8,7 @@ reason not to deliver what is already owed.
 
 import gc
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -244,6 +245,30 @@ async def _hold_instance(
         nursery.cancel_scope.cancel()
 
 
+class LoopWatch(trio.abc.Instrument):
+    """Keeps the event loop's longest stretch between two waits; for `trio.lowlevel`.
+
+    The thread's CPU time counts, so that a busy machine is not taken for a hostile peer. While a
+    stretch lasts no other task runs, nor is the service manager's watchdog fed.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._gauge = metrics.loop_longest_step
+        self._began_s = time.thread_time()
+        self._longest_s = 0.0
+
+    def after_io_wait(self, timeout: float) -> None:
+        """A stretch begins."""
+        self._began_s = time.thread_time()
+
+    def before_io_wait(self, timeout: float) -> None:
+        """It is over."""
+        took_s = time.thread_time() - self._began_s
+        if took_s > self._longest_s:
+            self._longest_s = took_s
+            self._gauge.set(took_s)
+
+
 def collect_less_often() -> None:
     """Have Python look for cycles of garbage less often: at first, after 700 new objects.
 
@@ -299,6 +324,7 @@ async def _run_until_told(run: _Run, config: Config) -> None:
     run.notifier.status("starting")
     async with open_core(config, run.outside) as daemon:
         run.orders.started = True
+        trio.lowlevel.add_instrument(LoopWatch(daemon.metrics))
         async with open_admin(daemon, run.outside) as admin:
             ready = trio.Event()
             async with trio.open_nursery() as nursery:

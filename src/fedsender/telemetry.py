@@ -360,6 +360,10 @@ class Metrics:
         self.stream_held_seconds = self._gauge(
             "fedsender_stream_held_seconds", "How long a stream has been held back", "stream"
         )
+        self.loop_longest_step = self._gauge(
+            "fedsender_loop_longest_step_seconds",
+            "CPU time of the event loop's longest stretch between two waits, since the start",
+        )
         self.ledger_lines = self._counter("fedsender_ledger_lines", "Ledger lines of attempts")
         self.ledger_failures = self._counter(
             "fedsender_ledger_failures", "Ledger lines lost because they could not be written"
