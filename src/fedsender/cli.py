@@ -357,10 +357,14 @@ def config_from_synapse(
 
 @app.command()
 def demo(
-    servers: Annotated[int, typer.Option(help="Receiving servers.")] = 20,
+    servers: Annotated[int | None, typer.Option(help="Receiving servers; 20, or 100.")] = None,
     rooms: Annotated[int, typer.Option(help="Rooms.")] = 10,
     events: Annotated[int, typer.Option(help="Events.")] = 500,
     chaos: Annotated[bool, typer.Option("--chaos", help="With much going wrong.")] = False,
+    hostile: Annotated[
+        bool, typer.Option("--hostile", help="Beside three hostile servers for each one.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="With --hostile: for so long.")] = 600.0,
     relay: Annotated[bool, typer.Option("--relay", help="Through the relay.")] = False,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="Leave all files here.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed makes the same history.")] = 1,
@@ -371,10 +375,12 @@ def demo(
 
     return run_demo(
         DemoOptions(
-            servers=servers,
+            servers=servers or (100 if hostile else 20),
             rooms=rooms,
             events=events,
             chaos=chaos,
+            hostile=hostile,
+            seconds=seconds,
             relay=relay,
             keep=keep,
             as_json=as_json,

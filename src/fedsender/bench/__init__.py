@@ -20,9 +20,9 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.bench.children import BenchFailed
 from fedsender.bench.meter import Options, machine
 from fedsender.console import say, say_json
+from fedsender.demo.children import BenchFailed
 
 __all__ = ["Options", "main", "run_bench"]
 

@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 import trio
 
-from fedsender.bench.children import BenchFailed
 from fedsender.bench.floor import open_floor
 from fedsender.bench.messages import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, cpu_s_of, rss_kb
 from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
 from fedsender.daemon import Daemon, store_config
+from fedsender.demo.children import BenchFailed
 from fedsender.store import open_store
 from fedsender.streams import FeedRow, HostsRow, PduRow
 

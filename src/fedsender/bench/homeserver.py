@@ -6,8 +6,8 @@ from typing import Any
 
 import trio
 
-from fedsender.bench.children import Order, serve_orders
 from fedsender.bench.messages import ROOM_VERSION, SERVER_NAME, Room, signer
+from fedsender.demo.children import Order, serve_orders
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.tcp import open_replication_server
 from fedsender.replication.wire import OWN_KIND

@@ -17,9 +17,9 @@ from typing import Any
 import trio
 import yaml
 
-from fedsender.bench.children import BenchFailed
 from fedsender.bench.meter import Options, rss_kb
 from fedsender.bench.stage import START_SECONDS, VERIFY_EVERY, Servers, Stage, open_stage
+from fedsender.demo.children import BenchFailed
 from fedsender.demo.process import write_secret
 
 IMPORTS = "import fedsender.cli, fedsender.daemon"

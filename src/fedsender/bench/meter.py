@@ -53,17 +53,6 @@ def rss_kb(pid: int | None = None) -> int:
     return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
 
 
-def own_and_rss_kb(pid: int) -> tuple[int, int]:
-    """A process's own memory (written by it, or in swap), and all resident, in KiB. Linux only.
-
-    Raises:
-        OSError: there is no such process (any more).
-    """
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    kb = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
-    return kb["Private_Dirty"] + kb["Swap"], kb["Rss"]
-
-
 def cpu_s_of(pid: int) -> float:
     """User and system time of all threads of a process, in seconds. Linux only; raises OSError."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -17,9 +17,9 @@ from pathlib import Path
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.bench.children import Handler, Order, serve_orders
 from fedsender.bench.messages import KEY_ID, ROOM_VERSION, SERVER_NAME
 from fedsender.demo.certificates import Authority
+from fedsender.demo.children import Handler, Order, serve_orders
 from fedsender.demo.receivers import SEND, VERSION
 from fedsender.demo.rules import (
     Broken,

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.bench.children import BenchFailed
 from fedsender.bench.meter import Meter, Options, median
+from fedsender.demo.children import BenchFailed
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.facts import Prepared, prepare

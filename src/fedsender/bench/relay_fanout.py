@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.bench.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.bench.relay import row
 from fedsender.config import Config, Log, from_values, parse_address
+from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk
@@ -44,7 +44,7 @@ async def relay_fanout(options: Options) -> dict[str, Any]:
         try:
             async with (
                 open_relay(config, RealDisk(), real_outside(), doors) as relay,
-                open_child("relay_fanout") as child,
+                open_child("bench.relay_fanout") as child,
             ):
                 await _fill(relay, options.events)
                 for consumers in CONSUMERS:

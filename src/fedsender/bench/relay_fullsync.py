@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.bench.children import BenchFailed
 from fedsender.bench.meter import Options
 from fedsender.config import UnixAddress, from_values
+from fedsender.demo.children import BenchFailed
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk

@@ -20,14 +20,14 @@ import orjson
 import trio
 
 from fedsender import ledger as ledger_files
-from fedsender.bench.children import BenchFailed
-from fedsender.bench.meter import cpu_s_of, machine, own_and_rss_kb
+from fedsender.bench.meter import cpu_s_of, machine
 from fedsender.bench.soak_stage import START_S, Run, SoakOptions, open_run
 from fedsender.bench.soak_trend import JUDGED_S, MAX_GROWTH_MB, MAX_RISE, Sample, Trend, trend
 from fedsender.config import Log
 from fedsender.console import say, say_json
 from fedsender.demo import process
-from fedsender.demo.process import DaemonDied
+from fedsender.demo.children import BenchFailed
+from fedsender.demo.process import DaemonDied, own_and_rss_kb
 from fedsender.demo.verdict import Ledger, judge, read_ledger, still_owed, unrecorded
 from fedsender.outside import real_outside
 from fedsender.telemetry import configure_logging

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.bench.children import BenchFailed
 from fedsender.bench.soak_servers import Servers, cast
 from fedsender.bench.soak_traffic import Traffic
 from fedsender.bench.soak_trend import Sample
 from fedsender.demo import process
+from fedsender.demo.children import BenchFailed
 from fedsender.demo.homeserver import Homeserver
 from fedsender.demo.process import DaemonProcess, open_daemon_process
 from fedsender.demo.receivers import Receivers, open_receivers

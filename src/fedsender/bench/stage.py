@@ -13,10 +13,10 @@ from typing import Any
 
 import trio
 
-from fedsender.bench.children import BenchFailed, Child, Order, open_child
 from fedsender.bench.messages import SERVER_NAME, encode_seed
 from fedsender.config import Config, Log, from_values
 from fedsender.daemon import Daemon, collect_less_often, open_core, store_config
+from fedsender.demo.children import BenchFailed, Child, Order, open_child
 from fedsender.demo.process import write_secret
 from fedsender.outside import Outside, real_outside
 from fedsender.store import upgrade_databases
@@ -128,7 +128,10 @@ async def open_stage(
     seed = encode_seed(outside.entropy(32))
     with tempfile.TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
-        async with open_child("receivers") as receivers, open_child("homeserver") as homeserver:
+        async with (
+            open_child("bench.receivers") as receivers,
+            open_child("bench.homeserver") as homeserver,
+        ):
             with trio.fail_after(START_SECONDS):
                 listening = await receivers.ask(
                     "begin",

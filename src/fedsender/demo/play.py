@@ -18,6 +18,7 @@ from fedsender.console import say
 from fedsender.demo import process
 from fedsender.demo.chaos import AWAY_LONG, AWAY_SHORT, KICKED, Change, Plot, calm, chaotic
 from fedsender.demo.homeserver import STREAM, Homeserver, Room
+from fedsender.demo.hostile import run_hostile
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
 from fedsender.demo.receivers import Receivers, open_receivers
 from fedsender.demo.relayed import Relayed, loaded_events, open_relayed
@@ -50,6 +51,8 @@ class DemoOptions:
 
     Attributes:
         events: how many things happen once the rooms are there.
+        hostile: three hostile servers for each one, for so many `seconds`; rooms and events are
+            that run's own.
         keep: a directory to leave everything in; None: it goes at the end.
         seed: the same seed makes the same history.
     """
@@ -58,6 +61,8 @@ class DemoOptions:
     rooms: int = 10
     events: int = 500
     chaos: bool = False
+    hostile: bool = False
+    seconds: float = 600.0
     relay: bool = False
     keep: Path | None = None
     as_json: bool = False
@@ -83,6 +88,9 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
     """As `_run`; a daemon that cannot go on is said in words, not with a traceback."""
     configure_logging(Log(level="warning", format="console"), now_ms=real_outside().now_ms)
     try:
+        if options.hostile:
+            rng = random.Random(options.seed)
+            return trio.run(run_hostile, options.servers, options.seconds, rng, directory, report)
         return trio.run(_run, options, directory, report)
     except* DaemonDied as group:
         for text in _texts(group):
@@ -93,6 +101,8 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
 def _check(options: DemoOptions) -> None:
     if not 1 <= options.servers <= MAX_SERVERS or options.rooms < 1 or options.events < 0:
         raise Unusable(f"needs 1 to {MAX_SERVERS} servers, a room, and no negative events")
+    if options.hostile and (options.chaos or options.relay or options.seconds < 1):
+        raise Unusable("--hostile is a run of its own, without --chaos and --relay")
     if options.keep is not None and options.keep.exists() and any(options.keep.iterdir()):
         raise Unusable(f"{options.keep} is not empty: --keep wants a directory of its own")
     if options.chaos:

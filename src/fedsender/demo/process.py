@@ -162,8 +162,16 @@ class DaemonProcess:
             DaemonDied: it does not answer with 200.
         """
         body = orjson.dumps({"servers": list(servers)})
+        await self.ask("POST", "/_fedsender/admin/v1/notify_remote_server_up", body)
+
+    async def ask(self, method: str, target: str, body: bytes = b"") -> bytes:
+        """What the admin endpoint answers, head included.
+
+        Raises:
+            DaemonDied: it does not answer with 200.
+        """
         head = (
-            "POST /_fedsender/admin/v1/notify_remote_server_up HTTP/1.1\r\n"
+            f"{method} {target} HTTP/1.1\r\n"
             f"Host: localhost\r\nAuthorization: Bearer {self._token}\r\n"
             "Content-Type: application/json\r\nConnection: close\r\n"
             f"Content-Length: {len(body)}\r\n\r\n"
@@ -175,6 +183,7 @@ class DaemonProcess:
             raise DaemonDied(f"admin endpoint: {error!r}\n{self.last_words()}") from error
         if not answer.startswith(b"HTTP/1.1 200"):
             raise DaemonDied(f"admin endpoint: {answer[:500].decode(errors='replace')}")
+        return answer
 
     async def _ask_when_up(self, request: bytes) -> bytes:
         """The endpoint's answer, once there is an endpoint: the daemon may just have started."""
@@ -204,6 +213,17 @@ class DaemonProcess:
         ended.set()
         if not self._asked_to_end:
             raise DaemonDied(f"ended by itself with {code}\n{self.last_words()}")
+
+
+def own_and_rss_kb(pid: int) -> tuple[int, int]:
+    """A process's own memory (written by it, or in swap), and all resident, in KiB. Linux only.
+
+    Raises:
+        OSError: there is no such process (any more).
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    kb = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
+    return kb["Private_Dirty"] + kb["Swap"], kb["Rss"]
 
 
 def _appending(path: Path) -> Any:

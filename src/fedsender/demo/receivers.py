@@ -440,6 +440,7 @@ async def open_receivers(
     directory: Path,
     now_ms: int,
     host: str = "127.0.0.1",
+    domain: str | None = None,
     behaviours: Mapping[int, Behaviour] | None = None,
 ) -> AsyncIterator[Receivers]:
     """`count` receiving servers, each listening (or down, by its behaviour) once this returns.
@@ -449,10 +450,11 @@ async def open_receivers(
         read_pdu: see `rules.pdu_reader`.
         directory: where `ca.pem` is put.
         now_ms: the wall clock in milliseconds, for the certificates.
+        domain: the servers have names below it; None: their names are the host's address.
         behaviours: by the server's index; the others are healthy.
     """
     authority = Authority(directory, now_ms)
-    context = authority.server_context([host])
+    context = authority.server_context([host] if domain is None else [f"*.{domain}"])
     receivers = Receivers({each.name: each for each in origins}, read_pdu, authority.ca_file)
     holders: list[trio.socket.SocketType] = []
     try:
@@ -461,7 +463,8 @@ async def open_receivers(
                 holder = await _reserve_port(host)
                 holders.append(holder)
                 port: int = holder.getsockname()[1]
-                server = ReceivingServer(f"{host}:{port}", receivers)
+                named = host if domain is None else f"s{index}.{domain}"
+                server = ReceivingServer(f"{named}:{port}", receivers)
                 receivers.servers[server.name] = server
                 server.behaviour = (behaviours or {}).get(index, server.behaviour)
                 nursery.start_soon(server.listen, context, host, port, name=server.name)

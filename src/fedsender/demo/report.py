@@ -161,15 +161,48 @@ class Report:
         if self._as_json:
             for part, tally in parts.items():
                 self._line("part", {"part": part, **asdict(tally)})
-            for kind, found in summary.complaints.items():
+        else:
+            self._out.print(_parts_table(parts))
+            self._out.print(_figures_table(summary.as_json()))
+        self._complaints(summary.complaints)
+        if self._as_json:
+            self._line("summary", summary.as_json())
+
+    def conclude_hostile(
+        self,
+        servers: Mapping[str, int],
+        attacks: Mapping[str, int],
+        figures: Mapping[str, Any],
+        complaints: Mapping[str, list[str]],
+    ) -> None:
+        """The tables of a run among hostile servers: `servers` and `attacks` by kind."""
+        self._progress.stop()
+        if self._as_json:
+            for kind, count in servers.items():
+                self._line(
+                    "attack", {"attack": kind, "servers": count, "times": attacks.get(kind, 0)}
+                )
+        else:
+            table = Table(title="hostile servers", box=box.SIMPLE, pad_edge=False)
+            table.add_column("attack", no_wrap=True)
+            table.add_column("servers", justify="right")
+            table.add_column("times", justify="right")
+            for kind, count in servers.items():
+                table.add_row(kind, str(count), str(attacks.get(kind, 0)))
+            self._out.print(table)
+            self._out.print(_figures_table(figures))
+        self._complaints(complaints)
+        if self._as_json:
+            found = {kind: len(texts) for kind, texts in complaints.items() if texts}
+            self._line("summary", {**figures, "complaints": found})
+
+    def _complaints(self, complaints: Mapping[str, Sequence[str]]) -> None:
+        for kind, found in complaints.items():
+            if self._as_json:
                 for text in found:
                     self._line("complaint", {"about": kind, "text": text})
-            self._line("summary", summary.as_json())
-            return
-        self._out.print(_parts_table(parts))
-        self._out.print(_summary_table(summary))
-        for kind, found in summary.complaints.items():
-            self._complain(kind, found)
+            else:
+                self._complain(kind, found)
 
     def _complain(self, kind: str, found: Sequence[str]) -> None:
         if not found:
@@ -198,14 +231,13 @@ def _parts_table(parts: Mapping[str, PartTally]) -> Table:
     return table
 
 
-def _summary_table(summary: Summary) -> Table:
-    figures = summary.as_json()
+def _figures_table(figures: Mapping[str, Any]) -> Table:
     table = Table(title="demo", show_header=False, box=box.SIMPLE)
     table.add_column(style="bold")
     table.add_column(justify="right")
     for name, value in figures.items():
         if name not in ("ok", "complaints"):
             table.add_row(name.replace("_", " "), str(value))
-    verdict = "[green]yes[/]" if summary.passed else "[red]no[/]"
+    verdict = "[green]yes[/]" if figures["ok"] else "[red]no[/]"
     table.add_row("every event where it should be, and nowhere else", verdict)
     return table

@@ -138,7 +138,7 @@ def judge(
     by_id = {step.event.event_id: step for step in steps}
     due: dict[str, list[Step]] = {name: [] for name in receivers.servers}
     for step in steps:
-        for name in step.servers:
+        for name in step.servers & due.keys():
             due[name].append(step)
     for name, server in receivers.servers.items():
         tally = verdict.servers[name] = Tally(due=len(due[name]))

@@ -1,4 +1,4 @@
-"""The other processes of a benchmark: they are not measured, and do as they are told.
+"""The other processes of a demo or a benchmark: they are not measured, and do as they are told.
 
 Orders go to a child's standard input and answers come from its standard output, one JSON object
 per line, one answer per order. A child ends when its input does.
@@ -20,7 +20,7 @@ Handler = Callable[..., Awaitable[Order]]
 
 
 class BenchFailed(Exception):
-    """The benchmark came to no figures; the text says why."""
+    """The run came to no figures; the text says why."""
 
 
 MAX_LINE = 64 * 2**20
@@ -76,8 +76,8 @@ class Child:
 
 @asynccontextmanager
 async def open_child(module: str) -> AsyncIterator[Child]:
-    """`python -m fedsender.bench.<module>`, for as long as the body runs."""
-    command = [sys.executable, "-m", f"fedsender.bench.{module}"]
+    """`python -m fedsender.<module>`, for as long as the body runs."""
+    command = [sys.executable, "-m", f"fedsender.{module}"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     async with trio.open_nursery() as nursery:
         run = partial(trio.run_process, command, check=False, **pipes)

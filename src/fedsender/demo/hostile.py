@@ -1,0 +1,328 @@
+"""The demo among hostile servers: do honest servers notice?
+
+Three hostile servers for each honest one stand in a room with all of them, and are told to be up
+again every few seconds, so that no backoff spares the daemon. All the while messages go to the
+honest servers, in that room and in small ones, and the time until each arrives is taken. Local
+connections without a token trouble the admin endpoint meanwhile.
+"""
+
+import math
+import re
+import resource
+import statistics
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import trio
+
+from fedsender import ledger as ledger_files
+from fedsender.demo import process
+from fedsender.demo.children import Child, open_child
+from fedsender.demo.homeserver import STREAM, Homeserver, Room, Step
+from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
+from fedsender.demo.receivers import ReceivedTransaction, Receivers, open_receivers
+from fedsender.demo.report import Report
+from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.demo.verdict import judge, read_ledger, still_owed
+from fedsender.outside import real_outside
+from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.wire import OWN_KIND
+
+HOSTILE_PER_HONEST = 3
+HONEST_DOMAIN = "honest.test"
+LARGE_ROOM_EVERY_S, SMALL_ROOM_EVERY_S = 5.0, 0.5
+SMALL_ROOM_SERVERS = 10
+WAKE_EVERY_S = 20.0
+LOOK_EVERY_S = 0.25
+ADMIN_ATTACK_EVERY_S = 2.0
+ADMIN_CONNECTIONS = 30
+START_SECONDS = 60.0
+COMPLETE_SECONDS = 120.0
+MOST_P99_S, MOST_OWN_MIB, MOST_STEP_S = 2.0, 256, 0.25
+"""What the run is held against: latency to honest servers, the daemon's own memory, and CPU time
+of the event loop between two waits."""
+_LONGEST_STEP = re.compile(rb"^fedsender_loop_longest_step_seconds(?:{[^}]*})? ([0-9.e+-]+)$", re.M)
+
+ADMIN_ATTACKS = (
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: a\r\n\r\nx",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(100),
+    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 200,
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET / HTTP/1.1\r\n" + b"X-Y: z\r\n" * 20_000,
+    bytes(range(256)) * 16,
+    b"",
+)
+"""Each is sent without a token, and no answer is read."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """What takes part, and what was measured.
+
+    Attributes:
+        due: deliveries to honest servers that were asked for.
+        said: event id -> Trio's clock, in seconds, when it happened.
+        latencies: of each delivery to an honest server, in seconds.
+        own_kb: the daemon's own memory at its largest.
+        moved: something has arrived.
+    """
+
+    report: Report
+    homeserver: Homeserver
+    receivers: Receivers
+    daemon: DaemonProcess
+    hostile: Mapping[str, list[str]]
+    attackers: Child
+    everybody: Room
+    small: list[Room]
+    due: int = 0
+    said: dict[str, float] = field(default_factory=dict)
+    latencies: list[float] = field(default_factory=list)
+    own_kb: int = 0
+    moved: trio.Event = field(default_factory=trio.Event)
+
+    def say(self, room: Room) -> None:
+        """Somebody says something in the room."""
+        step: Step = self.homeserver.say(room, room.creator)
+        self.said[step.event.event_id] = trio.current_time()
+        self.due += len(step.servers & self.receivers.servers.keys())
+
+    def arrived(self, transaction: ReceivedTransaction) -> None:
+        """A transaction arrived at an honest server."""
+        if transaction.processed and not transaction.repeat:
+            times = (self.said.get(pdu.event_id) for pdu in transaction.pdus)
+            self.latencies += [transaction.at - said for said in times if said is not None]
+            self.moved.set()
+
+    def percentile(self, percent: int) -> float:
+        """The latency that so many percent of the deliveries did not exceed, in seconds."""
+        if len(self.latencies) < 2:
+            return math.inf
+        return statistics.quantiles(self.latencies, n=100)[percent - 1]
+
+
+async def run_hostile(
+    honest: int, seconds: float, rng: Random, directory: Path, report: Report
+) -> int:
+    """Run it for so many seconds in an empty directory; the exit code."""
+    began = trio.current_time()
+    async with _open_run(honest, rng, directory, report) as run:
+        with trio.fail_after(START_SECONDS):
+            await run.homeserver.asked.wait()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_watch_memory, run)
+            nursery.start_soon(_wake_the_hostile, run)
+            nursery.start_soon(_attack_admin, directory)
+            await _talk(run, seconds)
+            await _wait_until_complete(run)
+            attacks = await run.attackers.ask("tell")
+            longest_step_s = await _longest_step_s(run.daemon)
+            nursery.cancel_scope.cancel()
+        exit_code = await run.daemon.stop()
+        complaints = _complaints(run, directory, exit_code, longest_step_s)
+        _conclude(run, attacks, complaints, longest_step_s, trio.current_time() - began)
+    return 1 if any(complaints.values()) else 0
+
+
+@asynccontextmanager
+async def _open_run(
+    honest: int, rng: Random, directory: Path, report: Report
+) -> AsyncIterator[_Run]:
+    outside = real_outside()
+    key_id, key = process.write_signing_key(directory, outside.entropy(32))
+    origin = Origin(process.SERVER_NAME, {key_id: key.public_key()})
+    versions: dict[str, str] = {}
+    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with (
+        open_child("demo.hostile_servers") as attackers,
+        open_receivers(
+            honest,
+            [origin],
+            pdu_reader(versions.__getitem__),
+            directory=directory / "tls",
+            now_ms=outside.now_ms(),
+            domain=HONEST_DOMAIN,
+        ) as receivers,
+    ):
+        hostile = await attackers.ask(
+            "begin",
+            directory=str(directory / "hostile-tls"),
+            count=HOSTILE_PER_HONEST * honest,
+            now_ms=outside.now_ms(),
+        )
+        names = list(receivers.servers)
+        enemies = list(chain.from_iterable(hostile["servers"].values()))
+        homeserver = Homeserver(
+            process.SERVER_NAME, (key_id, key), [*names, *enemies], rng=rng, now_ms=outside.now_ms
+        )
+        homeserver.room_versions = versions
+        small = [
+            homeserver.create_room(names[start : start + SMALL_ROOM_SERVERS])
+            for start in range(0, honest, SMALL_ROOM_SERVERS)
+        ]
+        everybody = homeserver.create_room(
+            rng.sample([*names, *enemies], len(names) + len(enemies))
+        )
+        port: int = listeners[0].socket.getsockname()[1]
+        config = {
+            **process.configuration(directory, process.tcp_feed(port), receivers.ca_file),
+            "federation": {
+                "ca_file": str(receivers.ca_file.relative_to(directory)),
+                "more_ca_files": [str(Path(hostile["ca_file"]).relative_to(directory))],
+                "ip_allow": ["127.0.0.0/8"],
+                "nameservers": [f"127.0.0.1:{hostile['nameserver']}"],
+            },
+            # As an operator has them who has set nothing.
+            "destinations": {"defaults": {"catch_up_gap_events": CATCH_UP_GAP_EVENTS}},
+        }
+        async with (
+            open_replication_server(
+                homeserver.name, {STREAM: homeserver}, listeners, outside, kind=OWN_KIND
+            ),
+            process.open_daemon_process(directory, config, outside.entropy(16).hex()) as daemon,
+        ):
+            report.say("started", honest=len(names), hostile=len(enemies))
+            if "well_known" not in hostile["servers"]:
+                report.say("not played", attack="well_known", reason="port 443 is not permitted")
+            run = _Run(
+                report,
+                homeserver,
+                receivers,
+                daemon,
+                hostile["servers"],
+                attackers,
+                everybody,
+                small,
+            )
+            receivers.on_transaction = run.arrived
+            yield run
+
+
+# --- what goes on ---------------------------------------------------------------------------------
+
+
+async def _talk(run: _Run, seconds: float) -> None:
+    """Say something in the large room, and in one small room after the other."""
+    start = trio.current_time()
+    turns = int(seconds / SMALL_ROOM_EVERY_S)
+    each = round(LARGE_ROOM_EVERY_S / SMALL_ROOM_EVERY_S)
+    for turn in range(turns):
+        run.say(run.small[turn % len(run.small)])
+        if turn % each == 0:
+            run.say(run.everybody)
+        run.report.advance(turn, turns, len(run.latencies), run.due)
+        await trio.sleep_until(start + (turn + 1) * SMALL_ROOM_EVERY_S)
+
+
+async def _wait_until_complete(run: _Run) -> None:
+    """Until each honest server has what it should get, or has waited for it for long."""
+    with trio.move_on_after(COMPLETE_SECONDS):
+        while len(run.latencies) < run.due:
+            run.moved = trio.Event()
+            await run.moved.wait()
+
+
+async def _watch_memory(run: _Run) -> None:
+    while True:
+        run.own_kb = max(run.own_kb, own_and_rss_kb(run.daemon.pid)[0])
+        await trio.sleep(LOOK_EVERY_S)
+
+
+async def _wake_the_hostile(run: _Run) -> None:
+    names = list(chain.from_iterable(run.hostile.values()))
+    while True:
+        await trio.sleep(WAKE_EVERY_S)
+        await run.daemon.wake(names)
+
+
+async def _attack_admin(directory: Path) -> None:
+    """Hold connections to the admin endpoint on which nothing is read, and open ever new ones."""
+    held: list[trio.SocketStream] = []
+    while True:
+        for attack in ADMIN_ATTACKS:
+            try:
+                stream = await trio.open_unix_socket(str(directory / "admin.sock"))
+                held.append(stream)
+                with trio.move_on_after(1):
+                    await stream.send_all(attack)
+            except (OSError, trio.BrokenResourceError):
+                await trio.lowlevel.checkpoint()
+        while len(held) > ADMIN_CONNECTIONS:
+            await trio.aclose_forcefully(held.pop(0))
+        await trio.sleep(ADMIN_ATTACK_EVERY_S)
+
+
+async def _longest_step_s(daemon: DaemonProcess) -> float:
+    """The daemon's own word for it, in seconds of CPU time."""
+    found = _LONGEST_STEP.search(await daemon.ask("GET", "/metrics"))
+    return float(found[1]) if found is not None else math.inf
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def _complaints(
+    run: _Run, directory: Path, exit_code: int, longest_step_s: float
+) -> dict[str, list[str]]:
+    lines = chain.from_iterable(
+        map(ledger_files.read_lines, ledger_files.segments(directory / "ledger"))
+    )
+    honest = run.receivers.servers
+    verdict = judge(
+        run.homeserver.steps, run.receivers, read_ledger(lines), gap_events=CATCH_UP_GAP_EVENTS
+    )
+    violations = run.receivers.violations
+    p99, own_mib = run.percentile(99), run.own_kb / 1024
+    return {
+        "missing": verdict.missing,
+        "wrong": verdict.wrong,
+        "rules broken": [f"{each.server}: {each.rule}: {each.detail}" for each in violations.first],
+        "still owed": [text for text in still_owed(directory) if text.split(": ")[0] in honest],
+        "limits": [
+            *([f"p99 to honest servers: {p99:.2f} s"] if p99 > MOST_P99_S else []),
+            *([f"own memory: {own_mib:.0f} MiB"] if own_mib > MOST_OWN_MIB else []),
+            *([f"longest step: {longest_step_s:.3f} s"] if longest_step_s > MOST_STEP_S else []),
+        ],
+        "daemon": [
+            *([f"exit code {exit_code}"] if exit_code else []),
+            *(line for line in run.daemon.errors() if '"exception"' in line),
+        ],
+    }
+
+
+def _conclude(
+    run: _Run,
+    attacks: Mapping[str, Any],
+    complaints: Mapping[str, list[str]],
+    longest_step_s: float,
+    seconds: float,
+) -> None:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    figures = {
+        "ok": not any(complaints.values()),
+        "seconds": round(seconds, 1),
+        "honest": len(run.receivers.servers),
+        "hostile": sum(map(len, run.hostile.values())),
+        "events": len(run.said),
+        "deliveries": len(run.latencies),
+        "p50_ms": _ms(run.percentile(50)),
+        "p99_ms": _ms(run.percentile(99)),
+        "slowest_ms": _ms(max(run.latencies, default=math.inf)),
+        "own_memory_mib": round(run.own_kb / 1024, 1),
+        "longest_step_ms": _ms(longest_step_s),
+        "children_cpu_s": round(used.ru_utime + used.ru_stime, 1),
+    }
+    servers = {kind: len(names) for kind, names in run.hostile.items()}
+    run.report.conclude_hostile(servers, Counter(attacks), figures, complaints)
+
+
+def _ms(seconds: float) -> int | None:
+    """Milliseconds; None: there was nothing to measure."""
+    return round(seconds * 1000) if math.isfinite(seconds) else None
