@@ -19,3 +19,11 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first, second = (simulate(6, 8, 0.06) for _ in range(2))
 
     assert (first.trace, first.lines) == (second.trace, second.lines)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_honest_servers_do_not_notice_the_hostile_ones_beside_them(seed: int) -> None:
+    report = simulate(seed, 32, 0.06, hostile=True)
+
+    assert report.violations == ()
+    assert report.too_tame() == []

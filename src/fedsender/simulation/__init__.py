@@ -37,10 +37,15 @@ MEMORY_DISK = Path("/dev/shm")
 
 
 def simulate(
-    seed: int, servers: int = SERVERS, days: float = DAYS, *, stop_at: str | None = None
+    seed: int,
+    servers: int = SERVERS,
+    days: float = DAYS,
+    *,
+    hostile: bool = False,
+    stop_at: str | None = None,
 ) -> Report:
     """Run one world; a violation of the invariant `stop_at` ends it. Not from within trio."""
-    size = Size(seed, servers, days)
+    size = Size(seed, servers, days, hostile)
     where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
         return run_virtually(seed, lambda: _run(size, Path(directory), stop_at))
@@ -67,6 +72,9 @@ def _report(size: Size, world: World) -> Report:
     counts = evidence.counts
     counts.update(world.homeserver.counts)
     counts["events"] = len(world.homeserver.history)
+    for server in world.servers:
+        if server.character.attack is not None:
+            counts[f"attack: {server.character.name}"] += server.attacks
     return Report(
         seed=size.seed,
         servers=size.servers,
@@ -76,6 +84,7 @@ def _report(size: Size, world: World) -> Report:
         trace=evidence.trace.digest(),
         lines=evidence.trace.count,
         last=tuple(evidence.trace.last),
+        hostile=size.hostile,
     )
 
 
@@ -95,10 +104,15 @@ def _logging_to(evidence: Evidence) -> AbstractContextManager[None]:
 
 
 def run_simulation(
-    seed: int, servers: int = SERVERS, days: float = DAYS, *, say: Callable[[str], object] = print
+    seed: int,
+    servers: int = SERVERS,
+    days: float = DAYS,
+    *,
+    hostile: bool = False,
+    say: Callable[[str], object] = print,
 ) -> int:
     """Run one world and say how it went; 0 if every invariant held and it was not too tame."""
-    report = simulate(seed, servers, days)
+    report = simulate(seed, servers, days, hostile=hostile)
     say(report.text())
     return 0 if report.passed else 1
 
@@ -114,7 +128,14 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="a relay and its consumers; with --servers two whole senders behind it",
     )
+    parser.add_argument(
+        "--hostile",
+        action="store_true",
+        help="three hostile servers for each honest one, which must not notice",
+    )
     options = parser.parse_args(arguments)
+    if options.relay and options.hostile:
+        parser.error("--hostile is for worlds without --relay")
     if options.relay:
         # Here, because it brings the libraries of the relay's snapshots.
         from fedsender.simulation import relay, relay_senders
@@ -123,4 +144,6 @@ def main(arguments: Sequence[str]) -> int:
             return relay.run_relay_simulation(options.seed, options.days or relay.DAYS)
         days = options.days or relay_senders.DAYS
         return relay_senders.run_senders_simulation(options.seed, options.servers, days)
-    return run_simulation(options.seed, options.servers or SERVERS, options.days or DAYS)
+    return run_simulation(
+        options.seed, options.servers or SERVERS, options.days or DAYS, hostile=options.hostile
+    )

@@ -31,6 +31,7 @@ class Book:
     """One server.
 
     Attributes:
+        honest: it is one of the few in a hostile world.
         owed: what it should get, in stream order; `tokens` are their tokens.
         answered: events in transactions that it answered.
         messages_answered: the same for to-device messages.
@@ -56,6 +57,7 @@ class Book:
     """
 
     name: str
+    honest: bool = False
     owed: list[Happening] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)

@@ -1,5 +1,6 @@
 """The course of a world: what goes on in it, all at once, until it is healed and judged."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,10 @@ from fedsender.simulation.world import World
 from fedsender.streams import Watermark
 
 EVENTS_PER_DAY = 1_500
+CALM_AFTER_S = MINUTE
+"""After a start, or once its database is back, the daemon is well again."""
+FAIR_S = 5.0
+"""In a hostile world 99 of 100 PDUs reach honest servers, and are answered, within this."""
 OWN_TIMERS_S = HOUR
 """In a healed world nobody is woken for so long ..."""
 PATIENCE_S = 3 * HOUR
@@ -70,6 +75,7 @@ class Course:
                 await self._found_rooms()
             with trio.move_on_after(world.size.seconds):
                 await self._let_live()
+            self._judge_fairness()
             await self._heal()
             await self._wait_until_all_is_well()
             Ending(self._evidence).judge()
@@ -111,8 +117,19 @@ class Course:
             opened=partial(self._has_opened, self._lives),
         )
 
+    def _judge_fairness(self) -> None:
+        """Whether honest servers noticed the hostile ones, when nothing else ailed the daemon."""
+        latencies = sorted(self._evidence.latencies)
+        self._evidence.counts["PDUs to honest servers in calm times"] = len(latencies)
+        if latencies:
+            p99 = latencies[int(len(latencies) * 0.99)]
+            self._evidence.counts["p99 of their latencies in ms"] = round(p99 * 1000)
+            if p99 > FAIR_S:
+                self._evidence.fail("fairness", f"p99 to honest servers is {p99:.2f} s")
+
     def _has_opened(self, number: int) -> None:
         self._opened.advance(number)
+        self._evidence.calm_since = trio.current_time() + CALM_AFTER_S
         assert self._nursery is not None
         self._nursery.start_soon(self._watch_start, StartCheck(self._evidence))
 
@@ -165,8 +182,11 @@ class Course:
                 nursery.start_soon(self._live_of, index, server)
             seconds = self._world.size.seconds
             operator = self._operator
+            if not self._world.size.hostile:
+                # Who is paused, and made ill by the programme, would not be reached in time.
+                nursery.start_soon(self._now_and_then, "operator", 20 * MINUTE, operator.act)
+                nursery.start_soon(self._programme().run)
             for name, every_s, act in (
-                ("operator", 20 * MINUTE, operator.act),
                 ("server up", 15 * MINUTE, self._say_server_up),
                 ("restart", seconds / 3, self._restart_in_order),
             ):
@@ -179,7 +199,6 @@ class Course:
                 nursery.start_soon(self._trouble_homeserver, seconds / 4)
             nursery.start_soon(self._write_to_devices)
             nursery.start_soon(self._trouble_disk, seconds / 6)
-            nursery.start_soon(self._programme().run)
             nursery.start_soon(self._back_up_and_restore, seconds)
 
     def _programme(self) -> Programme:
@@ -302,10 +321,12 @@ class Course:
             return
         self._evidence.counts["database outages"] += 1
         life.away = True
+        self._evidence.calm_since = math.inf
         try:
             await trio.sleep(seconds)
         finally:
             life.away = False
+            self._evidence.calm_since = trio.current_time() + CALM_AFTER_S
 
     async def _look_at_memory(self) -> None:
         while True:

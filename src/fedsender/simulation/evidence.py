@@ -1,5 +1,6 @@
 """What all checks share: the truth, the books, the files of the present life, what was found."""
 
+import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -58,6 +59,9 @@ class Evidence:
         secrets: texts that may stand in no log line and in no line of the ledger.
         disk_full: the ledger takes no lines at present.
         crashed_at: when lives were cut off, in the last 24 h.
+        calm_since: when (virtual seconds) nothing ailed the daemon itself any more.
+        latencies: of PDUs that honest servers of a hostile world answered, in seconds from the
+            fan-out to the answer, both in calm times.
         counts: what happened, for the report.
         on_violation: called with each.
     """
@@ -77,6 +81,8 @@ class Evidence:
     secrets: tuple[bytes, ...] = ()
     disk_full: bool = False
     crashed_at: deque[float] = field(default_factory=deque)
+    calm_since: float = math.inf
+    latencies: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     _passed: list[tuple[int, float]] = field(default_factory=list)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
+from fedsender.demo.attacks import ATTACKS, Attack
+
 MINUTE = 60.0
 HOUR = 3600.0
 
@@ -41,6 +43,8 @@ class Manner(Enum):
     NOT_THERE = "not there"
     # a proper answer, and then
     CLOSES = "closes"
+    # whatever its attack is
+    HOSTILE = "hostile"
 
     @property
     def processes(self) -> bool:
@@ -94,6 +98,7 @@ class Character:
         long: whether troubles may last for a great part of the run.
         picky: the status with which it refuses a transaction for one poisonous PDU; 0: never.
         moves: it changes its address when it comes back.
+        attack: what it answers when it is hostile; None: it never is.
     """
 
     name: str
@@ -101,6 +106,7 @@ class Character:
     long: bool = False
     picky: int = 0
     moves: bool = False
+    attack: Attack | None = None
 
 
 def _moods(*manners: Manner) -> tuple[Mood, ...]:
@@ -132,6 +138,21 @@ CHARACTERS = (
 )
 """Dealt to the servers in turn, so that a world of sixteen has one of each."""
 
+HOSTILE = Mood((Manner.HOSTILE,))
+HONEST = Character("honest", ())
+HOSTILE_PER_HONEST = 3
+_HOSTILE = tuple(Character(name, (HOSTILE,), attack=attack) for name, attack in ATTACKS.items())
+
+
+def dealt(index: int, *, hostile: bool) -> Character:
+    """The character of a server; in a world among `hostile` ones, most are that."""
+    if not hostile:
+        return CHARACTERS[index % len(CHARACTERS)]
+    honest, turn = divmod(index, HOSTILE_PER_HONEST + 1)
+    if not turn:
+        return HONEST
+    return _HOSTILE[(honest * HOSTILE_PER_HONEST + turn - 1) % len(_HOSTILE)]
+
 
 def life_of(character: Character, rng: Random, longest_s: float) -> Iterator[tuple[Mood, float]]:
     """The moods of such a server, one after the other, each with its length in seconds."""
@@ -139,6 +160,11 @@ def life_of(character: Character, rng: Random, longest_s: float) -> Iterator[tup
         yield WELL, rng.uniform(0, longest_s / 4)
         while True:
             yield SILENT, longest_s * 10
+    if character.attack is not None:
+        # It looks honest at first: what is trusted then is abused.
+        yield WELL, rng.uniform(0, MINUTE)
+        while True:
+            yield HOSTILE, longest_s * 10
     while True:
         yield WELL, _log_uniform(rng, 5 * MINUTE, longest_s / 2)
         if character.troubles:

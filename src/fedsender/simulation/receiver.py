@@ -9,6 +9,7 @@ import httptools
 import orjson
 import trio
 
+from fedsender.demo.attacks import OK, gzip_bomb, read_transaction
 from fedsender.demo.rules import Broken
 from fedsender.simulation.inspection import Contents, Inspector, transaction_id
 from fedsender.simulation.internet import Internet
@@ -104,6 +105,7 @@ class RemoteServer:
         seen: events it has taken in -> when first.
         messages: to-device messages it has taken in -> how often.
         poison: events that it takes in no transaction, be it picky or not.
+        attacks: how often it was hostile.
     """
 
     site: Site
@@ -116,6 +118,7 @@ class RemoteServer:
     seen: dict[str, float] = field(default_factory=dict)
     messages: dict[str, int] = field(default_factory=dict)
     poison: set[str] = field(default_factory=set)
+    attacks: int = 0
 
     @property
     def name(self) -> str:
@@ -190,6 +193,8 @@ class RemoteServer:
             await stream.wait_peer_gone()
             return False
         await trio.sleep(self.internet.round_trip_s())
+        if request.target == WELL_KNOWN and self.character.attack is gzip_bomb:
+            return await gzip_bomb(stream, read_transaction(b"", 0))
         if request.target == VERSION:
             body, status = b'{"server":{"name":"simulated"}}', 200
         elif request.target == WELL_KNOWN and self.site.delegated is not None:
@@ -208,6 +213,8 @@ class RemoteServer:
         except Broken as broken:
             self.witness.broken(self.name, broken.rule, broken.detail)
         self.witness.arrived(attempt)
+        if attempt.manner is Manner.HOSTILE:
+            return await self._attack(stream, request, attempt)
         if attempt.manner in (Manner.STALL, Manner.SILENT):
             await stream.wait_peer_gone()
             return False
@@ -245,6 +252,32 @@ class RemoteServer:
             return False
         body = b'{"pdus":[]}' if manner is Manner.NO_OBJECT else b"<html>It works!</html>"
         return await self._say(stream, attempt, 200, body)
+
+    async def _attack(self, stream: MemoryStream, request: Request, attempt: Attempt) -> bool:
+        """Do what hostile servers do, until it is done or the other side has gone."""
+        assert self.character.attack is not None
+        self.attacks += 1
+        incoming = read_transaction(bytes(request.body), self.attacks)
+        stays = False
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_when_left, stream, nursery.cancel_scope)
+            try:
+                overheard = _Overheard(self, stream, attempt)
+                stays = await self.character.attack(overheard, incoming)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+            nursery.cancel_scope.cancel()
+        self._end(attempt)
+        return stays
+
+    def _begins_to_answer(
+        self, stream: MemoryStream, attempt: Attempt, status: int | None, *, proper: bool
+    ) -> None:
+        attempt.status = status
+        if proper:
+            self._process(attempt)
+            attempt.answered = not stream.peer_gone
+        self._end(attempt)
 
     def _poison_in(self, attempt: Attempt) -> bool:
         contents = attempt.contents
@@ -315,6 +348,31 @@ class RemoteServer:
             self.character = replace(self.character, picky=0)
         for domain in (self.site.host, *self.site.targets):
             self.internet.unresolvable.pop(domain, None)
+
+
+class _Overheard:
+    """A hostile server's side of a connection, on which a proper answer is noticed as such."""
+
+    def __init__(self, server: RemoteServer, stream: MemoryStream, attempt: Attempt) -> None:
+        self._server = server
+        self._stream = stream
+        self._attempt = attempt
+        self._begun = b""
+
+    async def send_all(self, data: bytes) -> None:
+        if not self._attempt.over:
+            self._begun = (self._begun + data)[: len(OK)]
+            proper = self._begun == OK
+            if proper or not OK.startswith(self._begun):
+                digits = self._begun[9:12]
+                status = int(digits) if digits.isdigit() else None
+                self._server._begins_to_answer(self._stream, self._attempt, status, proper=proper)
+        await self._stream.send_all(data)
+
+
+async def _cancel_when_left(stream: MemoryStream, scope: trio.CancelScope) -> None:
+    await stream.wait_peer_gone()
+    scope.cancel()
 
 
 async def _left(stream: MemoryStream, seconds: float) -> bool:

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from fedsender.demo.attacks import ATTACKS
 from fedsender.sender.failure import Outcome
 from fedsender.simulation.evidence import Violation
 
 TRANSACTIONS_PER_CRASH = 500
 PDUS_PER_SERVER_AND_DAY = 20.0
+HONEST_PDUS = 50
 AT_LEAST_ONCE = (
     *("spills", "isolations", "large gaps", "PDUs of small gaps", "re-joins", "full disks"),
     *(
@@ -69,6 +71,7 @@ class Report:
     trace: str
     lines: int
     last: tuple[str, ...] = field(default=(), repr=False)
+    hostile: bool = False
 
     @property
     def pdus_per_server_and_day(self) -> float:
@@ -92,6 +95,13 @@ class Report:
         crashes = self.counts["transactions arrived"] // TRANSACTIONS_PER_CRASH
         if self.counts["crashes"] < max(1, crashes):
             yield f"{self.counts['crashes']} crashes, {max(1, crashes)} are wanted"
+        if self.hostile:
+            if self.counts["PDUs to honest servers in calm times"] < HONEST_PDUS:
+                yield f"less than {HONEST_PDUS} PDUs to honest servers in calm times"
+            for name in ATTACKS:
+                if not self.counts[f"attack: {name}"]:
+                    yield f"no {name}"
+            return
         for outcome in Outcome:
             if not self.counts[f"outcome: {outcome.value}"]:
                 yield f"no attempt was {outcome.value}"
@@ -106,5 +116,6 @@ class Report:
             f"seed {self.seed}: {self.servers} servers, {self.days:g} days,"
             f" {self.pdus_per_server_and_day:.1f} PDUs per server and day",
             trace=f"{self.trace} ({self.lines} lines)",
-            again=f"--seed {self.seed} --servers {self.servers} --days {self.days:g}",
+            again=f"--seed {self.seed} --servers {self.servers} --days {self.days:g}"
+            + (" --hostile" if self.hostile else ""),
         )

@@ -266,9 +266,18 @@ class WireChecks:
             if self._evidence.disk_full:
                 _assume_recorded(book, attempt.contents.pdus)
             book.messages_answered.update(attempt.contents.messages)
+            if book.honest:
+                self._take_latencies(attempt.contents.pdus)
             self._evidence.counts["PDUs answered"] += len(attempt.contents.pdus)
             self._evidence.counts["to-device messages"] += len(attempt.contents.messages)
         self._evidence.counts["transactions answered"] += 1
+
+    def _take_latencies(self, pdus: Sequence[Happening]) -> None:
+        evidence = self._evidence
+        for pdu in pdus:
+            fanned_out_at = evidence.passed_at(pdu.token)
+            if fanned_out_at is not None and fanned_out_at >= evidence.calm_since:
+                evidence.latencies.append(trio.current_time() - fanned_out_at)
 
 
 def _assume_recorded(book: Book, pdus: Sequence[Happening]) -> None:

@@ -22,7 +22,7 @@ from fedsender.simulation.inspection import Inspector
 from fedsender.simulation.internet import DaemonNetwork, Internet
 from fedsender.simulation.ledger_checks import LedgerChecks
 from fedsender.simulation.lives import CrashPlan
-from fedsender.simulation.manners import CHARACTERS
+from fedsender.simulation.manners import HONEST, dealt
 from fedsender.simulation.memory_checks import MemoryChecks
 from fedsender.simulation.receiver import RemoteServer, Site
 from fedsender.simulation.sites import make_site, publish
@@ -41,11 +41,16 @@ MOST_TRANSACTIONS_BETWEEN_CRASHES = 350
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a world is, and for how many virtual days it is left to itself."""
+    """How large a world is, and for how many virtual days it is left to itself.
+
+    Attributes:
+        hostile: three of four servers attack whoever sends to them.
+    """
 
     seed: int
     servers: int
     days: float
+    hostile: bool = False
 
     @property
     def seconds(self) -> float:
@@ -166,9 +171,10 @@ def people(
     wire = WireChecks(evidence, ledger)
     servers = []
     for index, site in sites.items():
-        character = CHARACTERS[index % len(CHARACTERS)]
+        character = dealt(index, hostile=size.hostile)
         rng = derived(size.seed, "server", index)
         server = RemoteServer(site, character, rng, internet, origins.inspector, wire)
+        evidence.books.of[site.name].honest = server.character is HONEST
         publish(site, server, internet)
         servers.append(server)
     return World(
