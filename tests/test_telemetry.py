@@ -79,6 +79,35 @@ def test_no_secret_reaches_a_line(form: str) -> None:
     assert file.getvalue().count(b"RuntimeError: 7") == 2
 
 
+HOSTILE = "a\x1b[2Jb\x07\x9b1m\x7f\u202e\u2028c"
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_no_line_moves_the_cursor_of_whoever_reads_it(form: str) -> None:
+    file = logged(form)
+    log = structlog.get_logger()
+    log.warning(
+        "told", **{"reason": HOSTILE, f"key{HOSTILE}": [HOSTILE], "bytes": HOSTILE.encode()}
+    )
+    log.warning(HOSTILE)
+    logging.getLogger("httpx").warning("theirs, %s", HOSTILE)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("failed")
+    text = file.getvalue().decode()
+    assert all(each.isprintable() for each in text.splitlines())
+    assert len(text.splitlines()) == text.count("\n")
+    if form == "json":
+        told, hostile, theirs, failed = lines(file)
+        assert told["reason"] == hostile["event"] == HOSTILE
+        assert HOSTILE in theirs["event"]
+        assert HOSTILE in failed["exception"]
+    else:
+        assert text.count("[2Jb") == 7
+        assert "Traceback (most recent call last):\n" in text
+
+
 def test_text_from_peers_is_cut() -> None:
     file = logged()
     structlog.get_logger().info("refused", reason="x" * 100_000)

@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, BinaryIO, Final
+from io import StringIO
+from typing import Any, BinaryIO, Final, TextIO
 
 import orjson
 import structlog
@@ -22,6 +23,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fedsender.config import Log
+from fedsender.console import safe
 
 __all__ = ["EXPOSITION_TYPE", "Metrics", "configure_logging"]
 
@@ -86,17 +88,41 @@ def _without_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> Mutabl
 
 def _json_renderer(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
     try:
-        return orjson.dumps(dict(event), default=repr).decode()
+        line = orjson.dumps(dict(event), default=repr).decode()
     except TypeError:
         # Lone surrogates, integers beyond 64 bits, keys that are no strings.
-        return json.dumps(dict(event), default=repr)
+        line = json.dumps(dict(event), default=repr)
+    if line.isprintable():
+        return line
+    # JSON leaves as they are: DEL, control characters beyond ASCII, marks that turn text round.
+    return "".join(each if each.isprintable() else _escape(each) for each in line)
+
+
+def _escape(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
 
 
 def _console(out: BinaryIO) -> structlog.types.Processor:
-    # Not the default formatter: it prints the values of local variables, secrets among them.
-    return structlog.dev.ConsoleRenderer(
-        colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=out.isatty(), exception_formatter=_plain_traceback
     )
+
+    def render(logger: Any, name: str, event: MutableMapping[str, Any]) -> str:
+        shown = {
+            safe(key): safe(value) if isinstance(value, str) else value
+            for key, value in event.items()
+        }
+        return str(renderer(logger, name, shown))
+
+    return render
+
+
+def _plain_traceback(out: TextIO, error: Any) -> None:
+    """Not the default: that one prints the values of local variables, secrets among them."""
+    text = StringIO()
+    structlog.dev.plain_traceback(text, error)
+    out.write("\n".join(safe(line) for line in text.getvalue().split("\n")))
 
 
 class _Lines:
