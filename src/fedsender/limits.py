@@ -43,7 +43,9 @@ def of_daemon(federation: Federation, sending: Sending) -> Limits:
     connections = federation.max_connections
     return Limits(
         _OTHER_FILES + connections,
-        _OTHER_BYTES + 2 * sending.window_bytes + connections * _CONNECTION_BYTES,
+        _OTHER_BYTES
+        + 2 * (sending.window_bytes + sending.in_flight_bytes)
+        + connections * _CONNECTION_BYTES,
     )
 
 
