@@ -3,6 +3,7 @@
 import ipaddress
 import re
 import ssl
+from base64 import encodebytes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -296,6 +297,34 @@ async def test_wrong_certificate_or_version_is_refused_in_words(
     assert isinstance(failure, Unreachable)
     assert failure.kind == "tls"
     assert re.search(text, failure.text)
+
+
+async def test_no_key_exchange_whose_cost_the_server_sets(tmp_path: Path) -> None:
+    """One with a group of 10,000 bits, which the server chooses, takes a second of the loop."""
+    # In DER: a sequence of two integers, 2**2048 - 1 and 2.
+    group = b"\x30\x82\x01\x08\x02\x82\x01\x01\x00" + b"\xff" * 256 + b"\x02\x01\x02"
+    label = "DH PARAMETERS-----"
+    file = tmp_path / "group.pem"
+    file.write_text(f"-----BEGIN {label}\n{encodebytes(group).decode()}-----END {label}\n")
+
+    def only_that(context: ssl.SSLContext) -> None:
+        no_tls_1_3(context)
+        context.set_ciphers("DHE+AES")
+        context.load_dh_params(str(file))
+
+    failure = await open_tls(tmp_path, ("d.example",), "d.example", trusting, only_that)
+    assert isinstance(failure, Unreachable)
+    assert "handshake failure" in failure.text
+
+
+async def test_tls_1_2_still_works(tmp_path: Path) -> None:
+    found = await open_tls(tmp_path, ("d.example",), "d.example", trusting, no_tls_1_3)
+    assert found == "d.example"
+
+
+def test_no_server_can_ask_for_one_handshake_after_another(tmp_path: Path) -> None:
+    context = TlsPolicy(Authority(tmp_path).file).context()
+    assert context.options & ssl.OP_NO_RENEGOTIATION
 
 
 async def test_certificates_go_unchecked_only_where_the_policy_says_so(tmp_path: Path) -> None:

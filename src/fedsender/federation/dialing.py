@@ -74,6 +74,10 @@ class TlsPolicy:
             raise lack or Unreachable("tls", f"CA file {file}: {reason(error)}") from error
         versions = {"1.2": ssl.TLSVersion.TLSv1_2, "1.3": ssl.TLSVersion.TLSv1_3}
         context.minimum_version = versions[self.minimum]
+        # With DHE the server chooses how large the numbers are; and it could renegotiate for ever.
+        names = [each["name"] for each in context.get_ciphers() if each["kea"] != "kx-dhe"]
+        context.set_ciphers(":".join(names))
+        context.options |= ssl.OP_NO_RENEGOTIATION
         if not self.verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
