@@ -1,10 +1,14 @@
 """What machines ask without a token."""
 
+import pytest
 import trio
 from tests.admin.desk import open_desk
 from tests.sender.harness import World
 from tests.sender.test_errors_and_reloads import R1, A, broken_table
 from trio.testing import MockClock
+
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.records import Lagging
 
 
 async def test_not_ready_while_the_fan_out_fails(world: World, autojump_clock: MockClock) -> None:
@@ -19,4 +23,23 @@ async def test_not_ready_while_the_fan_out_fails(world: World, autojump_clock: M
             found = await desk.get("/ready", 503)
         assert found["reasons"] == ["fan-out fails and is tried again: the log says why"]
         await trio.sleep(150)
+        assert (await desk.get("/ready"))["ready"] is True
+
+
+async def test_not_ready_while_it_is_unknown_who_is_owed_something(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start does not wait for a large database, and does not hide it either."""
+    look = HomeserverStore.lagging
+
+    async def slowly(self: HomeserverStore) -> list[Lagging]:
+        await trio.sleep(100)
+        return await look(self)
+
+    monkeypatch.setattr(HomeserverStore, "lagging", slowly)
+    async with open_desk(world) as desk:
+        assert trio.current_time() < 60
+        (reason,) = (await desk.get("/ready", 503))["reasons"]
+        assert "which servers are owed something" in reason
+        await trio.sleep(100)
         assert (await desk.get("/ready"))["ready"] is True

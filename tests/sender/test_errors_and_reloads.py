@@ -17,7 +17,8 @@ from fedsender.federation.client import Answer
 from fedsender.matrix import Pdu
 from fedsender.sender.keep_going import keep_going
 from fedsender.sender.sender import Sender
-from fedsender.store import tables
+from fedsender.store import StoreError, tables
+from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging, PresenceState
 from fedsender.streams import RedactionRow
 from fedsender.telemetry import Metrics
@@ -83,6 +84,40 @@ async def test_a_database_error_in_the_sweep_does_not_end_the_sender(
         await trio.sleep(400)
 
     assert [edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus]
+
+
+async def test_a_database_too_slow_for_the_look_at_the_start_does_not_end_the_sender(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted and tried again. Whoever is reached meanwhile gets what is older first (I2),
+    and nobody waits for the look longer than systemd does for a start."""
+    world.server(A, down=True)
+    async with world.run():
+        for room in (R1, R2):
+            await world.join(room, A, B)
+        await world.say(R1, "one")
+        await trio.sleep(1)
+    world.servers[A].down = False
+    look = HomeserverStore.lagging
+
+    async def too_slow(self: HomeserverStore) -> list[Lagging]:
+        await trio.sleep(60)
+        if trio.current_time() < 300:
+            raise StoreError("canceling statement due to statement timeout")
+        return await look(self)
+
+    monkeypatch.setattr(HomeserverStore, "lagging", too_slow)
+    async with world.run() as sender:
+        assert trio.current_time() < 60
+        await world.store.homeserver.queue_to_device(B, 1, "{}")
+        sender.to_device_changed(B)
+        await world.say(R2, "two")
+        await trio.sleep(900)
+
+    assert crashes(world) > 0
+    assert world.servers[A].got == ["one", "two"]
+    assert world.servers[B].got == ["one", "two"]
+    assert [edu for request in world.servers[B].answered for edu in request.edus]
 
 
 async def test_a_database_error_in_the_fan_out_costs_no_event(

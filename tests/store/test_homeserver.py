@@ -1,5 +1,7 @@
 """The homeserver's tables on a Synapse-shaped database: what a drop-in must respect."""
 
+from typing import Any
+
 import pytest
 import trio
 from sqlalchemy import Connection, Table, delete, insert, select, text, update
@@ -7,7 +9,7 @@ from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room
 
 from fedsender.outside import real_outside
-from fedsender.store import tables
+from fedsender.store import delivery, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
@@ -483,11 +485,13 @@ async def test_to_device_messages_of_one_id_come_together(open_synapse: OpenSyna
         assert await ids(5, None, 1) == [7]
 
 
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
 async def test_lagging_destinations_are_those_that_are_owed_something(
-    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
+    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
-    """In the order of their names; device lists count too (W7)."""
-    monkeypatch.setattr("fedsender.store.delivery.LAGGING_PAGE", 2)
+    """In the order of their names; device lists count too (W7). However it is cut into pages."""
+    monkeypatch.setattr("fedsender.store.delivery.LAGGING_ROWS", rows_at_once)
+    monkeypatch.setattr("fedsender.store.delivery.OWING_KEYS_PAGE", 2)
     async with open_synapse() as synapse:
         await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
         await synapse.store.events_position()
@@ -518,6 +522,34 @@ async def test_lagging_destinations_are_those_that_are_owed_something(
             Lagging("keys.example", None, 0, owes_keys=True),
             Lagging("unknown.example", None, 1, owes_keys=False),
         ]
+
+
+async def test_the_look_for_what_is_owed_is_cut_by_rows_and_not_by_what_is_owed_in_them(
+    open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody lags, and no statement looks at all rows: it may take a minute, and there may be
+    45 million of them."""
+    pages = 0
+    look = delivery.lagging_page
+
+    def counted(connection: Connection, start: Any) -> Any:
+        nonlocal pages
+        pages += 1
+        return look(connection, start)
+
+    monkeypatch.setattr(delivery, "lagging_page", counted)
+    monkeypatch.setattr(delivery, "LAGGING_ROWS", 700, raising=False)
+    async with open_synapse() as synapse:
+        rooms = [f"!{number:03}:x" for number in range(500)]
+        await synapse.database.write(lambda connection: put_room(connection, *rooms))
+        await synapse.store.events_position()
+        names = [f"{number:02}.example" for number in range(10)]
+        owed = {(name, room): 10 for name in names for room in rooms}
+        await synapse.store.commit_fan_out(30, owed)
+        await synapse.store.settle([Settlement(name, 10) for name in names])
+
+        assert await synapse.store.lagging() == []
+        assert pages == 5000 // 700 + 1
 
 
 async def test_pending_counts_say_since_when(open_synapse: OpenSynapse) -> None:

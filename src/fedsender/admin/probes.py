@@ -56,10 +56,12 @@ def doubts(
     store: Reachable,
     ledger: Failing,
     gate: Gate,
+    complete: trio.Event,
     troubles: Mapping[str, float],
 ) -> Iterator[str]:
     """Why the daemon is not ready, one sentence each; none: it is.
 
+    `complete`: set once it is known which servers are owed something.
     `troubles`: loops of the sender that failed, and when (trio's clock, seconds).
     """
     yield from _feed_doubts(feed.status())
@@ -73,9 +75,12 @@ def doubts(
         yield "the instance lock is lost: nothing is sent until it is taken again"
     if gate.lack is not None:
         yield f"no server can be attempted, we lack file descriptors or memory: {gate.lack}"
-    for name, failed_at in sorted(troubles.items()):
-        if trio.current_time() - failed_at < TROUBLE_S:
-            yield f"{name} fails and is tried again: the log says why"
+    now = trio.current_time()
+    failing = [name for name, at in sorted(troubles.items()) if now - at < TROUBLE_S]
+    for name in failing:
+        yield f"{name} fails and is tried again: the log says why"
+    if not failing and not complete.is_set():
+        yield "the homeserver's database is still being asked which servers are owed something"
 
 
 def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:

@@ -68,6 +68,7 @@ def parts_of(daemon: Daemon, outside: Outside) -> Parts:
             own,
             daemon.ledger,
             daemon.admission.gate,
+            daemon.sender.book.complete,
             daemon.sender.context.troubles,
         ),
     )

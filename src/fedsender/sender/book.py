@@ -369,7 +369,9 @@ class Book:
             )
 
         now, now_ms = trio.current_time(), self._context.outside.now_ms()
-        for server in sorted(set(lagging) | self._frozen | set(others), key=usefulness):
+        owed = set(lagging) | self._frozen | set(others)
+        # Those that are active were reached while we looked, and look for themselves.
+        for server in sorted(owed - set(self.active), key=usefulness):
             state = self.state_of(server)
             if state.paused or state.parked or not self.policies.may_send_to(server):
                 self.put_off(server)

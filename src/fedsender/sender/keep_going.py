@@ -30,16 +30,24 @@ async def attempted(task: Callable[[], Awaitable[None]], name: str, metrics: Met
 
 
 async def keep_going(
-    task: Callable[[], Awaitable[None]], name: str, metrics: Metrics, troubles: dict[str, float]
+    task: Callable[[], Awaitable[None]],
+    name: str,
+    metrics: Metrics,
+    troubles: dict[str, float],
+    *,
+    once: bool = False,
 ) -> None:
     """Run `task` again and again, until cancelled; after errors in a row with growing pauses.
 
+    `once`: only until it has ended without an error.
     `troubles` gets when (trio's clock, seconds) it failed last, under its name.
     """
     pause = FIRST_PAUSE_S
     while True:
         began = trio.current_time()
         well = await attempted(task, name, metrics)
+        if well and once:
+            return
         if not well:
             troubles[name] = trio.current_time()
         if well or trio.current_time() - began > CALM_S:

@@ -39,6 +39,8 @@ log = structlog.get_logger()
 
 FIRST_SWEEP_S = 10.0
 SWEEP_EVERY_S = 300.0
+LOAD_PATIENCE_S = 30.0
+"""At a start; who waits for us need not wait for a large database."""
 WRITE_DOWN_S = 15.0
 """After an error, to write down what is unanswered."""
 
@@ -391,9 +393,9 @@ async def _running(
             sender = Sender(context, policies, nursery, store, blocked, had)
             sender.book.take_in(states, frozen)
             await sender.edus.load()
-            # Before the fan-out moves: whoever is not behind at this position is level.
-            await sender.load_book(doubt)
-            loops = await nursery.start(_run_loops, sender)
+            loops = await nursery.start(_run_loops, sender, partial(sender.load_book, doubt))
+            with trio.move_on_after(LOAD_PATIENCE_S):
+                await sender.book.complete.wait()
             yield sender
             loops.cancel()
             sender.book.begin_drain()
@@ -407,9 +409,14 @@ async def _running(
 
 
 async def _run_loops(
-    sender: Sender, task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED
+    sender: Sender,
+    load: Callable[[], Awaitable[None]],
+    task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """The fan-out and the timer, in a scope of their own, so that a drain can end them first."""
+    """The fan-out and the timer, in a scope of their own, so that a drain can end them first.
+
+    `load` comes before: whoever is not behind at the fan-out's first position is level.
+    """
     context = sender.context
     pace = Pace(context.sending.ramp_per_second)
     loops: dict[str, Callable[[], Awaitable[None]]] = {
@@ -418,10 +425,12 @@ async def _run_loops(
         "sweep": sender.sweep_for_ever,
     }
     with trio.CancelScope() as scope:
+        task_status.started(scope)
+        name = "the look for what is owed"
+        await keep_going(load, name, context.metrics, context.troubles, once=True)
         async with trio.open_nursery() as nursery:
             for name, loop in loops.items():
                 nursery.start_soon(
                     keep_going, loop, name, context.metrics, context.troubles, name=name
                 )
             nursery.start_soon(sender.edus.run, name="edus")
-            task_status.started(scope)

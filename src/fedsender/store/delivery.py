@@ -11,14 +11,18 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Select,
     Table,
+    case,
     delete,
     exists,
     func,
     insert,
+    literal,
     or_,
     select,
     text,
+    tuple_,
     update,
 )
 
@@ -31,7 +35,9 @@ destinations = tables.destinations
 destination_rooms = tables.destination_rooms
 outbox = tables.device_federation_outbox
 
-LAGGING_PAGE = 1_000
+LAGGING_ROWS = 50_000
+"""Rows of `destination_rooms` that one statement looks at."""
+OWING_KEYS_PAGE = 1_000
 
 
 # --- fan-out --------------------------------------------------------------------------------------
@@ -163,42 +169,65 @@ def backoffs(connection: Connection, names: Sequence[str]) -> dict[str, Backoff 
     return found
 
 
-def lagging_page(connection: Connection, start: str) -> tuple[list[Lagging], str | None]:
-    """A page of destinations above `start` that are owed PDUs; and where the next page starts."""
-    mark = destinations.c.last_successful_stream_ordering
-    query = (
-        select(destination_rooms.c.destination, mark, func.count())
-        .select_from(
-            destination_rooms.outerjoin(
-                destinations, destinations.c.destination == destination_rooms.c.destination
-            )
+def lagging_page(
+    connection: Connection, start: tuple[str, str]
+) -> tuple[list[Lagging], tuple[str, str] | None]:
+    """What a page of rows above the (destination, room) `start` says that destinations are owed;
+    and where the next page starts.
+
+    A page is so many rows, whether anything is owed in them or not: no statement grows with the
+    table. A destination may stand in several pages, with some of its rooms in each.
+    """
+    page = (
+        select(destination_rooms)
+        .where(
+            tuple_(destination_rooms.c.destination, destination_rooms.c.room_id) > tuple_(*start)
         )
-        .where(destination_rooms.c.destination > start)
-        .where(or_(mark.is_(None), destination_rooms.c.stream_ordering > mark))
-        .group_by(destination_rooms.c.destination, mark)
-        .order_by(destination_rooms.c.destination)
-        .limit(LAGGING_PAGE)
+        .order_by(destination_rooms.c.destination, destination_rooms.c.room_id)
+        .limit(LAGGING_ROWS)
+        .subquery()
     )
-    found = [
-        Lagging(name, lsso, rooms, owes_keys=False)
-        for name, lsso, rooms in connection.execute(query)
+    mark = destinations.c.last_successful_stream_ordering
+    owed = case((or_(mark.is_(None), page.c.stream_ordering > mark), 1), else_=0)
+    query = (
+        select(
+            page.c.destination,
+            mark,
+            func.sum(owed),
+            func.count(),
+            func.max(page.c.room_id),
+        )
+        .select_from(page.outerjoin(destinations, destinations.c.destination == page.c.destination))
+        .group_by(page.c.destination, mark)
+        .order_by(page.c.destination)
+    )
+    found = connection.execute(query).all()
+    lagging = [
+        Lagging(name, lsso, rooms, owes_keys=False) for name, lsso, rooms, *_ in found if rooms
     ]
-    return found, found[-1].destination if len(found) == LAGGING_PAGE else None
+    full = sum(row[3] for row in found) == LAGGING_ROWS
+    return lagging, (found[-1][0], found[-1][4]) if full else None
 
 
 def owing_keys_page(
     connection: Connection, table: Table, start: str
 ) -> tuple[list[str], str | None]:
-    """A page of the destinations above `start` in an outbox; and where the next page starts."""
-    query = (
-        select(table.c.destination)
-        .where(table.c.destination > start)
-        .distinct()
-        .order_by(table.c.destination)
-        .limit(LAGGING_PAGE)
-    )
-    found = list(connection.execute(query).scalars())
-    return found, found[-1] if len(found) == LAGGING_PAGE else None
+    """A page of the destinations above `start` in an outbox; and where the next page starts.
+
+    From name to name by the index: what stands in the outbox for each of them is not read.
+    """
+
+    def next_above(name: ColumnElement[str]) -> Select[tuple[str]]:
+        above = select(table.c.destination).where(table.c.destination > name)
+        return above.order_by(table.c.destination).limit(1)
+
+    first = next_above(literal(start)).subquery()
+    names = select(first.c.destination).cte("names", recursive=True)
+    following = next_above(names.c.destination).scalar_subquery()
+    names = names.union_all(select(following).where(names.c.destination.is_not(None)))
+    query = select(names.c.destination).where(names.c.destination.is_not(None))
+    found = list(connection.execute(query.limit(OWING_KEYS_PAGE)).scalars())
+    return found, found[-1] if len(found) == OWING_KEYS_PAGE else None
 
 
 ToDevice = tuple[str, int, int | None, int]

@@ -175,11 +175,14 @@ class HomeserverStore(EventStore):
     async def lagging(self) -> list[Lagging]:
         """Every destination that is owed something, by name."""
         found: dict[str, Lagging] = {}
-        start: str | None = ""
+        start: tuple[str, str] | None = ("", "")
         while start is not None:
             look = partial(delivery.lagging_page, start=start)
             page, start = await self._database.read(look)
-            found.update((item.destination, item) for item in page)
+            for item in page:
+                before = found.get(item.destination)
+                rooms = item.rooms + (0 if before is None else before.rooms)
+                found[item.destination] = replace(item, rooms=rooms)
         owing_keys = await self._owing_keys()
         others = [name for name in owing_keys if name not in found]
         rows = await self.backoffs(others)
