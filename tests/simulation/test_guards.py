@@ -11,6 +11,7 @@ import structlog
 
 from fedsender.ledger import Ledger, Line
 from fedsender.sender import failure
+from fedsender.sender.admission import Admission, Lane
 from fedsender.sender.destination import Destination
 from fedsender.sender.outbox import Outbox
 from fedsender.sender.queue import PduQueue
@@ -136,3 +137,12 @@ def test_i10_content_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Outbox, "_fill_to_device", talkative)
 
     assert goes_red("I10")
+
+
+def test_fairness_slow_servers_in_the_lane_of_quick_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Admission, "lane_of", lambda self, _leave: (self.quick, True))
+    monkeypatch.setattr(Lane, "_relieve", lambda _self: False)
+
+    report = simulate(2, 64, 0.05, hostile=True, stop_at="fairness")
+
+    assert any(violation.invariant == "fairness" for violation in report.violations)

@@ -21,9 +21,8 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert (first.trace, first.lines) == (second.trace, second.lines)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_honest_servers_do_not_notice_the_hostile_ones_beside_them(seed: int) -> None:
-    report = simulate(seed, 32, 0.06, hostile=True)
+def test_honest_servers_do_not_notice_the_hostile_ones_beside_them() -> None:
+    report = simulate(2, 64, 0.05, hostile=True)
 
     assert report.violations == ()
     assert report.too_tame() == []

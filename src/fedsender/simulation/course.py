@@ -24,7 +24,7 @@ from fedsender.streams import Watermark
 EVENTS_PER_DAY = 1_500
 CALM_AFTER_S = MINUTE
 """After a start, or once its database is back, the daemon is well again."""
-FAIR_S = 5.0
+FAIR_S = 8.0
 """In a hostile world 99 of 100 PDUs reach honest servers, and are answered, within this."""
 OWN_TIMERS_S = HOUR
 """In a healed world nobody is woken for so long ..."""

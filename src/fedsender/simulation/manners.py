@@ -142,6 +142,8 @@ HOSTILE = Mood((Manner.HOSTILE,))
 HONEST = Character("honest", ())
 HOSTILE_PER_HONEST = 3
 _HOSTILE = tuple(Character(name, (HOSTILE,), attack=attack) for name, attack in ATTACKS.items())
+_HOLDING = tuple(each for each in _HOSTILE if each.name in ("late", "silence", "drip"))
+"""They hold places for as long as they can."""
 
 
 def dealt(index: int, *, hostile: bool) -> Character:
@@ -151,7 +153,10 @@ def dealt(index: int, *, hostile: bool) -> Character:
     honest, turn = divmod(index, HOSTILE_PER_HONEST + 1)
     if not turn:
         return HONEST
-    return _HOSTILE[(honest * HOSTILE_PER_HONEST + turn - 1) % len(_HOSTILE)]
+    number, holding = divmod(honest * HOSTILE_PER_HONEST + turn - 1, 2)
+    # More of them than there are places.
+    kinds = _HOLDING if holding else _HOSTILE
+    return kinds[number % len(kinds)]
 
 
 def life_of(character: Character, rng: Random, longest_s: float) -> Iterator[tuple[Mood, float]]:
