@@ -427,12 +427,15 @@ async def test_a_released_item_is_sent_again(world: World, autojump_clock: MockC
 
 async def test_a_dropped_item_is_gone(world: World, autojump_clock: MockClock) -> None:
     async with open_desk(world) as desk:
-        item, _ = await quarantine_one(desk)
+        item, event_id = await quarantine_one(desk)
         await desk.post("quarantine/drop", {"ids": [item, 999_999]}, 404)
         assert len((await desk.get("quarantine"))["items"]) == 1
 
         assert await desk.post("quarantine/drop", {"ids": [item, item]}) == {"dropped": [item]}
         assert (await desk.get("quarantine"))["items"] == []
+        found = (await desk.get(f"trace/{event_id}"))["destinations"]
+        fates = {each["destination"]: each for each in found}
+        assert (fates[B]["outcome"], fates[B]["reason"]) == ("given up", "dropped from quarantine")
 
 
 async def test_the_quarantine_is_shown_in_pages_and_never_an_edus_content(

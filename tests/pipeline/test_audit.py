@@ -13,7 +13,8 @@ from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import PipelineError, schemas
+from fedsender.pipeline import PipelineError, Usage, schemas
+from fedsender.pipeline.accepted import accept, read_accepted
 from fedsender.pipeline.audit import Audited, audit, missing_pairs
 from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
@@ -148,10 +149,14 @@ def test_every_fate_is_told_apart(spark: "SparkSession", tmp_path: Path) -> None
         "refused": 1,  # 6
         "quarantined": 2,  # 9, 10
         "superseded": 3,  # 12 to 14
+        "stand_in_refused": 0,
         "parked": 0,
         "pending": 4,  # 11, 17 to 19
         "unknown": 1,  # 7
+        "given_up": 0,
+        "not_ours": 0,
         "before_ledger": 2,  # 2, 3
+        "accepted": 0,
         "missing": 2,  # 8, 16
     }
     assert told.expected == 18
@@ -204,6 +209,194 @@ def test_in_catch_up_and_parked(spark: "SparkSession", tmp_path: Path) -> None:
     told = run(spark, lake, tmp_path)
     assert (told.counts["delivered"], told.counts["parked"]) == (4, 10)
     assert (told.counts["pending"], told.counts["missing"]) == (6, 0)
+
+
+# --- what was not ours, and what was given up -----------------------------------------------------
+
+A, B = "a.example", "b.example"
+
+
+def note(outcome: str, at: int, server: str = "*", **more: Any) -> dict[str, Any]:
+    """A note of when the event at `at` came in."""
+    given: dict[str, Any] = {
+        "attempt": 0,
+        "status": None,
+        "transaction_id": None,
+        "lsso": None,
+        "pdus": [],
+    }
+    ms = START_MS + at * EVENT_MS + 2000
+    settings = {"destination": server, "ms": ms, "position": at, "refused": {}, "reason": None}
+    return line(outcome=outcome, **(given | settings | more))
+
+
+def sent(server: str, *orderings: int, **more: Any) -> list[dict[str, Any]]:
+    return [
+        attempt(server, pdu(at, "!r"), transaction_id=f"t{at}", lsso=at, **more) for at in orderings
+    ]
+
+
+def shared_room(upto: int, *servers: str) -> Rows:
+    """A room with these servers in it; to the homeserver's mind all is delivered."""
+    return {
+        "events": [event(at, "!r") for at in range(1, upto + 1)],
+        "intervals": [
+            {"room_id": "!r", "server": server, "first": 1, "last": None} for server in servers
+        ],
+        "destination_rooms": [
+            {"destination": server, "room_id": "!r", "stream_ordering": upto} for server in servers
+        ],
+        "destinations": [
+            {"destination": server, "last_successful_stream_ordering": upto} for server in servers
+        ],
+    }
+
+
+def counted(told: Audited) -> dict[str, int]:
+    return {fate: number for fate, number in told.counts.items() if number}
+
+
+def test_what_another_sender_had_to_deliver_is_not_missing(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """There and back, twice; and what we lost ourselves, of what was ours, is missing all the same.
+
+    Of b nothing was delivered from 8 on when the stream was handed over at 10; at 35 it was in
+    catch-up, above its low-water mark. Another sender of the same ledger says nothing of us.
+    """
+    lake = lake_of(tmp_path, shared_room(60, A, B), 60)
+    elsewhere = [note("owned", 45, instance="other"), note("handed_over", 46, instance="other")]
+    write(
+        tmp_path / "ledger",
+        "f.b.000001.jsonl",
+        note("owned", 2),
+        *sent(A, 3, 4, 6, 7, 8, 9, 10),  # 5 is lost.
+        *sent(B, 3, 4, 5, 6, 7),
+        note("handed_over", 10),
+        note("owned", 30),
+        *sent(A, *range(31, 36)),
+        *sent(B, 31, 35),  # 32 to 34 were owed in catch-up.
+        *elsewhere,
+    )
+    ingest_ledger(spark, lake, tmp_path)
+    write(
+        tmp_path / "ledger",
+        "f.b.000002.open",
+        # The next start found the stream moved: all in one moment.
+        note("owned", 50, ms=START_MS + 50 * EVENT_MS),
+        note("handed_over", 35, ms=START_MS + 50 * EVENT_MS),
+        note("handed_over", 35, B, lsso=31, ms=START_MS + 50 * EVENT_MS),
+        *sent(A, *range(51, 59)),
+        *sent(B, *range(51, 61)),
+        # Handed back at once, and not taken over since.
+        note("handed_over", 58),
+    )
+    told = run(spark, lake, tmp_path)
+    assert {(server, name) for server, name in missing(lake)} == {(A, "$5")}
+    assert counted(told) == {
+        "delivered": 7 + 5 + 5 + 2 + 8 + 10,
+        "not_ours": 20 + 15 + 2 + 23 + 18,
+        "before_ledger": 4,
+        "missing": 1,
+    }
+
+
+def test_what_an_operator_gave_up_is_not_missing(spark: "SparkSession", tmp_path: Path) -> None:
+    """A server that was purged, an event dropped out of quarantine, at one server or at all, and
+    what the lists forbade when it came in: each has its note, and nothing around it is covered."""
+    lake = lake_of(tmp_path, shared_room(30, A, B), 30)
+    where = {"event_id": "$12", "room_id": "!r", "stream_ordering": 12, "lane": "quarantine"}
+    everywhere = where | {"event_id": "$14", "stream_ordering": 14}
+    lists = json.dumps({"deny": ["b.*"]})
+    write(
+        tmp_path / "ledger",
+        "f.b.000001.jsonl",
+        note("owned", 0),
+        *sent(A, 1, 2, 3, 4, 5),
+        note("purged", 10, A, lsso=5),
+        *sent(A, 11, 13, 15, *range(17, 31)),  # 16 is lost.
+        note("dropped", 12, A, position=None, pdus=[where]),
+        note("dropped", 14, position=None, pdus=[everywhere]),
+        *sent(B, *range(1, 14), *range(15, 21)),
+        note("denied", 20, reason=lists),
+        note("denied", 25),
+        *sent(B, 26, 27, 29, 30),  # 28 is lost.
+    )
+    told = run(spark, lake, tmp_path)
+    assert set(missing(lake)) == {(A, "$16"), (B, "$28")}
+    assert counted(told) == {
+        "delivered": 5 + 17 + 19 + 4,
+        "given_up": 5 + 1 + 2 + 5,
+        "missing": 2,
+    }
+    write(tmp_path / "ledger", "f.b.000002.open", note("denied", 29, reason="{"))
+    with pytest.raises(PipelineError, match="a line 'denied' has no lists in its reason"):
+        run(spark, lake, tmp_path)
+
+
+def test_a_stand_in_that_was_refused_stands_for_nothing(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """What it superseded was not sent, and its server does not know of it; unless another one was
+    taken for the same events."""
+    lake = lake_of(tmp_path, shared_room(30, A), 30)
+    refused = {"$20": "You are not in the room"}
+    write(
+        tmp_path / "ledger",
+        "f.b.000001.jsonl",
+        attempt(A, pdu(1, "!r")),
+        attempt(A, pdu(10, "!r", "catch_up", supersedes=[2, 10])),
+        attempt(A, pdu(20, "!r", "catch_up", supersedes=[6, 20]), refused=refused),
+        attempt(A, pdu(30, "!r", "catch_up", supersedes=[21, 30])),
+    )
+    told = run(spark, lake, tmp_path)
+    assert counted(told) == {
+        "delivered": 3, "refused": 1, "superseded": 8 + 9, "stand_in_refused": 9}  # fmt: skip
+    rows = sorted(lake.read(schemas.SUPERSEDED).to_pylist(), key=lambda row: row["first"])
+    assert [(row["first"], row["last"], row["by_event_id"], row["refused"]) for row in rows] == [
+        (2, 5, "$10", None),
+        (6, 9, "$10", None),
+        (11, 19, "$20", "You are not in the room"),
+        (21, 29, "$30", None),
+    ]
+
+
+def test_what_an_operator_accepts_is_no_longer_missing(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """Single events and ranges, of one server or of all; later audits know of it, until another
+    file says otherwise. What was delivered stays so."""
+    lake = lake_of(tmp_path, shared_room(10, A, B), 10)
+    write(tmp_path / "ledger", "f.b.000001.jsonl", note("owned", 0), *sent(A, 1, 2, 3))
+    file = tmp_path / "accepted"
+    file.write_text(f"# gone\n{A} $4\n\n {A}  6-7\n* 9-999\n* $2\n{B} $nothing\n")
+    accept(lake, read_accepted(file))
+    for _ in range(2):
+        told = run(spark, lake, tmp_path)
+        assert counted(told) == {
+            "delivered": 3, "accepted": 1 + 2 + 4 + 1, "missing": 9}  # fmt: skip
+        assert {name for server, name in missing(lake) if server == A} == {"$5", "$8"}
+    accept(lake, [])
+    assert run(spark, lake, tmp_path).counts["accepted"] == 0
+
+
+def test_a_file_with_lines_that_say_nothing_accepts_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "accepted"
+    file.write_text(f"{A} $1\n{A}\n{A} 9-3\n{A} 4\n{A} $1 $2\n{A} 1-2\n")
+    with pytest.raises(Usage) as caught:
+        read_accepted(file)
+    assert str(caught.value).splitlines() == [
+        "--accept: nothing was accepted:",
+        f"{file}:2: must be SERVER $EVENT or SERVER FIRST-LAST, not 'a.example'",
+        f"{file}:3: the range 9-3 ends before it begins",
+        f"{file}:4: must be SERVER $EVENT or SERVER FIRST-LAST, not 'a.example 4'",
+        f"{file}:5: must be SERVER $EVENT or SERVER FIRST-LAST, not 'a.example $1 $2'",
+    ]
+    file.write_bytes(b"\xff")
+    with pytest.raises(Usage, match="is not text"):
+        read_accepted(file)
+    with pytest.raises(Usage, match=r"--accept: .*/none: No such file"):
+        read_accepted(tmp_path / "none")
 
 
 @pytest.mark.parametrize("days_ahead", [3, 365])

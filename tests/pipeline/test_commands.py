@@ -140,6 +140,10 @@ def test_what_is_wrong_is_said_before_any_spark_starts(
     assert "--since: 'yesterday' is not a day such as 2026-01-31" in capsys.readouterr().err
     assert run_command(["pipeline", "plan", "-c", config, "--names", "a,,b"]) == 2
     assert "--names: 'a,,b': a name is empty" in capsys.readouterr().err
+    (tmp_path / "accepted").write_text("a.example\n")
+    accept = ("--accept", str(tmp_path / "accepted"))
+    assert run_command(["pipeline", "audit", "-c", config, *accept]) == 2
+    assert "accepted:1: must be SERVER $EVENT or SERVER FIRST-LAST" in capsys.readouterr().err
     nowhere = str(tmp_path / "none" / "x")
     for job, option in (("rebuild", "--write"), ("report", "-o"), ("run", "-o")):
         assert run_command(["pipeline", job, "-c", config, option, nowhere]) == 2

@@ -185,8 +185,9 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
         ("{}", "is not a manifest"),
-        ('{"lake": 2}', "the lake has version 2, and this fedsender knows 1"),
-        ('{"lake": 1, "tables": 3}', "is not a manifest"),
+        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 2: ingest into a new"),
+        ('{"lake": 1}', "the lake has version 1, and this fedsender knows 2: ingest into a new"),
+        ('{"lake": 2, "tables": 3}', "is not a manifest"),
     ],
 )
 def test_a_manifest_that_cannot_be_read(tmp_path: Path, manifest: str, said: str) -> None:

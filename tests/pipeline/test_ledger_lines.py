@@ -52,6 +52,7 @@ def line(**changed: Any) -> dict[str, Any]:
         "bytes": 1234,
         "took_ms": 56,
         "reused": True,
+        "position": None,
         **changed,
     }
 
@@ -191,7 +192,10 @@ def test_what_cannot_be_read_is_set_apart_whole(
     bad: dict[str, tuple[dict[str, Any] | str, str]] = {
         "torn": (json.dumps(line())[:50], "torn: not a JSON object"),
         "list": ("[1, 2]", "torn: not a JSON object"),
-        "future": (line(v=LINE_VERSION + 1, pdus="other"), "version 2: written by a newer"),
+        "future": (
+            line(v=LINE_VERSION + 1, pdus="other"),
+            f"version {LINE_VERSION + 1}: written by a newer",
+        ),
         "no version": (line(v=None), "has no version"),
         "text for a time": (line(ms="yesterday"), "a field is not of its type"),
         "no destination": (line(destination=None), "has no destination"),

@@ -11,7 +11,7 @@ from tests.pipeline.test_audit import config_of, event, lake_of
 from tests.pipeline.test_ledger_lines import line, write
 
 from fedsender.pipeline import coverage, health, intervals, ledger_lines, plan, rebuild, schemas
-from fedsender.pipeline.accounts import Accounts, places_of
+from fedsender.pipeline.accounts import Accounts, Known, places_of
 from fedsender.pipeline.lake import Lake
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def lake(spark_at_scale: "SparkSession", tmp_path_factory: pytest.TempPathFactor
         schemas.STATE_GROUPS, schemas.STATE_MEMBERS, schemas.TOLD_SERVERS, schemas.INTERVALS,
         schemas.UNKNOWN_HOSTS, schemas.DESTINATION_ROOMS, schemas.DESTINATIONS, schemas.QUARANTINE,
         schemas.SERVER_STATES, schemas.REDELIVERIES, schemas.CATCH_UPS, schemas.ATTEMPTS,
-        schemas.PDUS,
+        schemas.PDUS, schemas.ACCEPTED,
     )  # fmt: skip
     rows: dict[str, list[dict[str, Any]]] = {"events": [event(at, ROOM) for at in (1, 2)]}
     for table in tables:
@@ -76,7 +76,8 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     yield "rebuild", expected
     yield "differences", rebuild.differences(spark, lake, expected)
     places = places_of(spark, lake, None).persist()
-    view = Accounts(spark, lake, config, lake.frame(spark, schemas.PDUS), places)
+    known = Known(lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS))
+    view = Accounts(spark, lake, config, known, places)
     yield "stretches", view.stretches()
     # What is made of these is planned for itself.
     found = lake.frame(spark, schemas.INTERVALS).selectExpr(
@@ -87,7 +88,7 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     yield "missing", view.missing(found)
     places.unpersist()
     segments = tuple((lake.directory.parent / "ledger").iterdir())
-    yield "new lines", ledger_lines.fresh_pdus(spark, lake, segments)
+    yield "new lines", ledger_lines.pdus_of(ledger_lines.fresh_lines(spark, lake, segments))
     lines = ledger_lines.parsed(spark, segments)
     yield "windows", health.windows(lines)
     yield "streaks", health.streaks(lines)

@@ -19,7 +19,7 @@ from tests.pipeline.test_audit import (
 from tests.pipeline.test_audit import run as run_audit
 from tests.pipeline.test_ledger_lines import write
 
-from fedsender.pipeline import PipelineError
+from fedsender.pipeline import PipelineError, schemas
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.progress import showing
 from fedsender.pipeline.report import POINTS, Figures, last_figures, report, step_for
@@ -116,9 +116,7 @@ def test_a_server_with_a_nasty_name_stays_text() -> None:
         server_name=NASTY, made_ms=0, upto=1, first_ms=0, last_ms=9, step_ms=60_000,
         series=[point | {"p50": None, "p90": 1, "p99": 1}], outcomes={"failing": 1},
         owed={NASTY: {"today": 1}}, worst=[worst], illnesses=[ill], missing=[missing],
-        fates=dict.fromkeys(("delivered_again", "delivered", "refused", "quarantined",
-                             "superseded", "parked", "pending", "unknown", "before_ledger",
-                             "missing"), 1),
+        fates=dict.fromkeys(schemas.FATES, 1),
     )  # fmt: skip
     text = page(figures, figures)
     assert Page(text).tags.count("script") == 1

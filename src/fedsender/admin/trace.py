@@ -16,7 +16,7 @@ import trio
 
 from fedsender.admin.destinations import state_in_words
 from fedsender.admin.parts import Parts
-from fedsender.ledger import segments
+from fedsender.ledger import EVERY_SERVER, segments
 from fedsender.sender.failure import ServerState
 from fedsender.sender.routing import Routed
 from fedsender.store.records import EventRow, Lagging
@@ -39,8 +39,9 @@ class Fate:
     """What became of the event at one server; times in milliseconds since the epoch.
 
     Attributes:
-        outcome: delivered, superseded, refused, quarantined, settled (answered or superseded, but
-            no line of that was read), pending, parked, paused, not allowed.
+        outcome: delivered, superseded, refused, quarantined, given up (dropped from quarantine),
+            settled (answered or superseded, but no line of that was read), pending, parked, paused,
+            not allowed.
         at_ts: when; null where only the result is known.
         transaction_id: that carried it.
         attempts: attempts to deliver it that failed, in the lines that were read.
@@ -118,7 +119,12 @@ class Found:
             fate = self._fate(destination, line, pdu) if isinstance(pdu, dict) else None
             if fate is None:
                 continue
-            if outcome != "delivered":
+            if outcome == "dropped":
+                reason = "dropped from quarantine"
+                dropped = Fate(destination, "given up", line.get("ms"), reason=reason)
+                if destination != EVERY_SERVER:
+                    self.settled.setdefault(destination, dropped)
+            elif outcome != "delivered":
                 self.failed[destination] = self.failed.get(destination, 0) + 1
             elif self.settled.get(destination, fate).outcome in ("superseded", fate.outcome):
                 # An answer for the event itself says more than one for a newer event.

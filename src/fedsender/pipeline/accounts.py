@@ -6,11 +6,13 @@ is expected. What is left is missing, and gets the chain of what is on record ab
 
 import datetime
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from fedsender.config import Config
-from fedsender.pipeline import coverage, intervals, schemas, servers
-from fedsender.pipeline.lake import Lake
+from fedsender.ledger import EVERY_SERVER
+from fedsender.pipeline import coverage, intervals, ownership, schemas, servers
+from fedsender.pipeline.lake import Lake, literal
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -25,6 +27,17 @@ def places_of(spark: "SparkSession", lake: Lake, since: datetime.date | None) ->
     return coverage.placed(known, since)
 
 
+_RANGE: Final = "first: BIGINT, last: BIGINT"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the ledger says, as rows of `attempts` and of `pdus`."""
+
+    attempts: "DataFrame"
+    pdus: "DataFrame"
+
+
 class Accounts:
     """The frames that an audit is made of."""
 
@@ -33,13 +46,15 @@ class Accounts:
         spark: "SparkSession",
         lake: Lake,
         config: Config,
-        pdus: "DataFrame",
+        known: Known,
         places: "DataFrame",
     ) -> None:
-        """`pdus`: what the ledger says; `places`: the events to look at (`places_of`)."""
+        """`places`: the events to look at (`places_of`)."""
         self._spark = spark
         self._lake = lake
-        self._pdus = pdus
+        self._config = config
+        self._attempts, self._pdus = known.attempts, known.pdus
+        self._owned = ownership.ownership(known.attempts, config.instance_name)
         self.places = places
         self._spans = servers.sent_to(lake.frame(spark, schemas.INTERVALS), config)
 
@@ -50,11 +65,15 @@ class Accounts:
         spans = (
             self._spans.withColumn("kind", F.lit(coverage.EXPECTED))
             .unionByName(self._before_ledger())
-            .unionByName(self._stood_in().withColumn("kind", F.lit("superseded")).drop("by", "ms"))
+            .unionByName(self._stood_in().drop("by", "ms", "refused"))
             .unionByName(self._owed())
+            .unionByName(self._accepted())
         )
+        gone = ownership.let_go(self._owned, self._attempts, self._spans, self._config)
+        if gone is not None:
+            spans = spans.unionByName(gone)
         proven = coverage.points(coverage.answers(self._pdus), self.places)
-        told = coverage.points(self._quarantined().unionByName(self._to_redeliver()), self.places)
+        told = coverage.points(self._taken_out().unionByName(self._to_redeliver()), self.places)
         return coverage.stretches(
             coverage.ends_in_places(spans, self.places).unionByName(proven).unionByName(told)
         )
@@ -63,7 +82,8 @@ class Accounts:
         return self._lake.frame(self._spark, table)
 
     def _stood_in(self) -> "DataFrame":
-        """server, room_id, first, last, by, ms: what an event of catch-up stood in for."""
+        """server, room_id, first, last, by, ms, refused, kind: what an event of catch-up stood in
+        for, or would have, had its server not refused it."""
         from pyspark.sql import functions as F  # noqa: N812
 
         return self._pdus.where("outcome = 'delivered' and supersedes_from is not null").select(
@@ -73,11 +93,15 @@ class Accounts:
             F.col("supersedes_to").alias("last"),
             F.col("event_id").alias("by"),
             "ms",
+            "refused",
+            F.when(F.col("refused").isNull(), "superseded")
+            .otherwise("stand_in_refused")
+            .alias("kind"),
         )
 
     def _before_ledger(self) -> "DataFrame":
-        """The ledger begins with the first event that was live in it: what is older was fanned out
-        before there was one, and may have been delivered then."""
+        """The ledger begins where it says that the stream became ours, or with the first event that
+        was live in it: what is older may have been delivered before there was one."""
         from pyspark.sql import functions as F  # noqa: N812
 
         columns = ("lane", "stream_ordering")
@@ -91,7 +115,7 @@ class Accounts:
             "room_id",
             "server",
             "first",
-            (began.scalar() - 1).alias("last"),
+            F.least(began.scalar() - 1, F.lit(self._owned.began).cast("bigint")).alias("last"),
             F.lit("before_ledger").alias("kind"),
         )
 
@@ -125,25 +149,55 @@ class Accounts:
             .where("first <= last")
         )
 
-    def _quarantined(self) -> "DataFrame":
-        """Of events that no server got, a row for each that should: they are few."""
+    def _accepted(self) -> "DataFrame":
+        """Ranges that the operator accepts, where something is expected."""
         from pyspark.sql import functions as F  # noqa: N812
 
-        items = self._table(schemas.QUARANTINE).where("event_id is not null and kind = 'pdu'")
+        ranges = self._table(schemas.ACCEPTED).where("event_id is null")
+        everywhere = ranges.where(F.col("server") == EVERY_SERVER).select("first", "last").collect()
+        found = ranges.where(F.col("server") != EVERY_SERVER).select("server", "first", "last")
+        if everywhere:
+            listed = F.inline(literal([each.asDict() for each in everywhere], _RANGE))
+            found = found.unionByName(
+                self._spans.select("server").distinct().select("server", listed)
+            )
+        return ownership.clipped(found.withColumn("kind", F.lit("accepted")), self._spans)
+
+    def _taken_out(self) -> "DataFrame":
+        """Single events that stand in quarantine, were dropped there, or are accepted. Of events at
+        every server, a row for each that should get them: they are few."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        columns = ("destination", "room_id", "stream_ordering", "event_id")
+        quarantined = self._table(schemas.QUARANTINE).where("event_id is not null and kind = 'pdu'")
+        dropped = self._pdus.where(
+            (F.col("outcome") == "dropped") & (F.col("instance") == self._config.instance_name)
+        )
+        accepted = (
+            self._table(schemas.ACCEPTED)
+            .where("event_id is not null")
+            .select(F.col("server").alias("destination"), "event_id")
+            .join(self.places.hint("shuffle_hash"), on="event_id", how="inner")
+        )
+        items = (
+            quarantined.select(*columns, F.lit("quarantined").alias("kind"))
+            .unionByName(dropped.select(*columns, F.lit("given_up").alias("kind")))
+            .unionByName(accepted.select(*columns, F.lit("accepted").alias("kind")))
+            .withColumn("destination", F.expr(f"nullif(destination, '{EVERY_SERVER}')"))
+        )
         everywhere = (
             items.where("destination is null")
-            .select("room_id", "stream_ordering", "event_id")
+            .select("room_id", "stream_ordering", "event_id", "kind")
             .distinct()  # Of several senders each has one.
             .join(self._spans.hint("shuffle_hash"), on="room_id", how="inner")
             .where("stream_ordering >= first and (last is null or stream_ordering <= last)")
         )
-        columns = ("server", "stream_ordering", "event_id")
+        found = ("server", "stream_ordering", "event_id", "kind")
         return (
             items.where("destination is not null")
             .withColumnRenamed("destination", "server")
-            .select(*columns)
-            .unionByName(everywhere.select(*columns))
-            .withColumn("kind", F.lit("quarantined"))
+            .select(*found)
+            .unionByName(everywhere.select(*found))
         )
 
     def _to_redeliver(self) -> "DataFrame":
@@ -165,6 +219,8 @@ class Accounts:
             "room_id",
             "by",
             "ms",
+            "refused",
+            F.col("kind").alias("fate"),
             F.col("lo").alias("from_place"),
             F.col("hi").alias("to_place"),
         )
@@ -172,11 +228,15 @@ class Accounts:
         first = orderings.withColumnsRenamed({"place": "lo", "stream_ordering": "first"})
         last = orderings.withColumnsRenamed({"place": "hi", "stream_ordering": "last"})
         return (
-            found.where("fate = 'superseded'")
-            .join(standing.hint("shuffle_hash"), on=["server", "room_id"], how="inner")
+            found.where("fate in ('superseded', 'stand_in_refused')")
+            .join(standing.hint("shuffle_hash"), on=["server", "room_id", "fate"], how="inner")
             .where("from_place <= hi and to_place >= lo")
             .groupBy("server", "room_id", "lo", "hi")
-            .agg(F.min_by("by", "ms").alias("by_event_id"), F.min("ms").alias("at_ms"))
+            .agg(
+                F.min_by("by", "ms").alias("by_event_id"),
+                F.min("ms").alias("at_ms"),
+                F.min_by("refused", "ms").alias("refused"),
+            )
             .join(first, on=["room_id", "lo"], how="inner")
             .join(last, on=["room_id", "hi"], how="inner")
             .withColumn("events", F.col("hi") - F.col("lo") + 1)

@@ -18,7 +18,7 @@ from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
 from fedsender.outside import real_outside
 from fedsender.pipeline import PipelineError, coverage, ledger_lines, schemas
-from fedsender.pipeline.accounts import Accounts, places_of
+from fedsender.pipeline.accounts import Accounts, Known, places_of
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.progress import Steps
 from fedsender.pipeline.schemas import FATES
@@ -92,8 +92,8 @@ def audit(
     places = places_of(spark, lake, since).persist()
     with steps.spark("ledger since then", spark):
         oldest = None if since is None else _oldest(places)
-        pdus = known_pdus(spark, lake, config.ledger.directory, oldest)
-    view = Accounts(spark, lake, config, pdus, places)
+        known = known_lines(spark, lake, config.ledger.directory, oldest)
+    view = Accounts(spark, lake, config, known, places)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
         found = view.stretches().persist()
         for table, rows in (
@@ -189,16 +189,14 @@ def _oldest(places: "DataFrame") -> int | None:
     return None if row is None else row[0]
 
 
-def known_pdus(
-    spark: "SparkSession", lake: Lake, directory: Path, oldest: int | None
-) -> "DataFrame":
-    """Rows as in `pdus`: those of the lake, and those of segments that it has not read.
+def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int | None) -> Known:
+    """What the ledger says: by the lake, and by segments that it has not read.
 
     What is not in the lake is read here and now: the daemon goes on writing.
 
     Args:
-        oldest: only what was sent of events from this stream ordering on, or stands in for them.
-            Not by time: the clocks of the homeserver and of the ledger may be any distance apart.
+        oldest: of PDUs only what was sent of events from this stream ordering on, or stands in for
+            them. Not by time: the homeserver's clock and the ledger's may be any distance apart.
 
     Raises:
         PipelineError: the ledger cannot be read.
@@ -207,21 +205,22 @@ def known_pdus(
 
     if not directory.is_dir():
         raise PipelineError(f"ledger.directory: {directory}: is not a directory")
-    known = lake.frame(spark, schemas.PDUS)
+    attempts, pdus = lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS)
     for attempt in range(_TRIES):
         paths = ledger_lines.unread_segments(lake, directory)
         if not paths:
             break
         try:
-            fresh = ledger_lines.fresh_pdus(spark, lake, paths).localCheckpoint(eager=True)
+            fresh = ledger_lines.fresh_lines(spark, lake, paths).localCheckpoint(eager=True)
         except PySparkException as error:
             # One was closed meanwhile, and has another name now.
             gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
             if not gone or attempt == _TRIES - 1:
                 raise PipelineError(f"ledger: {str(error)[:500]}") from None
         else:
-            known = known.unionByName(fresh)
+            attempts = attempts.unionByName(ledger_lines.attempts_of(fresh))
+            pdus = pdus.unionByName(ledger_lines.pdus_of(fresh))
             break
-    if oldest is None:
-        return known
-    return known.where(f"stream_ordering >= {oldest} or supersedes_to >= {oldest}")
+    if oldest is not None:
+        pdus = pdus.where(f"stream_ordering >= {oldest} or supersedes_to >= {oldest}")
+    return Known(attempts, pdus)

@@ -172,14 +172,25 @@ def audit(
     since: Annotated[
         str | None, typer.Option(metavar="YYYY-MM-DD", help="Only events from that day on.")
     ] = None,
+    accept: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="What you accept as not delivered, from now on."),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Hold what should have been delivered against what the ledger proves."""
+    from fedsender.pipeline import accepted
     from fedsender.pipeline import audit as module
 
     first = _day(since)
     repaired = failed = None
+    try:
+        rows = None if accept is None else accepted.read_accepted(accept)
+    except Usage as error:
+        raise Mistake(str(error)) from None
     with job("audit", config) as (spark, lake, loaded, steps):
+        if rows is not None:
+            accepted.accept(lake, rows)
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
             pages = module.missing_pairs(spark, lake)

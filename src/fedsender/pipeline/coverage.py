@@ -14,7 +14,7 @@ nothing accounts for.
 import datetime
 from typing import TYPE_CHECKING, Final
 
-from fedsender.pipeline import latest_ms
+from fedsender.pipeline import latest_ms, ledger_lines
 from fedsender.pipeline.schemas import FATES
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def failures(pdus: "DataFrame") -> "DataFrame":
     from pyspark.sql import functions as F  # noqa: N812
 
     return (
-        pdus.where("outcome != 'delivered'")
+        pdus.where(ledger_lines.is_attempt() & (F.col("outcome") != "delivered"))
         .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
         .agg(
             F.count(F.lit(1)).alias("attempts"),

@@ -133,7 +133,7 @@ def windows(lines: "DataFrame") -> "DataFrame":
     delivered = F.col("outcome") == "delivered"
     took = F.greatest(F.coalesce("took_ms", F.lit(0)), F.lit(1))
     latency = F.ceil(F.log(took) / math.log(STEP)).cast("string")
-    counted = lines.where("outcome != 'discarded'").withColumns(
+    counted = lines.where(ledger_lines.is_attempt()).withColumns(
         {
             "hour_ms": F.col("ms") - F.col("ms") % HOUR_MS,
             "error": F.when(~delivered, F.col("outcome")),

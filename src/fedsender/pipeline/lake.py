@@ -15,9 +15,10 @@ error and not a smaller answer.
 """
 
 import fcntl
+import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -38,7 +39,7 @@ from fedsender.pipeline.session import LOG_NAME
 
 if TYPE_CHECKING:
     import pyarrow
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 STAGING: Final = "staging"
 RELAY: Final = "relay"
@@ -192,6 +193,17 @@ def empty_frame(spark: "SparkSession", table: LakeTable) -> "DataFrame":
 
     columns = (F.lit(None).cast(kind).alias(name) for name, kind in table.columns.items())
     return spark.range(0).where(F.lit(False)).select(*columns)
+
+
+def literal(rows: Sequence[Mapping[str, object]], columns: str) -> "Column":
+    """A few thousand rows that Python has, as an array of structs; `columns` as Spark's DDL.
+
+    It is one text in the plan. Of as many literals Spark's stack or patience would run out, and
+    `createDataFrame` would start a Python worker.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return F.from_json(F.lit(json.dumps(rows)), f"ARRAY<STRUCT<{columns}>>")
 
 
 class Commit:

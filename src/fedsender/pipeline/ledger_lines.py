@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fedsender.ledger import LINE_VERSION
+from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.pipeline import latest_ms, schemas
 from fedsender.pipeline.lake import Commit, Lake
 from fedsender.segments import segments
@@ -45,6 +45,7 @@ FIELDS: Final = {
     "bytes": "BIGINT",
     "took_ms": "BIGINT",
     "reused": "BOOLEAN",
+    "position": "BIGINT",
 }
 """The fields of a line, as `ledger.Line` and docs/ledger.md have them, and their types."""
 
@@ -108,10 +109,10 @@ def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
     )
 
 
-def fresh_pdus(spark: "SparkSession", lake: Lake, paths: tuple[Path, ...]) -> "DataFrame":
-    """Rows as in `pdus`, of the lines of these segments that are good and not in the lake."""
+def fresh_lines(spark: "SparkSession", lake: Lake, paths: tuple[Path, ...]) -> "DataFrame":
+    """The lines of these segments that are good and not in the lake."""
     good = parsed(spark, paths).where("why is null")
-    return _pdus(_new(good, lake.frame(spark, schemas.ATTEMPTS)))
+    return _new(good, lake.frame(spark, schemas.ATTEMPTS))
 
 
 def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) -> Read:
@@ -129,8 +130,8 @@ def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) 
     first, last = (str(days["first"]), str(days["last"])) if days else ("", "")
     seen = lake.frame(spark, schemas.ATTEMPTS, parts=lambda day: first <= day <= last)
     fresh = _new(good, seen).persist()
-    attempts = commit.append_frame(schemas.ATTEMPTS, _by_day(_attempts(fresh)))
-    pdus = commit.append_frame(schemas.PDUS, _by_day(_pdus(fresh)))
+    attempts = commit.append_frame(schemas.ATTEMPTS, _by_day(attempts_of(fresh)))
+    pdus = commit.append_frame(schemas.PDUS, _by_day(pdus_of(fresh)))
     rejects = _new(bad, lake.frame(spark, schemas.REJECTS)).select(
         "segment", "line", F.col("why").alias("reason"), F.col("value").alias("text")
     )
@@ -223,7 +224,8 @@ def _by_day(rows: "DataFrame") -> "DataFrame":
     return rows.hint("rebalance", "day")
 
 
-def _attempts(lines: "DataFrame") -> "DataFrame":
+def attempts_of(lines: "DataFrame") -> "DataFrame":
+    """Rows as in `attempts`, of good lines."""
     from pyspark.sql import functions as F  # noqa: N812
 
     counts = {
@@ -235,7 +237,15 @@ def _attempts(lines: "DataFrame") -> "DataFrame":
     )
 
 
-def _pdus(lines: "DataFrame") -> "DataFrame":
+def is_attempt() -> "Column":
+    """Whether a line is an attempt, and no note."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return ~F.col("outcome").isin(*NOTES)
+
+
+def pdus_of(lines: "DataFrame") -> "DataFrame":
+    """Rows as in `pdus`, of good lines."""
     from pyspark.sql import functions as F  # noqa: N812
 
     whole = ("line", "day", "ms", "instance", "destination", "transaction_id", "attempt", "outcome")

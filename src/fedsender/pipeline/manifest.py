@@ -66,9 +66,10 @@ def read_manifest(directory: Path) -> Manifest | None:
     try:
         values: dict[str, Any] = json.loads(text)
         version = values["lake"]
-        if not isinstance(version, int) or version > LAKE_VERSION:
+        if version != LAKE_VERSION:
             raise PipelineError(
-                f"{path}: the lake has version {version}, and this fedsender knows {LAKE_VERSION}"
+                f"{path}: the lake has version {version}, and this fedsender knows {LAKE_VERSION}:"
+                " ingest into a new lake (pipeline.lake)"
             )
         tables = {
             name: [LakeFile(**file) for file in files] for name, files in values["tables"].items()

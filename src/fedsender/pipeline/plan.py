@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from fedsender.config import Config
-from fedsender.pipeline import PipelineError, Usage, schemas
+from fedsender.pipeline import PipelineError, Usage, ledger_lines, schemas
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.servers import shard_of
 
@@ -118,7 +118,7 @@ def loads(spark: "SparkSession", lake: Lake) -> "DataFrame":
     )
     return (
         lake.frame(spark, schemas.ATTEMPTS)
-        .where("outcome != 'discarded'")
+        .where(ledger_lines.is_attempt())
         .select(
             "destination",
             F.lit(1).cast("bigint").alias("attempts"),

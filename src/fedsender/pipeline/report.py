@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.config import Config
 from fedsender.outside import real_outside
-from fedsender.pipeline import PipelineError, audit, health, schemas
+from fedsender.pipeline import PipelineError, audit, health, ledger_lines, schemas
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.progress import Steps
 
@@ -117,7 +117,7 @@ def gather(spark: "SparkSession", lake: Lake, server_name: str) -> Figures:
     """The figures, from the lake."""
     from pyspark.sql import functions as F  # noqa: N812
 
-    attempts = lake.frame(spark, schemas.ATTEMPTS).where("outcome != 'discarded'").persist()
+    attempts = lake.frame(spark, schemas.ATTEMPTS).where(ledger_lines.is_attempt()).persist()
     ends = attempts.agg(F.min("ms").alias("first"), F.max("ms").alias("last")).first()
     assert ends is not None
     first, last = ends["first"], ends["last"]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import pyarrow
 
-LAKE_VERSION: Final = 1
+LAKE_VERSION: Final = 2
 EVENTS_PER_PART: Final = 1_000_000
 FATES: Final = (
     "delivered_again",
@@ -28,10 +28,14 @@ FATES: Final = (
     "refused",
     "quarantined",
     "superseded",
+    "stand_in_refused",
     "parked",
     "pending",
     "unknown",
+    "given_up",
+    "not_ours",
     "before_ledger",
+    "accepted",
     "missing",
 )
 """What can have become of an event at a server that should get it (`coverage`)."""
@@ -204,6 +208,7 @@ ATTEMPTS = LakeTable(
         "bytes": "BIGINT",
         "took_ms": "BIGINT",
         "reused": "BOOLEAN",
+        "position": "BIGINT",
         # Fields that this version does not know, as JSON; null: none.
         "unknown_fields": "STRING",
     },
@@ -349,6 +354,7 @@ MISSING = LakeTable(
 SUPERSEDED = LakeTable(
     "superseded",
     # Events of ours from first to last that catch-up left out, and the one that stood in for them.
+    # `refused`: its server's error for that one, which then stood in for nothing; null: it took it.
     {
         "server": "STRING",
         "room_id": "STRING",
@@ -357,8 +363,17 @@ SUPERSEDED = LakeTable(
         "events": "BIGINT",
         "by_event_id": "STRING",
         "at_ms": "BIGINT",
+        "refused": "STRING",
     },
     required=("server", "room_id", "first", "last", "events", "by_event_id", "at_ms"),
+)
+
+# What the operator accepts as not delivered, until another file says otherwise (`accepted`).
+ACCEPTED = LakeTable(
+    "accepted",
+    # A server ("*": every one), and an event or a range of stream orderings, both ends included.
+    {"server": "STRING", "event_id": "STRING", "first": "BIGINT", "last": "BIGINT"},
+    required=("server",),
 )
 
 TABLES: Final = {
@@ -384,5 +399,6 @@ TABLES: Final = {
         AUDIT,
         MISSING,
         SUPERSEDED,
+        ACCEPTED,
     )
 }

@@ -1,9 +1,9 @@
 """Server names in Spark: whose they are, who may be sent to, which shard sends."""
 
-import json
 from typing import TYPE_CHECKING, Final
 
 from fedsender.config import Config
+from fedsender.pipeline.lake import literal
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -49,7 +49,6 @@ def sent_to(rows: "DataFrame", config: Config) -> "DataFrame":
     barred = [name for name in names if not (config.handles(name) and config.allows(name))]
     if not barred:
         return rows
-    # As text: a list of many names in a query would take Spark minutes to look through.
-    listed = F.explode(F.from_json(F.lit(json.dumps(barred)), "ARRAY<STRING>"))
-    table = rows.sparkSession.range(1).select(listed.alias("server"))
+    listed = literal([{"server": name} for name in barred], "server: STRING")
+    table = rows.sparkSession.range(1).select(F.inline(listed))
     return rows.join(F.broadcast(table), on="server", how="left_anti")
