@@ -212,10 +212,26 @@ def test_what_is_no_plain_yaml_is_refused(text: str, expected: str) -> None:
     [
         ("admin: {listen: '0.0.0.0:9009'}", "3:17", "must be a loopback IP or a Unix socket"),
         ("admin: {listen: 'localhost:9009'}", "3:17", "must be a loopback IP or a Unix socket"),
-        ("homeserver: {kind: synapse}", "3:13", "must be set when kind is synapse"),
+        (
+            "homeserver: {kind: synapse}\nfeed: {kind: redis}",
+            "3:13",
+            "must be set when kind is synapse",
+        ),
         ("homeserver: {state_database: x}", "3:30", "is for kind synapse only"),
         ("homeserver: {event_writers: [a, a]}", "3:29", "names one instance twice"),
         ("feed: {kind: redis}", "3:14", "homeserver.kind embedded needs tcp"),
+        ("homeserver: {kind: synapse, database: hs.db}", "3:20", "needs feed.kind redis"),
+        (
+            "homeserver: {kind: synapse, database: hs.db}\nfeed: {kind: tcp}",
+            "3:20",
+            "needs feed.kind redis",
+        ),
+        ("sender_database: homeserver.sqlite3", "3:18", "needs a file of its own"),
+        (
+            "homeserver: {database: sub/../x.db}\nsender_database: sqlite:///x.db",
+            "4:18",
+            "is homeserver.database, too",
+        ),
         ("feed: {kind: relay}", "3:7", "feed.relay.secret_file: must be set"),
         ("feed: {redis: {path: /r, port: 1}}", "3:22", "only one of them can be used"),
         ("feed: {redis: {path: /r, tls: true}}", "3:31", "cannot be used on a Unix socket"),

@@ -139,7 +139,14 @@ def write_config(directory: Path, **settings: Any) -> Path:
         ({"sender_database": "STRANGER"}, 'role "stranger" does not exist'),
         ({"sender_database": "bad.key"}, "file is not a database"),
         ({"sender_database": "none/x.db"}, "No such file or directory"),
-        ({"homeserver": {"kind": "synapse", "database": "none.db"}}, "no database at"),
+        (
+            {
+                "homeserver": {"kind": "synapse", "database": "none.db"},
+                "feed": {"kind": "redis"},
+            },
+            "no database at",
+        ),
+        ({"sender_database": "homeserver.sqlite3"}, "needs a file of its own"),
         ({"admin": {"listen": "127.0.0.1:TAKEN"}}, "cannot listen there: Address already in use"),
         ({"admin": {"token_file": "none"}}, "none: cannot be read"),
         ({"sendign": {}}, "unknown setting (did you mean sending?)"),

@@ -33,6 +33,7 @@ def config_file(directory: Path, **spark: object) -> Path:
         "signing_key": "key",
         "instance_name": "master",
         "homeserver": {"kind": "synapse", "database": "homeserver.db"},
+        "feed": {"kind": "redis"},
         "pipeline": {"spark": spark},
     }
     path = directory / "config.yaml"

@@ -39,6 +39,7 @@ def config_of(directory: Path, kind: str, **homeserver: Any) -> Config:
             "signing_key": "key",
             "instance_name": "master" if kind == "synapse" else "fedsender",
             "homeserver": {"kind": kind, "database": "unused", **homeserver},
+            "feed": {"kind": "redis" if kind == "synapse" else "tcp"},
         },
         directory=directory,
     )

@@ -42,6 +42,7 @@ def config_of(directory: Path, kind: str) -> Config:
             "signing_key": "key",
             "instance_name": "master" if kind == "synapse" else "fedsender",
             "homeserver": {"kind": kind, "database": "homeserver.db"},
+            "feed": {"kind": "redis" if kind == "synapse" else "tcp"},
             "pipeline": {"lake": "lake"},
         },
         directory=directory,

@@ -41,6 +41,7 @@ def config_of(world: World, directory: Path) -> Config:
         "signing_key": "key",
         "instance_name": INSTANCE,
         "homeserver": {"kind": "synapse", "database": database.url},
+        "feed": {"kind": "redis"},
     }
     return from_values(values, directory=directory)
 

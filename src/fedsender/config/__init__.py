@@ -5,6 +5,7 @@ file, line, column and setting. Whoever needs a part of it gets that section, no
 """
 
 import difflib
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -275,6 +276,10 @@ class Config(Section):
                 ("feed", "kind"),
                 "redis is Synapse's: homeserver.kind embedded needs tcp or relay",
             )
+        if self.homeserver.kind == "synapse" and self.feed.kind == "tcp":
+            yield ("homeserver", "kind"), "synapse needs feed.kind redis: Synapse speaks no tcp"
+        if _file_of(self.sender_database) == _file_of(self.homeserver.database) is not None:
+            yield ("sender_database",), "is homeserver.database, too: each needs a file of its own"
         if self.homeserver.kind == "synapse" and self.feed.kind == "relay":
             yield ("feed", "kind"), "a relay fills tables of ours: homeserver.kind must be embedded"
         if self.pipeline.relay is not None and self.feed.kind != "relay":
@@ -287,6 +292,12 @@ class Config(Section):
             yield ("sending", "max_in_flight"), "is larger than federation.max_connections"
         if self.sending.window_bytes < self.destinations.defaults.max_transaction_bytes:
             yield ("sending", "window_bytes"), "is smaller than one transaction"
+
+
+def _file_of(database: str) -> str | None:
+    """SQLite's file; None: it is another kind of database."""
+    scheme, _, path = database.partition(":///")
+    return os.path.normpath(path) if scheme == "sqlite" else None
 
 
 def load(path: Path, *, signs: bool = True) -> Config:
