@@ -1,7 +1,11 @@
 """The real seams that no simulation covers: DNS over the wire, and looking at sockets."""
 
+from contextlib import suppress
 from pathlib import Path
 
+import dns.flags
+import dns.message
+import dns.rrset
 import pytest
 import trio
 import trio.testing
@@ -62,6 +66,44 @@ async def test_server_that_cannot_help_is_a_failure() -> None:
     async with nameserver(ZONE) as address:
         with trio.fail_after(60), pytest.raises(ResolveFailed, match=r"broken\.example A"):
             await RealNetwork().resolve("broken.example", "A", [address])
+
+
+@pytest.mark.parametrize(("records", "fits"), [(240, True), (4000, False)])
+async def test_answers_of_the_dns_have_a_size(records: int, fits: bool) -> None:
+    """64 KiB of records take 0.2 to 1 s of the loop to parse."""
+    rows = [f"10.0.{number // 250}.{number % 250}" for number in range(records)]
+
+    def reply_to(data: bytes) -> dns.message.Message:
+        return dns.message.make_response(dns.message.from_wire(data))
+
+    async def by_udp() -> None:
+        while True:
+            data, sender = await udp.recvfrom(65_535)
+            reply = reply_to(data)
+            reply.flags |= dns.flags.TC
+            await udp.sendto(reply.to_wire(), sender)
+
+    async def by_tcp(stream: trio.SocketStream) -> None:
+        reply = reply_to((await stream.receive_some())[2:])
+        reply.answer.append(dns.rrset.from_text_list(reply.question[0].name, 60, "IN", "A", rows))
+        with suppress(trio.BrokenResourceError):
+            await stream.send_all(reply.to_wire(prepend_length=True))
+
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    address = listener.socket.getsockname()
+    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
+        await udp.bind(address)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(by_udp)
+            nursery.start_soon(trio.serve_listeners, by_tcp, [listener])
+            with trio.fail_after(60):
+                if fits:
+                    found = await RealNetwork().resolve("b.example", "A", [address])
+                    assert set(found.values) == set(rows)
+                else:
+                    with pytest.raises(ResolveFailed, match="more than 4096 bytes"):
+                        await RealNetwork().resolve("b.example", "A", [address])
+            nursery.cancel_scope.cancel()
 
 
 async def test_our_own_lack_of_descriptors_is_nobodys_refusal() -> None:

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import dns.asyncresolver
 import dns.exception
 import dns.message
 import dns.name
+import dns.query
 import dns.resolver
 import trio
 from dns.nameserver import Do53Nameserver
@@ -29,6 +30,10 @@ from dns.nameserver import Do53Nameserver
 T = TypeVar("T")
 
 RecordType = Literal["A", "AAAA", "SRV"]
+
+
+MAX_DNS_BYTES = 4096
+"""More records than anybody has a use for. To parse 64 KiB takes up to a second of the loop."""
 
 
 class NameNotFound(Exception):
@@ -126,6 +131,44 @@ class Outside:
     network: Network
 
 
+class _Nameserver(Do53Nameserver):
+    """A DNS server whose answers may be no longer than `MAX_DNS_BYTES`."""
+
+    async def async_query(
+        self,
+        request: dns.message.QueryMessage,
+        timeout: float,  # noqa: ASYNC109 - as what it overrides
+        source: str | None,
+        source_port: int,
+        max_size: bool,
+        backend: Any,
+        one_rr_per_rrset: bool = False,
+        ignore_trailing: bool = False,
+    ) -> dns.message.Message:
+        if not max_size:
+            return await super().async_query(
+                request, timeout, source, source_port, max_size, backend
+            )
+        with trio.fail_after(timeout):
+            stream = await trio.open_tcp_stream(self.address, self.port)
+            async with stream:
+                await stream.send_all(request.to_wire(prepend_length=True))
+                data, end = b"", 2
+                while len(data) < end:
+                    more = await stream.receive_some(end - len(data))
+                    if not more:
+                        raise EOFError
+                    data += more
+                    if len(data) == 2:
+                        end += int.from_bytes(data, "big")
+                        if end > 2 + MAX_DNS_BYTES:
+                            raise OSError(f"an answer of more than {MAX_DNS_BYTES} bytes")
+            response = dns.message.from_wire(data[2:])
+            if not request.is_response(response):
+                raise dns.query.BadResponse
+            return response
+
+
 class RealNetwork:
     """Sockets and resolver of the operating system, TLS of the standard library."""
 
@@ -178,12 +221,17 @@ class RealNetwork:
         # No cache: what we learn is kept by server discovery, which bounds and expires it.
         if nameservers:
             resolver = dns.asyncresolver.Resolver(configure=False)
-            resolver.nameservers = [Do53Nameserver(*each) for each in nameservers]
+            resolver.nameservers = [_Nameserver(*each) for each in nameservers]
             return resolver
         # A DHCP client may rewrite the file.
         stamp = _changed_at(Path("/etc/resolv.conf"))
         if self._dns is None or self._dns[0] != stamp:
-            self._dns = (stamp, dns.asyncresolver.Resolver())
+            resolver = dns.asyncresolver.Resolver()
+            resolver.nameservers = [
+                _Nameserver(each, resolver.port) if isinstance(each, str) else each
+                for each in resolver.nameservers
+            ]
+            self._dns = (stamp, resolver)
         return self._dns[1]
 
     def _hosts_file(self, name: str, rdtype: RecordType) -> tuple[str, ...]:
