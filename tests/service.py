@@ -30,7 +30,7 @@ from fedsender.outside import real_outside
 from fedsender.replication.tcp import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 
-TOKEN = "the admin token"
+TOKEN = "the admin endpoint's token"
 PATIENCE_S = 60.0
 """For a process to do what it should, on a machine that is busy with other things."""
 
