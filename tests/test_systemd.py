@@ -285,6 +285,52 @@ def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
     assert rated.returncode == 0, rated.stdout
 
 
+def printed_unit(
+    capsys: pytest.CaptureFixture[str], directory: Path, instance: str, *options: str
+) -> str:
+    """Of one of two senders that share a homeserver."""
+    config = directory / f"{instance}.yaml"
+    config.write_text(
+        "server_name: hs.example\nsigning_key: key\n"
+        f"instance_name: {instance}\n"
+        "homeserver: {federation_sender_instances: [fed1, fed2]}\n"
+    )
+    executable = ["--executable", "/usr/bin/fedsender"]
+    assert run_command(["systemd-unit", "-c", str(config), *executable, *options]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "suffix"), [([], ".service"), (["--pipeline"], "-pipeline.timer")]
+)
+def test_two_senders_of_one_host_have_units_users_and_directories_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], suffix: str
+) -> None:
+    for instance in ("fed1", "fed2"):
+        text = printed_unit(capsys, tmp_path, instance, *options)
+        name = f"fedsender-{instance}"
+        assert f"/etc/systemd/system/{name}{suffix}" in text
+        for line in (
+            f"StateDirectory={name}",
+            f"RuntimeDirectory={name}",
+            f"WorkingDirectory=/var/lib/{name}",
+            f"User={name}",
+        ):
+            assert line in text.splitlines()
+
+
+def test_a_unit_has_the_name_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two homeservers of one host may call their senders the same."""
+    text = printed_unit(capsys, tmp_path, "fed1", "--name", "fedsender-b")
+    assert "StateDirectory=fedsender-b\n" in text
+    config = tmp_path / "fed1.yaml"
+    for wrong in ("a/b", "x" * 32, "a b"):
+        assert run_command(["systemd-unit", "-c", str(config), "--name", wrong]) == 2
+        assert "cannot be a unit's name" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("executable", "warned"),
     [("/home/op/.venv/bin/fedsender", True), ("/root/fedsender", True), ("/opt/f/bin/f", False)],

@@ -23,8 +23,7 @@ from fedsender.pipeline import commands as pipeline_commands
 from fedsender.relay import commands as relay_commands
 
 if TYPE_CHECKING:
-    from fedsender.config import Federation, Sending
-    from fedsender.config.relay import Relay
+    from fedsender.config import Config
 
 __all__ = ["app", "main", "run_command"]
 
@@ -157,12 +156,21 @@ def systemd_unit(
         str | None,
         typer.Option(metavar="NAME", help="Run as this user; else as one made for it by systemd."),
     ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of the unit and its directories; else fedsender, or fedsender-INSTANCE for one of"
+            " several senders.",
+        ),
+    ] = None,
     relay: Annotated[bool, typer.Option("--relay", help="For the relay instead.")] = False,
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="For a scheduled `pipeline run`, with its timer.")
     ] = False,
 ) -> int:
     """Print a hardened systemd unit."""
+    from fedsender.config import Federation, Relay, Sending
     from fedsender.limits import of_daemon, of_relay
     from fedsender.systemd import pipeline_units_text, relay_unit_text, unit_text
 
@@ -175,32 +183,44 @@ def systemd_unit(
     if command.is_relative_to("/home") or command.is_relative_to("/root"):
         _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
     paths = {"executable": str(command), "config": str(config.absolute())}
-    federation, sending, hub = _limiting(config)
+    loaded = _readable(config, signs=not relay)
+    name = name or _unit_name(loaded, relay)
+    if not _USER_NAME.fullmatch(name):
+        raise Mistake(f"{name[:100]!r} cannot be a unit's name: give --name, 31 letters at most")
     if relay:
-        text = relay_unit_text(**paths, user=user, limits=of_relay(hub))
+        limits = of_relay(loaded.relay if loaded else Relay())
+        text = relay_unit_text(**paths, user=user, name=name, limits=limits)
     elif pipeline:
-        text = pipeline_units_text(**paths, user=user)
+        text = pipeline_units_text(**paths, user=user, name=name)
     else:
+        sending = loaded.sending if loaded else Sending()
         text = unit_text(
             **paths,
             user=user,
+            name=name,
             drain_seconds=sending.drain_seconds,
-            limits=of_daemon(federation, sending),
+            limits=of_daemon(loaded.federation if loaded else Federation(), sending),
         )
     say_text(text)
     return DONE
 
 
-def _limiting(config: Path) -> "tuple[Federation, Sending, Relay]":
-    """The parts of the configuration that bound things; the defaults if it cannot be read here."""
-    from fedsender.config import ConfigError, Federation, Sending, load
-    from fedsender.config.relay import Relay
+def _readable(config: Path, *, signs: bool) -> "Config | None":
+    """The configuration; None: it cannot be read here, and its defaults must do."""
+    from fedsender.config import ConfigError, load
 
     try:
-        loaded = load(config)
+        return load(config, signs=signs)
     except ConfigError:
-        return Federation(), Sending(), Relay()
-    return loaded.federation, loaded.sending, loaded.relay
+        return None
+
+
+def _unit_name(loaded: "Config | None", relay: bool) -> str:
+    """Of several senders each has a unit of its own."""
+    if relay:
+        return "fedsender-relay"
+    several = loaded is not None and len(loaded.homeserver.federation_sender_instances) > 1
+    return f"fedsender-{loaded.instance_name}" if loaded is not None and several else "fedsender"
 
 
 @app.command()

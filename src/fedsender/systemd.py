@@ -186,8 +186,8 @@ WantedBy=multi-user.target
 """
 
 _UNIT: Final = """\
-# A unit for fedsender. Save it as /etc/systemd/system/fedsender.service, adjust the paths, then:
-#   systemctl daemon-reload && systemctl enable --now fedsender
+# A unit for fedsender. Save it as /etc/systemd/system/{name}.service, adjust the paths, then:
+#   systemctl daemon-reload && systemctl enable --now {name}
 # In the configuration, let sender_database, ledger.directory and federation.discovery_cache (and an
 # embedded homeserver.database) be files below {state}, which is all it may write to.
 
@@ -216,9 +216,9 @@ MemoryMax={mib}M
 """
 
 _RELAY_UNIT: Final = """\
-# A unit for a fedsender relay. Save it as /etc/systemd/system/fedsender-relay.service, adjust the
+# A unit for a fedsender relay. Save it as /etc/systemd/system/{name}.service, adjust the
 # paths, then:
-#   systemctl daemon-reload && systemctl enable --now fedsender-relay
+#   systemctl daemon-reload && systemctl enable --now {name}
 # In the configuration, let relay.directory be below {state}, which is all it may
 # write to, and sockets below /run/{name}. Only its own user can open those: senders and
 # a homeserver under other users come by loopback TCP, with a secret.
@@ -242,16 +242,16 @@ TimeoutStopSec=90s
 
 _PIPELINE_UNITS: Final = """\
 # A service and a timer for fedsender's data pipeline. Save this part as
-# /etc/systemd/system/fedsender-pipeline.service and the part below as
-# /etc/systemd/system/fedsender-pipeline.timer, adjust the paths, then:
-#   systemctl daemon-reload && systemctl enable --now fedsender-pipeline.timer
+# /etc/systemd/system/{name}-pipeline.service and the part below as
+# /etc/systemd/system/{name}-pipeline.timer, adjust the paths, then:
+#   systemctl daemon-reload && systemctl enable --now {name}-pipeline.timer
 # In the configuration, let pipeline.lake and pipeline.health be below {state}, as the
 # ledger is: the daemon's unit and this one are of the same user and have the same directory.
 
 [Unit]
 Description=Matrix federation sender: proof of delivery
 Wants=network-online.target
-After=network-online.target postgresql.service fedsender.service
+After=network-online.target postgresql.service {name}.service
 
 [Service]
 Type=oneshot
@@ -278,7 +278,7 @@ SuccessExitStatus=75
 LimitNOFILE=65536
 # Java compiles into memory that it then runs: MemoryDenyWriteExecute is off below.
 {common}
-# ---------------------- /etc/systemd/system/fedsender-pipeline.timer ----------------------
+# ---------------------- /etc/systemd/system/{name}-pipeline.timer ----------------------
 
 [Unit]
 Description=Matrix federation sender: proof of delivery, every hour
@@ -304,6 +304,7 @@ def unit_text(
     config: str = "/etc/fedsender/config.yaml",
     credentials_directory: str = "/etc/fedsender",
     user: str | None = None,
+    name: str = "fedsender",
     drain_seconds: float = 20.0,
     limits: Limits,
 ) -> str:
@@ -314,13 +315,15 @@ def unit_text(
         credentials_directory: where the administrator keeps the files named in `CREDENTIALS`.
         user: whom it runs as, who can read all files that the configuration names; None: one that
             exists while it runs, whom systemd hands the secrets.
+        name: of the unit, of its directories below /var/lib and /run, and of a user of its own. Two
+            units of one host need two names.
         drain_seconds: what the configuration allows for draining; the stop may take longer by as
             much as writing things down could need.
         limits: what it may take of the system.
     """
     return _unit(
         _UNIT,
-        "fedsender",
+        name,
         (executable, "run", "-c", config),
         CREDENTIALS,
         credentials_directory,
@@ -336,12 +339,13 @@ def relay_unit_text(
     config: str = "/etc/fedsender/config.yaml",
     credentials_directory: str = "/etc/fedsender",
     user: str | None = None,
+    name: str = "fedsender-relay",
     limits: Limits,
 ) -> str:
     """A hardened unit that runs a relay; arguments as those of `unit_text`."""
     return _unit(
         _RELAY_UNIT,
-        "fedsender-relay",
+        name,
         (executable, "relay", "-c", config),
         RELAY_CREDENTIALS,
         credentials_directory,
@@ -356,12 +360,13 @@ def pipeline_units_text(
     config: str = "/etc/fedsender/config.yaml",
     credentials_directory: str = "/etc/fedsender",
     user: str | None = None,
+    name: str = "fedsender",
 ) -> str:
     """A service for `pipeline run` and its timer, one after the other; arguments as those of
-    `unit_text`."""
+    `unit_text`, of the daemon whose ledger it reads."""
     return _unit(
         _PIPELINE_UNITS,
-        "fedsender",
+        name,
         (executable, "pipeline", "run", "-c", config),
         PIPELINE_CREDENTIALS,
         credentials_directory,
