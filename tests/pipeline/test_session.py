@@ -3,6 +3,7 @@
 import logging
 import re
 import socket
+import stat
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,18 @@ def test_the_wrapper_drops_the_module_that_small_javas_lack(tmp_path: Path) -> N
     assert done.stdout == b"<-Xmx1g><a b><--add-modules=x><>"
     assert done.stderr == b""
     assert log.read_text() == "noise\n"
+
+
+def test_what_spark_writes_is_for_our_user_alone(tmp_path: Path) -> None:
+    """Its shuffle files lie below /tmp, and have the names of servers, rooms and events in them."""
+    real, home = tmp_path / "java", tmp_path / "home"
+    real.write_text(f"#!/bin/sh\nmkdir {tmp_path}/blocks && echo x > {tmp_path}/blocks/shuffle\n")
+    real.chmod(0o700)
+    home.mkdir()
+    session.write_wrapper(home, real, tmp_path / "spark.log")
+    subprocess.run([home / "bin" / "java"], check=True, umask=0o022)
+    made = [tmp_path / name for name in ("blocks", "blocks/shuffle", "spark.log")]
+    assert [stat.S_IMODE(each.stat().st_mode) for each in made] == [0o700, 0o600, 0o600]
 
 
 def test_a_job_that_fails_in_spark_is_one_line_that_names_the_log(

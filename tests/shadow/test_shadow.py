@@ -224,6 +224,13 @@ async def test_an_event_that_the_worker_has_yet_to_reach_is_not_judged(world: Wo
     assert shadow.report.differences == {}
 
 
+def test_what_it_writes_is_for_our_user_alone(tmp_path: Path) -> None:
+    report = Report(tmp_path / "new")
+    report.quarantined([("$event", "b.example", "no room version")], 0)
+    modes = [each.stat().st_mode & 0o777 for each in (report.directory, report.path)]
+    assert modes == [0o700, 0o600]
+
+
 async def test_it_needs_the_name_of_the_worker_that_it_follows(world: World) -> None:
     report, screen = Report(world.directory), Console(file=StringIO())
     config = world.config(instance_name="nobody")

