@@ -98,7 +98,8 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {web.headers} headers, {transport._MAX_REDIRECTS} redirects of"
         f" {transport._MAX_LOCATION:,} bytes (https only), {client._WELL_KNOWN_S:.0f} s in all",
         f"At most {discovery.MAX_CANDIDATES} addresses of a server are tried, of at most"
-        f" {discovery.MAX_SRV_TARGETS} SRV targets and {discovery.MAX_RECORDS} records",
+        f" {discovery.MAX_SRV_TARGETS} SRV targets and {discovery.MAX_RECORDS} records"
+        f" of {discovery.MAX_RECORD_BYTES // kib} KiB",
         f"{client._PLACES} look-ups run at once, each for at most {client._LOOKUP_S:.0f} s",
         f"waited for {places.PATIENCE_S:.0f} s, it gives up its place",
         f"one of {client._PLACES // 2} slow places, at most {places.PER_DOMAIN} of them",

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import (
     MAX_CANDIDATES,
+    MAX_RECORD_BYTES,
+    MAX_RECORDS,
     Answer,
     AskDns,
     AskWellKnown,
@@ -18,6 +20,7 @@ from fedsender.federation.discovery import (
     Srv,
     in_srv_order,
     is_literal,
+    kept_records,
     parse_srv,
 )
 from fedsender.federation.remembered import (
@@ -309,3 +312,11 @@ def test_srv_weight_is_the_chance_to_be_first() -> None:
 def test_malformed_srv_records_are_left_out() -> None:
     values = ("1 2 3 a.", "1 2 3", "1 2 65536 b.", "1 2 0 c.", "70000 1 1 d.", "1 2 3 e\\.f.")
     assert parse_srv(values) == [Srv(1, 2, 3, "a")]
+
+
+def test_what_is_kept_of_an_answer_has_a_size() -> None:
+    long = tuple(f"1 2 {port} {'x' * 240}." for port in range(1, 101))
+    assert sum(map(len, kept_records(long))) <= MAX_RECORD_BYTES
+    assert kept_records(long) == long[:4]
+    short = tuple(f"192.0.2.{number}" for number in range(100))
+    assert kept_records(short) == short[:MAX_RECORDS]

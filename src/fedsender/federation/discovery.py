@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final, Literal
 
 import trio
@@ -36,7 +37,9 @@ DEFAULT_PORT: Final = 8448
 # More than any honest delegation needs; the rest would only be tried after all of these failed.
 MAX_SRV_TARGETS: Final = 5
 MAX_CANDIDATES: Final = 8
-MAX_RECORDS: Final = 100
+# What is kept of one answer: there are many, and in the wire form of the DNS a record is shorter.
+MAX_RECORDS: Final = 20
+MAX_RECORD_BYTES: Final = 1024
 
 WELL_KNOWN_BOUNDS: Final = Bounds(body_bytes=50 * 1024, framing_bytes=16_384, headers=100)
 """50 KiB is where other homeservers stop reading too."""
@@ -254,6 +257,14 @@ def parse_srv(values: tuple[str, ...]) -> list[Srv]:
     return records
 
 
+def kept_records(values: tuple[str, ...]) -> tuple[str, ...]:
+    """The first of `values`: at most `MAX_RECORDS`, of `MAX_RECORD_BYTES` together."""
+    sizes = accumulate(map(len, values[:MAX_RECORDS]))
+    return tuple(
+        value for value, size in zip(values, sizes, strict=False) if size <= MAX_RECORD_BYTES
+    )
+
+
 def in_srv_order(records: list[Srv], rng: random.Random) -> list[Srv]:
     """`records` in the order to try them: by priority, then drawn by weight (RFC 2782)."""
     ordered: list[Srv] = []
@@ -438,7 +449,7 @@ class Discovery:
         except trio.TooSlowError:
             return _failed_lookup(f"{name} {rdtype}: no answer within {self._lookup_s:g} s")
         life = min(max(records.ttl_s, _DNS_MIN_S), _DNS_MAX_S)
-        return Lookup(records.values[:MAX_RECORDS], trio.current_time() + life)
+        return Lookup(kept_records(records.values), trio.current_time() + life)
 
     async def _fetch(self, host: str, fetch: FetchWellKnown) -> WellKnown:
         self.well_knowns += 1
