@@ -245,13 +245,15 @@ class AnybodyMay:
     def __init__(self, *, hurried: bool = False) -> None:
         self.hurried = hurried
         self.handshakes = 0
+        self.turns = 0
 
     def at_once(self) -> bool:
         return True
 
     async def place(self) -> None: ...
 
-    async def turn(self) -> None: ...
+    async def turn(self) -> None:
+        self.turns += 1
 
     async def handshake(self, address: str | None) -> None:
         self.handshakes += 1

@@ -10,9 +10,11 @@ Nothing here looks through the other connections to serve a request.
 """
 
 import importlib.metadata
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 from urllib.parse import quote
 
@@ -348,12 +350,11 @@ class Peer:
     async def _fetch_well_known(self, host: str) -> Response:
         """https://<host>/.well-known/matrix/server; raises ExchangeFailed."""
         url = f"https://{host}/.well-known/matrix/server"
-        await self._leave.turn()
         try:
-            with trio.fail_after(_WELL_KNOWN_S):
+            with trio.fail_after(_WELL_KNOWN_S) as scope:
                 return await get(
                     url,
-                    self._lease,
+                    partial(self._lease, scope),
                     WELL_KNOWN_BOUNDS,
                     self._client.memory,
                     user_agent=self._client.user_agent,
@@ -366,9 +367,17 @@ class Peer:
             raise ExchangeFailed("closed", failure.text) from failure
 
     @asynccontextmanager
-    async def _lease(self, host: str, port: int) -> AsyncIterator[Connection]:
-        """A connection to a web server for one request; raises Unreachable, ValueError."""
+    async def _lease(
+        self, scope: trio.CancelScope, host: str, port: int
+    ) -> AsyncIterator[Connection]:
+        """A connection to a web server for one request; raises Unreachable, ValueError.
+
+        Waiting for the right to open it takes nothing of the time until the deadline of `scope`.
+        """
         client = self._client
+        left_s, scope.deadline = scope.deadline - trio.current_time(), math.inf
+        await self._leave.turn()
+        scope.deadline = trio.current_time() + left_s
         candidates = [(ip, port) for ip in await client.discovery.addresses(host)]
         async with client.web_places.hold(host):
             connection = await client.dialer.open(candidates, host, self._tls, self._ranges)
