@@ -265,7 +265,12 @@ def test_contradictions_are_refused_where_they_stand(text: str, place: str, expe
 
 
 def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
-    for url in ("postgresql://u:hunter2@h/d", "postgresql:///d?user=u&password=hunter2"):
+    for url in (
+        "postgresql://u:hunter2@h/d",
+        "postgresql://u:hunter2/x@h/d",
+        "postgresql:///d?user=u&password=hunter2",
+        "postgresql:///d?sslpassword=hunter2",
+    ):
         line = problem(f"sender_database: '{url}'")
         assert "must not hold a password" in line
         assert "hunter2" not in line

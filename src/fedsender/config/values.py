@@ -271,7 +271,7 @@ def _resolve_secret(value: object, info: ValidationInfo) -> Path:
 
 
 _DATABASES: Final = ("sqlite:", "postgresql:", "postgresql+psycopg:")
-_PASSWORD: Final = re.compile(r"^[a-z+]+://[^/@]*:[^/@]*@|[?&]password=", re.ASCII)
+_PASSWORD: Final = re.compile(r"^[a-z+]+://[^?@]*:[^?@]*@|[?&](?:ssl)?password=", re.ASCII)
 
 
 def _database(value: str, info: ValidationInfo) -> str:

@@ -349,7 +349,7 @@ async def load_cache(remembered: Remembered, path: Path, outside: Outside) -> No
         for start in range(0, len(rows), _STEP):
             remembered.take_in(rows[start : start + _STEP], outside.now_ms())
             await trio.lowlevel.checkpoint()
-    except (OSError, sqlite3.Error, ValidationError, TypeError) as error:
+    except (OSError, sqlite3.Error, ValidationError, TypeError, OverflowError) as error:
         reason = "a row of another form" if isinstance(error, ValidationError) else str(error)
         _log.warning("discovery cache ignored", file=str(path), reason=reason)
 
