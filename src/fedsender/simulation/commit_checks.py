@@ -133,7 +133,9 @@ class CommitChecks:
         evidence, server = self._evidence, book.name
         if happening.event_id in book.answered:
             recorded = happening.event_id in book.recorded or book.covered(happening)
-            if not recorded and not evidence.disk_full:
+            # A crash cut the answer off, and the server refused the event when it came again.
+            refused = disk.quarantined(server, happening.event_id)
+            if not recorded and not refused and not evidence.disk_full:
                 evidence.fail(
                     "I9", f"{server}: LSSO {mark} committed, no line has {happening.token}"
                 )
