@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import trio
 from tests.sender.harness import World
 from tests.sender.test_review import A, B, a_store, start
@@ -12,6 +13,7 @@ from trio.testing import MockClock
 from fedsender.config import from_values
 from fedsender.ledger import NOTES, read_lines
 from fedsender.segments import segments
+from fedsender.sender.takeover import hand_over
 from fedsender.store import Store
 
 R1 = "!1:hs.example"
@@ -27,13 +29,16 @@ def notes(ledger: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-async def move_on(store: Store, position: int) -> None:
-    """As another sender does that takes our place."""
-    await store.homeserver._database.write(
-        lambda connection: connection.exec_driver_sql(
-            "UPDATE federation_stream_position SET stream_id = ? WHERE type = 'events'", (position,)
-        )
-    )
+async def move_on(store: Store, position: int, *, acked: int | None = None) -> None:
+    """As another sender does that takes our place: Synapse's acknowledges what it is sent as 0."""
+    for kind, value in (("events", position), ("federation", acked)):
+        if value is not None:
+            await store.homeserver._database.write(
+                lambda connection, kind=kind, value=value: connection.exec_driver_sql(  # type: ignore[misc]
+                    "UPDATE federation_stream_position SET stream_id = ? WHERE type = ?",
+                    (value, kind),
+                )
+            )
 
 
 async def test_a_start_says_from_where_on_the_stream_is_ours(tmp_path: Path) -> None:
@@ -46,8 +51,9 @@ async def test_a_start_says_from_where_on_the_stream_is_ours(tmp_path: Path) -> 
     assert notes(tmp_path / "ledger") == [("owned", "*", 10, None), ("owned", "*", 20, None)]
 
 
+@pytest.mark.parametrize("acked", [None, 0, -1])
 async def test_where_another_sender_went_on_unasked_the_stream_was_handed_over(
-    tmp_path: Path,
+    tmp_path: Path, acked: int | None
 ) -> None:
     """Nobody handed it back, so the position that has moved says so. A server that was in catch-up
     was owed what is above its floor, whatever its low-water mark had passed."""
@@ -58,7 +64,8 @@ async def test_where_another_sender_went_on_unasked_the_stream_was_handed_over(
         for server, floor in ((A, 7), (B, 8)):
             await store.sender.begin_catch_up(server, floor, newest_only=False)
         await store.homeserver.commit_fan_out(30, {})
-        await move_on(store, 60)
+        await hand_over(store, "fed1")
+        await move_on(store, 60, acked=acked)
         await start(store, tmp_path, "b2", lambda server: server == A)
         # A backup that came back is no other sender's doing.
         await move_on(store, 50)

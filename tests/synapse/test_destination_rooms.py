@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trio
+from tests.synapse.daemon import open_daemon
 from tests.synapse.world import INSTANCE, World, until
 
-from fedsender.config import Config, from_values
+from fedsender.config import Config, from_values, load
 from fedsender.pipeline import ingest, intervals, rebuild
+from fedsender.pipeline.audit import Audited, audit
 from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import open_lake
 from fedsender.pipeline.progress import showing
@@ -115,3 +117,37 @@ async def test_the_lake_expects_what_synapses_own_worker_recorded(
     assert expected.keys() - table.keys() == {(b, banned)}
     assert {row: at for row, at in expected.items() if row in table} == table
     assert table.keys() == {(b, room) for room in rooms if room != banned}
+
+
+def audited(spark: "SparkSession", config: Config) -> Audited:
+    """What an ingest and an audit find, with the daemon's own ledger and records."""
+    lake = open_lake(config.pipeline.lake, config.server_name, create=True)
+    with showing(quiet=True) as steps:
+        ingest.ingest(spark, lake, config, steps)
+        return audit(spark, lake, config, steps)
+
+
+async def test_what_synapses_worker_sent_in_turn_with_the_daemon_is_not_missing(
+    world: World, spark: "SparkSession"
+) -> None:
+    """The daemon is killed, the worker takes its place unasked, and the daemon comes back: all that
+    the worker sent is `not_ours`, and all else delivered."""
+    with trio.fail_after(TEST_S):
+        room = await world.room()
+        for turn in range(2):
+            async with open_daemon(world.daemon):
+                mine = await room.alice.send_all(room.id, [f"daemon {turn}.{n}" for n in range(3)])
+                await world.wait_until_settled(world.b.name, mine[-1])
+                await world.daemon.kill()
+            async with world.synapse_worker():
+                last = await room.alice.send_all(room.id, [f"worker {turn}.{n}" for n in range(4)])
+                await world.wait_until_settled(world.b.name, last[-1])
+                await world.wait_until_fanned_out(last[-1])
+        async with open_daemon(world.daemon):
+            mine = await room.alice.send_all(room.id, ["daemon again"])
+            await world.wait_until_settled(world.b.name, mine[-1])
+        config = load(world.daemon.config_path)
+        found = await trio.to_thread.run_sync(audited, spark, config)
+    assert found.counts["missing"] == 0, found.shown
+    assert found.counts["delivered"] >= 7
+    assert found.counts["not_ours"] >= 8

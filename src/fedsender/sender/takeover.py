@@ -52,7 +52,7 @@ async def take_over(
     if moved is None:
         await _for_each(ledger.last_words.values(), takeover.settle)
     else:
-        await takeover.note_other_sender()
+        await takeover.note_other_sender(left, newest)
         mine = [name for name in await store.sender.catching_up() if is_mine(name)]
         await _for_each(mine, takeover.catch_up_anew)
     ledger.close_torn()
@@ -170,13 +170,20 @@ class _Takeover:
             return f"the events position went back to {there.position} from {known}"
         return None
 
-    async def note_other_sender(self) -> None:
-        """Another sender has gone on from where we left, and was not handed the stream."""
+    async def note_other_sender(self, left: StoredGeneration | None, newest_frozen: int) -> None:
+        """Another sender has gone on from where we left: a line says where, as a hand-back's does.
+
+        Synapse's sender puts 0 in place of the position that we wrote last. Then it is where we
+        were at the last sweep, or at what is on record as answered since.
+        """
+        if left is None:
+            return
         there = await self.store.homeserver.generation()
-        left_at = there.ours
-        # After a hand-back the ledger has these lines already, and `ours` says nothing.
-        if left_at is not None and 0 <= left_at < there.position:
-            await note_handed_over(self.store, self.ledger, self.outside, left_at, self.is_mine)
+        known = [left.events_position, newest_frozen, await self._newest_settled()]
+        if there.ours is not None and there.ours < there.position:
+            known.append(there.ours)
+        if max(known) < there.position:
+            await note_handed_over(self.store, self.ledger, self.outside, max(known), self.is_mine)
 
     async def _newest_settled(self) -> int:
         """The newest event that catch-ups and the ledger's last words say was answered. Not by
