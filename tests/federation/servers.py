@@ -159,10 +159,12 @@ class Authority:
         self.file = directory / "ca.pem"
         self._ca.cert_pem.write_to_path(str(self.file))
 
-    def context(self, *names: str) -> ssl.SSLContext:
+    def context(
+        self, *names: str, key_type: trustme.KeyType = trustme.KeyType.ECDSA
+    ) -> ssl.SSLContext:
         """A server's context with a certificate for `names`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._ca.issue_cert(*names).configure_cert(context)
+        self._ca.issue_cert(*names, key_type=key_type).configure_cert(context)
         return context
 
 

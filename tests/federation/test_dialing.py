@@ -1,6 +1,7 @@
 """Which address is connected to, and whether the other end is who it should be."""
 
 import ipaddress
+import random
 import re
 import ssl
 from base64 import encodebytes
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
+import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.federation.servers import Authority, answering, response, serving
@@ -235,10 +237,11 @@ async def open_tls(
     tls_name: str,
     policy: Callable[[Authority], TlsPolicy],
     adjust: Callable[[ssl.SSLContext], None] = lambda context: None,
+    key_type: trustme.KeyType = trustme.KeyType.ECDSA,
 ) -> str | Unreachable:
     """Connect to a server with a certificate for `names`; the name in SNI, or the failure."""
     authority = Authority(tmp_path)
-    context = authority.context(*names)
+    context = authority.context(*names, key_type=key_type)
     adjust(context)
     asked: list[str | None] = []
     context.sni_callback = lambda _stream, name, _context: asked.append(name)
@@ -301,8 +304,9 @@ async def test_wrong_certificate_or_version_is_refused_in_words(
 
 async def test_no_key_exchange_whose_cost_the_server_sets(tmp_path: Path) -> None:
     """One with a group of 10,000 bits, which the server chooses, takes a second of the loop."""
-    # In DER: a sequence of two integers, 2**2048 - 1 and 2.
-    group = b"\x30\x82\x01\x08\x02\x82\x01\x01\x00" + b"\xff" * 256 + b"\x02\x01\x02"
+    # In DER: a sequence of two integers, an odd one of 2,048 bits and 2.
+    modulus = (random.Random(1).getrandbits(2048) | 1 | 1 << 2047).to_bytes(256, "big")
+    group = b"\x30\x82\x01\x08\x02\x82\x01\x01\x00" + modulus + b"\x02\x01\x02"
     label = "DH PARAMETERS-----"
     file = tmp_path / "group.pem"
     file.write_text(f"-----BEGIN {label}\n{encodebytes(group).decode()}-----END {label}\n")
@@ -312,7 +316,9 @@ async def test_no_key_exchange_whose_cost_the_server_sets(tmp_path: Path) -> Non
         context.set_ciphers("DHE+AES")
         context.load_dh_params(str(file))
 
-    failure = await open_tls(tmp_path, ("d.example",), "d.example", trusting, only_that)
+    failure = await open_tls(
+        tmp_path, ("d.example",), "d.example", trusting, only_that, trustme.KeyType.RSA
+    )
     assert isinstance(failure, Unreachable)
     assert failure.kind == "tls"
 
