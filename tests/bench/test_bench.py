@@ -51,6 +51,17 @@ def test_latency_has_a_delay_for_every_delivery(capfd: pytest.CaptureFixture[str
     assert 0 < figures["p50_ms"] <= figures["p99_ms"] <= figures["longest_ms"]
 
 
+def test_slow_tells_of_quick_servers_alone_and_beside_slow_ones(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    figures = figures_of(capfd, "slow", *tiny(32, 3))
+    assert figures["servers"] == [1, 31]
+    assert figures["in_flight"] >= 31
+    for name in ("alone", "beside"):
+        assert 0 < figures[f"{name}_p50_ms"] <= figures[f"{name}_longest_ms"]
+    assert figures["new_longest_ms"] > 0
+
+
 def test_restart_ends_when_good_refusing_and_silent_servers_were_tried(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import trio
+import trio.testing
 from tests.federation.servers import BODY, OURS
 from tests.federation.test_connections import in_memory, there
 from tests.sender.harness import World
@@ -42,9 +43,10 @@ def admission_of(
 
 def a_leave(admission: Admission, name: str, *answers: float) -> Leave:
     """Of a server that took so many seconds for its latest answers."""
-    for took_s in answers:
-        admission.note(name, took_s)
-    return admission.leave(name)
+    leave = admission.leave(name)
+    for seconds in answers:
+        leave.took(seconds)
+    return leave
 
 
 @asynccontextmanager
@@ -275,6 +277,28 @@ async def test_one_that_is_hastened_does_not_stay_where_it_stood(
         await trio.sleep(4)
         assert leaves[19] in passed
         nursery.cancel_scope.cancel()
+
+
+async def test_turns_that_a_busy_moment_made_late_are_made_up_for(
+    autojump_clock: MockClock,
+) -> None:
+    """Else a busy loop would open fewer connections than it may; but never many at once."""
+    admission = admission_of(2000, slow_share=0.5, per_second=100)
+    began: list[float] = []
+
+    async def attempt(number: int) -> None:
+        await admission.leave(f"a.b{number}").turn()
+        began.append(trio.current_time())
+
+    async with trio.open_nursery() as nursery:
+        for number in range(100):
+            nursery.start_soon(attempt, number)
+        for busy_s in (0.1, 0.1, 5.0):
+            await trio.sleep(0.01)
+            before = len(began)
+            autojump_clock.jump(busy_s)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(began) - before == pytest.approx(min(busy_s, 0.2) * 100, abs=2)
 
 
 async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockClock) -> None:

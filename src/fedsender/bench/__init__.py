@@ -42,6 +42,7 @@ _BENCHES: Final = {
     "fanout": _Bench("steady", servers=300, events=3, rounds=10),
     "burst": _Bench("steady", servers=300, events=200, rounds=2),
     "latency": _Bench("steady", servers=20, events=400, rounds=1),
+    "slow": _Bench("slow", servers=620, events=300, rounds=1),
     "restart": _Bench("backlog", servers=10_000, events=1, rounds=1),
     "replay": _Bench("backlog", servers=415, events=4_500, rounds=1),
     "memory": _Bench("memory", servers=400, events=50, rounds=1),

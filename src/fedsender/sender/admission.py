@@ -17,7 +17,7 @@ those of one class in turn. So the first hardly waits, and the second never star
 import ipaddress
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
 from typing import Final
@@ -36,6 +36,7 @@ _REMEMBERED: Final = 65_536
 _BUSY: Final = 75
 _LEAST_BYTES: Final = 65_536
 _LOOK_AT: Final = 20
+_MADE_UP_S: Final = 0.2
 
 
 class Pace:
@@ -113,15 +114,115 @@ class _Waiting:
     """One that stands in a line.
 
     Attributes:
+        called: it is let in, or has to look again whether it is.
         held_up_by: the neighbour that has its share of the lane; None: nobody.
     """
 
     first: bool
-    let_in: trio.Event
+    called: trio.Event = field(default_factory=trio.Event)
+    let_in: bool = False
     held_up_by: str | None = None
 
+    def let(self) -> None:
+        """Let it in."""
+        self.let_in = True
+        self.called.set()
 
-_Line = OrderedDict["Leave", _Waiting]
+
+_Class = OrderedDict["Leave", _Waiting]
+
+
+class _Line:
+    """Those who wait, in two classes: three of the first go for each one of the second."""
+
+    def __init__(self) -> None:
+        self._classes: tuple[_Class, _Class] = (OrderedDict(), OrderedDict())
+        self._turn = 0
+
+    def __bool__(self) -> bool:
+        return any(self._classes)
+
+    def waits(self, *, first: bool) -> bool:
+        """Whether anybody of this class does."""
+        return bool(self._classes[not first])
+
+    def add(self, leave: "Leave", waiting: _Waiting, *, ahead: bool = False) -> None:
+        """Let one wait behind, or ahead of, all others of its class."""
+        line = self._classes[not waiting.first]
+        line[leave] = waiting
+        if ahead:
+            line.move_to_end(leave, last=False)
+
+    def remove(self, leave: "Leave") -> None:
+        """It waits no more."""
+        for line in self._classes:
+            line.pop(leave, None)
+
+    def hasten(self, leave: "Leave") -> None:
+        """One that waits goes to the first class."""
+        waiting = self._classes[1].pop(leave, None)
+        if waiting is not None:
+            waiting.first = True
+            self.add(leave, waiting)
+
+    def pop(self, *, second: bool = True) -> tuple["Leave", _Waiting] | None:
+        """Whoever is next; without `second`, of the first class."""
+        first, rest = self._classes
+        line = rest if rest and second and not (first and self._turn % 4) else first
+        if not line:
+            return None
+        self._turn += 1
+        return line.popitem(last=False)
+
+    def call(self) -> None:
+        """Have one of those who wait look."""
+        for line in self._classes:
+            if line:
+                next(iter(line.values())).called.set()
+                return
+
+
+class Turns:
+    """So many per second, evenly spread; what a busy moment made late is made up for."""
+
+    def __init__(self, per_second: float) -> None:
+        self._gap_s = 1 / per_second
+        self._next = -math.inf
+        self._line = _Line()
+        # Of all who wait, one watches the clock.
+        self._watching: _Waiting | None = None
+
+    async def take(self, leave: "Leave", *, first: bool) -> None:
+        """Wait for a turn."""
+        waiting = _Waiting(first)
+        self._line.add(leave, waiting)
+        self._serve()
+        try:
+            while not waiting.let_in:
+                self._watching = self._watching or waiting
+                with trio.move_on_at(self._next if self._watching is waiting else math.inf):
+                    await waiting.called.wait()
+                if self._watching is waiting:
+                    self._watching = None
+                    self._serve()
+                if not waiting.let_in:
+                    waiting.called = trio.Event()
+        finally:
+            self._line.remove(leave)
+            if self._watching is waiting:
+                self._watching = None
+            if self._watching is None:
+                self._line.call()
+
+    def hasten(self, leave: "Leave") -> None:
+        """One that waits goes to the first class."""
+        self._line.hasten(leave)
+
+    def _serve(self) -> None:
+        now = trio.current_time()
+        while self._next <= now and (found := self._line.pop()) is not None:
+            found[1].let()
+            self._next = max(self._next, now - _MADE_UP_S) + self._gap_s
 
 
 class Lane:
@@ -146,8 +247,8 @@ class Lane:
             overflow: where those who are inside for long may be moved to.
         """
         self._places = places
-        self._spares_first = second is not None
         self._second = places if second is None else second
+        self._spares_first = second is not None
         self._share = max(1, places // 4)
         self._patience_s = patience_s
         self._overflow = overflow
@@ -158,9 +259,8 @@ class Lane:
         self._fresh: dict[Leave, float] = {}
         self._long: dict[Leave, tuple[str, ...]] = {}
         self._held: dict[str, int] = {}
-        self._lines: tuple[_Line, _Line] = (OrderedDict(), OrderedDict())
-        self._held_up: dict[str, _Line] = {}
-        self._turn = 0
+        self._line = _Line()
+        self._held_up: dict[str, _Class] = {}
 
     def __len__(self) -> int:
         return len(self._inside)
@@ -174,7 +274,7 @@ class Lane:
     def at_once(self, leave: "Leave", *, first: bool) -> bool:
         """Take a place if there is one and nobody else waits for it."""
         self._ripen()
-        if self._lines[not first] or not self._has_place(first=first):
+        if self._line.waits(first=first) or not self._has_place(first=first):
             return False
         if self._neighbour(leave, first=first) is not None:
             return False
@@ -183,35 +283,30 @@ class Lane:
 
     async def enter(self, leave: "Leave", *, first: bool) -> None:
         """Wait for a place and take it."""
-        waiting = _Waiting(first, trio.Event())
-        self._lines[not first][leave] = waiting
+        waiting = _Waiting(first)
+        self._line.add(leave, waiting)
         try:
-            while not waiting.let_in.is_set():
+            while not waiting.let_in:
                 self._serve()
                 with trio.move_on_after(self._patience_s or math.inf):
-                    await waiting.let_in.wait()
+                    await waiting.called.wait()
         except BaseException:
-            if waiting.let_in.is_set():
+            if waiting.let_in:
                 self.go(leave)
             else:
-                self._line_of(leave, waiting).pop(leave)
-                # It may have been the one whose turn its neighbours waited for.
-                self._call_up(leave.neighbours)
-                self._serve()
+                self._stop_waiting(leave, waiting)
             raise
 
     def hasten(self, leave: "Leave") -> None:
         """One that waits goes to the first class."""
-        waiting = self._lines[1].pop(leave, None)
-        if waiting is not None:
-            waiting.first = True
-            self._lines[0][leave] = waiting
-            self._serve()
+        self._line.hasten(leave)
+        self._serve()
 
     def go(self, leave: "Leave") -> None:
         """Give a place back."""
         self._let_out(leave)
-        self._serve()
+        if self._line:
+            self._serve()
 
     # --- Who is next ------------------------------------------------------------------------------
 
@@ -229,26 +324,21 @@ class Lane:
     def _serve(self) -> None:
         """Let in whoever there are places for."""
         self._ripen()
-        while True:
-            line = self._next_line()
-            if line is None:
+        while self._line:
+            found = None
+            if self._has_place(first=True):
+                found = self._line.pop(second=self._has_place(first=False))
+            if found is None:
                 if not self._relieve():
                     return
                 continue
-            leave, waiting = line.popitem(last=False)
+            leave, waiting = found
             waiting.held_up_by = self._neighbour(leave, first=waiting.first)
             if waiting.held_up_by is None:
-                self._turn += 1
                 self._let_in(leave, first=waiting.first)
-                waiting.let_in.set()
+                waiting.let()
             else:
                 self._held_up.setdefault(waiting.held_up_by, OrderedDict())[leave] = waiting
-
-    def _next_line(self) -> _Line | None:
-        first, second = self._lines
-        if not second or not self._has_place(first=False):
-            return first if first and self._has_place(first=True) else None
-        return first if first and self._turn % 4 else second
 
     def _let_in(self, leave: "Leave", *, first: bool) -> None:
         self._inside[leave] = first, leave.neighbours
@@ -266,13 +356,14 @@ class Lane:
             self._held[each] -= 1
             if not self._held[each]:
                 del self._held[each]
-        self._call_up(neighbours)
-        if counted != neighbours:
-            self._call_up(counted)
+        if self._held_up:
+            self._call_up(neighbours)
+            if counted != neighbours:
+                self._call_up(counted)
 
     def _relieve(self) -> bool:
         """Move one of those who are inside for long elsewhere, if others wait for places."""
-        if self._overflow is None or not any(self._lines):
+        if self._overflow is None:
             return False
         for leave in islice(self._long, _LOOK_AT):
             if self._overflow.at_once(leave, first=False):
@@ -293,8 +384,19 @@ class Lane:
             for each in leave.neighbours:
                 self._held[each] = self._held.get(each, 0) + 1
 
+    def _stop_waiting(self, leave: "Leave", waiting: _Waiting) -> None:
+        self._line.remove(leave)
+        if waiting.held_up_by is not None:
+            held_up = self._held_up[waiting.held_up_by]
+            del held_up[leave]
+            if not held_up:
+                del self._held_up[waiting.held_up_by]
+        # It may have been the one whose turn its neighbours waited for.
+        self._call_up(leave.neighbours)
+        self._serve()
+
     def _call_up(self, neighbours: tuple[str, ...]) -> None:
-        """Put as many of those held up back at the head of their lines as may get in again."""
+        """Put as many of those held up back at the head of the line as may get in again."""
         for each in neighbours:
             held_up = self._held_up.get(each)
             if held_up is None:
@@ -305,20 +407,19 @@ class Lane:
                 del self._held_up[each]
             for leave, waiting in reversed(called):
                 waiting.held_up_by = None
-                line = self._lines[not waiting.first]
-                line[leave] = waiting
-                line.move_to_end(leave, last=False)
-
-    def _line_of(self, leave: "Leave", waiting: _Waiting) -> _Line:
-        if waiting.held_up_by is not None:
-            return self._held_up[waiting.held_up_by]
-        return self._lines[not waiting.first]
+                self._line.add(leave, waiting, ahead=True)
 
 
-class _Kind(Enum):
-    NEW = "new"
+class _Pace(Enum):
+    """What an answer was, and what a server is: FAIR also if nothing is known."""
+
+    FAIR = "fair"
     QUICK = "quick"
     SLOW = "slow"
+
+
+_Known = tuple[_Pace, tuple[_Pace, ...]]
+_UNKNOWN: Final[_Known] = (_Pace.FAIR, (_Pace.FAIR,) * 3)
 
 
 def nobody_told(waiting: bool) -> None:
@@ -341,6 +442,7 @@ class Leave:
         "_admission",
         "_asked_at",
         "_bytes",
+        "_known",
         "_line",
         "_site",
         "hurried",
@@ -362,9 +464,15 @@ class Leave:
         self._site = site_of(server)
         self.neighbours: tuple[str, ...] = (self._site,)
         self.lane: Lane | None = None
-        self._line: Lane | None = None
+        self._line: Lane | Turns | None = None
         self._bytes = 0
         self._asked_at = 0.0
+        self._known = admission.known.get(server, _UNKNOWN)
+
+    @property
+    def pace(self) -> _Pace:
+        """What the server is."""
+        return self._known[0]
 
     # --- What the client does ---------------------------------------------------------------------
 
@@ -417,7 +525,21 @@ class Leave:
 
     def answered(self) -> None:
         """The request was answered; how long that took says where the next ones wait."""
-        self._admission.note(self.server, trio.current_time() - self._asked_at)
+        self.took(trio.current_time() - self._asked_at)
+
+    def took(self, seconds: float) -> None:
+        """So long it was until an answer."""
+        pace = _Pace.QUICK if seconds < QUICK_S else _Pace.SLOW if seconds > SLOW_S else _Pace.FAIR
+        before, (*_, older, newer) = self._known
+        latest = older, newer, pace
+        now = before
+        for each, enough in ((_Pace.SLOW, 2), (_Pace.QUICK, 1 if before is _Pace.FAIR else 2)):
+            if latest.count(each) >= enough:
+                now = each
+                break
+        if (now, latest) != self._known:
+            self._known = now, latest
+            self._admission.known[self.server] = self._known
 
     def hasten(self) -> None:
         """Go before others, also where it waits already."""
@@ -442,27 +564,23 @@ class Leave:
             lane.go(self)
 
     async def _take_turn(self) -> None:
-        admission = self._admission
-        await admission.gate.passed()
-        await self._wait_in(admission.turnstile, first=self.hurried)
+        await self._admission.gate.passed()
+        self._line = turns = self._admission.turns
         try:
-            await admission.handshakes.wait()
+            await turns.take(self, first=self.hurried)
         finally:
-            admission.turnstile.go(self)
+            self._line = None
 
     async def _take_place(self) -> None:
         await self._admission.gate.passed()
         lane, first = self._admission.lane_of(self)
-        await self._wait_in(lane, first=first)
-        self.lane = lane
-        await self._admission.gate.passed()
-
-    async def _wait_in(self, lane: Lane, *, first: bool) -> None:
         self._line = lane
         try:
             await lane.enter(self, first=first)
         finally:
             self._line = None
+        self.lane = lane
+        await self._admission.gate.passed()
 
 
 class Admission:
@@ -471,8 +589,9 @@ class Admission:
     Attributes:
         gate: shut while this daemon may not send at all (it lost its instance lock).
         quick, slow, ill: the lanes.
-        turnstile, handshakes: the line for new connections, one at a time, and its pace.
+        turns: the line for new connections.
         bodies: bytes of the transactions that are under way.
+        known: what servers are, and their last three answers.
     """
 
     def __init__(
@@ -489,11 +608,10 @@ class Admission:
         self.slow = Lane(aside - aside // 2)
         self.ill = Lane(aside // 2)
         self.quick = Lane(quick, second=quick - quick // 8, patience_s=QUICK_S, overflow=self.slow)
-        self.turnstile = Lane(1, patience_s=math.inf)
-        self.handshakes = Pace(handshakes_per_second)
+        self.turns = Turns(handshakes_per_second)
         self.bodies = 0
         self._in_flight_bytes = in_flight_bytes
-        self._known: LRUCache[str, tuple[_Kind, tuple[float, ...]]] = LRUCache(_REMEMBERED)
+        self.known: LRUCache[str, _Known] = LRUCache(_REMEMBERED)
 
     @property
     def in_flight(self) -> int:
@@ -513,20 +631,10 @@ class Admission:
         """Where the next attempt waits, and whether in the first class."""
         if leave.ill:
             return self.ill, leave.hurried or leave.lately
-        kind, _ = self._known.get(leave.server, (_Kind.NEW, ()))
-        if kind is _Kind.SLOW:
+        pace = leave.pace
+        if pace is _Pace.SLOW:
             return self.slow, leave.hurried
-        return self.quick, kind is _Kind.QUICK
-
-    def note(self, server: str, took_s: float) -> None:
-        """A server has answered, after so many seconds."""
-        kind, lately = self._known.get(server, (_Kind.NEW, ()))
-        lately = (*lately[-2:], took_s)
-        if sum(each > SLOW_S for each in lately) >= 2:
-            kind = _Kind.SLOW
-        elif sum(each < QUICK_S for each in lately) >= (1 if kind is _Kind.NEW else 2):
-            kind = _Kind.QUICK
-        self._known[server] = kind, lately
+        return self.quick, pace is _Pace.QUICK
 
     def body_bytes(self, most: int) -> int:
         """How large the next body may be: an eighth of what is left, so that it never runs out.
