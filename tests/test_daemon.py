@@ -502,6 +502,9 @@ class LockThief:
     def give_back(self) -> None:
         self._connection.execute("SELECT pg_advisory_unlock(%s)", (self._key,))
 
+    def rename_table(self, name: str, other: str) -> None:
+        self._connection.execute(f"ALTER TABLE {name} RENAME TO {other}".encode())
+
     def close(self) -> None:
         self._connection.close()
 
@@ -539,6 +542,31 @@ async def test_without_the_instance_lock_nothing_is_sent_until_it_is_taken_again
             assert server.counts["attempts"] == attempts
             assert event_id not in server.received
             thief.give_back()
+        await arrived(event_id, server)
+        assert (await service.ask("/ready")).status_code == 200
+        assert await service.stop() == 0
+
+
+async def test_a_database_that_fails_while_the_lock_is_taken_again_does_not_end_the_daemon(
+    home: Path, postgres: Databases
+) -> None:
+    url = postgres.create_database()
+    async with open_world(home, sender_database=url) as world, world.service() as service:
+        (server,) = world.servers
+        await service.manager.ready()
+        await until(lambda: server.received)
+        with closing(LockThief(postgres, url)) as thief:
+            await trio.to_thread.run_sync(thief.steal)
+            await until(
+                lambda: service.logged("instance lock lost: nothing is sent until it is back")
+            )
+            thief.rename_table("instance_lock", "away")
+            thief.give_back()
+            event_id = world.say()
+            # The lock is ours again, and its row cannot be written yet.
+            await until(lambda: len(service.logged("instance lock cannot be taken back")) > 1)
+            assert event_id not in server.received
+            thief.rename_table("away", "instance_lock")
         await arrived(event_id, server)
         assert (await service.ask("/ready")).status_code == 200
         assert await service.stop() == 0

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
+import tenacity
 import trio
 
 from fedsender.admin import open_admin
@@ -34,8 +35,17 @@ from fedsender.sender.admission import Admission
 from fedsender.sender.fan_out import Had
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.shards import take_shard
-from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
+from fedsender.store import (
+    HomeserverSettings,
+    LockHeld,
+    SchemaDiffers,
+    Store,
+    StoreConfig,
+    StoreError,
+    open_store,
+)
 from fedsender.store.engine import Faults
+from fedsender.store.lock import SendersDiffer
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging
 
@@ -227,6 +237,14 @@ async def _hold_instance(
     """Be the only daemon of this instance name; while that is in doubt, no attempt starts."""
     instance = config.instance_name
     had = await take_shard(store, config, boot_id)
+    # Only who must not send at all gives up; any other error is the database's, and may pass.
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type((StoreError, OSError))
+        & tenacity.retry_if_not_exception_type((LockHeld, SchemaDiffers, SendersDiffer)),
+        wait=tenacity.wait_fixed(LOCK_RENEWAL_S),
+        before_sleep=_note_lock_refused,
+        sleep=trio.sleep,
+    )
 
     async def keep() -> None:
         while True:
@@ -235,7 +253,7 @@ async def _hold_instance(
                 continue
             log.error("instance lock lost: nothing is sent until it is back", instance=instance)
             admission.gate.shut()
-            await store.sender.take_lock(instance, boot_id)
+            await retrying(store.sender.take_lock, instance, boot_id)
             log.info("instance lock taken again", instance=instance)
             admission.gate.reopen()
 
@@ -243,6 +261,11 @@ async def _hold_instance(
         nursery.start_soon(keep, name="instance lock")
         yield had
         nursery.cancel_scope.cancel()
+
+
+def _note_lock_refused(state: tenacity.RetryCallState) -> None:
+    error = None if state.outcome is None else state.outcome.exception()
+    log.warning("instance lock cannot be taken back", error=str(error))
 
 
 class LoopWatch(trio.abc.Instrument):
