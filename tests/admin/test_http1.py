@@ -14,6 +14,7 @@ from fedsender.admin.http1 import (
     HEAD_BYTES,
     HEAD_SECONDS,
     LINGER_SECONDS,
+    PATIENCE_SECONDS,
     SEND_SECONDS,
     serve_http,
 )
@@ -292,9 +293,86 @@ async def test_one_connection_too_many_takes_the_place_of_whose_client_is_waited
             assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_while_all_places_are_at_work_one_more_is_closed(autojump_clock: MockClock) -> None:
-    async with served(hang) as door:
-        for _ in range(MOST):
-            await door.connect().send_all(GET)
+async def test_while_all_places_are_at_work_one_more_waits_and_answers_are_the_last_ones(
+    autojump_clock: MockClock,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await trio.sleep(2)
+        await greet(scope, receive, send)
+
+    async with served(app) as door, trio.open_nursery() as nursery:
+        busy = [door.connect() for _ in range(MOST)]
+        for stream in busy:
+            await stream.send_all(GET)
         await trio.sleep(1)
-        assert await answer_of(door.connect()) == b""
+        newest = door.connect()
+        nursery.start_soon(newest.send_all, GET)
+        for stream in busy:
+            assert b"connection: close\r\n" in await stream.receive_some()
+            await stream.aclose()
+        got = await newest.receive_some()
+        assert got.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" not in got
+        assert trio.current_time() == pytest.approx(4)
+
+
+async def test_who_connects_is_heard_however_many_keep_all_places_busy(
+    autojump_clock: MockClock,
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await trio.sleep(0.05)
+        await greet(scope, receive, send)
+
+    async with served(app) as door, trio.open_nursery() as nursery:
+
+        async def flood() -> None:
+            while True:
+                stream = door.connect()
+                with suppress(trio.BrokenResourceError):
+                    while True:
+                        await stream.send_all(GET)
+                        if not await stream.receive_some():
+                            break
+                await stream.aclose()
+                await trio.sleep(0.001)
+
+        for _ in range(5 * MOST):
+            nursery.start_soon(flood)
+        await trio.sleep(1)
+        for _ in range(10):
+            began = trio.current_time()
+            ours = door.connect()
+            nursery.start_soon(send_all, ours, GET)
+            assert (await ours.receive_some()).startswith(b"HTTP/1.1 200 ")
+            await ours.aclose()
+            assert trio.current_time() - began < 2
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_place_is_kept_until_its_client_had_a_moment_to_speak(
+    autojump_clock: MockClock,
+) -> None:
+    async with served(hang) as door, trio.open_nursery() as nursery:
+        for _ in range(MOST - 1):
+            await door.connect().send_all(GET)
+        quick = door.connect()
+        await trio.testing.wait_all_tasks_blocked()
+        late = door.connect()
+        await trio.sleep(PATIENCE_SECONDS / 2)
+        await quick.send_all(GET)
+        nursery.start_soon(send_all, late, GET)
+        with trio.move_on_after(5) as scope:
+            await quick.receive_some()
+        assert scope.cancelled_caught
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_request_refused_after_a_head_is_answered_with_a_body(
+    autojump_clock: MockClock,
+) -> None:
+    async with served(greet) as door, trio.open_nursery() as nursery:
+        stream = door.connect()
+        await stream.send_all(GET.replace(b"GET", b"HEAD"))
+        await stream.receive_some()
+        nursery.start_soon(send_all, stream, b"GET http://x/ HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"not a path" in await answer_of(stream)

@@ -33,6 +33,8 @@ LINGER_SECONDS: Final = 5.0
 LINGER_BYTES: Final = 32 * 2**20
 """After the last answer so much is read and thrown away: a client that is still sending would meet
 a reset connection instead of its answer."""
+PATIENCE_SECONDS: Final = 0.1
+"""While others wait for a place, a client that has to do something keeps its own for so long."""
 GRACE_SECONDS: Final = 3.0
 """In a drain, for the requests that are under way."""
 _READ_BYTES: Final = HEAD_BYTES // 2
@@ -97,27 +99,30 @@ async def serve_http(
     Args:
         load: gives the application. It is called for every request.
         most: connections at once. One more takes the place of the one whose client has kept us
-            waiting the longest.
+            waiting the longest. While there is none, it waits in the system's queue, and every
+            answer is its connection's last: nobody can keep others out by asking without end.
     """
     open_connections: set[_Connection] = set()
+    places = trio.Semaphore(most)
 
     async def converse(stream: trio.abc.HalfCloseableStream) -> None:
-        connection = _Connection(stream, server, now_ms)
+        connection = _Connection(stream, server, now_ms, places)
+        open_connections.add(connection)
         try:
-            if _place_for(open_connections, most):
-                open_connections.add(connection)
-                with connection.scope:
-                    await connection.serve(load)
+            with connection.scope:
+                await connection.serve(load)
         except Exception:
             # The unit of isolation is one connection, whatever it meets.
             log.exception("admin connection failed")
         finally:
             open_connections.discard(connection)
+            places.release()
             await trio.aclose_forcefully(stream)
 
+    doors = [_Door(each, places, open_connections) for each in listeners]
     async with trio.open_nursery() as conversations, trio.open_nursery() as accepting:
         await accepting.start(
-            partial(trio.serve_listeners, converse, listeners, handler_nursery=conversations)
+            partial(trio.serve_listeners, converse, doors, handler_nursery=conversations)
         )
         yield
         accepting.cancel_scope.cancel()
@@ -126,17 +131,41 @@ async def serve_http(
             connection.leave()
 
 
-def _place_for(connections: set["_Connection"], most: int) -> bool:
-    """Whether there is a place for one more, now that one may have been made."""
-    if len(connections) < most:
-        return True
-    waiting = [each for each in connections if each.waits]
-    if not waiting:
-        return False
-    longest = min(waiting, key=lambda each: each.begun_at)
-    connections.discard(longest)
-    longest.scope.cancel()
-    return True
+class _Door(trio.abc.Listener[trio.SocketStream]):
+    """A listener that hands over a connection once there is a place for it."""
+
+    def __init__(
+        self,
+        listener: trio.SocketListener,
+        places: trio.Semaphore,
+        connections: set["_Connection"],
+    ) -> None:
+        self._listener = listener
+        self._places = places
+        self._connections = connections
+
+    async def accept(self) -> trio.SocketStream:
+        stream = await self._listener.accept()
+        try:
+            await self._place()
+        except trio.Cancelled:
+            await trio.aclose_forcefully(stream)
+            raise
+        return stream
+
+    async def _place(self) -> None:
+        """Take a place: a free one, or that of who has kept us waiting for too long."""
+        while True:
+            if not self._places.value and self._connections:
+                longest = min(self._connections, key=lambda each: each.waits_since)
+                if trio.current_time() - longest.waits_since >= PATIENCE_SECONDS:
+                    longest.scope.cancel()
+            with trio.move_on_after(PATIENCE_SECONDS):
+                await self._places.acquire()
+                return
+
+    async def aclose(self) -> None:
+        await self._listener.aclose()
 
 
 class _Connection:
@@ -144,19 +173,23 @@ class _Connection:
 
     Attributes:
         scope: what it runs in.
-        begun_at: when it began to wait for the request that it is at; trio's clock, seconds.
-        waits: whether it is the client that has to do something now.
+        waits_since: when it became the client's turn to do something; trio's clock, seconds.
+            Infinite: it is ours.
     """
 
     def __init__(
-        self, stream: trio.abc.HalfCloseableStream, server: Server, now_ms: Callable[[], int]
+        self,
+        stream: trio.abc.HalfCloseableStream,
+        server: Server,
+        now_ms: Callable[[], int],
+        places: trio.Semaphore,
     ) -> None:
         self.scope = trio.CancelScope()
-        self.begun_at = trio.current_time()
-        self.waits = False
+        self.waits_since = math.inf
         self._stream = stream
         self._server = server
         self._now_ms = now_ms
+        self._places = places
         self._wire = h11.Connection(h11.SERVER, max_incomplete_event_size=_READ_BYTES)
         self._between_requests = False
         self._leaving = False
@@ -181,7 +214,7 @@ class _Connection:
 
     async def _exchange(self, load: Load) -> bool:
         """One request and its answer; whether another may follow."""
-        self.begun_at = trio.current_time()
+        self._method = b""
         self._between_requests = True
         with self._client_within(HEAD_SECONDS):
             request = await self._event()
@@ -239,7 +272,8 @@ class _Connection:
     def _head(self, start: "Message") -> h11.Response:
         """The answer's headers; they say so if it is the last one."""
         headers = [*start.get("headers", ()), _date(self._now_ms())]
-        if self._leaving or not self._have_all_of_it():
+        wanted = self._places.statistics().tasks_waiting
+        if self._leaving or wanted or not self._have_all_of_it():
             headers.append((b"connection", b"close"))
         return h11.Response(status_code=start["status"], headers=headers)
 
@@ -282,14 +316,14 @@ class _Connection:
     @contextmanager
     def _client_within(self, seconds: float) -> Iterator[None]:
         """It is the client's turn, for so long; raises Gone."""
-        self.waits = True
+        self.waits_since = trio.current_time()
         try:
             with trio.fail_after(seconds):
                 yield
         except (trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise Gone("the client has left, or takes too long") from error
         finally:
-            self.waits = False
+            self.waits_since = math.inf
 
 
 def _check(request: h11.Request) -> None:
