@@ -36,6 +36,10 @@ MAX_DNS_BYTES = 4096
 """More records than anybody has a use for. To parse 64 KiB takes up to a second of the loop."""
 
 
+MAX_HANDSHAKE_CPU_S = 0.05
+"""The usual groups take 4 ms, those of 8,192 bits 130."""
+
+
 class NameNotFound(Exception):
     """The DNS says with authority that there is no such name, or no such record under it.
 
@@ -167,6 +171,29 @@ class _Nameserver(Do53Nameserver):
             if not request.is_response(response):
                 raise dns.query.BadResponse
             return response
+
+
+class MeteredTls(ssl.SSLObject):
+    """One end of a TLS connection whose handshake may take only so much of the loop's CPU time.
+
+    In TLS 1.3 the server chooses the group, and with that the cost; Python 3.11 can forbid none.
+    """
+
+    cpu_s = staticmethod(time.thread_time)
+    _spent_s = 0.0
+
+    def do_handshake(self) -> None:
+        """Go on with it; raises ssl.SSLError, and BrokenResourceError if it has cost too much."""
+        began = self.cpu_s()
+        try:
+            super().do_handshake()
+        finally:
+            self._spent_s += self.cpu_s() - began
+            if self._spent_s > MAX_HANDSHAKE_CPU_S:
+                raise trio.BrokenResourceError(
+                    f"the handshake took {self._spent_s * 1000:.0f} ms of CPU time,"
+                    f" more than {MAX_HANDSHAKE_CPU_S * 1000:.0f}"
+                )
 
 
 class RealNetwork:

@@ -4,6 +4,7 @@ import ipaddress
 import random
 import re
 import ssl
+import time
 from base64 import encodebytes
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from fedsender.config import Federation
 from fedsender.config.values import IPRanges
 from fedsender.federation.dialing import Address, Dialer, TlsPolicy, Unreachable
 from fedsender.federation.transport import Connection
-from fedsender.outside import RealNetwork
+from fedsender.outside import MeteredTls, RealNetwork
 
 DEFAULT = IPRanges(Federation().ip_deny, Federation().ip_allow)
 ANY = IPRanges()
@@ -321,6 +322,22 @@ async def test_no_key_exchange_whose_cost_the_server_sets(tmp_path: Path) -> Non
     )
     assert isinstance(failure, Unreachable)
     assert failure.kind == "tls"
+
+
+async def test_handshake_that_cost_too_much_of_our_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group of 8,192 bits, asked for in TLS 1.3, takes 130 ms of the loop."""
+    # Also where a processor is eight times as fast.
+    monkeypatch.setattr(MeteredTls, "cpu_s", staticmethod(lambda: 8 * time.thread_time()))
+
+    def only_that(context: ssl.SSLContext) -> None:
+        context.set_ecdh_curve("ffdhe8192")
+
+    failure = await open_tls(tmp_path, ("d.example",), "d.example", trusting, only_that)
+    assert isinstance(failure, Unreachable)
+    assert failure.kind == "tls"
+    assert re.search(r"the handshake took \d+ ms of CPU time, more than 50", failure.text)
 
 
 async def test_tls_1_2_still_works(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from cachetools import LRUCache
 
 from fedsender.config.values import IPRanges
 from fedsender.federation.transport import Connection, causes, reason, words
-from fedsender.outside import Network, OutOfResources, our_lack
+from fedsender.outside import MeteredTls, Network, OutOfResources, our_lack
 
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known"]
 Address = tuple[str, int]
@@ -78,6 +78,7 @@ class TlsPolicy:
         names = [each["name"] for each in context.get_ciphers() if each["kea"] != "kx-dhe"]
         context.set_ciphers(":".join(names))
         context.options |= ssl.OP_NO_RENEGOTIATION
+        context.sslobject_class = MeteredTls
         if not self.verify:
             context.check_hostname = False
             context.verify_mode = ssl.CERT_NONE
