@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+import structlog
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
@@ -25,6 +26,7 @@ from fedsender.demo.events import Signer, Timeline
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.orders import Orders
 from fedsender.outside import real_outside
+from fedsender.shadow import run
 from fedsender.shadow.report import Report
 from fedsender.shadow.run import run_shadow
 from fedsender.store import StoreError, tables
@@ -250,3 +252,24 @@ async def test_a_role_that_may_not_read_a_table_is_told_so(world: World) -> None
         await run_shadow(
             world.config(), real_outside(), report, Orders(1), Notifier(None, lambda: 0), screen
         )
+
+
+async def test_a_database_that_fails_later_does_not_end_it_and_nothing_is_left_uncompared(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "COMPARE_EVERY_S", 0.1)
+    role = world.reader_url.partition("//")[2].partition("@")[0]
+    with psycopg.connect(world.url, autocommit=True) as admin:
+        async with followed(world) as shadow:
+            first = await world.message()
+            await until(lambda: shadow.report.pdus == 1)
+            admin.execute(f"REVOKE SELECT ON destination_rooms FROM {role}".encode())
+            with structlog.testing.capture_logs() as logs:
+                await world.worker_owes(first, ["one.example"])
+                await until(lambda: "shadow_waits_for_database" in [it["event"] for it in logs])
+            admin.execute(f"GRANT SELECT ON destination_rooms TO {role}".encode())
+            await until(lambda: bool(lines(world, "difference")))
+
+    assert [(line["kind"], line["server"]) for line in lines(world, "difference")] == [
+        ("not owed", "two.example")
+    ]

@@ -4,15 +4,17 @@ Nothing is written but the report, and nothing is said on Redis but REPLICATE: t
 whose name the configuration runs goes on and never notices.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
+import tenacity
 import trio
 from rich.console import Console
+from sqlalchemy import Connection
 
 from fedsender.config import Config, ConfigError, load
 from fedsender.daemon import Policies, store_config
@@ -24,18 +26,21 @@ from fedsender.sender.routing import Bad, Router
 from fedsender.shadow import questions
 from fedsender.shadow.book import Book, Expected
 from fedsender.shadow.report import Report
-from fedsender.store.engine import Database, DatabaseOptions, open_database
+from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState
 from fedsender.streams import Watermark
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging
 
+T = TypeVar("T")
+
 log = structlog.get_logger()
 
 CHUNK = 500
 COMPARE_EVERY_S = 5.0
 COMPARE_AT_ONCE = 1000
+LONGEST_PAUSE_S = 30.0
 STOP_PATIENCE_S = 15.0
 """For the last comparison; a database may be away for ever."""
 CACHE_BYTES = 16 * 1024 * 1024
@@ -107,13 +112,13 @@ class Shadow:
         """Read every event that appears, for ever, and write down who should get it."""
         while True:
             upto = await events.wait_past(self.position)
-            rows = await self._homeserver.read_events(self.position, upto, CHUNK)
+            rows = await _insist(partial(self._homeserver.read_events, self.position, upto, CHUNK))
             await self._read(rows)
             self.position = rows[-1].stream_ordering if len(rows) == CHUNK else upto
 
     async def _read(self, rows: Sequence[EventRow]) -> None:
         now_s, now_ms = trio.current_time(), self._outside.now_ms()
-        routed = await self._router.route(rows)
+        routed = await _insist(partial(self._router.route, rows))
         servers = {item.pdu.event_id: item.servers for item in routed if not isinstance(item, Bad)}
         bad = [item for item in routed if isinstance(item, Bad)]
         expected = [
@@ -140,23 +145,43 @@ class Shadow:
 
     async def compare(self) -> None:
         """Hold what Synapse's worker has passed against its tables, and see who has answered."""
-        position = (await self._homeserver.generation()).position
+        position = (await _insist(self._homeserver.generation)).position
         while due := self.book.due(position, COMPARE_AT_ONCE):
             rooms = sorted({event.room_id for event, _ in due})
             above = max(self._start, due[0][0].stream_ordering - 1)
-            owed = await self._database.read(partial(questions.owed, room_ids=rooms, above=above))
-            in_part = await self._database.read(partial(questions.partial_rooms, room_ids=rooms))
+            owed = await self._ask(partial(questions.owed, room_ids=rooms, above=above))
+            in_part = await self._ask(partial(questions.partial_rooms, room_ids=rooms))
             self.report.differ(self.book.compare(due, owed, in_part), self._outside.now_ms())
         self.report.differ(self.book.behind(trio.current_time()), self._outside.now_ms())
         await self._see_who_answered()
 
     async def _see_who_answered(self) -> None:
-        oldest = await self._database.read(questions.oldest_to_device)
+        oldest = await self._ask(questions.oldest_to_device)
         servers = sorted({*self.book.awaited(), *oldest})
-        stands = await self._database.read(partial(questions.stands, servers=servers))
+        stands = await self._ask(partial(questions.stands, servers=servers))
         now_ms = self._outside.now_ms()
         late = self.book.answered(stands, trio.current_time())
         self.report.differ([*late, *self.book.to_device(oldest, stands, now_ms)], now_ms)
+
+    async def _ask(self, question: Callable[[Connection], T]) -> T:
+        return await _insist(partial(self._database.read, question))
+
+
+async def _insist(ask: Callable[[], Awaitable[T]]) -> T:
+    """What the database says to `ask`, which is asked again for as long as it fails."""
+    retrying = tenacity.AsyncRetrying(
+        retry=tenacity.retry_if_exception_type(StoreError),
+        wait=tenacity.wait_exponential(max=LONGEST_PAUSE_S),
+        before_sleep=_note_refusal,
+        sleep=trio.sleep,
+    )
+    answer: T = await retrying(ask)
+    return answer
+
+
+def _note_refusal(state: tenacity.RetryCallState) -> None:
+    error = None if state.outcome is None else state.outcome.exception()
+    log.warning("shadow_waits_for_database", reason=str(error), tries=state.attempt_number)
 
 
 def _target(row: EventRow) -> str | None:
@@ -235,8 +260,11 @@ async def run_shadow(
             await orders.stop.wait()
             notifier.stopping("summing up")
             nursery.cancel_scope.cancel()
-        await shadow.compare()
-    report.show(shadow.book, console)
+        try:
+            await shadow.compare()
+        finally:
+            # Without a last look, too: it may be the work of days.
+            report.show(shadow.book, console)
     return 1 if report.unexplained else 0
 
 
