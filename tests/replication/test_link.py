@@ -384,3 +384,15 @@ async def cutting_proxy(port: int) -> AsyncIterator[int]:
         nursery.start_soon(trio.serve_listeners, carry, [listener])
         yield listener.socket.getsockname()[1]
         nursery.cancel_scope.cancel()
+
+
+async def test_a_homeserver_that_is_away_is_one_warning_not_one_for_each_try(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with linked() as world, collecting(world):
+            await trio.sleep(300)
+            assert len(world.network.tried_at) > 10
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("replication_connect_failed", "warning")
+    ]

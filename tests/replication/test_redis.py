@@ -280,3 +280,15 @@ async def test_what_is_not_redis_is_said_to_be_so(
         network.answers.append(lambda stream: nursery.start_soon(web_server, stream))
         await trio.sleep(0.01)
         assert "is not Redis" in str(link.last_error)
+
+
+async def test_a_redis_that_is_away_is_one_warning_not_one_for_each_try(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+        async with by_hand() as (_link, _redis, network, _heard):
+            await trio.sleep(300)
+            assert len(network.tried_at) > 10
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("redis_connect_failed", "warning")
+    ]

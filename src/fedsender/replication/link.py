@@ -188,8 +188,10 @@ class TcpLink:
         try:
             stream = await connect(self._settings.endpoint, self._outside)
         except Disconnected as failed:
+            if self.last_error != str(failed):
+                # Said once: the next tries fail alike.
+                log.warning("replication_connect_failed", reason=str(failed))
             self.last_error = str(failed)
-            log.info("replication_connect_failed", reason=str(failed))
             raise
         wire = Wire(stream, self._settings.kind, self._outside.now_ms)
         try:

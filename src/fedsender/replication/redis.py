@@ -246,8 +246,10 @@ class RedisLink:
                 await publisher.aclose()
                 raise
         except Disconnected as failed:
+            if self.last_error != str(failed):
+                # Said once: the next tries fail alike.
+                log.warning("redis_connect_failed", reason=str(failed))
             self.last_error = str(failed)
-            log.info("redis_connect_failed", reason=str(failed))
             raise
         session = self._session = _Session(publisher, subscriber)
         self._nursery.start_soon(self._keep_alive, session)
