@@ -270,6 +270,10 @@ def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
         "postgresql://u:hunter2/x@h/d",
         "postgresql:///d?user=u&password=hunter2",
         "postgresql:///d?sslpassword=hunter2",
+        "postgresql:///d?PASSWORD=hunter2",
+        "postgresql:///d?user=u&pass%77ord=hunter2",
+        "postgresql://u:x?hunter2@h/d",
+        "postgresql://u?x:hunter2@h/d",
     ):
         line = problem(f"sender_database: '{url}'")
         assert "must not hold a password" in line
@@ -388,6 +392,9 @@ def test_a_database_password_goes_into_the_url_whatever_it_is(tmp_path: Path) ->
     url = database_url("postgresql+psycopg://u@h/d", file)
     assert make_url(url).password == "p@ss:w/rd%é"
     assert make_url(url).username == "u"
+    url = database_url("postgresql+psycopg://u@h/d?application_name=a@b", file)
+    assert make_url(url).password == "p@ss:w/rd%é"
+    assert make_url(url).query == {"application_name": "a@b"}
     assert database_url("sqlite:////x.db", file) == "sqlite:////x.db"
     assert database_url("postgresql+psycopg://u@h/d", None) == "postgresql+psycopg://u@h/d"
     with pytest.raises(ConfigError, match="needs a user in its URL"):
@@ -400,6 +407,7 @@ def test_a_secret_is_its_files_text_or_a_clear_error(tmp_path: Path) -> None:
     assert read_secret(file) == " two words "
     for content, expected in (
         (b"\n", "is empty"),
+        (b"  \n", "is empty"),
         (b"\xff", "not UTF-8"),
         (b"x" * 70_000, "larger than 65536 bytes"),
     ):

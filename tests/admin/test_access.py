@@ -76,6 +76,21 @@ async def test_nothing_but_the_whole_token_will_do(world: World, autojump_clock:
             assert TOKEN not in response.text
 
 
+async def test_spaces_around_the_token_are_no_part_of_it(autojump_clock: MockClock) -> None:
+    """HTTP drops them from the ends of a header."""
+
+    async def greet(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    door = Doorkeeper(greet, lambda: f" {TOKEN} ")
+    transport = httpx.ASGITransport(app=door)
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        for given in (TOKEN, f" {TOKEN} "):
+            headers = {"Authorization": f"Bearer {given}"}
+            assert (await http.get("/x", headers=headers)).status_code == 200
+
+
 async def test_two_tokens_are_no_token(world: World, autojump_clock: MockClock) -> None:
     async with open_desk(world) as desk:
         headers = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", "Bearer wrong")]

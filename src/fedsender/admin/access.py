@@ -100,7 +100,7 @@ class Doorkeeper:
         if scheme.lower() != b"bearer" or not token:
             text = "an access token is missing: send it as Authorization: Bearer"
             return Refusal(401, "M_MISSING_TOKEN", text)
-        if not hmac.compare_digest(token.strip(), expected.encode()):
+        if not hmac.compare_digest(token.strip(), expected.encode().strip()):
             return Refusal(401, "M_UNKNOWN_TOKEN", "the access token is not the configured one")
         if self._under_way >= self._bounds.requests:
             return Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")

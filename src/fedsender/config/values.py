@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import parse_qsl
 
 from pydantic import (
     AfterValidator,
@@ -271,7 +272,8 @@ def _resolve_secret(value: object, info: ValidationInfo) -> Path:
 
 
 _DATABASES: Final = ("sqlite:", "postgresql:", "postgresql+psycopg:")
-_PASSWORD: Final = re.compile(r"^[a-z+]+://[^?@]*:[^?@]*@|[?&](?:ssl)?password=", re.ASCII)
+_PASSWORD: Final = re.compile(r"[a-z+]+://(?:[^?@]*|[^:/]*):[^@]*@", re.ASCII)
+_PASSWORDS: Final = {"password", "sslpassword"}
 
 
 def _database(value: str, info: ValidationInfo) -> str:
@@ -281,7 +283,8 @@ def _database(value: str, info: ValidationInfo) -> str:
         return f"sqlite:///{_resolve(value, info)}"
     if f"{scheme}:" not in _DATABASES:
         raise ValueError("must be a path, or a URL of sqlite:// or postgresql://")
-    if _PASSWORD.search(value):
+    options = parse_qsl(rest.partition("?")[2], keep_blank_values=True)
+    if _PASSWORD.match(value) or any(name.strip().lower() in _PASSWORDS for name, _ in options):
         raise ValueError("must not hold a password: put it into the password file")
     if scheme == "sqlite":
         return f"sqlite:///{_resolve(rest.removeprefix('/'), info)}"
@@ -298,10 +301,10 @@ def database_url(database: str, password_file: Path | None) -> str:
     # Every byte that means something in a URL is written as %XX.
     password = "".join(f"%{byte:02X}" for byte in read_secret(password_file).encode())
     scheme, _, rest = database.partition("://")
-    user, at, where = rest.rpartition("@")
-    if not at:
+    user = re.match(r"[^/?]*(?=@)", rest)
+    if user is None:
         raise ConfigError(f"{password_file}: a database with a password needs a user in its URL")
-    return f"{scheme}://{user}:{password}@{where}"
+    return f"{scheme}://{user[0]}:{password}{rest[user.end() :]}"
 
 
 def read_secret(path: Path) -> str:
@@ -316,7 +319,7 @@ def read_secret(path: Path) -> str:
         raise ConfigError(f"{path}: not UTF-8") from None
     if len(raw) > _MAX_SECRET_BYTES:
         raise ConfigError(f"{path}: larger than {_MAX_SECRET_BYTES} bytes")
-    if not text:
+    if not text.strip():
         raise ConfigError(f"{path}: is empty")
     return text
 
