@@ -3,6 +3,7 @@ connections; and what that means for a whole sender. All on the virtual clock.""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,80 @@ async def test_one_held_up_that_gives_up_calls_the_next(autojump_clock: MockCloc
         assert not entered.is_set() or len(lane) == 8
         lane.go(held[1])
         await entered.wait()
+
+
+async def test_one_called_up_that_another_neighbour_holds_up_calls_the_next(
+    autojump_clock: MockClock,
+) -> None:
+    """Else the next would wait, with free places, for servers that it has nothing to do with."""
+    admission, lane = admission_of(), Lane(4)
+
+    def neighbour(number: int, site: str, address: str) -> Leave:
+        leave = admission.leave(f"{number}.{site}")
+        leave.reached(address)
+        return leave
+
+    of_site = neighbour(0, "evil.example", "10.0.0.1")
+    at_address = neighbour(1, "good.example", "10.0.0.2")
+    assert lane.at_once(of_site, first=True)
+    assert lane.at_once(at_address, first=True)
+    both = neighbour(2, "evil.example", "10.0.0.2")
+    next_of_site = neighbour(3, "evil.example", "10.0.0.3")
+    async with trio.open_nursery() as nursery:
+        for leave in (both, next_of_site):
+            nursery.start_soon(partial(lane.enter, leave, first=True))
+            await trio.sleep(0.1)
+        assert len(lane) == 2
+        lane.go(of_site)
+        await trio.sleep(0.1)
+        assert len(lane) == 2, "there are two free places, and nobody of its site has one"
+        lane.go(next_of_site)
+        lane.go(at_address)
+    lane.go(both)
+    assert len(lane) == 0
+
+
+async def test_one_that_was_let_in_and_has_not_noticed_is_not_moved_elsewhere(
+    autojump_clock: MockClock,
+) -> None:
+    """The whole process may have stood still for longer than the lane's patience meanwhile."""
+    admission = admission_of(3)
+    inside, late, later = [a_leave(admission, f"a.b{number}", 0.1) for number in range(3)]
+    async with trio.open_nursery() as nursery:
+        await inside.place()
+        for leave in (late, later):
+            nursery.start_soon(leave.place)
+            await trio.sleep(0.1)
+        inside.let_go()
+        autojump_clock.jump(QUICK_S + 1)
+        assert not admission.quick.at_once(inside, first=True)
+        await trio.sleep(QUICK_S + 1)
+        assert (late.lane, later.lane) == (admission.slow, admission.quick)
+    late.let_go()
+    later.let_go()
+    assert admission.in_flight == 0
+
+
+async def test_one_that_is_hastened_goes_before_others_that_neighbours_hold_up(
+    autojump_clock: MockClock,
+) -> None:
+    admission, lane = admission_of(), Lane(4)
+    held, *others = [admission.leave(f"{number}.evil.example") for number in range(4)]
+    assert lane.at_once(held, first=False)
+    passed: list[Leave] = []
+
+    async def attempt(leave: Leave) -> None:
+        await lane.enter(leave, first=False)
+        passed.append(leave)
+        lane.go(leave)
+
+    async with trio.open_nursery() as nursery:
+        for leave in others:
+            nursery.start_soon(attempt, leave)
+            await trio.sleep(0.1)
+        lane.hasten(others[2])
+        lane.go(held)
+    assert passed == [others[2], others[0], others[1]]
 
 
 # --- the lines ------------------------------------------------------------------------------------

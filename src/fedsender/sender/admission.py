@@ -300,6 +300,11 @@ class Lane:
     def hasten(self, leave: "Leave") -> None:
         """One that waits goes to the first class."""
         self._line.hasten(leave)
+        for each in leave.neighbours:
+            held_up = self._held_up.get(each, OrderedDict())
+            if leave in held_up:
+                held_up[leave].first = True
+                held_up.move_to_end(leave, last=False)
         self._serve()
 
     def go(self, leave: "Leave") -> None:
@@ -339,6 +344,8 @@ class Lane:
                 waiting.let()
             else:
                 self._held_up.setdefault(waiting.held_up_by, OrderedDict())[leave] = waiting
+                # It may have been called up where there is room; that is for the next then.
+                self._call_up(tuple(set(leave.neighbours) - {waiting.held_up_by}))
 
     def _let_in(self, leave: "Leave", *, first: bool) -> None:
         self._inside[leave] = first, leave.neighbours
@@ -366,7 +373,8 @@ class Lane:
         if self._overflow is None:
             return False
         for leave in islice(self._long, _LOOK_AT):
-            if self._overflow.at_once(leave, first=False):
+            # Not one that was let in and has not noticed yet: it would note the wrong lane.
+            if leave.lane is self and self._overflow.at_once(leave, first=False):
                 self._let_out(leave)
                 leave.lane = self._overflow
                 return True
