@@ -87,7 +87,8 @@ async def _on_validation(_: Request, error: Exception) -> Response:
     if place[:1] == ("body",) and len(place) == 1:
         errcode = "M_BAD_JSON"
     where = ".".join(str(part) for part in place)
-    return _answer(400, error_body(errcode, f"{where}: {first.get('msg')}"))
+    text = str(first.get("msg")).removeprefix("Value error, ")
+    return _answer(400, error_body(errcode, f"{where}: {text}"))
 
 
 async def _on_http(_: Request, error: Exception) -> Response:
