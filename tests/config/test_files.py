@@ -140,3 +140,17 @@ def test_a_secret_that_goes_to_another_host_in_clear_is_told(
     found = load(config).warnings()
     assert len(found) == (warning is not None)
     assert warning is None or warning in found[0]
+
+
+def test_a_database_of_ours_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
+    config = config_with(tmp_path, "")
+    before = load(config).warnings()
+    for name in ("fedsender.sqlite3", "discovery-cache.sqlite3"):
+        (tmp_path / name).touch(mode=0o600)
+    assert load(config).warnings() == before
+    for name in ("fedsender.sqlite3", "discovery-cache.sqlite3"):
+        (tmp_path / name).chmod(0o644)
+    found = "\n".join(load(config).warnings())
+    for setting in ("sender_database", "federation.discovery_cache"):
+        assert f"{setting}: {tmp_path}/" in found
+    assert found.count("can be read or written by others (mode 644") == 3  # the key too

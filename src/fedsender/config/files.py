@@ -17,6 +17,9 @@ _TEXTS: Final = (
     *("private_key_file", "certificate_file"),
 )
 _OF_OUR_OWN: Final = ("token_file", "secret_file")
+_SQLITE: Final = "sqlite:///"
+_KEPT: Final = ("sender_database", "discovery_cache")
+"""Files that we make for our user alone; one that is there keeps the mode it has."""
 
 
 LEAST_SECRET: Final = 16
@@ -37,13 +40,14 @@ def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
 
 
 def weak_files(section: Section) -> Iterator[tuple[Location, str]]:
-    """Files of secrets that others may read or write, and secrets that are short."""
+    """Files of secrets and state that others may read or write, and secrets that are short."""
     for at, path in _files(section, ()):
         name = _name(at)
-        if not name.endswith(_TEXTS) or name == "certificate_file":
+        if not name.endswith((*_TEXTS, *_KEPT)) or name == "certificate_file":
             continue
         try:
-            mode, secret = path.stat().st_mode, read_secret(path)
+            mode = path.stat().st_mode
+            secret = "" if name in _KEPT else read_secret(path)
         except (OSError, ConfigError):
             continue
         if stat.S_ISREG(mode) and mode & (stat.S_IRWXO | stat.S_IWGRP):
@@ -69,6 +73,8 @@ def _files(value: object, at: Location) -> Iterator[tuple[Location, Path]]:
             yield from _files(each, (*at, number))
     elif isinstance(value, Path):
         yield at, value
+    elif isinstance(value, str) and value.startswith(_SQLITE):
+        yield at, Path(value.removeprefix(_SQLITE))
 
 
 def _load_authorities(path: Path) -> None:
