@@ -363,6 +363,9 @@ class Metrics:
         self.pending_pdus = self._gauge(f"{queue}_pending_pdus", "PDUs queued in memory")
         self.pending_edus = self._gauge(f"{queue}_pending_edus", "EDUs queued in memory")
         self.in_flight = self._gauge("fedsender_in_flight", "Transactions under way")
+        self.full_quarantines = self._gauge(
+            "fedsender_full_quarantines", "Servers with an item that quarantine has no room for"
+        )
         self.destinations_by_phase = self._gauge(
             "fedsender_destinations", "Destinations by what they are doing", "phase"
         )

@@ -404,6 +404,7 @@ async def quarantine_one(desk: Desk) -> tuple[int, str]:
     )
     event = world.pdu(R1, "poison")
     await world.apply(event)
+    await world.say(R1, "good")
     await settle(30)
     [item] = (await desk.get("quarantine"))["items"]
     assert (item["destination"], item["event_id"]) == (B, event.event_id)
@@ -422,7 +423,7 @@ async def test_a_released_item_is_sent_again(world: World, autojump_clock: MockC
         assert released == {"released": [item], "kept": [], "refused": []}
         await desk.post("notify_remote_server_up", {"servers": [B]})
         await settle(60)
-        assert world.servers[B].got == ["poison"]
+        assert list(dict.fromkeys(world.servers[B].got)) == ["good", "poison"]
         assert (await desk.get("quarantine"))["items"] == []
 
 

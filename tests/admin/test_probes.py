@@ -1,12 +1,15 @@
 """What machines ask without a token."""
 
+import re
+
 import pytest
 import trio
 from tests.admin.desk import open_desk
-from tests.sender.harness import World
+from tests.sender.harness import World, answer, ok
 from tests.sender.test_errors_and_reloads import R1, A, broken_table
 from trio.testing import MockClock
 
+from fedsender.sender import aftermath
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
 
@@ -43,3 +46,36 @@ async def test_not_ready_while_it_is_unknown_who_is_owed_something(
         assert "which servers are owed something" in reason
         await trio.sleep(100)
         assert (await desk.get("/ready"))["ready"] is True
+
+
+async def test_a_full_quarantine_is_a_warning_and_no_server_can_make_us_unready(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aftermath, "QUARANTINE_LIMIT", 1)
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await trio.sleep(10)
+        world.servers[A].reply = lambda r: answer(400) if b"poison" in r.body else ok(r)
+        held = world.pdu(R1, "poison 1")
+        await world.apply(held)
+        await trio.sleep(60)
+        assert (await desk.get(f"why/{A}"))["held"] == [
+            f"The PDU {held.event_id} was refused and is held:"
+            " there is no other PDU to find out whose fault that is."
+        ]
+        held = world.pdu(R1, "poison 2")
+        await world.apply(held)
+        await world.say(R1, "good")
+        await trio.sleep(600)
+
+        found = await desk.get("/ready")
+        assert found["ready"] is True
+        assert found["warnings"] == [f"quarantine is full for 1 server: {A}"]
+        said = await desk.get(f"why/{A}")
+        assert said["held"] == [
+            f"The PDU {held.event_id} was refused and is held:"
+            " it is at fault, and quarantine has no room for it."
+        ]
+        assert said["held"][0] in said["summary"]
+        metrics = (await desk.http.get("/metrics")).text
+        assert re.search(r"^fedsender_full_quarantines\{.*\} 1.0$", metrics, re.MULTILINE)

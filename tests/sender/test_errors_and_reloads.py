@@ -268,7 +268,7 @@ def online(ms: int) -> PresenceState:
 async def test_a_proxy_that_refuses_everything_for_a_while_costs_no_pdu(
     world: World, autojump_clock: MockClock, status: int, refusals: int
 ) -> None:
-    """W13: only what is refused straight after an answered empty transaction is poison."""
+    """W13: only what is refused straight after something else was answered is poison."""
     server = world.server(A)
     left = refusals
 
@@ -292,7 +292,7 @@ async def test_a_proxy_that_refuses_everything_for_a_while_costs_no_pdu(
     assert server.got == ["before", "one"]
 
 
-async def test_a_single_refused_pdu_is_quarantined_after_a_probe(
+async def test_a_single_refused_pdu_is_quarantined_once_another_is_answered(
     world: World, autojump_clock: MockClock
 ) -> None:
     server = world.server(A, reply=lambda r: answer(403) if "poison" in r.bodies else ok(r))
@@ -302,14 +302,13 @@ async def test_a_single_refused_pdu_is_quarantined_after_a_probe(
         await trio.sleep(60)
         await world.say(R1, "poison")
         await trio.sleep(60)
+        assert await world.store.sender.quarantine_list(A, 10) == []
         await world.say(R1, "after")
         await trio.sleep(60)
         (item,) = await world.store.sender.quarantine_list(A, 10)
 
     assert item.reason == "answered 403"
-    assert server.got == ["before", "after"]
-    answered = [request.bodies for request in server.answered]
-    assert answered[:2] == [["before"], []]
+    assert list(dict.fromkeys(server.got)) == ["before", "after"]
 
 
 # --- the gate, reloads, memory --------------------------------------------------------------------

@@ -78,7 +78,10 @@ async def test_our_own_bad_event_in_quarantine_does_not_stop_catch_up(
 async def test_a_quarantined_extremity_gives_way_to_the_event_that_is_owed(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
-    """I2: ours is neither answered, nor superseded by something answered, nor in quarantine."""
+    """I2: ours is neither answered, nor superseded by something answered, nor in quarantine.
+
+    What else of the room is owed shows whose fault it is that the extremity is refused.
+    """
     world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
     async with world.run() as sender:
         await large_gap(world, theirs(world, "tip"))
@@ -86,7 +89,8 @@ async def test_a_quarantined_extremity_gives_way_to_the_event_that_is_owed(
         sender.wake([A], by_admin=True)
         await trio.sleep(5000)
         lsso = await world.store.homeserver.lsso(A)
-    assert world.servers[A].got[1:] == ["ours 4"], f"LSSO {lsso}"
+    assert world.servers[A].got[-1] == "ours 4", f"LSSO {lsso}"
+    assert world.servers[A].got[1:] == [f"ours {number}" for number in range(5)]
 
 
 async def test_two_extremities_of_which_one_is_refused_do_not_stop_catch_up(

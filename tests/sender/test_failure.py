@@ -17,15 +17,11 @@ from fedsender.sender.failure import (
     after_failure,
     after_success,
     content_is_suspect,
-    fewer_items,
     judge_status,
-    more_items,
     shared_interval_ms,
     take_wake,
     wait_s,
 )
-from fedsender.sender.suspicion import Next, Suspicion
-from fedsender.sender.transaction import Draft, Edu, Transaction, freeze
 
 NOW = 1_800_000_000_000
 
@@ -188,6 +184,7 @@ def test_refused_content_is_suspected_at_once_and_a_healthy_servers_403_with_pdu
     assert content_is_suspect(healthy, refusing, pdus=1, now_ms=NOW)
     assert not content_is_suspect(healthy, refusing, pdus=0, now_ms=NOW)
     assert not content_is_suspect(state(), refusing, pdus=1, now_ms=NOW)
+    assert content_is_suspect(state(), refusing, pdus=0, now_ms=NOW, searching=True)
     assert RULES[Outcome.UNREACHABLE].isolate is Isolate.NEVER
 
 
@@ -201,36 +198,6 @@ def test_five_answers_5xx_over_half_an_hour_make_the_content_a_suspect() -> None
 
     assert not content_is_suspect(soon, failing, pdus=1, now_ms=NOW + 29 * 60_000)
     assert content_is_suspect(late, failing, pdus=1, now_ms=NOW + 30 * 60_000)
-
-
-def single_item() -> Transaction:
-    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
-    draft.add_edu(Edu("m.direct_to_device", b"{}", outbox_ids=(1,)))
-    return freeze(draft, transaction_id="t", origin="o", now_ms=NOW, lsso_before=None)
-
-
-@pytest.mark.parametrize(
-    ("probed_ago_ms", "then"),
-    [(None, Next.REFORM), (1_000, Next.QUARANTINE), (61_000, Next.REFORM)],
-)
-def test_a_single_item_is_poison_only_straight_after_an_answered_probe(
-    probed_ago_ms: int | None, then: Next
-) -> None:
-    """W13: a server, or a proxy before it, that refuses everything proves nothing about it."""
-    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
-    probe = freeze(draft, transaction_id="p", origin="o", now_ms=NOW, lsso_before=None)
-    rejecting = Verdict(Outcome.REJECTING, "answered 400", 400, sent=True)
-    suspicion = Suspicion()
-    suspicion.answered(single_item() if probed_ago_ms is None else probe, NOW)
-    later = NOW + (probed_ago_ms or 1_000)
-    failed = fail(state(last_success_ms=NOW), rejecting, later)
-
-    step = suspicion.refused(single_item(), failed, rejecting, later, alive=False)
-    again = suspicion.refused(single_item(), failed, rejecting, later, alive=False)
-
-    assert step.next is then
-    assert step.items == 0
-    assert again.next is Next.REFORM, "one probe clears one item"
 
 
 def test_a_server_that_was_well_lately_is_tried_steadily_and_then_less_and_less() -> None:
@@ -259,18 +226,3 @@ def test_a_clock_that_was_set_back_does_not_make_the_steady_time_last() -> None:
     later = state(last_success_ms=NOW, failing_since_ms=NOW, failures=30)
 
     assert wait_s(Backoff(jitter=0.0), later, REFUSED, NOW - DAY_MS, random.Random(0)) == 3600.0
-
-
-def test_after_a_probe_one_item_and_then_twice_as_many_each_time() -> None:
-    limits: list[int | None] = [0]
-    while limits[-1] is not None:
-        limits.append(more_items(limits[-1], 150))
-
-    assert limits == [0, 1, 2, 4, 8, 16, 32, 64, 128, None]
-
-
-@given(st.integers(2, 150), st.one_of(st.none(), st.integers(0, 149)))
-def test_isolation_always_ends_with_one_item(items: int, suspect: int | None) -> None:
-    fewer = fewer_items(items, suspect if suspect is not None and suspect < items else None)
-
-    assert 1 <= fewer < items

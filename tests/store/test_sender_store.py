@@ -11,6 +11,7 @@ from tests.store.conftest import NewUrl
 
 from fedsender.outside import real_outside
 from fedsender.sender.failure import ServerState
+from fedsender.sender.suspicion import Search, Turn
 from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.sender import CatchUp, FrozenRecord, Redelivery
@@ -66,7 +67,7 @@ async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
         wake_tokens=0.5,
         wake_tokens_ms=8,
         shared_interval_ms=9,
-        isolating=10,
+        pdu_search=Search(10, suspect="$a", turn=Turn.AGAIN, witnesses=("$b",), ahead=("$b", "$c")),
         paused="by hand",
         parked="for long",
     )

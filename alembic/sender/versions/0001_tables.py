@@ -137,10 +137,16 @@ def upgrade() -> None:
         sa.Column("stubborn_since_ms", sa.BigInteger(), nullable=True),
         sa.Column("shared_interval_ms", sa.BigInteger(), nullable=False),
         sa.Column(
-            "isolating",
-            sa.Integer(),
+            "pdu_search",
+            sa.JSON(none_as_null=True),
             nullable=True,
-            comment="items per transaction while looking for a poisonous one",
+            comment="for a poisonous PDU: sender.suspicion",
+        ),
+        sa.Column(
+            "edu_search",
+            sa.JSON(none_as_null=True),
+            nullable=True,
+            comment="the same among EDUs",
         ),
         sa.Column(
             "paused", sa.Text(), nullable=True, comment="an operator's reason; NULL: not paused"

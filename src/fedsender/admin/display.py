@@ -106,6 +106,8 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
         attempts = f"{flight['attempts']} attempts in {duration(flight['age_s'])}"
         yield "frozen transaction", f"{flight['transaction_id']}, {attempts}"
     yield "isolating", answer["isolating"] and f"at most {answer['isolating']} items at once"
+    for sentence in answer["held"]:
+        yield "held", sentence
     yield "paused", answer["paused"]
     yield "parked", answer["parked"]
     if health := answer["health"]:

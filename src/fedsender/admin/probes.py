@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from fedsender.admin.parts import Reach
 from fedsender.admin.refusal import json_answer
+from fedsender.admin.words import many
 from fedsender.replication.sink import FeedStatus
 from fedsender.sender.destination import Phase
 from fedsender.sender.sender import Sender
@@ -19,6 +20,9 @@ router = APIRouter(tags=["probes"])
 
 TROUBLE_S: Final = 90.0
 """What has not failed again for so long has got over it; retries are at most 30 s apart."""
+
+NAMED: Final = 5
+"""So many servers are named in a warning."""
 
 
 class Follows(Protocol):
@@ -93,6 +97,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     phases = Counter(one.phase for one in active)
     for phase in Phase:
         metrics.destinations_by_phase.labels(phase.value).set(phases[phase])
+    metrics.full_quarantines.set(len(sender.context.full))
     metrics.feed_connected.set(status.connected)
     metrics.stream_position.labels("events").set(status.position)
     metrics.stream_held_seconds.labels("events").set(status.held_s)
@@ -123,7 +128,19 @@ def _feed_doubts(status: FeedStatus) -> Iterator[str]:
 )
 async def ready(parts: Reach) -> Response:
     reasons = list(parts.doubts())
-    return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
+    said: dict[str, object] = {"ready": not reasons, "reasons": reasons}
+    # No server can make us unready.
+    if warnings := list(_warnings(parts.sender)):
+        said["warnings"] = warnings
+    return json_answer(said, 503 if reasons else 200)
+
+
+def _warnings(sender: Sender) -> Iterator[str]:
+    """What somebody has to look at though all goes on, one sentence each."""
+    full = sorted(sender.context.full)
+    if full:
+        named = ", ".join(full[:NAMED]) + (" and others" if len(full) > NAMED else "")
+        yield f"quarantine is full for {many(len(full), 'server')}: {named}"
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)

@@ -1,5 +1,6 @@
 """Why a destination is where it is: all that memory and both databases know, and one sentence."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,6 +10,7 @@ from fedsender.admin.words import duration, many
 from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
 from fedsender.sender.sender import Status
+from fedsender.sender.suspicion import Kind
 from fedsender.store.records import Backoff, Pending
 
 COUNTED = 1_000
@@ -108,6 +110,7 @@ class Why:
         since_ts: since when, where that is known.
         summary: all of it in one sentence.
         isolating: items per transaction while a poisonous one is looked for.
+        held: suspects, one sentence each: what is known of it, and why it is still owed.
         settings: what the configuration says of this server beyond the defaults.
         health: its last day, by the data pipeline; null: not known, or known too long ago.
     """
@@ -124,6 +127,7 @@ class Why:
     next_attempt_ts: int | None
     in_flight: InFlight | None
     isolating: int | None
+    held: tuple[str, ...]
     paused: str | None
     parked: str | None
     shared_backoff: Shared | None
@@ -178,11 +182,12 @@ def _put_together(
     error = _last_error(state)
     next_ts = next_attempt_ms(parts, server, status)
     now_ms = parts.outside.now_ms()
+    waits = _waits(depth, oldest, in_flight)
     return Why(
         destination=server,
         state=words,
         since_ts=_since(parts, status, now_ms),
-        summary=_sentence(words, state, _waits(depth, oldest, in_flight), error, next_ts, now_ms),
+        summary=" ".join((_sentence(words, state, waits, error, next_ts, now_ms), *_held(state))),
         depth=depth,
         oldest=oldest,
         last_error=error,
@@ -191,6 +196,7 @@ def _put_together(
         next_attempt_ts=next_ts,
         in_flight=in_flight,
         isolating=state.isolating,
+        held=tuple(_held(state)),
         paused=state.paused,
         parked=state.parked,
         shared_backoff=Shared(row.retry_last_ts, row.retry_interval, row.failure_ts, row.lsso)
@@ -287,6 +293,25 @@ def _sentence(
     if words in ("level", "idle", "leaving") and waits == "nothing waits":
         return f"Up to date{_answered(state, now_ms)}."
     return f"It is {words}{_answered(state, now_ms)}; {waits}."
+
+
+def _held(state: ServerState) -> Iterator[str]:
+    """What each search for a poisonous item has come to."""
+    for kind in Kind:
+        search = state.search(kind)
+        if search is None or search.suspect is None:
+            continue
+        if search.full:
+            found = "it is at fault, and quarantine has no room for it"
+        elif search.at_fault:
+            found = f"so was each other {kind.value} that was tried: the server is at fault"
+        elif search.alone:
+            found = f"there is no other {kind.value} to find out whose fault that is"
+        else:
+            times, others = many(search.failures + 1, "time"), many(search.refusals, "time")
+            answers = many(search.answers + 1, "time")
+            found = f"{times} by now; other {kind.value}s were refused {others}, answered {answers}"
+        yield f"The {kind.value} {search.suspect} was refused and is held: {found}."
 
 
 def _answered(state: ServerState, now_ms: int) -> str:

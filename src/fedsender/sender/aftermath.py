@@ -12,19 +12,22 @@ from dataclasses import replace
 import trio
 
 from fedsender.config import Policy
+from fedsender.config.policy import QUICK_ATTEMPTS
 from fedsender.federation.client import Peer
 from fedsender.sender import failure
 from fedsender.sender.context import Context
 from fedsender.sender.failure import Outcome, ServerState, Verdict
 from fedsender.sender.intake import Intake
 from fedsender.sender.reporter import Reporter
-from fedsender.sender.suspicion import Next, Step, Suspicion
-from fedsender.sender.transaction import Transaction, thaw
+from fedsender.sender.suspicion import Kind, Search, Turn
+from fedsender.sender.transaction import Edu, Transaction, thaw
 from fedsender.store.sender import FrozenRecord
 
 PUT_AWAY_BYTES = 8192
 """A larger body than this is not kept in memory while its server is waited for."""
 HOUR_MS = 3_600_000
+QUARANTINE_LIMIT = 1_000
+"""So many items of one server may be taken out of the way; the next suspect is only held."""
 
 
 class Aftermath(Intake):
@@ -37,7 +40,7 @@ class Aftermath(Intake):
         self.frozen: Transaction | None = None
         self._context = context
         self._reporter = Reporter(name, context)
-        self._suspicion = Suspicion()
+        self._witness: Edu | None = None
         self._wake_after = False
         self._state_unsaved = False
         self._has_answered = False
@@ -47,11 +50,34 @@ class Aftermath(Intake):
         if not state.healthy and state.last_attempt_ms is not None:
             self._failed_at = min(now, self._from_wall(state.last_attempt_ms))
         self._not_before = now + state.wait_s(context.outside.now_ms())
+        if state.pdu_search is not None:
+            self.outbox.sent_ahead(state.pdu_search.ahead)
 
     @property
     def retry_in_s(self) -> float:
         """Seconds until it may be tried again; 0 if it may be now."""
-        return max(0.0, self._not_before - trio.current_time())
+        due = self._due
+        return max(0.0, (self._not_before if due == math.inf else due) - trio.current_time())
+
+    @property
+    def _due(self) -> float:
+        """When there is something that may be sent, on trio's clock; infinity: there is nothing."""
+        if self.frozen is not None:
+            return self._not_before
+        return min((self._due_with(kind) for kind in Kind), default=math.inf)
+
+    def _due_with(self, kind: Kind) -> float:
+        """When there is something of this kind that may be sent."""
+        search, pdus = self.state.search(kind), kind is Kind.PDUS
+        has = self.outbox.owes_pdus if pdus else self.outbox.has_edus
+        if search is None:
+            return self._not_before if has else math.inf
+        if not has and search.suspect is None:
+            return math.inf
+        if search.alone and (self.outbox.has_new_pdus if pdus else self._new_edus):
+            return self._not_before
+        wait_s = search.wait_s(self._context.outside.now_ms())
+        return max(self._not_before, trio.current_time() + wait_s)
 
     def _from_wall(self, at_ms: int | None) -> float:
         """A moment of the wall clock on trio's; None: now."""
@@ -119,23 +145,47 @@ class Aftermath(Intake):
     async def _answered(self, transaction: Transaction) -> None:
         """Move what the answer moves: the ledger has it already, so the databases may follow."""
         now_ms, before = self._context.outside.now_ms(), self.state
-        was_failing = not before.healthy or before.isolating is not None
-        self._suspicion.answered(transaction, now_ms)
-        self.state = failure.after_success(before, now_ms)
-        if self.state.isolating is not None:
-            most = self.policy.max_pdus + self.policy.max_edus
-            more = failure.more_items(self.state.isolating, most)
-            self.state = replace(self.state, isolating=more)
+        was_failing = not before.healthy
+        self.state = self._searched(failure.after_success(before, now_ms), transaction)
         self._not_before = trio.current_time()
-        if was_failing:
+        if was_failing and before.failures and not self.state.searches:
             self._reporter.well_again()
-        if was_failing or self._another_hour(before.last_success_ms, now_ms):
+        searched = self.state.pdu_search, self.state.edu_search
+        changed = searched != (before.pdu_search, before.edu_search)
+        if was_failing or changed or self._another_hour(before.last_success_ms, now_ms):
             # Before the rest, so that a kill in between does not leave it waiting for nothing.
             await self._save_state()
         await self._settle(transaction)
         if was_failing or not self._has_answered:
             self._has_answered = True
             await self._reporter.clear_backoff(self.state)
+
+    def _searched(self, state: ServerState, transaction: Transaction) -> ServerState:
+        """What an answer to this transaction says to the searches that are under way."""
+        if state.pdu_search is None and state.edu_search is None:
+            return state
+        edus, pdus = transaction.items_by_kind
+        rng, most = self._context.outside.random, self.policy.max_pdus + self.policy.max_edus
+        for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
+            search = state.search(kind)
+            if search is None:
+                continue
+            marks = [item.mark for item in items]
+            if not marks:
+                search = search.lives()
+            else:
+                ahead = any(pdu.lane == "witness" for pdu in transaction.pdus)
+                search = search.answered(marks, most, rng, out_of_turn=ahead)
+                if ahead:
+                    self.outbox.sent_ahead(marks)
+            if search is not None and self.outbox.level:
+                search = search.level()
+            state = state.with_search(kind, search)
+        if state.edu_search is not None and transaction.drafted is not None:
+            for edu in transaction.drafted.edus[:1]:
+                # Sent once more, it speaks for the server, and its answer moves nothing.
+                self._witness = replace(edu, outbox_ids=(), pokes=(), keys=())
+        return state
 
     def _another_hour(self, before_ms: int | None, now_ms: int) -> bool:
         """Whether that it is well is to be put down again; not of all servers at the same time."""
@@ -145,6 +195,7 @@ class Aftermath(Intake):
     async def _save_state(self) -> None:
         self._state_unsaved = True
         state = self.state
+        self._context.note(state)
         await self._context.store.save_server_state(state)
         self._state_unsaved = False
 
@@ -175,7 +226,7 @@ class Aftermath(Intake):
         if transaction is not None and not verdict.sent:
             self._unfreeze(transaction)
         elif transaction is not None:
-            await self._follow(await self._judge(peer, transaction, verdict), transaction, verdict)
+            await self._follow(peer, transaction, verdict)
         self._reporter.failed(self.state, verdict, self.retry_in_s)
         if self._wake_after:
             self._wake_after = False
@@ -193,31 +244,88 @@ class Aftermath(Intake):
         self.frozen = None
         self.outbox.take_back(transaction)
 
-    async def _judge(self, peer: Peer, transaction: Transaction, verdict: Verdict) -> Step:
-        """What becomes of a transaction that may have arrived."""
-        suspicion, now_ms = self._suspicion, self._context.outside.now_ms()
-        alive = False
-        if suspicion.asks_version(transaction, self.state, verdict, now_ms):
-            with trio.move_on_after(self._context.connect_deadline):
-                alive = await peer.version_answers()
-        return suspicion.refused(transaction, self.state, verdict, now_ms, alive=alive)
-
-    async def _follow(self, step: Step, transaction: Transaction, verdict: Verdict) -> None:
-        if step.next is Next.REPEAT:
+    async def _follow(self, peer: Peer, transaction: Transaction, verdict: Verdict) -> None:
+        """Decide what becomes of a transaction that may have arrived, and do it."""
+        now_ms = self._context.outside.now_ms()
+        edus, pdus = transaction.items_by_kind
+        searching = any(
+            self.state.search(kind) in self.state.searches
+            for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus))
+            if items
+        )
+        suspect = failure.content_is_suspect(
+            self.state, verdict, pdus=len(pdus), now_ms=now_ms, searching=searching
+        )
+        if not transaction.items:
+            # It has no content; whoever rejects it rejects everything.
             await self._save_frozen(transaction)
-        elif step.next is Next.REFORM:
-            await self._reform(transaction, step.items)
+        elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
+            await self._search(transaction, verdict, now_ms)
+        elif failure.wants_probe(self.state, verdict, pdus=len(pdus), now_ms=now_ms):
+            search = replace(self.state.pdu_search or Search(0), limit=0)
+            await self._reform(transaction, replace(self.state, pdu_search=search))
         else:
-            await self.outbox.quarantine(transaction, verdict.reason)
-            await self._thaw_out(transaction)
-        if step.isolates:
-            self._reporter.isolated()
-            if self._suspicion.follows_at_once():
-                self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
+            await self._save_frozen(transaction)
 
-    async def _reform(self, transaction: Transaction, items: int) -> None:
-        """Give this transaction up for one with at most `items` items, 0 being a probe."""
-        self.state = replace(self.state, isolating=items, stubborn=0, stubborn_since_ms=None)
+    async def _version_answers(self, peer: Peer) -> bool:
+        with trio.move_on_after(self._context.connect_deadline):
+            return await peer.version_answers()
+        return False
+
+    async def _search(self, transaction: Transaction, verdict: Verdict, now_ms: int) -> None:
+        """One step of the search for the item that is at fault, if any is."""
+        self._reporter.isolated()
+        edus, pdus = transaction.items_by_kind
+        if edus and pdus:
+            state = self.state
+            for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
+                search = replace(state.search(kind) or Search(0), limit=len(items))
+                state = state.with_search(kind, search)
+            await self._reform(transaction, self._wait_for_it(state, Kind.PDUS, verdict, now_ms))
+            return
+        kind, items = (Kind.PDUS, pdus) if pdus else (Kind.EDUS, edus)
+        search = self.state.search(kind) or Search(0)
+        if len(items) > 1:
+            search = search.refused_together(len(items), transaction.first_suspect)
+        else:
+            search = search.refused_alone(items[0], self._context.outside.random)
+            if search.convicted and search.suspect == items[0].mark:
+                search = await self._convict(search, transaction, verdict)
+        state = self.state.with_search(kind, search)
+        await self._reform(transaction, self._wait_for_it(state, kind, verdict, now_ms))
+
+    async def _convict(self, search: Search, transaction: Transaction, verdict: Verdict) -> Search:
+        """Take the suspect out of the way, if there is room for it in quarantine."""
+        if await self._context.store.quarantined_of(self.name) >= QUARANTINE_LIMIT:
+            return replace(search, turn=Turn.EMPTY, full=True)
+        await self.outbox.quarantine(transaction, verdict.reason)
+        return search.acquitted()
+
+    def _wait_for_it(
+        self, state: ServerState, kind: Kind, verdict: Verdict, now_ms: int
+    ) -> ServerState:
+        """When the search goes on: a few steps in a row at once, others after a growing wait (I5).
+
+        An answer to an item of this kind begins that anew.
+        """
+        search = state.search(kind)
+        assert search is not None
+        if search.at_once:
+            self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
+            return state
+        if sum(each.quick for each in state.searches) < QUICK_ATTEMPTS:
+            self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
+            # Waits have not begun to grow by it.
+            state = replace(state, failures=state.failures - 1)
+            return state.with_search(kind, replace(search.hastened(), quick=search.quick + 1))
+        since = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
+        rng = self._context.outside.random
+        wait_s = failure.wait_s(self.policy.backoff, since, verdict, now_ms, rng)
+        return state.with_search(kind, search.waiting(now_ms, wait_s))
+
+    async def _reform(self, transaction: Transaction, state: ServerState) -> None:
+        """Give this transaction up for another one."""
+        self.state = replace(state, stubborn=0, stubborn_since_ms=None)
         # On record before another id may follow this one (I3).
         await self._save_state()
         await self._thaw_out(transaction)

@@ -22,8 +22,9 @@ from fedsender.config import Policy
 from fedsender.matrix import matches
 from fedsender.sender.admission import Pace
 from fedsender.sender.context import Context
-from fedsender.sender.destination import Destination
+from fedsender.sender.destination import LEAVE_AFTER_S, Destination
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake
+from fedsender.sender.suspicion import Kind
 from fedsender.store.records import Lagging
 
 log = structlog.get_logger()
@@ -151,7 +152,12 @@ class Book:
     # --- Who becomes active -----------------------------------------------------------------------
 
     def reach(
-        self, server: str, *, level: bool = True, though_behind: bool = False
+        self,
+        server: str,
+        *,
+        level: bool = True,
+        though_behind: bool = False,
+        kind: Kind | None = None,
     ) -> Destination | None:
         """Its object, made if it has none: the one place that activates. None: not now.
 
@@ -161,17 +167,19 @@ class Book:
             level: the database owes it nothing that will not be offered. Nobody can say so while
                 the book is not complete.
             though_behind: its time has come, or somebody says so.
+            kind: what has just come for it.
         """
         destination = self.active.get(server)
         if destination is not None:
             return destination
-        if self.draining or (server in self._behind and not though_behind):
+        behind = server in self._behind
+        if self.draining or (behind and not (though_behind or self._goes_on(server, kind))):
             return None
         if not self.policies.may_send_to(server):
             return None
         self._behind.pop(server, None)
         policy, state = self.policies.policy_for(server), self.state_of(server)
-        level = level and self.complete.is_set()
+        level = level and not behind and self.complete.is_set()
         destination = Destination(server, policy, self._context, state, level=level)
         left = self.unsaved.pop(server, None)
         destination.frozen = None if left is None else left.frozen
@@ -179,6 +187,15 @@ class Book:
         self._neighbour.entered(destination)
         self._nursery.start_soon(self._supervise, destination, name=f"destination {server}")
         return destination
+
+    def _goes_on(self, server: str, kind: Kind | None) -> bool:
+        """Whether only a search for a poisonous item waits, and items of this kind need not."""
+        state, now_ms = self.state_of(server), self._context.outside.now_ms()
+        if kind is None or self._behind[server] == NEVER or not state.searches:
+            return False
+        search = state.search(kind)
+        wait_s = 0.0 if search is None or search.alone else search.wait_s(now_ms)
+        return max(wait_s, state.wait_s(now_ms)) <= LEAVE_AFTER_S
 
     def wake(self, server: str, *, by_admin: bool) -> bool:
         """Try it now; False: it owes nothing, is held, or was woken too often lately (I5)."""
@@ -190,7 +207,7 @@ class Book:
             return destination.wake(by_admin=by_admin)
         if server not in self._behind or not self.policies.may_send_to(server):
             return False
-        if not state.healthy and not by_admin:
+        if not by_admin and (state.searches or not state.healthy):
             state, granted = take_wake(state, self._context.outside.now_ms())
             self._states[server] = state
             if not granted:
@@ -216,6 +233,7 @@ class Book:
         """Nothing is owed to it, and nothing known of it."""
         self._behind.pop(server, None)
         self._states.pop(server, None)
+        self._context.note(ServerState(server))
         self.unsaved.pop(server, None)
         self._frozen.discard(server)
 
@@ -336,6 +354,8 @@ class Book:
         """
         self._states.update(states)
         self._frozen.update(frozen)
+        for state in states.values():
+            self._context.note(state)
 
     def open_with(
         self,

@@ -59,7 +59,8 @@ class CatchUp:
     Attributes:
         floor: F.
         newest_only: LSSO was unknown when we took over, so that nothing says where gaps begin.
-        refused: events in quarantine for this destination: they are passed over.
+        refused: events in quarantine for this destination, or answered out of turn: they are passed
+            over.
         whole: gaps are sent whole whatever their size: memory gave up, but the server is well.
         answered: room -> stream ordering up to which this catch-up was answered there.
         gap_events: how many events make a small gap.
@@ -99,6 +100,46 @@ class CatchUp:
             return "some"
         draft.lsso = owed[-1][1]
         return "all"
+
+    async def fill_suspect(self, draft: Draft, lsso: int, room_id: str) -> None:
+        """Put in what comes next in this room, if the draft is for it; it has room for one."""
+        while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE):
+            lsso = owed[-1][1]
+            value = dict(owed).get(room_id)
+            if value is not None:
+                await self._fill_one(draft, room_id, value)
+                return
+
+    async def fill_witness(self, draft: Draft, lsso: int, room_id: str, place: int) -> None:
+        """Put in one event that the draft is for: of another room what comes next there; else one
+        of this room behind this place, which may be out of turn."""
+        here: int | None = None
+        while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE):
+            lsso = owed[-1][1]
+            for each, value in owed:
+                if each == room_id:
+                    here = value
+                elif await self._fill_one(draft, each, value):
+                    return
+        answered = max(self.floor, self.answered.get(room_id, self.floor))
+        after = max(place, answered)
+        if here is None or after >= here:
+            return
+        rows = await self.homeserver.room_events(room_id, after, here, SCAN)
+        for number, one in enumerate(_one_by_one(await self._ours(rows), rows, after)):
+            if not draft.is_for(one.pdu.event_id):
+                continue
+            in_turn = number == 0 and after == answered
+            draft.add_pdu(one if in_turn else Outgoing(one.pdu, "witness"))
+            if in_turn:
+                draft.rooms_done[room_id] = one.pdu.stream_ordering
+            return
+
+    async def _fill_one(self, draft: Draft, room_id: str, value: int) -> bool:
+        await self._fill_room(draft, room_id, value)
+        if draft.pdus and not draft.is_for(draft.pdus[0].pdu.event_id):
+            draft.drop_catch_up()
+        return bool(draft.pdus)
 
     async def _fill_room(self, draft: Draft, room_id: str, value: int) -> bool:
         """Put one room's gap into the draft; whether the room is done once that is answered."""

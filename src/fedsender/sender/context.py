@@ -9,6 +9,7 @@ from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission
+from fedsender.sender.failure import ServerState
 from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.sender.under_way import UnderWay
@@ -37,6 +38,7 @@ class Context:
         request_timeout: seconds for one transaction, unless the destination's policy says other.
         device_lists: up to where rows of device lists may be read.
         window: what stands in queues.
+        full: servers with no room in quarantine for an item that is convicted.
         troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
     """
 
@@ -61,7 +63,15 @@ class Context:
     ids: TransactionIds
     announcer: Announcer
     window: Window
+    full: set[str] = field(default_factory=set)
     troubles: dict[str, float] = field(default_factory=dict)
+
+    def note(self, state: ServerState) -> None:
+        """This is known of a server now."""
+        if any(search.full for search in state.searches):
+            self.full.add(state.destination)
+        else:
+            self.full.discard(state.destination)
 
 
 class Phase(Enum):

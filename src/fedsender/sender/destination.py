@@ -6,6 +6,7 @@ between the last look at what may be sent and the freezing of the transaction (I
 decision to leave and the book's striking it out (in `book.py`).
 """
 
+import math
 from dataclasses import replace
 
 import trio
@@ -19,6 +20,7 @@ from fedsender.sender.aftermath import Aftermath
 from fedsender.sender.context import Announcer, Context, Phase
 from fedsender.sender.exchange import Exchange
 from fedsender.sender.failure import Outcome, ServerState, Verdict
+from fedsender.sender.suspicion import Kind, Search, Turn
 from fedsender.sender.transaction import Draft, Transaction, envelope_bytes, freeze
 
 __all__ = ["Announcer", "Context", "Destination", "Phase"]
@@ -44,6 +46,7 @@ class Destination(Aftermath):
         self._exchange = Exchange()
         self._leave = context.admission.leave(name)
         self._before = self.phase
+        self._last_kind = Kind.PDUS
         self._draining = False
 
     # --- What others may do: synchronous, and safe at any moment ----------------------------------
@@ -51,9 +54,10 @@ class Destination(Aftermath):
     def wake(self, *, by_admin: bool = False) -> bool:
         """Try now instead of later; False if this server was woken too often lately (I5)."""
         granted = True
-        if not self.state.healthy and not by_admin:
+        if not by_admin and (self.state.searches or not self.state.healthy):
             self.state, granted = failure.take_wake(self.state, self._context.outside.now_ms())
         if granted:
+            self.state = self.state.hastened()
             self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
             self._woken.set()
             self._leave.hasten()
@@ -162,19 +166,21 @@ class Destination(Aftermath):
                 return False
             now = trio.current_time()
             self.outbox.expire()
-            something = self.owes or self.outbox.edus_waiting > 0
             not_before = max(self._not_before, self._context.admission.gate.frozen_until)
-            if something and not_before <= now:
+            due = max(self._due, not_before)
+            if due <= now:
                 return True
-            if something and not_before > now + LEAVE_AFTER_S:
+            if not_before > now + LEAVE_AFTER_S and due < math.inf:
                 return False
             idle_until = now + self._context.sending.idle_destination
-            self._in_phase(Phase.WAITING if something else Phase.IDLE)
+            self._in_phase(Phase.IDLE if due == math.inf else Phase.WAITING)
             if not_before > now + PUT_AWAY_AFTER_S:
                 self._put_away()
-            with trio.move_on_at(not_before if something else idle_until) as slept:
+            # Through a long wait of a search, what is not concerned by it may still come.
+            leaves = due > now + LEAVE_AFTER_S
+            with trio.move_on_at(idle_until if leaves else due) as slept:
                 await self._woken.wait()
-            if slept.cancelled_caught and not something and not self._woken.is_set():
+            if slept.cancelled_caught and leaves and not self._woken.is_set():
                 return False
             self._woken = trio.Event()
 
@@ -214,7 +220,7 @@ class Destination(Aftermath):
             await self._coalesce()
             draft = await self._fill()
             self._leave.hurried = False
-            if draft.empty and self.state.isolating != 0:
+            if draft.empty and not draft.asks:
                 await self.outbox.note_progress(draft)
                 return None
             # No await between the filling and this line: what may be sent was judged there.
@@ -271,15 +277,64 @@ class Destination(Aftermath):
 
     async def _fill(self) -> Draft:
         """What goes next, keys first. Ephemeral EDUs take what room is left."""
+        draft = self._draft()
+        if not self.state.searches:
+            await self.outbox.fill(draft, self.policy)
+            return draft
+        kinds = [kind for kind in Kind if self._due_with(kind) <= trio.current_time()]
+        # Neither kind keeps the other from its turn.
+        for kind in sorted(kinds, key=lambda kind: kind is self._last_kind):
+            self._last_kind = kind
+            draft = await self._fill_with(kind)
+            if draft.asks or not draft.empty:
+                break
+        return draft
+
+    async def _fill_with(self, kind: Kind) -> Draft:
+        """What goes next of one kind while there is a search."""
+        while True:
+            draft = self._draft()
+            if kind is Kind.PDUS:
+                draft.max_edus = 0
+            else:
+                draft.max_pdus = 0
+            search = self.state.search(kind)
+            draft.max_items = None if search is None else search.limit
+            draft.asks = search is not None and search.asks
+            if draft.asks:
+                return draft
+            if search is None or search.suspect is None:
+                await self.outbox.fill(draft, self.policy)
+                return draft
+            await self._fill_alone(draft, kind, search)
+            if not draft.empty:
+                return draft
+            search = search.none_there(self._context.outside.random)
+            self.state = self.state.with_search(kind, search)
+
+    async def _fill_alone(self, draft: Draft, kind: Kind, search: Search) -> None:
+        """The suspect, or a witness."""
+        if kind is Kind.PDUS:
+            await self.outbox.fill_alone(draft, self.policy, search)
+        elif search.turn is Turn.AGAIN:
+            draft.edus += [self._witness] if self._witness is not None else []
+        else:
+            # Memory may have been told that all that waits there was seen.
+            self.outbox.owe_keys()
+            if search.turn is Turn.SUSPECT:
+                draft.only = search.suspect
+            else:
+                self._new_edus = False
+                draft.without = {str(search.suspect), *search.refused}
+            await self.outbox.fill(draft, self.policy)
+
+    def _draft(self) -> Draft:
         max_bytes = self._leave.body_bytes(self.policy.max_transaction_bytes)
-        draft = Draft(
+        return Draft(
             max_pdus=self.policy.max_pdus,
             max_edus=self.policy.max_edus,
             max_bytes=max_bytes - envelope_bytes(self._context.origin),
-            max_items=self.state.isolating,
         )
-        await self.outbox.fill(draft, self.policy)
-        return draft
 
     def _freeze(self, draft: Draft) -> Transaction:
         return freeze(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
+from fedsender.sender.suspicion import Kind, Search
+
 DAY_MS = 86_400_000
 MIN_GAP_SECONDS = 1.0
 """No attempt starts sooner than this after a failed one (I5)."""
@@ -156,7 +158,7 @@ class ServerState:
         stubborn, stubborn_since_ms: failures of this streak that may be the content's fault.
         wake_tokens, wake_tokens_ms: wakes left in this server's bucket, and when that was so.
         shared_interval_ms: the interval last written to the homeserver's backoff columns.
-        isolating: items per transaction while a poisonous one is looked for; None: no limit.
+        pdu_search, edu_search: the search for a poisonous item; None: there is none.
         paused: an operator's reason; None: not paused.
         parked: why nothing is tried until somebody says so; None: not parked.
     """
@@ -174,7 +176,8 @@ class ServerState:
     wake_tokens: float = WAKE_TOKENS
     wake_tokens_ms: int = 0
     shared_interval_ms: int = 0
-    isolating: int | None = None
+    pdu_search: Search | None = None
+    edu_search: Search | None = None
     paused: str | None = None
     parked: str | None = None
 
@@ -192,6 +195,35 @@ class ServerState:
     def healthy(self) -> bool:
         """Whether the last attempt was answered (or none was made yet)."""
         return self.failing_since_ms is None
+
+    def search(self, kind: Kind) -> Search | None:
+        """The search among the items of this kind."""
+        return self.pdu_search if kind is Kind.PDUS else self.edu_search
+
+    def with_search(self, kind: Kind, search: Search | None) -> "ServerState":
+        """The same, with this search."""
+        if kind is Kind.PDUS:
+            return replace(self, pdu_search=search)
+        return replace(self, edu_search=search)
+
+    @property
+    def searches(self) -> list[Search]:
+        """The searches under way. While there is one, no transaction has PDUs and EDUs."""
+        both = (self.pdu_search, self.edu_search)
+        return [search for search in both if search is not None and search.active]
+
+    @property
+    def isolating(self) -> int | None:
+        """The most items in a transaction while there is a search; None: there is none."""
+        limits = [search.limit for search in self.searches if search.limit is not None]
+        return min(limits, default=None)
+
+    def hastened(self) -> "ServerState":
+        """No search need wait."""
+        pdus, edus = self.pdu_search, self.edu_search
+        return replace(
+            self, pdu_search=pdus and pdus.hastened(), edu_search=edus and edus.hastened()
+        )
 
 
 def well_lately(state: ServerState, now_ms: int) -> bool:
@@ -289,20 +321,25 @@ def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
     )
 
 
-def content_is_suspect(state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int) -> bool:
+def content_is_suspect(
+    state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int, searching: bool = False
+) -> bool:
     """Whether this failure may be the content's fault by what is known without asking the server.
 
     `Isolate.IF_STUBBORN` wants one question more: whether the server's version endpoint answers.
+
+    Args:
+        searching: the items are of a kind that is being searched already: not each step of that
+            need take as long as it took to begin.
     """
     match RULES[verdict.outcome].isolate:
         case Isolate.AT_ONCE:
             return True
         case Isolate.IF_HEALTHY:
-            return pdus > 0 and well_lately(state, now_ms)
+            return searching or (pdus > 0 and well_lately(state, now_ms))
         case Isolate.IF_STUBBORN:
             since = state.stubborn_since_ms
-            # Once the search has begun, each step need not take as long as it took to begin.
-            return bool(state.isolating and verdict.sent) or (
+            return (searching and verdict.sent) or (
                 state.stubborn >= SUSPECT_AFTER
                 and since is not None
                 and now_ms - since >= SUSPECT_AFTER_MS
@@ -311,30 +348,15 @@ def content_is_suspect(state: ServerState, verdict: Verdict, *, pdus: int, now_m
             return False
 
 
+def takes_time(verdict: Verdict) -> bool:
+    """Whether the server's version has to answer before this failure can be the content's."""
+    return RULES[verdict.outcome].isolate is Isolate.IF_STUBBORN
+
+
 def wants_probe(state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int) -> bool:
     """Whether to find out with an empty transaction if the server refuses us or our PDUs."""
     return (
         RULES[verdict.outcome].isolate is Isolate.IF_HEALTHY
         and pdus > 0
-        and not content_is_suspect(state, verdict, pdus=pdus, now_ms=now_ms)
+        and not well_lately(state, now_ms)
     )
-
-
-def more_items(isolating: int, most: int) -> int | None:
-    """How many items the next transaction may carry after one of `isolating` was answered.
-
-    Twice as many, until the limit is no limit any more (None); one, after a probe.
-    """
-    more = max(1, isolating * 2)
-    return more if more < most else None
-
-
-def fewer_items(items: int, first_suspect: int | None) -> int:
-    """How many items the next transaction may carry, after one of `items` was refused as a whole.
-
-    Half as many; or, if one is suspected before the others (a number that is no integer, in room
-    versions 1-5, which strict servers refuse), just those before it, so that it comes out alone.
-    """
-    if first_suspect is not None:
-        return max(1, first_suspect)
-    return max(1, items // 2)

@@ -42,6 +42,7 @@ class Intake:
             level=level,
         )
         self._woken = trio.Event()
+        self._new_edus = False
         if not level:
             # Whatever waits in a database; the hints were for the object that was here before.
             self.owe_redeliveries()
@@ -57,6 +58,10 @@ class Intake:
         self.outbox.spill(healthy=self.state.healthy)
         self._woken.set()
 
+    def _edu_came(self) -> None:
+        self._new_edus = True
+        self._woken.set()
+
     def owe_keys(self) -> None:
         """There may be to-device messages, or device lists, for it in the database."""
         self.owe_to_device()
@@ -66,32 +71,32 @@ class Intake:
         """There are to-device messages for it in the database."""
         if self.policy.edus.to_device:
             self.outbox.owe_to_device()
-            self._woken.set()
+            self._edu_came()
 
     def owe_device_lists(self) -> None:
         """There are changed devices or keys for it in the database."""
         if self.policy.edus.device_lists:
             self.outbox.owe_device_lists()
-            self._woken.set()
+            self._edu_came()
 
     def put_receipt(self, receipt: Receipt) -> None:
         """One of our users has read something that it is to hear of."""
         if self.policy.edus.receipts:
             self.outbox.receipts.put(receipt)
-            self._woken.set()
+            self._edu_came()
 
     def put_typing(self, typing: Typing) -> None:
         """One of our users types, or has stopped. Not worth a retry."""
         if self.policy.edus.typing and self.state.healthy:
             self.outbox.put_edu(typing.key, TYPING, typing.content(), lifetime_s=TYPING_LIFETIME_S)
-            self._woken.set()
+            self._edu_came()
 
     def put_presence(self, state: PresenceState) -> None:
         """It is to hear how present one of our users is."""
         if self.policy.edus.presence:
             expires_at = trio.current_time() + PRESENCE_LIFETIME_S
             self.outbox.presence.put(state, expires_at=expires_at)
-            self._woken.set()
+            self._edu_came()
 
     def put_edu(self, key: Key, edu_type: str, content: Mapping[str, Any]) -> None:
         """Send this EDU, unless a newer one of the same key replaces it or it grows too old.
@@ -100,7 +105,7 @@ class Intake:
             ValueError: its content has no canonical form.
         """
         self.outbox.put_edu(key, edu_type, content, lifetime_s=PRESENCE_LIFETIME_S)
-        self._woken.set()
+        self._edu_came()
 
     def owe_redeliveries(self) -> None:
         """There are events to send it again."""

@@ -10,7 +10,7 @@ nothing was offered since, and the switch to level (else a PDU falls between the
 queue); and, in the destination, between `fill` and the freezing of what it filled (I6).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
@@ -20,7 +20,8 @@ from fedsender.sender.catch_up import CatchUp
 from fedsender.sender.edus.receipts import fill_page
 from fedsender.sender.lanes import Lanes
 from fedsender.sender.queue import PduQueue
-from fedsender.sender.routing import Bad, Router
+from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.suspicion import Search, Turn
 from fedsender.sender.transaction import Draft, Outgoing, Transaction
 from fedsender.sender.window import Window
 from fedsender.store.edus import EduStore
@@ -80,6 +81,8 @@ class Outbox(Lanes):
         self._spilled_in_health = False
         # Offers and spills, counted: what a question to the database may not know of yet.
         self._news = 0
+        self._news_seen = 0
+        self._ahead: set[str] = set()
         self._catch_up: CatchUp | None = None
 
     # --- Taking in: synchronous -------------------------------------------------------------------
@@ -107,25 +110,46 @@ class Outbox(Lanes):
     @property
     def owes(self) -> bool:
         """Whether anything durable is left to send."""
-        waiting = not self.level or len(self.queue) > 0
-        keys = self._owes_to_device or self._owes_device_lists
         receipts = len(self.receipts) > 0 or self.receipts.debt is not None
-        return waiting or keys or self._owes_redeliveries or receipts
+        return self.owes_pdus or self._owes_to_device or self._owes_device_lists or receipts
+
+    @property
+    def owes_pdus(self) -> bool:
+        """Whether any PDU is left to send."""
+        return not self.level or len(self.queue) > 0 or self._owes_redeliveries
+
+    @property
+    def has_edus(self) -> bool:
+        """Whether there is any EDU to send, as far as memory knows."""
+        debt = self.receipts.debt is not None
+        return self._owes_to_device or self._owes_device_lists or debt or self.edus_waiting > 0
+
+    @property
+    def has_new_pdus(self) -> bool:
+        """Whether PDUs were offered since another one than the suspect was last looked for."""
+        return self._news != self._news_seen
+
+    def sent_ahead(self, event_ids: Iterable[str]) -> None:
+        """These were answered out of turn."""
+        self._ahead.update(event_ids)
+        if self._catch_up is not None:
+            self._catch_up.refused |= self._ahead
 
     # --- Filling a transaction --------------------------------------------------------------------
 
     async def fill(self, draft: Draft, policy: Policy) -> None:
         """Put in what goes next, keys first; ephemeral EDUs take what room is left."""
-        if self._owes_to_device:
+        pdus, edus = draft.max_pdus > 0, draft.max_edus > 0
+        if edus and self._owes_to_device:
             await self._fill_to_device(draft, policy)
-        if self._owes_device_lists:
+        if edus and self._owes_device_lists:
             await self._fill_device_lists(draft, policy)
-        if self._owes_redeliveries:
+        if pdus and self._owes_redeliveries:
             await self._fill_redeliveries(draft)
         page: tuple[list[Receipt], int] | None = None
-        if self.receipts.debt is not None:
+        if edus and self.receipts.debt is not None:
             page = await self._owed_receipts(policy)
-        if not self.level:
+        if pdus and not self.level:
             await self._fill_owed(draft, policy)
         if self.level:
             self.queue.fill(draft)
@@ -136,6 +160,36 @@ class Outbox(Lanes):
         self.receipts.fill(draft)
         self.ephemeral.fill(draft)
         self.presence.fill(draft, self._now_ms())
+
+    async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
+        """Put in the one PDU whose turn it is in this search, if there is one; there is a suspect.
+
+        All that is owed is in the database, and from now on it is read there.
+        """
+        if self.level:
+            self.spill(healthy=True)
+        catch_up = await self._at_catch_up(policy)
+        if not catch_up.on_record:
+            await self._put_on_record(catch_up)
+        assert self.lsso is not None
+        if search.turn is Turn.SUSPECT:
+            draft.only = search.suspect
+            if self._owes_redeliveries:
+                await self._fill_redeliveries(draft)
+            if draft.empty:
+                await catch_up.fill_suspect(draft, self.lsso, search.room_id)
+        elif search.turn is Turn.WITNESS:
+            self._news_seen = self._news
+            draft.without = {str(search.suspect), *search.witnesses, *search.refused}
+            await catch_up.fill_witness(draft, self.lsso, search.room_id, search.place)
+            if draft.empty and self._owes_redeliveries:
+                await self._fill_redeliveries(draft)
+        else:
+            event_id = search.witnesses[0]
+            item = (await self._router.load([event_id])).get(event_id)
+            if isinstance(item, Routed) and self.destination in item.servers:
+                draft.add_pdu(Outgoing(item.pdu, "witness"))
+        await self._quarantine_stuck(catch_up)
 
     async def _fill_redeliveries(self, draft: Draft) -> None:
         self._owes_redeliveries = False
@@ -153,7 +207,7 @@ class Outbox(Lanes):
                 dropped.append(event_id)
             elif item is None or self.destination not in item.servers:
                 dropped.append(event_id)
-            elif not draft.add_pdu(Outgoing(item.pdu, "redelivery")):
+            elif draft.is_for(event_id) and not draft.add_pdu(Outgoing(item.pdu, "redelivery")):
                 break
         if dropped:
             log.info("not redelivered: not for it", destination=self.destination, n=len(dropped))
@@ -161,8 +215,7 @@ class Outbox(Lanes):
 
     async def _fill_owed(self, draft: Draft, policy: Policy) -> None:
         """What the database owes; if that is nothing, become level."""
-        catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
-        catch_up.gap_events = policy.catch_up_gap_events
+        catch_up = await self._at_catch_up(policy)
         news = self._news
         assert self.lsso is not None
         found = await catch_up.fill(draft, self.lsso)
@@ -171,11 +224,19 @@ class Outbox(Lanes):
             # Who may see it is judged when it is sent (I6), and writing takes time.
             draft.drop_catch_up()
             found = await catch_up.fill(draft, self.lsso)
+        await self._quarantine_stuck(catch_up)
+        if found == "nothing":
+            await self._end_catch_up(news)
+
+    async def _at_catch_up(self, policy: Policy) -> CatchUp:
+        catch_up = self._catch_up = self._catch_up or await self._begin_catch_up()
+        catch_up.gap_events = policy.catch_up_gap_events
+        return catch_up
+
+    async def _quarantine_stuck(self, catch_up: CatchUp) -> None:
         for bad in list(catch_up.stuck.values()):
             await self.quarantine_pdu(bad)
             del catch_up.stuck[bad.event_id]
-        if found == "nothing":
-            await self._end_catch_up(news)
 
     async def caught_up(self) -> bool:
         """Become level if a catch-up under way finds nothing more owed; whether it did."""
@@ -196,6 +257,7 @@ class Outbox(Lanes):
         if self._news == news:
             self.level = True
             self._spilled_in_health = False
+            self._ahead.clear()
 
     async def _begin_catch_up(self) -> CatchUp:
         """Go on with the catch-up on record, or begin one at the present LSSO."""
@@ -216,7 +278,7 @@ class Outbox(Lanes):
             floor,
             newest_only,
             gap_events=0,
-            refused=set(await self._store.quarantined_events(name)),
+            refused=set(await self._store.quarantined_events(name)) | self._ahead,
             whole=self._spilled_in_health,
             answered=answered,
             on_record=record is not None,

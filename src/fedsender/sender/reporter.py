@@ -109,9 +109,10 @@ class Reporter:
             metrics.sent_edus_by_type.labels(edu_type).inc(count)
 
     def failed(self, state: ServerState, verdict: Verdict, retry_in_s: float) -> None:
-        """An attempt has failed; loud at first, then hardly ever."""
+        """An attempt has failed; loud at first, then hardly ever, nor at the steps of a search."""
+        loud = not state.searches and state.failures in (1, 10)
         log.log(
-            30 if state.failures == 3 else 20 if state.failures in (1, 10) else 10,
+            30 if state.failures == 3 else 20 if loud else 10,
             "attempt failed",
             destination=self._destination,
             outcome=verdict.outcome.value,

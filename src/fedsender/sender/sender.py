@@ -25,6 +25,7 @@ from fedsender.sender.fan_out import FanOut, Had
 from fedsender.sender.keep_going import attempted, keep_going
 from fedsender.sender.repairs import Refusal, Repairs
 from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.suspicion import Kind
 from fedsender.sender.takeover import hand_over, take_over
 from fedsender.sender.transaction import TransactionIds
 from fedsender.sender.under_way import open_under_way
@@ -87,7 +88,7 @@ class Sender:
 
     def offer(self, server: str, pdu: Pdu) -> None:
         """This server is owed the PDU, durably. Never waits."""
-        destination = self.book.reach(server)
+        destination = self.book.reach(server, kind=Kind.PDUS)
         if destination is not None:
             destination.offer(pdu)
         elif not self._policies.may_send_to(server):
@@ -200,7 +201,7 @@ class Sender:
         """Its object, to put something into its outbox. None: not now, or not at all."""
         if not self._policies.may_send_to(server):
             return None
-        return self.book.reach(server)
+        return self.book.reach(server, kind=Kind.EDUS)
 
     # --- The operator's side ----------------------------------------------------------------------
 

@@ -1,98 +1,310 @@
-"""Whose fault is it? What a refused transaction makes of its content, step by step.
+"""Whose fault is it? The search for an item that makes a server refuse what it is sent.
 
-A server that refuses a transaction may mean one item in it, all of it, or us. Half as many items
-are tried, then half of those, until one is left. That one is quarantined only if the server has
-just answered an empty transaction: a proxy that refuses everything, or anything once, proves
-nothing about what it refuses.
+A server that refuses a transaction may mean one item in it, all of it, or us. PDUs and EDUs are
+searched apart, so that those of one kind go on while the others are at a stop. Half as many items
+are tried, then half of those, until one is left: the *suspect*. It is held: it stays owed.
+
+That it was refused alone proves nothing: a broken proxy refuses everything, and one of two backends
+half of it. A *witness* is another item of that kind that is answered when it is sent alone. Once
+there is one, lots are drawn for what goes next, the suspect or a witness: up to 10 different ones,
+then those again that were answered. If the server does not look at what it refuses, whatever it
+goes by (chance, turns, the time of day), it is the lots that decide who meets its refusals; and the
+suspect is convicted when they hardly ever would have had it meet as many. An answer acquits it.
+
+If no witness is answered the server is at fault. Then after each wait, which grows, the suspect is
+tried, or first an empty transaction: once that is answered the suspect and one witness.
+
+All here is pure: a `Search` and what happened make another `Search`.
 """
 
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, StrEnum
+from math import comb
+from random import Random
+from typing import Any
 
-from fedsender.config.policy import QUICK_ATTEMPTS
-from fedsender.sender import failure
-from fedsender.sender.failure import Isolate, Outcome, ServerState, Verdict
-from fedsender.sender.transaction import Transaction
+WITNESSES = 10
+"""So many other items are tried before those that were answered are sent again."""
+CHANCE = 1e-5
+"""A suspect is convicted when so few of all lots would have had it fail each time it was sent. If
+all witnesses are answered that takes about ten failures of it."""
+AHEAD = 100
+"""So many witnesses that were answered out of turn are remembered; others would be sent again."""
 
-PROBE_HOLDS_MS = 60_000
-"""So long after it was answered, an empty transaction speaks for the server."""
+
+class Kind(Enum):
+    """What is searched apart."""
+
+    PDUS = "PDU"
+    EDUS = "EDU"
+
+    @property
+    def other(self) -> "Kind":
+        """The other one."""
+        return Kind.EDUS if self is Kind.PDUS else Kind.PDUS
 
 
-class Next(Enum):
-    """What becomes of a transaction that may have arrived and was not answered."""
+class Turn(StrEnum):
+    """What goes next while there is a suspect."""
 
-    REPEAT = "the same again"
-    REFORM = "another one in its place, with fewer items"
-    QUARANTINE = "its single item is taken out of the way"
+    WITNESS = "another item"
+    AGAIN = "another item that was answered before"
+    EMPTY = "an empty transaction"
+    SUSPECT = "the suspect"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What comes next; `items`: with REFORM, how many items the other one may have; 0: a probe."""
+class Item:
+    """What a search knows of a PDU or EDU.
 
-    next: Next
-    items: int = 0
-    isolates: bool = False
+    Attributes:
+        mark: a PDU's event id; of an EDU, what stays the same when it is made anew.
+        room_id, place: a PDU's room, and the stream ordering behind which others of it are owed.
+    """
+
+    mark: str
+    room_id: str = ""
+    place: int = 0
 
 
-REPEAT = Step(Next.REPEAT)
-PROBE = Step(Next.REFORM, 0)
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The search among the PDUs, or among the EDUs, of one server; times in ms since the epoch.
+
+    Attributes:
+        limit: items in one transaction; 0: none until the server has answered without any; None:
+            as many as ever, the search is over, and only `ahead` is still of use.
+        quick: refusals of the search that no wait followed, since something was answered.
+        waits, since_ms: refusals that a wait followed, and since when.
+        set_ms, next_ms: when the last wait was set, and when it ends; None: there is none.
+        suspect: its mark; None: there is more than one item that may be it.
+        room_id, place: with a suspected PDU, where it stands.
+        turn: what goes next.
+        drawn: a lot has decided that.
+        failures: of the suspect, when a lot had it go.
+        answers, refusals: of witnesses, when a lot had them go.
+        witnesses: marks of those that were answered, for this suspect or the one before it.
+        refused: marks of those that were refused.
+        at_fault: none of the witnesses was answered.
+        asked: it has just answered an empty transaction.
+        alone: there was no other item; the next one that comes is tried at once.
+        full: the suspect is convicted, and there is no room for it in quarantine.
+        ahead: PDUs that were answered out of turn, as witnesses, and must not be sent again.
+    """
+
+    limit: int | None
+    quick: int = 0
+    waits: int = 0
+    since_ms: int | None = None
+    set_ms: int | None = None
+    next_ms: int | None = None
+    suspect: str | None = None
+    room_id: str = ""
+    place: int = 0
+    turn: Turn = Turn.WITNESS
+    drawn: bool = False
+    failures: int = 0
+    answers: int = 0
+    refusals: int = 0
+    witnesses: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    at_fault: bool = False
+    asked: bool = False
+    alone: bool = False
+    full: bool = False
+    ahead: tuple[str, ...] = ()
+
+    @property
+    def active(self) -> bool:
+        """Whether it is still under way."""
+        return self.limit is not None
+
+    @property
+    def asks(self) -> bool:
+        """Whether an empty transaction goes next."""
+        return self.limit == 0 or (self.suspect is not None and self.turn is Turn.EMPTY)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether what goes next need not wait, because the server has just answered."""
+        return self.asked and self.turn is Turn.WITNESS
+
+    @property
+    def convicted(self) -> bool:
+        """Whether the suspect is to be taken out of the way.
+
+        Of all ways to deal the lots, the share that has only refusals for the suspect.
+        """
+        refused = self.failures + self.refusals
+        ways = comb(refused + self.answers, self.failures)
+        return comb(refused, self.failures) < CHANCE * ways
+
+    def wait_s(self, now_ms: int) -> float:
+        """Seconds until an item of this kind may go, and never longer than was meant."""
+        if self.next_ms is None or self.set_ms is None:
+            return 0.0
+        return min(max(0, self.next_ms - now_ms), self.next_ms - self.set_ms) / 1000
+
+    def waiting(self, now_ms: int, wait_s: float) -> "Search":
+        """It goes on after this wait, in seconds."""
+        since_ms = now_ms if self.since_ms is None else self.since_ms
+        return replace(
+            self,
+            waits=self.waits + 1,
+            since_ms=since_ms,
+            set_ms=now_ms,
+            next_ms=now_ms + int(wait_s * 1000),
+        )
+
+    def hastened(self) -> "Search":
+        """It need not wait."""
+        return replace(self, set_ms=None, next_ms=None)
+
+    # --- What happens -----------------------------------------------------------------------------
+
+    def lives(self) -> "Search":
+        """The server has answered a transaction without any items of this kind."""
+        search = replace(self, limit=1) if self.limit == 0 else self
+        return replace(search, turn=Turn.SUSPECT, asked=search.at_fault) if search.asks else search
+
+    def answered(
+        self, marks: Sequence[str], most: int, rng: Random, *, out_of_turn: bool = False
+    ) -> "Search | None":
+        """Items of this kind were answered; None: the search is over.
+
+        Args:
+            most: so many items are a transaction without a limit.
+            rng: for the lots.
+            out_of_turn: they are not to be sent again when their turn comes.
+        """
+        ahead = self.ahead + tuple(mark for mark in marks if mark not in self.ahead)
+        search = replace(
+            self.hastened(),
+            quick=0,
+            waits=0,
+            since_ms=None,
+            alone=False,
+            ahead=ahead[-AHEAD:] if out_of_turn else self.ahead,
+        )
+        if self.suspect is None:
+            return search._grown(most)
+        if self.suspect in marks:
+            return search.acquitted()._grown(most)
+        others = (mark for mark in self.witnesses if mark not in marks)
+        return replace(
+            search,
+            at_fault=False,
+            asked=False,
+            answers=self.answers + self.drawn,
+            witnesses=(*others, *marks),
+        )._next(rng)
+
+    def _grown(self, most: int) -> "Search | None":
+        limit = more_items(self.limit, most)
+        over = limit is None and not self.ahead
+        return None if over else replace(self, limit=limit, refused=())
+
+    def acquitted(self) -> "Search":
+        """There is no suspect: it was answered, or is gone, or is in quarantine."""
+        return Search(
+            limit=1,
+            quick=self.quick,
+            waits=self.waits,
+            since_ms=self.since_ms,
+            # The next suspect may be right behind: the same witnesses speak for the server.
+            witnesses=self.witnesses,
+            refused=self.refused,
+            ahead=self.ahead,
+        )
+
+    def level(self) -> "Search | None":
+        """What was answered out of turn, its turn is past."""
+        return replace(self, ahead=()) if self.active else None
+
+    def refused_together(self, items: int, first_suspect: int | None) -> "Search":
+        """Several items were refused as a whole: fewer are tried."""
+        return replace(self, limit=fewer_items(items, first_suspect))
+
+    def refused_alone(self, item: Item, rng: Random) -> "Search":
+        """One item was refused."""
+        if self.suspect is None:
+            return replace(
+                self.acquitted(),
+                suspect=item.mark,
+                room_id=item.room_id,
+                place=item.place,
+                refused=tuple(mark for mark in self.refused if mark != item.mark),
+            )._next(rng)
+        if item.mark == self.suspect:
+            return replace(self, failures=self.failures + self.drawn)._next(rng)
+        search = replace(self, refusals=self.refusals + self.drawn, alone=False)
+        if item.mark in self.witnesses:
+            others = (mark for mark in self.witnesses if mark != item.mark)
+            search = replace(search, witnesses=(*others, item.mark))
+        elif item.mark not in self.refused:
+            search = replace(search, refused=(*self.refused, item.mark))
+        return search._again(rng) if self.at_fault else search._next(rng)
+
+    def _again(self, rng: Random) -> "Search":
+        """After the next wait; by lot, because a server may refuse by turns."""
+        turn = rng.choice((Turn.EMPTY, Turn.SUSPECT))
+        return replace(self, turn=turn, drawn=False, asked=False)
+
+    def _next(self, rng: Random) -> "Search":
+        search = replace(self, drawn=False)
+        if self.full or (self.at_fault and not self.asked):
+            return self._again(rng)
+        more = self.at_fault or len(self.witnesses) + len(self.refused) < WITNESSES
+        if self.witnesses:
+            # Others may be poison, too: not more of them are tried than were found to be good.
+            fresh = more and len(self.refused) < len(self.witnesses)
+            witness = Turn.WITNESS if fresh else Turn.AGAIN
+            return replace(search, turn=rng.choice((Turn.SUSPECT, witness)), drawn=True)
+        if more:
+            return replace(search, turn=Turn.WITNESS)
+        return replace(search, at_fault=True, refused=())._again(rng)
+
+    def none_there(self, rng: Random) -> "Search":
+        """There is nothing to be sent of what would be next."""
+        if self.turn is Turn.SUSPECT:
+            return self.acquitted()
+        if self.turn is Turn.WITNESS and self.witnesses:
+            return replace(self, turn=Turn.AGAIN)
+        # Also if what was answered before can no longer be had.
+        tried = bool(self.refused) or self.turn is Turn.AGAIN
+        at_fault = tried or self.at_fault
+        search = replace(self, witnesses=(), refused=(), at_fault=at_fault, alone=not tried)
+        return search._again(rng)
 
 
-class Suspicion:
-    """One server's case."""
+def of_json(value: Mapping[str, Any] | None) -> Search | None:
+    """The search that `dataclasses.asdict` made this of."""
+    if value is None:
+        return None
+    known: dict[str, Any] = {**value, "turn": Turn(value["turn"])}
+    for name in ("witnesses", "refused", "ahead"):
+        known[name] = tuple(value[name])
+    return Search(**known)
 
-    def __init__(self) -> None:
-        self._probed_ms: int | None = None
-        self._quick = 0
 
-    def answered(self, transaction: Transaction, now_ms: int) -> None:
-        """It was answered."""
-        self._quick = 0
-        self._probed_ms = now_ms if transaction.items == 0 else None
+def more_items(limit: int | None, most: int) -> int | None:
+    """How many items the next transaction may carry after one of `limit` was answered.
 
-    def refused(
-        self,
-        transaction: Transaction,
-        state: ServerState,
-        verdict: Verdict,
-        now_ms: int,
-        *,
-        alive: bool,
-    ) -> Step:
-        """It was not; `state` has that failure in it. `alive`: the server's version answers."""
-        probed, self._probed_ms = self._probed_ms, None
-        pdus = len(transaction.pdus)
-        if failure.wants_probe(state, verdict, pdus=pdus, now_ms=now_ms):
-            return PROBE
-        suspect = self.may_be_content(transaction, state, verdict, now_ms)
-        if not suspect or (verdict.outcome is Outcome.FAILING and not alive):
-            return REPEAT
-        if transaction.items > 1:
-            fewer = failure.fewer_items(transaction.items, transaction.first_suspect)
-            return Step(Next.REFORM, fewer, isolates=True)
-        if probed is not None and 0 <= now_ms - probed <= PROBE_HOLDS_MS:
-            return Step(Next.QUARANTINE, isolates=True)
-        return Step(Next.REFORM, 0, isolates=True)
+    Twice as many, until the limit is no limit any more (None); one, after none.
+    """
+    if limit is None:
+        return None
+    more = max(1, limit * 2)
+    return more if more < most else None
 
-    def may_be_content(
-        self, transaction: Transaction, state: ServerState, verdict: Verdict, now_ms: int
-    ) -> bool:
-        """Whether this failure may be the content's fault, as far as we know by ourselves."""
-        if not transaction.items:
-            # A probe has no content; whoever rejects it rejects everything.
-            return False
-        pdus = len(transaction.pdus)
-        return failure.content_is_suspect(state, verdict, pdus=pdus, now_ms=now_ms)
 
-    def asks_version(
-        self, transaction: Transaction, state: ServerState, verdict: Verdict, now_ms: int
-    ) -> bool:
-        """Whether the server's version endpoint has to be asked before `refused`."""
-        stubborn = failure.RULES[verdict.outcome].isolate is Isolate.IF_STUBBORN
-        return stubborn and self.may_be_content(transaction, state, verdict, now_ms)
+def fewer_items(items: int, first_suspect: int | None) -> int:
+    """How many items the next transaction may carry, after one of `items` was refused as a whole.
 
-    def follows_at_once(self) -> bool:
-        """Whether the next step of the search may come at once; few may, in a row (I5)."""
-        self._quick += 1
-        return self._quick <= QUICK_ATTEMPTS
+    Half as many; or, if one is suspected before the others (a number that is no integer, in room
+    versions 1-5, which strict servers refuse), just those before it, so that it comes out alone.
+    """
+    if first_suspect is not None:
+        return max(1, first_suspect)
+    return max(1, items // 2)

@@ -4,13 +4,15 @@ A transaction is frozen the moment it is made. Its manifest says everything that
 move, so that one read back from the database after a restart settles like one still in memory.
 """
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedsender.ledger import SentPdu
 from fedsender.matrix import Pdu, canonical_json
+from fedsender.sender.suspicion import Item
 from fedsender.store.records import DevicePoke
 
 _ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'
@@ -35,10 +37,28 @@ class Edu:
     pokes: tuple[DevicePoke, ...] = ()
     keys: tuple[tuple[Key, int], ...] = ()
 
+    @property
+    def stands(self) -> bool:
+        """Whether its answer moves anything."""
+        return bool(self.outbox_ids or self.pokes or self.keys)
+
+    @property
+    def mark(self) -> str:
+        """What stays the same when it is made anew, and tells nothing of its content."""
+        what: object = self.wire
+        if self.outbox_ids:
+            what = self.outbox_ids[0]
+        elif self.pokes:
+            what = self.pokes[-1][1:]
+        elif self.keys:
+            what = self.keys[0][0]
+        return f"{self.edu_type} {hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
+
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One PDU on its way to one server, by the lane "live", "catch_up" or "redelivery"."""
+    """One PDU on its way to one server, by the lane "live", "catch_up" or "redelivery"; or
+    "witness": out of turn, to find out whose fault a refusal is (`suspicion`)."""
 
     pdu: Pdu
     lane: str
@@ -52,12 +72,22 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Draft:
-    """A transaction being filled, within the limits that the destination's policy sets."""
+    """A transaction being filled, within the limits that the destination's policy sets.
+
+    Attributes:
+        max_items: PDUs and EDUs together; None: no limit.
+        only: the mark of all that it is for; None: of anything.
+        without: marks of what it is not for.
+        asks: it is empty, to find out whether the server answers.
+    """
 
     max_pdus: int
     max_edus: int
     max_bytes: int
     max_items: int | None = None
+    only: str | None = None
+    without: Collection[str] = ()
+    asks: bool = False
     pdus: list[Outgoing] = field(default_factory=list)
     edus: list[Edu] = field(default_factory=list)
     bytes: int = 0
@@ -70,11 +100,15 @@ class Draft:
         """Whether there is nothing to send."""
         return not self.pdus and not self.edus
 
+    def is_for(self, mark: str) -> bool:
+        """Whether it is to have the item with this mark, if there is room."""
+        return self.only in (None, mark) and mark not in self.without
+
     @property
     def edu_room(self) -> int:
         """How many EDUs more are within the counts (their bytes are another matter)."""
         room = self.max_edus - len(self.edus)
-        if self.max_items is not None:
+        if self.max_items is not None and self.only is None and not self.without:
             room = min(room, self.max_items - len(self.pdus) - len(self.edus))
         return max(0, room)
 
@@ -97,9 +131,11 @@ class Draft:
     def add_edu(self, *edus: Edu, anyway: bool = False) -> bool:
         """Add the EDU, or answer False if it must wait. One alone is never too large.
 
-        Several are added together or not at all. `anyway`: it belongs to what is there, and may
-        not wait.
+        Several are added together or not at all. One that this transaction is not for is passed
+        over, and does not stop those behind it. `anyway`: it belongs to what is there.
         """
+        if (self.only or self.without) and not self.is_for(edus[0].mark):
+            return True
         size = sum(len(edu.wire) + 1 for edu in edus)
         if not anyway and (len(edus) > self.edu_room or not self._fits(size)):
             return False
@@ -142,6 +178,7 @@ class Transaction:
         rooms_done: with catch-up, room -> the stream ordering answered there.
         receipts_upto: with a debt of receipts, the stream id up to which it is paid.
         saved: whether its record is durable.
+        edu_marks: of its EDUs, one of each, once `drafted` is gone.
         answered: its answer is on record in the ledger, and in the databases as soon as they can.
         drafted: the live objects it was made of; gone after a restart, when only bytes are needed.
     """
@@ -158,6 +195,7 @@ class Transaction:
     lsso_before: int | None
     rooms_done: dict[str, int]
     frozen_ms: int
+    edu_marks: Sequence[str] = ()
     attempts: int = 0
     saved: bool = False
     answered: bool = False
@@ -170,19 +208,34 @@ class Transaction:
 
     def put_away_body(self) -> None:
         """Let go of everything but what its answer moves; its record must be durable."""
+        self.edu_marks = self._marks
         self.body, self.drafted = b"", None
 
     @property
-    def items(self) -> int:
-        """How many PDUs and EDUs it carries."""
-        return len(self.pdus) + sum(self.edu_types.values())
+    def _marks(self) -> Sequence[str]:
+        if self.drafted is None:
+            return self.edu_marks
+        edus = self.drafted.edus
+        # One that stands for nothing by itself leaves with the one before it.
+        return list(dict.fromkeys(edu.mark for edu in edus[:1] + [e for e in edus if e.stands]))
+
+    @property
+    def items(self) -> list[Item]:
+        """The EDUs and PDUs that it carries; EDUs that only leave together are one item."""
+        return [*map(Item, self._marks), *map(_item, self.pdus)]
+
+    @property
+    def items_by_kind(self) -> tuple[list[Item], list[Item]]:
+        """The EDUs; the PDUs."""
+        items, edus = self.items, len(self._marks)
+        return items[:edus], items[edus:]
 
     @property
     def first_suspect(self) -> int | None:
-        """How many items stand before the first PDU whose numbers strict servers refuse."""
+        """How many PDUs stand before the first one whose numbers strict servers refuse."""
         if self.drafted is None:
             return None
-        for before, outgoing in enumerate(self.drafted.pdus, start=len(self.drafted.edus)):
+        for before, outgoing in enumerate(self.drafted.pdus):
             if outgoing.pdu.fractional:
                 return before
         return None
@@ -192,12 +245,19 @@ class Transaction:
         return {
             "pdus": [pdu.as_json() for pdu in self.pdus],
             "edu_types": dict(self.edu_types),
+            "edu_marks": list(self._marks),
             "outbox_ids": list(self.outbox_ids),
             "device_lists": [list(poke) for poke in self.pokes],
             "lsso": self.lsso,
             "lsso_before": self.lsso_before,
             "rooms_done": dict(self.rooms_done),
         }
+
+
+def _item(pdu: SentPdu) -> Item:
+    """What stands in for others has their place."""
+    place = pdu.stream_ordering if pdu.supersedes is None else pdu.supersedes[0] - 1
+    return Item(pdu.event_id, pdu.room_id, place)
 
 
 def envelope_bytes(origin: str) -> int:
@@ -264,6 +324,7 @@ def thaw(
         body=body,
         pdus=[sent_pdu(pdu) for pdu in manifest["pdus"]],
         edu_types=manifest["edu_types"],
+        edu_marks=manifest["edu_marks"],
         outbox_ids=manifest["outbox_ids"],
         pokes=[DevicePoke(*poke) for poke in manifest.get("device_lists", ())],
         ephemeral=(),

@@ -49,6 +49,7 @@ class Book:
         stubborn: "failing" attempts since the last answer, of whatever transaction.
         wakes: when it was woken (by an admin: True).
         newest: room -> token of the newest event taken in; `taken` are the events.
+        poison: events that it has refused alone, and always will.
         quarantined: events and to-device messages that were ever in quarantine for it.
         redelivered: events that an operator asked to be sent again.
         digests: transaction id -> hash of its body.
@@ -78,6 +79,7 @@ class Book:
     wakes: deque[tuple[float, bool]] = field(default_factory=deque)
     newest: dict[str, int] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
+    poison: set[str] = field(default_factory=set)
     quarantined: set[str] = field(default_factory=set)
     redelivered: set[str] = field(default_factory=set)
     digests: dict[str, str] = field(default_factory=dict)

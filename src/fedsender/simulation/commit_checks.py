@@ -55,6 +55,7 @@ class CommitChecks:
             if item.id not in self._quarantine:
                 self._evidence.trace.note("quarantined", item.destination, item.event_id)
                 self._evidence.counts["quarantined"] += 1
+                self._check_guilt(item)
         for item in self._quarantine.values():
             if item.id not in now:
                 self._evidence.trace.note("let go", item.destination, item.event_id)
@@ -65,6 +66,17 @@ class CommitChecks:
                 continue
             thing = item.event_id or message_id(item.content.decode())
             self._evidence.books.of[item.destination].quarantined.add(thing)
+
+    def _check_guilt(self, item: QuarantinedItem) -> None:
+        """For one server stands in quarantine what that server always refuses, and nothing that
+        it refused because it was ill."""
+        evidence, event_id = self._evidence, item.event_id
+        if item.destination is None or event_id is None:
+            return
+        happening = evidence.homeserver.by_id.get(event_id)
+        guilty = event_id in evidence.books.of[item.destination].poison
+        if happening is not None and happening.sendable and not guilty:
+            evidence.fail("guilt", f"{item.destination}: {event_id} in quarantine: {item.reason}")
 
     def _note_skipped(self, disk: Disk) -> None:
         """Where the feed went on by a snapshot, not all that happened is here."""

@@ -188,11 +188,14 @@ class Disk:
         rows = self._rows(SENDER, query, server)
         return rows[0] if rows else None
 
-    def isolating(self, server: str) -> bool:
-        """Whether a search for a poisonous item is on record."""
-        query = "SELECT isolating FROM server_states WHERE destination = ?"
+    def searching(self, server: str) -> tuple[bool, bool]:
+        """Whether a search for a poisonous item is on record; and whether a PDU is its suspect."""
+        query = (
+            "SELECT pdu_search ->> 'limit' IS NOT NULL OR edu_search ->> 'limit' IS NOT NULL,"
+            " pdu_search ->> 'suspect' IS NOT NULL FROM server_states WHERE destination = ?"
+        )
         rows = self._rows(SENDER, query, server)
-        return bool(rows) and rows[0][0] is not None
+        return (bool(rows[0][0]), bool(rows[0][1])) if rows else (False, False)
 
     def held(self, now_ms: int) -> set[str]:
         """The destinations to which nothing is to be sent at present."""

@@ -29,6 +29,9 @@ class Ending:
                     continue
                 if is_stood_in_for(evidence, book, happening):
                     continue
+                owed = happening.token > book.mark or event_id in disk.redeliveries(book.name)
+                if owed and event_id in book.poison:
+                    continue  # Held: there was nothing else for its server that could be a witness.
                 yield book, happening
 
     def messages_waiting(self) -> list[str]:
@@ -38,7 +41,7 @@ class Ending:
         return sorted({server for server, _ in disk.outbox()})
 
     def judge(self) -> None:
-        """Everything was delivered, is superseded by the ledger's word, or is in quarantine."""
+        """Everything was delivered, is superseded by the ledger's word, in quarantine, or held."""
         for book, happening in self.missing():
             self._evidence.fail(
                 "lost" if happening.token <= book.mark else "I8",

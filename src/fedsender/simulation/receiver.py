@@ -47,6 +47,8 @@ class Attempt:
         processed: the server has taken the contents in.
         life: of the daemon, that it came from.
         searching: its sender was looking for a poisonous item by then, on record.
+        on_trial: and had a suspect: a PDU that comes alone may come out of turn, and once more.
+        poisoned: it was refused for a poisonous event in it.
         second_try: over a new connection, because the reused one turned out to be closed (I5).
     """
 
@@ -63,6 +65,8 @@ class Attempt:
     over: bool = False
     life: int = 0
     searching: bool = False
+    on_trial: bool = False
+    poisoned: bool = False
     second_try: bool = False
 
 
@@ -234,6 +238,7 @@ class RemoteServer:
             return self._break(stream)
         poison = self._poison_in(attempt)
         if poison and manner.processes:
+            attempt.poisoned = True
             return await self._say(stream, attempt, self.character.picky or 400, b"{}")
         if manner.processes:
             self._process(attempt)

@@ -59,7 +59,7 @@ class WireChecks:
         if not evidence.alive:
             return
         assert evidence.disk is not None
-        attempt.searching = evidence.disk.isolating(attempt.server)
+        attempt.searching, attempt.on_trial = evidence.disk.searching(attempt.server)
         attempt.second_try = self._is_second_try(book, attempt)
         if not attempt.second_try:
             self._check_patience(book)
@@ -89,6 +89,8 @@ class WireChecks:
         evidence, book = self._evidence, self._book(attempt.server)
         evidence.trace.note("ended", book.name, attempt.status, attempt.processed)
         book.last = attempt
+        if attempt.poisoned and attempt.contents is not None and len(attempt.contents.pdus) == 1:
+            book.poison.add(attempt.contents.pdus[0].event_id)
         if attempt.processed and attempt.contents is not None:
             self._take_in(book, attempt)
         if attempt.answered:
@@ -207,7 +209,7 @@ class WireChecks:
         disk, before = self._evidence.disk, book.unanswered
         assert disk is not None
         assert before is not None
-        if disk.isolating(book.name):
+        if any(disk.searching(book.name)):
             return True
         contents = before.attempt.contents
         if contents is None:
@@ -229,7 +231,8 @@ class WireChecks:
                 evidence.fail("redaction", f"{book.name}: {pdu.event_id} pruned for no reason")
         elif taken_back is not None and not repeated:
             self._check_redaction(book, pdu, taken_back)
-        if not repeated and pdu.event_id in book.proven and pdu.event_id not in book.redelivered:
+        again = pdu.event_id in book.proven and pdu.event_id not in book.redelivered
+        if again and not repeated and not _is_alone_on_trial(attempt):
             # What had a recorded answer is not sent again, unless an operator asked for it.
             evidence.fail(
                 "I3", f"{book.name}: {pdu.event_id} (token {pdu.token}) again, LSSO is {book.mark}"
@@ -249,7 +252,8 @@ class WireChecks:
         """A server has taken a transaction in: in each room it sees time go one way."""
         assert attempt.contents is not None
         for pdu in attempt.contents.pdus:
-            if pdu.event_id in book.redelivered:
+            if pdu.event_id in book.redelivered or _is_alone_on_trial(attempt):
+                book.taken.add(pdu.event_id)
                 continue
             newest = book.newest.get(pdu.room_id, 0)
             if pdu.token < newest and pdu.event_id not in book.taken:
@@ -278,6 +282,12 @@ class WireChecks:
             fanned_out_at = evidence.passed_at(pdu.token)
             if fanned_out_at is not None and fanned_out_at >= evidence.calm_since:
                 evidence.latencies.append(trio.current_time() - fanned_out_at)
+
+
+def _is_alone_on_trial(attempt: Attempt) -> bool:
+    """Whether it is the suspect of a search that is on record, or the witness of one."""
+    contents = attempt.contents
+    return attempt.on_trial and contents is not None and len(contents.pdus) == 1
 
 
 def _assume_recorded(book: Book, pdus: Sequence[Happening]) -> None:

@@ -65,6 +65,13 @@ def of_all(connection: Connection, instance: str) -> int:
     return count
 
 
+def count(connection: Connection, destination: str) -> int:
+    """How many items of this destination there are."""
+    query = select(func.count()).where(quarantine.c.destination == destination)
+    number: int = connection.execute(query).scalar_one()
+    return number
+
+
 def events(connection: Connection, names: Sequence[str]) -> dict[str, set[str]]:
     """By destination the events that it does not get."""
     found: dict[str, set[str]] = {name: set() for name in names}

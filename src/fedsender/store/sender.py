@@ -12,6 +12,7 @@ import trio
 from sqlalchemy import Connection, Executable, Select, Table, delete, select
 
 from fedsender.outside import Outside
+from fedsender.sender import suspicion
 from fedsender.sender.failure import ServerState
 from fedsender.store import catch_ups
 from fedsender.store import sender_tables as tables
@@ -123,13 +124,13 @@ class SenderStore(WithheldStore):
         table = tables.server_states
         query = _record(table).where(table.c.destination == destination)
         row = await self._database.read(lambda connection: connection.execute(query).one_or_none())
-        return None if row is None else ServerState(**row._mapping)
+        return None if row is None else _state(row._mapping)
 
     async def all_server_states(self) -> dict[str, ServerState]:
         """What is known of every server."""
         query = _record(tables.server_states).order_by(tables.server_states.c.destination)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return {row.destination: ServerState(**row._mapping) for row in rows}
+        return {row.destination: _state(row._mapping) for row in rows}
 
     async def save_server_state(self, state: ServerState) -> None:
         """Store the state in place of the one before."""
@@ -363,6 +364,11 @@ class SenderStore(WithheldStore):
 
 def _nothing_left(homeserver: str, instance: str, senders: Sequence[str]) -> str:
     return f"of {homeserver}, by {','.join(senders)}: nothing left at {instance}"
+
+
+def _state(row: Mapping[Any, Any]) -> ServerState:
+    searches = {name: suspicion.of_json(row[name]) for name in ("pdu_search", "edu_search")}
+    return ServerState(**{**row, **searches})
 
 
 def _execute(connection: Connection, statement: Executable) -> None:

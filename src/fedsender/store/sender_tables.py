@@ -51,7 +51,8 @@ server_states = Table(
     ),
     Column("stubborn_since_ms", BigInteger),
     Column("shared_interval_ms", BigInteger, nullable=False, default=0),
-    Column("isolating", Integer, comment="items per transaction while looking for a poisonous one"),
+    Column("pdu_search", JSON(none_as_null=True), comment="for a poisonous PDU: sender.suspicion"),
+    Column("edu_search", JSON(none_as_null=True), comment="the same among EDUs"),
     Column("paused", Text, comment="an operator's reason; NULL: not paused"),
     Column("parked", Text, comment="why nothing is tried; NULL: not parked"),
 )

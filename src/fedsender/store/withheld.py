@@ -61,6 +61,10 @@ class WithheldStore:
         instance = self._instance
         return await self._database.read(lambda connection: held.of_all(connection, instance))
 
+    async def quarantined_of(self, destination: str) -> int:
+        """How many items of this destination are in quarantine."""
+        return await self._database.read(lambda connection: held.count(connection, destination))
+
     async def quarantined_events(self, destination: str) -> set[str]:
         """Events that this destination does not get."""
         return await self._database.read_together(held.events, destination)

@@ -182,6 +182,6 @@ def fill_page(draft: Draft, receipts: Sequence[Receipt], last: int) -> int:
     full = False
     for edu, inside in compose(receipts):
         full = full or not draft.add_edu(edu)
-        if full:
+        if full or not draft.is_for(edu.mark):
             unsent |= {receipt.stream_id for receipt in inside}
     return min(unsent) - 1 if unsent else last

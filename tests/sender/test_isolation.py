@@ -1,0 +1,360 @@
+"""W13: an item that a server refuses is found and taken out of the way; a server's own fault is no
+item's. The rule by itself is in `test_suspicion.py`."""
+
+import random
+from pathlib import Path
+
+import pytest
+import trio
+from tests.sender.harness import RemoteServer, Reply, Request, World, answer, ok
+from trio.testing import MockClock
+
+from fedsender.federation.client import Answer
+from fedsender.sender import aftermath
+from fedsender.sender.failure import DAY_MS
+
+R1, R2, A = "!1:hs.example", "!2:hs.example", "a.example"
+DAY_S = DAY_MS / 1000
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+async def begin(world: World, *rooms: str) -> RemoteServer:
+    """A server in these rooms that is well, and has answered."""
+    server = world.server(A)
+    for room in rooms or (R1,):
+        await world.join(room, A)
+    await world.say(R1, "before")
+    await trio.sleep(5)
+    assert server.got == ["before"]
+    return server
+
+
+def once(server: RemoteServer) -> list[str]:
+    """What it has answered for, each thing where it came first."""
+    return list(dict.fromkeys(server.got))
+
+
+async def quarantined(world: World) -> int:
+    return len(await world.store.sender.quarantine_list(A, 10_000))
+
+
+def refuses(status: int, text: str = "poison") -> Reply:
+    """A server that refuses each transaction with a PDU or EDU that says this."""
+
+    def reply(request: Request) -> Answer:
+        return answer(status) if text.encode() in request.body else ok(request)
+
+    return reply
+
+
+def most_in_a_day(server: RemoteServer) -> int:
+    times = server.attempts
+    return max(sum(at <= other < at + DAY_S for other in times) for at in times)
+
+
+# --- an item's fault ------------------------------------------------------------------------------
+
+
+class Choking(RemoteServer):
+    """It takes 90 s over each transaction with poison in it, and all else at once."""
+
+    @property
+    def latency(self) -> float:
+        chokes = self.in_flight and self.requests and b"poison" in self.requests[-1].body
+        return 90.0 if chokes else 0.05
+
+    @latency.setter
+    def latency(self, value: float) -> None: ...
+
+
+@pytest.mark.parametrize("request_timeout", [60.0, 50.0])
+async def test_a_pdu_over_which_its_receiver_times_out_does_not_block_its_server(
+    tmp_path: Path, autojump_clock: MockClock, request_timeout: float
+) -> None:
+    """I5: no loop of a search is without waits, however long its attempts take."""
+    world = World(tmp_path, federation={"request_timeout": request_timeout})
+    world.servers[A] = Choking(A)
+    async with world.run():
+        server = await begin(world)
+        await world.say(R1, "poison")
+        for number in range(10):
+            await world.say(R1, f"behind it {number}")
+        await trio.sleep(2 * 3600)
+        assert await quarantined(world) == 1
+        await trio.sleep(DAY_S)
+
+    assert once(server) == ["before", *(f"behind it {number}" for number in range(10))]
+    assert len(server.attempts) <= 60
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+async def test_ten_poisonous_pdus_in_a_row_are_found_and_all_else_arrives(
+    world: World, autojump_clock: MockClock, elsewhere: bool
+) -> None:
+    async with world.run():
+        server = await begin(world, R1, R2)
+        server.reply = refuses(400)
+        for number in range(10):
+            await world.say(R1, f"poison {number}")
+        await world.say(R2 if elsewhere else R1, "after")
+        await trio.sleep(3600)
+        items = await world.store.sender.quarantine_list(A, 100)
+        assert await world.store.homeserver.lagging() == []
+
+    assert once(server) == ["before", "after"]
+    assert len({item.event_id for item in items}) == 10
+    assert all(item.reason == "answered 400" for item in items)
+
+
+async def test_poison_with_nothing_else_to_be_sent_is_held_until_there_is(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Nothing is proven against it; and nothing has to wait for it."""
+    async with world.run():
+        server = await begin(world)
+        mark = await world.store.homeserver.lsso(A)
+        server.reply = refuses(403)
+        await world.say(R1, "poison")
+        await trio.sleep(DAY_S)
+        assert await quarantined(world) == 0
+        assert await world.store.homeserver.lsso(A) == mark
+        assert most_in_a_day(server) <= 100
+        await world.say(R1, "after")
+        await trio.sleep(120)
+        assert once(server) == ["before", "after"]
+        assert await quarantined(world) == 1
+        await trio.sleep(60)
+        assert await world.store.homeserver.lagging() == []
+
+
+async def test_a_restart_in_the_middle_of_a_search_goes_on_with_it(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I2, I3: what was answered out of turn is not sent again, what is held is not passed."""
+    world.server(A)
+    for life in range(8):
+        async with world.run() as sender:
+            if life == 0:
+                server = await begin(world)
+                server.reply = refuses(400)
+                await world.say(R1, "poison")
+                for number in range(20):
+                    await world.say(R1, str(number))
+            sender.wake([A], by_admin=True)
+            await trio.sleep(2.4)
+            if life == 2:
+                assert len(once(server)) in range(2, 8)
+                assert await quarantined(world) == 0
+    async with world.run():
+        await trio.sleep(600)
+        assert await quarantined(world) == 1
+        assert await world.store.homeserver.lagging() == []
+    assert once(server) == ["before", *map(str, range(20))]
+    assert len(server.got) == len(set(server.got))
+
+
+async def test_at_most_so_many_items_of_a_server_are_taken_out_of_the_way(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that refuses item after item fills no disk: the next is held, and that is said."""
+    monkeypatch.setattr(aftermath, "QUARANTINE_LIMIT", 3)
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply = refuses(400)
+        for number in range(5):
+            await world.say(R1, f"poison {number}")
+            await world.say(R1, f"good {number}")
+        await trio.sleep(DAY_S)
+        assert await quarantined(world) == 3
+        assert sender.context.full == {A}
+        assert most_in_a_day(server) <= 250
+        answered = len(server.answered)
+        await sender.drop_quarantined(
+            [item.id for item in await world.store.sender.quarantine_list(A, 1)]
+        )
+        await trio.sleep(DAY_S / 8)
+        assert await quarantined(world) == 3
+        assert len(server.answered) >= answered
+        server.reply = ok
+        sender.wake([A], by_admin=True)
+        await trio.sleep(600)
+        assert sender.context.full == set()
+
+    assert {f"good {number}" for number in range(5)} <= set(server.got)
+    assert len(set(server.got)) == 1 + 10 - 4
+
+
+# --- the server's fault ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [400, 403, 504])
+async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_gets_its_edus(
+    world: World, autojump_clock: MockClock, status: int
+) -> None:
+    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 1000}}
+    async with world.run() as sender:
+        rooms = [R1, R2, "!3:hs.example", "!4:hs.example"]
+        server = await begin(world, *rooms)
+        server.reply = lambda r: answer(status) if r.content["pdus"] else ok(r)
+        for number in range(12 * 60):
+            await world.say(rooms[number % 4], f"m{number}")
+            if number % 60 == 30:
+                await world.store.homeserver.queue_to_device(A, number + 1, '{"message_id": "x"}')
+                sender.to_device_changed(A)
+            await trio.sleep(60)
+        keys = sum(len(request.edus) for request in server.answered)
+        assert await quarantined(world) == 0
+        refused = len(server.requests) - len(server.answered)
+        server.reply = ok
+        sender.wake([A], by_admin=True)
+        await trio.sleep(4000)
+        assert await world.store.homeserver.lagging() == []
+
+    assert {f"m{number}" for number in range(12 * 60)} <= set(server.got)
+    assert len(server.got) == len(set(server.got))
+    assert keys == 12
+    assert refused <= 90
+
+
+@pytest.mark.parametrize("status", [400, 403])
+@pytest.mark.parametrize("share", [0.25, 0.5])
+async def test_a_server_one_of_whose_backends_refuses_everything_costs_nothing(
+    world: World, autojump_clock: MockClock, status: int, share: float
+) -> None:
+    rng = random.Random(7)
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply = lambda r: answer(status) if rng.random() < share else ok(r)
+        for number in range(120):
+            await world.say(R1, f"m{number}")
+            await trio.sleep(60)
+        server.reply = ok
+        sender.wake([A], by_admin=True)
+        await trio.sleep(3600)
+        assert await quarantined(world) == 0
+
+    assert {f"m{number}" for number in range(120)} <= set(server.got)
+
+
+async def test_a_server_whose_backends_take_turns_of_which_one_refuses_costs_nothing(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """What is sent in turns, one to the other, would each time meet the same one of them."""
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply = lambda r: answer(403) if len(server.requests) % 2 else ok(r)
+        for number in range(240):
+            await world.say(R1, f"m{number}")
+            await trio.sleep(60 if number % 20 else 0.1)
+        server.reply = ok
+        sender.wake([A], by_admin=True)
+        await trio.sleep(3600)
+        assert await quarantined(world) == 0
+
+    assert {f"m{number}" for number in range(240)} <= set(server.got)
+
+
+class Overloaded(RemoteServer):
+    """While it is, it takes 90 s over each transaction with PDUs."""
+
+    over = False
+
+    @property
+    def latency(self) -> float:
+        slow = self.over and self.in_flight and self.requests[-1].content["pdus"]
+        return 90.0 if slow else 0.05
+
+    @latency.setter
+    def latency(self, value: float) -> None: ...
+
+
+async def test_a_server_that_is_overloaded_costs_nothing(
+    world: World, autojump_clock: MockClock
+) -> None:
+    world.servers[A] = server = Overloaded(A)
+    async with world.run() as sender:
+        await begin(world)
+        server.over = True
+        for number in range(40):
+            await world.say(R1, f"m{number}")
+            await trio.sleep(180)
+        server.over = False
+        sender.wake([A], by_admin=True)
+        await trio.sleep(3600)
+        assert await quarantined(world) == 0
+        assert await world.store.homeserver.lagging() == []
+
+    assert set(server.got) == {"before", *(f"m{number}" for number in range(40))}
+
+
+@pytest.mark.parametrize("status", [400, 403, 504])
+async def test_a_server_that_never_answers_sees_sixty_attempts_a_day_searched_or_not(
+    world: World, autojump_clock: MockClock, status: int
+) -> None:
+    """I5."""
+    async with world.run() as sender:
+        server = await begin(world, R1, R2)
+        server.reply = lambda r: answer(status)
+        begun = trio.current_time()
+        for number in range(50):
+            await world.say(R2 if number % 3 else R1, f"m{number}")
+            await world.store.homeserver.queue_to_device(A, number + 1, '{"message_id": "x"}')
+            sender.to_device_changed(A)
+            await trio.sleep(3600)
+        assert await quarantined(world) == 0
+    server.attempts = [at for at in server.attempts if at >= begun]
+    assert most_in_a_day(server) <= 60
+    assert len(server.attempts) > 20
+
+
+# --- EDUs -----------------------------------------------------------------------------------------
+
+
+async def test_a_poisonous_edu_is_found_by_another_edu(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply = refuses(400)
+        for number, text in enumerate(("one", "poison", "two"), 1):
+            content = f'{{"message_id": "{text}"}}'
+            await world.store.homeserver.queue_to_device(A, number, content)
+        sender.to_device_changed(A)
+        await trio.sleep(120)
+        (item,) = await world.store.sender.quarantine_list(A, 10)
+        await world.say(R1, "after")
+        await trio.sleep(5)
+
+    assert item.kind == "m.direct_to_device"
+    assert item.content is not None
+    assert b"poison" in item.content
+    said = [edu["content"]["message_id"] for request in server.answered for edu in request.edus]
+    assert list(dict.fromkeys(said)) == ["one", "two"]
+    assert once(server) == ["before", "after"]
+
+
+async def test_a_server_that_refuses_every_edu_costs_none_and_gets_its_pdus(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply = lambda r: answer(400) if r.edus else ok(r)
+        for number in range(120):
+            content = f'{{"message_id": "{number}"}}'
+            await world.store.homeserver.queue_to_device(A, number + 1, content)
+            sender.to_device_changed(A)
+            await world.say(R1, f"m{number}")
+            await trio.sleep(60)
+        assert await quarantined(world) == 0
+        assert server.got == ["before", *(f"m{number}" for number in range(120))]
+        server.reply = ok
+        sender.wake([A], by_admin=True)
+        await trio.sleep(600)
+
+    edus = [edu["content"]["message_id"] for request in server.answered for edu in request.edus]
+    assert set(edus) == set(map(str, range(120)))
+    assert len(edus) <= 121, "one may have been a witness"
