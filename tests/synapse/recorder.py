@@ -35,6 +35,10 @@ class Recording:
 
     transactions: list[Sent] = field(default_factory=list)
 
+    def add(self, sent: Sent) -> None:
+        """One more has arrived."""
+        self.transactions.append(sent)
+
     def pdus(self, *room_ids: str) -> list[Mapping[str, Any]]:
         """The PDUs of these rooms, in order, each as often as it was sent."""
         found = [pdu for sent in self.transactions for pdu in sent.content.get("pdus", ())]

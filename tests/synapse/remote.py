@@ -46,12 +46,14 @@ class Remote:
     Attributes:
         name: its server name, `address:port`.
         recording: what A sent it.
+        latency_s: how long it takes to answer a transaction.
     """
 
     name: str
     recording: Recording
     _a: Homeserver
     _http: httpx.AsyncClient
+    latency_s: float = 0.0
     _private: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
 
     def user(self, localpart: str) -> str:
@@ -137,8 +139,8 @@ class Remote:
 
     def _take(self, transaction_id: str, content: Mapping[str, Any]) -> Reply:
         if content["origin"] == self._a.name:
-            self.recording.transactions.append(Sent(transaction_id, content))
-        return Reply(200, b'{"pdus":{}}')
+            self.recording.add(Sent(transaction_id, content))
+        return Reply(200, b'{"pdus":{}}', after=self.latency_s)
 
     def _keys(self) -> Mapping[str, Any]:
         told: dict[str, Any] = {
