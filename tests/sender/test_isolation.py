@@ -188,6 +188,17 @@ async def test_at_most_so_many_items_of_a_server_are_taken_out_of_the_way(
     assert len(set(server.got)) == 1 + 10 - 4
 
 
+async def test_a_search_goes_on_while_the_clock_does(world: World) -> None:
+    """Each look at a real clock is later than the one before; nothing is due only "now"."""
+    server = world.server(A, reply=refuses(400))
+    async with world.run():
+        await world.join(R1, A)
+        for text in ("poison", "good", "good too"):
+            await world.say(R1, text)
+        await trio.sleep(4)
+    assert len(server.requests) >= 3
+
+
 # --- the server's fault ---------------------------------------------------------------------------
 
 

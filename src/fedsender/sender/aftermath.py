@@ -77,7 +77,8 @@ class Aftermath(Intake):
         if search.alone and (self.outbox.has_new_pdus if pdus else self._new_edus):
             return self._not_before
         wait_s = search.wait_s(self._context.outside.now_ms())
-        return max(self._not_before, trio.current_time() + wait_s)
+        # Without a wait it was due before this very moment, which is over when it is looked at.
+        return max(self._not_before, trio.current_time() + wait_s if wait_s else -math.inf)
 
     def _from_wall(self, at_ms: int | None) -> float:
         """A moment of the wall clock on trio's; None: now."""
