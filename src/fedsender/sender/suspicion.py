@@ -39,11 +39,6 @@ class Kind(Enum):
     PDUS = "PDU"
     EDUS = "EDU"
 
-    @property
-    def other(self) -> "Kind":
-        """The other one."""
-        return Kind.EDUS if self is Kind.PDUS else Kind.PDUS
-
 
 class Turn(StrEnum):
     """What goes next while there is a suspect."""

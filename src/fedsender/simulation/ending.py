@@ -29,10 +29,17 @@ class Ending:
                     continue
                 if is_stood_in_for(evidence, book, happening):
                     continue
-                owed = happening.token > book.mark or event_id in disk.redeliveries(book.name)
-                if owed and event_id in book.poison:
+                if event_id in book.poison and self._is_owed(book, happening):
                     continue  # Held: there was nothing else for its server that could be a witness.
                 yield book, happening
+
+    def _is_owed(self, book: Book, happening: Happening) -> bool:
+        disk, server = self._evidence.disk, book.name
+        assert disk is not None
+        if happening.token > book.mark or happening.event_id in disk.redeliveries(server):
+            return True
+        floor, newest = disk.catch_up_floor(server), disk.owed_room(server, happening.room_id)
+        return newest > book.mark and floor is not None and floor < happening.token
 
     def messages_waiting(self) -> list[str]:
         """The servers for which there are to-device messages."""
