@@ -174,7 +174,11 @@ def longest(start: bytes, unit: bytes, end: bytes) -> bytes:
 )
 @pytest.mark.parametrize("status", [200, 429])
 def test_no_body_holds_the_loop(status: int, body: bytes) -> None:
-    before = time.thread_time()
-    answer(status, body, [f"${n}" for n in range(50)])
-    # A tenth of this on a quiet machine; the answer of 10 MiB took three seconds.
-    assert time.thread_time() - before < 0.1
+    def cost() -> float:
+        before = time.thread_time()
+        answer(status, body, [f"${n}" for n in range(50)])
+        return time.thread_time() - before
+
+    # The least of a few: Python's search for garbage of other tests may fall into one. A tenth of
+    # this on a quiet machine; the answer of 10 MiB took three seconds.
+    assert min(cost() for _ in range(5)) < 0.1
