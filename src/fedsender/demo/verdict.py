@@ -15,6 +15,7 @@ from typing import Any
 
 from fedsender.demo.homeserver import Step
 from fedsender.demo.receivers import Receivers, ReceivingServer
+from fedsender.ledger import NOTES
 
 DELIVERED = "delivered"
 KILL_WINDOW_S = 2.0
@@ -39,12 +40,14 @@ class Ledger:
     """What the ledger says, put in order.
 
     Attributes:
-        lines: how many there are.
+        lines: how many attempts there are.
         claims: (server, room id) -> what stood in for what there.
         caught_up: (server, room id) of which events were sent whole by catch-up.
         delivered: server -> (event id, milliseconds since the epoch) of what was answered, with
             repeats.
         answered: (server, transaction id) of every answered attempt.
+        witnesses: (server, event id) of what went out of turn, to find out whose fault a refusal
+            was.
     """
 
     lines: int = 0
@@ -56,12 +59,15 @@ class Ledger:
         default_factory=lambda: defaultdict(list)
     )
     answered: set[tuple[str, str]] = field(default_factory=set)
+    witnesses: set[tuple[str, str]] = field(default_factory=set)
 
 
 def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
     """Put the lines of all segments in order."""
     ledger = Ledger()
     for line in lines:
+        if line["outcome"] in NOTES:
+            continue
         ledger.lines += 1
         if line["outcome"] != DELIVERED:
             continue
@@ -69,6 +75,10 @@ def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
         ledger.answered.add((server, line["transaction_id"]))
         for pdu in line["pdus"]:
             where = (server, pdu["room_id"])
+            if pdu["lane"] == "witness":
+                # It may have been answered before, and newer than what waits.
+                ledger.witnesses.add((server, pdu["event_id"]))
+                continue
             ledger.delivered[server].append((pdu["event_id"], line["ms"]))
             if "supersedes" in pdu:
                 ledger.claims[where].append(Claim(pdu["event_id"], *pdu["supersedes"]))
@@ -147,7 +157,7 @@ def judge(
         unexcused = [(room, claim) for room, claim in used if claim.event_id not in loaded]
         verdict.wrong += _too_small(name, unexcused, due[name], gap_events)
         verdict.wrong += _not_for(server, by_id)
-        verdict.wrong += _out_of_order(server, by_id)
+        verdict.wrong += _out_of_order(server, by_id, ledger)
         verdict.wrong += _sent_again(name, ledger, kills_ms)
     verdict.small_gaps = len(ledger.caught_up)
     return verdict
@@ -198,11 +208,13 @@ def _not_for(server: ReceivingServer, by_id: Mapping[str, Step]) -> list[str]:
     return found
 
 
-def _out_of_order(server: ReceivingServer, by_id: Mapping[str, Step]) -> list[str]:
+def _out_of_order(server: ReceivingServer, by_id: Mapping[str, Step], ledger: Ledger) -> list[str]:
     """Events of one room that first arrived after newer ones of it."""
     newest: dict[str, int] = {}
     found = []
     for event_id, pdu in server.received.items():
+        if (server.name, event_id) in ledger.witnesses:
+            continue
         token = by_id[event_id].token if event_id in by_id else 0
         if token < newest.get(pdu.room_id, 0):
             found.append(f"{server.name} got {event_id} ({token}) after {newest[pdu.room_id]}")
