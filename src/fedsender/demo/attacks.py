@@ -38,9 +38,8 @@ class Incoming:
     """A request as an attack sees it.
 
     Attributes:
-        event_ids: of a transaction's PDUs (here: their positions, an attacker need not compute
-            hashes).
-        items: PDUs and EDUs of a transaction.
+        pdus: how many a transaction has; 0 for any other request.
+        items: its PDUs and EDUs.
         number: requests that came before it over all connections of this server.
     """
 
