@@ -174,17 +174,16 @@ def test_the_shared_columns_are_written_when_the_interval_has_doubled() -> None:
     assert shared_interval_ms(first, Verdict(Outcome.REFUSING, "403", 403)) is None
 
 
-def test_refused_content_is_suspected_at_once_and_a_healthy_servers_403_with_pdus_too() -> None:
+def test_refused_content_is_suspected_at_once_and_a_healthy_servers_403_too() -> None:
     """W13: one poisonous item must not stop a server."""
     rejecting = Verdict(Outcome.REJECTING, "400", 400, sent=True)
     refusing = Verdict(Outcome.REFUSING, "403", 403, sent=True)
     healthy = state(last_success_ms=NOW - DAY_MS)
 
-    assert content_is_suspect(state(), rejecting, pdus=0, now_ms=NOW)
-    assert content_is_suspect(healthy, refusing, pdus=1, now_ms=NOW)
-    assert not content_is_suspect(healthy, refusing, pdus=0, now_ms=NOW)
-    assert not content_is_suspect(state(), refusing, pdus=1, now_ms=NOW)
-    assert content_is_suspect(state(), refusing, pdus=0, now_ms=NOW, searching=True)
+    assert content_is_suspect(state(), rejecting, now_ms=NOW)
+    assert content_is_suspect(healthy, refusing, now_ms=NOW)
+    assert not content_is_suspect(state(), refusing, now_ms=NOW)
+    assert content_is_suspect(state(), refusing, now_ms=NOW, searching=True)
     assert RULES[Outcome.UNREACHABLE].isolate is Isolate.NEVER
 
 
@@ -196,8 +195,8 @@ def test_five_answers_5xx_over_half_an_hour_make_the_content_a_suspect() -> None
     soon = fail(current, failing, NOW + 29 * 60_000)
     late = fail(current, failing, NOW + 30 * 60_000)
 
-    assert not content_is_suspect(soon, failing, pdus=1, now_ms=NOW + 29 * 60_000)
-    assert content_is_suspect(late, failing, pdus=1, now_ms=NOW + 30 * 60_000)
+    assert not content_is_suspect(soon, failing, now_ms=NOW + 29 * 60_000)
+    assert content_is_suspect(late, failing, now_ms=NOW + 30 * 60_000)
 
 
 def test_a_server_that_was_well_lately_is_tried_steadily_and_then_less_and_less() -> None:

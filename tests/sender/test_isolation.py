@@ -325,17 +325,21 @@ async def test_a_server_that_never_answers_sees_sixty_attempts_a_day_searched_or
 # --- EDUs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("status", [400, 403])
+@pytest.mark.parametrize("silent_for", [0.0, 2 * DAY_S])
 async def test_a_poisonous_edu_is_found_by_another_edu(
-    world: World, autojump_clock: MockClock
+    world: World, autojump_clock: MockClock, status: int, silent_for: float
 ) -> None:
+    """What one of our users wrote to a device must not end the traffic with its server."""
     async with world.run() as sender:
         server = await begin(world)
-        server.reply = refuses(400)
+        await trio.sleep(silent_for)
+        server.reply = refuses(status)
         for number, text in enumerate(("one", "poison", "two"), 1):
             content = f'{{"message_id": "{text}"}}'
             await world.store.homeserver.queue_to_device(A, number, content)
         sender.to_device_changed(A)
-        await trio.sleep(120)
+        await trio.sleep(300)
         (item,) = await world.store.sender.quarantine_list(A, 10)
         await world.say(R1, "after")
         await trio.sleep(5)

@@ -249,22 +249,22 @@ class Aftermath(Intake):
         """Decide what becomes of a transaction that may have arrived, and do it."""
         now_ms = self._context.outside.now_ms()
         edus, pdus = transaction.items_by_kind
-        searching = any(
-            self.state.search(kind) in self.state.searches
-            for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus))
-            if items
-        )
+        kinds = [kind for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items]
+        searching = any(self.state.search(kind) in self.state.searches for kind in kinds)
         suspect = failure.content_is_suspect(
-            self.state, verdict, pdus=len(pdus), now_ms=now_ms, searching=searching
+            self.state, verdict, now_ms=now_ms, searching=searching
         )
         if not transaction.items:
             # It has no content; whoever rejects it rejects everything.
             await self._save_frozen(transaction)
         elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
             await self._search(transaction, verdict, now_ms)
-        elif failure.wants_probe(self.state, verdict, pdus=len(pdus), now_ms=now_ms):
-            search = replace(self.state.pdu_search or Search(0), limit=0)
-            await self._reform(transaction, replace(self.state, pdu_search=search))
+        elif failure.wants_probe(self.state, verdict, now_ms=now_ms):
+            state = self.state
+            for kind in kinds:
+                search = replace(state.search(kind) or Search(0), limit=0)
+                state = state.with_search(kind, search)
+            await self._reform(transaction, state)
         else:
             await self._save_frozen(transaction)
 

@@ -43,7 +43,7 @@ class Isolate(Enum):
 
     NEVER = "never"
     AT_ONCE = "at once"
-    IF_HEALTHY = "if the server answered within a day, or answers a transaction without PDUs"
+    IF_HEALTHY = "if the server answered within a day, or answers an empty transaction"
     IF_STUBBORN = "after five failures over half an hour, if the server's version answers"
 
 
@@ -322,7 +322,7 @@ def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
 
 
 def content_is_suspect(
-    state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int, searching: bool = False
+    state: ServerState, verdict: Verdict, *, now_ms: int, searching: bool = False
 ) -> bool:
     """Whether this failure may be the content's fault by what is known without asking the server.
 
@@ -336,7 +336,7 @@ def content_is_suspect(
         case Isolate.AT_ONCE:
             return True
         case Isolate.IF_HEALTHY:
-            return searching or (pdus > 0 and well_lately(state, now_ms))
+            return searching or well_lately(state, now_ms)
         case Isolate.IF_STUBBORN:
             since = state.stubborn_since_ms
             return (searching and verdict.sent) or (
@@ -353,10 +353,7 @@ def takes_time(verdict: Verdict) -> bool:
     return RULES[verdict.outcome].isolate is Isolate.IF_STUBBORN
 
 
-def wants_probe(state: ServerState, verdict: Verdict, *, pdus: int, now_ms: int) -> bool:
-    """Whether to find out with an empty transaction if the server refuses us or our PDUs."""
-    return (
-        RULES[verdict.outcome].isolate is Isolate.IF_HEALTHY
-        and pdus > 0
-        and not well_lately(state, now_ms)
-    )
+def wants_probe(state: ServerState, verdict: Verdict, *, now_ms: int) -> bool:
+    """Whether to find out with an empty transaction if the server refuses us or the content."""
+    healthy = well_lately(state, now_ms)
+    return RULES[verdict.outcome].isolate is Isolate.IF_HEALTHY and not healthy
