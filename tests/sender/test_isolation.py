@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from fedsender.federation.client import Answer
 from fedsender.sender import aftermath
 from fedsender.sender.failure import DAY_MS
+from fedsender.store.records import PresenceState
 
 R1, R2, A = "!1:hs.example", "!2:hs.example", "a.example"
 DAY_S = DAY_MS / 1000
@@ -373,3 +374,20 @@ async def test_a_server_that_refuses_every_edu_costs_none_and_gets_its_pdus(
     edus = [edu["content"]["message_id"] for request in server.answered for edu in request.edus]
     assert set(edus) == set(map(str, range(120)))
     assert len(edus) <= 121, "one may have been a witness"
+
+
+async def test_an_edu_that_is_made_anew_again_and_again_has_its_waits(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I5: what comes is looked at before the wait is over, but it is the suspect itself."""
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply = lambda r: answer(400) if r.edus else ok(r)
+        for number in range(int(DAY_S / 10)):
+            destination = sender.reach(A)
+            if destination is not None:
+                state = PresenceState("@a:hs.example", "online", number, None, number % 2 == 0)
+                destination.put_presence(state)
+            await trio.sleep(10)
+        assert await quarantined(world) == 0
+    assert most_in_a_day(server) <= 120

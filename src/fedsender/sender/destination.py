@@ -309,7 +309,9 @@ class Destination(Aftermath):
             await self._fill_alone(draft, kind, search)
             if not draft.empty:
                 return draft
-            search = search.none_there(self._context.outside.random)
+            outside = self._context.outside
+            early = search.wait_s(outside.now_ms()) > 0
+            search = search.none_there(outside.random, early=early)
             self.state = self.state.with_search(kind, search)
 
     async def _fill_alone(self, draft: Draft, kind: Kind, search: Search) -> None:

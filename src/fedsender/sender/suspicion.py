@@ -260,8 +260,12 @@ class Search:
             return replace(search, turn=Turn.WITNESS)
         return replace(search, at_fault=True, refused=())._again(rng)
 
-    def none_there(self, rng: Random) -> "Search":
-        """There is nothing to be sent of what would be next."""
+    def none_there(self, rng: Random, *, early: bool = False) -> "Search":
+        """There is nothing to be sent of what would be next.
+
+        `early`: it was looked for before its wait was over, because something came. That was no
+        other item; or what comes again and again, of the same user, would have no wait at all.
+        """
         if self.turn is Turn.SUSPECT:
             return self.acquitted()
         if self.turn is Turn.WITNESS and self.witnesses:
@@ -269,7 +273,8 @@ class Search:
         # Also if what was answered before can no longer be had.
         tried = bool(self.refused) or self.turn is Turn.AGAIN
         at_fault = tried or self.at_fault
-        search = replace(self, witnesses=(), refused=(), at_fault=at_fault, alone=not tried)
+        search = replace(self, witnesses=(), refused=(), at_fault=at_fault)
+        search = replace(search, alone=not tried and not early)
         return search._again(rng)
 
 
