@@ -10,6 +10,7 @@ import typer.main
 import yaml
 from typer.core import TyperGroup
 
+from fedsender import outside
 from fedsender.admin import access, http1
 from fedsender.cli import app
 from fedsender.config import Federation, Ledger, Sending
@@ -89,6 +90,8 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"{answer._PARTS:,} of the characters `[` `{{` `,` and {answer._PARTS_PER_PDU} more",
         f"{bounds.framing_bytes // kib} KiB in all and {bounds.headers} headers;"
         f" {transport._PIECE_BYTES} bytes are counted for each piece",
+        f"{outside.MAX_TLS_BYTES // kib} KiB of TLS without data between two requests;"
+        f" {outside.TLS_PIECE_BYTES} bytes are counted for each piece",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
         f"`federation.request_timeout` ({federation.request_timeout:.0f} s)",

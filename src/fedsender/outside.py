@@ -40,6 +40,15 @@ MAX_HANDSHAKE_CPU_S = 0.05
 """The usual groups take 4 ms, those of 8,192 bits 130."""
 
 
+MAX_TLS_BYTES = 49_152
+"""What TLS takes for itself between two requests: usually 2 KiB of session tickets, and most of a
+record of 16 KiB until it is whole."""
+
+
+TLS_PIECE_BYTES = 32
+"""Counted for each piece that completes nothing, because a piece costs work too."""
+
+
 class NameNotFound(Exception):
     """The DNS says with authority that there is no such name, or no such record under it.
 
@@ -174,16 +183,27 @@ class _Nameserver(Do53Nameserver):
 
 
 class MeteredTls(ssl.SSLObject):
-    """One end of a TLS connection whose handshake may take only so much of the loop's CPU time.
+    """One end of a TLS connection that may take only so much of the loop's time for no data.
 
-    In TLS 1.3 the server chooses the group, and with that the cost; Python 3.11 can forbid none.
+    In TLS 1.3 the server chooses the group of the handshake, and with that its cost; Python 3.11
+    can forbid none. After it, the server may send session tickets and key updates without end, and
+    records in single bytes: who reads the data sees none of that.
     """
 
     cpu_s = staticmethod(time.thread_time)
     _spent_s = 0.0
+    _idle_bytes = 0
+    _incoming: ssl.MemoryBIO
+
+    @classmethod
+    def _create(cls, incoming: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> "MeteredTls":
+        made: MeteredTls = super()._create(incoming, *args, **kwargs)  # type: ignore[misc]
+        made._incoming = incoming
+        return made
 
     def do_handshake(self) -> None:
         """Go on with it; raises ssl.SSLError, and BrokenResourceError if it has cost too much."""
+        self._without_data(TLS_PIECE_BYTES)
         began = self.cpu_s()
         try:
             super().do_handshake()
@@ -194,6 +214,30 @@ class MeteredTls(ssl.SSLObject):
                     f"the handshake took {self._spent_s * 1000:.0f} ms of CPU time,"
                     f" more than {MAX_HANDSHAKE_CPU_S * 1000:.0f}"
                 )
+
+    def read(self, *args: Any, **kwargs: Any) -> bytes:
+        """Some data; raises ssl.SSLError, and BrokenResourceError after too much that is none."""
+        there, data = self._incoming.pending, b""
+        try:
+            data = super().read(*args, **kwargs)
+            return data
+        except ssl.SSLWantReadError:
+            there += TLS_PIECE_BYTES
+            raise
+        finally:
+            self._without_data(there - self._incoming.pending - len(data))
+
+    def write(self, data: Any) -> int:
+        """Encrypt it, and let the peer begin anew; raises ssl.SSLError."""
+        self._idle_bytes = 0
+        return super().write(data)
+
+    def _without_data(self, size: int) -> None:
+        self._idle_bytes += size
+        if self._idle_bytes > MAX_TLS_BYTES:
+            raise trio.BrokenResourceError(
+                f"more than {MAX_TLS_BYTES} bytes of TLS without data, or tiny pieces"
+            )
 
 
 class RealNetwork:
