@@ -13,10 +13,10 @@ from typer.core import TyperGroup
 from fedsender import outside
 from fedsender.admin import access, http1
 from fedsender.cli import app
-from fedsender.config import Federation, Ledger, Sending
+from fedsender.config import Federation, Ledger, Sending, files
 from fedsender.federation import answer, client, discovery, places, transport
 from fedsender.replication import protocol, resp, tcp
-from fedsender.sender import admission
+from fedsender.sender import admission, aftermath, suspicion
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -118,6 +118,10 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" ({sending.window_bytes // mib} MiB) for all",
         f"{ledger.keep_days} days, {ledger.keep_bytes // 2**30} GiB",
         f"nobody is attempted for {admission.LACK_S:.0f} s",
+        f"up to {suspicion.WITNESSES} of them; at most {aftermath.QUARANTINE_LIMIT:,} items of one"
+        " server",
+        f"1 in {1 / suspicion.CHANCE:,.0f}",
+        f"fewer than {files.LEAST_SECRET} characters",
         f"{http1.OPERATORS.connections} connections, HTTP/1.1 only; headers of"
         f" {http1.HEAD_BYTES // kib} KiB within {http1.HEAD_SECONDS:.0f} s; a body of"
         f" {http1.OPERATORS.body_bytes // mib} MiB within {access.BODY_SECONDS:.0f} s;"
