@@ -300,7 +300,19 @@ async def test_a_daemon_that_does_not_run_is_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("fedsender: no answer from the daemon at unix:")
+    assert err.endswith("; start it; if it runs, it was started with another admin.listen\n")
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["bad/name", "", "a b", "x/../y"])
+async def test_what_is_no_server_name_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        assert await shell("why", name) == 2
+        [line] = shell.err.splitlines()
+        assert "not a server name" in line
+        assert "(400)" in line
 
 
 @pytest.mark.parametrize(

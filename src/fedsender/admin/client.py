@@ -110,7 +110,8 @@ class AdminClient:
             response = connection.getresponse()
             text = response.read(_MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            raise AdminError(f"no answer from the daemon at {self._address}: {error}") from error
+            text = f"no answer from the daemon at {self._address}: {error}; {_next_step(error)}"
+            raise AdminError(text) from error
         finally:
             connection.close()
         return self._checked(response.status, text)
@@ -127,3 +128,12 @@ class AdminClient:
         if status != 200:
             raise AdminError(f"{answer.get('error', 'refused')} ({status})", status, answer)
         return answer
+
+
+def _next_step(error: Exception) -> str:
+    """What to do when there is no answer."""
+    if isinstance(error, PermissionError):
+        return "only the daemon's user and root may ask it: run the command as one of them"
+    if isinstance(error, FileNotFoundError | ConnectionRefusedError):
+        return "start it; if it runs, it was started with another admin.listen"
+    return "if it runs, its log says why"

@@ -81,8 +81,8 @@ async def destinations(
     return await list_page(parts, behind=behind, after=after, limit=limit, pattern=pattern)
 
 
-@router.get("/destinations/{server}", summary="One destination; the same as why/{server}")
-@router.get("/why/{server}", summary="Why a destination is where it is")
+@router.get("/destinations/{server:path}", summary="One destination; the same as why/{server}")
+@router.get("/why/{server:path}", summary="Why a destination is where it is")
 async def why(server: ServerName, parts: Reach) -> Why:
     found = await explain(parts, server)
     if found is None:
