@@ -1,6 +1,7 @@
 """The command line. Commands that ask or tell a daemon go through its admin endpoint.
 
-Exit codes: 0 done, 1 it ran and found something wrong, 2 usage or configuration. Whatever a user
+Exit codes: 0 done, 1 it ran and found something wrong, 2 usage or configuration; of pipeline jobs
+also 75, another one is at work (`fedsender.pipeline.commands`). Whatever a user
 can get wrong is one line on standard error. Each command imports what it needs when it runs, so
 that none waits for the others' imports.
 """
@@ -99,12 +100,15 @@ def _code_of(error: BaseException) -> int | None:
     from fedsender.admin import CannotListen
     from fedsender.admin.client import AdminError
     from fedsender.config import ConfigError
+    from fedsender.config.document import OUR_LACK, OutOfReach
     from fedsender.federation.signing import BadSigningKey
     from fedsender.relay.files import LogBroken
     from fedsender.relay.segment import DamagedSegment
     from fedsender.replication.feed import InstanceTaken
     from fedsender.store import StoreError, WrongDatabase
 
+    if isinstance(error, OutOfReach) or getattr(error, "errno", None) in OUR_LACK:
+        return WRONG
     if isinstance(error, ConfigError | BadSigningKey | CannotListen | WrongDatabase):
         return USAGE
     if isinstance(error, AdminError):

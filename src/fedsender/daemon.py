@@ -6,6 +6,7 @@ and admin stand and the feed has connected, or 30 s have passed: a homeserver th
 reason not to deliver what is already owed.
 """
 
+import errno
 import gc
 import json
 import time
@@ -316,6 +317,7 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
     problems = config.file_problems()
     if problems:
         raise ConfigError(*problems)
+    _make_directory(config)
     outside = outside or real_outside()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=outside.now_ms)
@@ -330,6 +332,18 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
     return orders.exit_code(
         notifier, "stopped without having written everything down: a database does not answer"
     )
+
+
+def _make_directory(config: Config) -> None:
+    """The ledger's, with a word on its setting if that is at fault; raises ConfigError, OSError."""
+    path = config.ledger.directory
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
+            raise
+        text = f"{path}: cannot be made: {error.strerror}"
+        raise ConfigError(config.problem(("ledger", "directory"), text)) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,8 @@ import dns.resolver
 import trio
 from dns.nameserver import Do53Nameserver
 
+from fedsender.config.document import OUR_LACK
+
 T = TypeVar("T")
 
 RecordType = Literal["A", "AAAA", "SRV"]
@@ -322,12 +324,9 @@ class RealNetwork:
         return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
 
 
-_OURS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
-
-
 def our_lack(error: object) -> OutOfResources | None:
     """What we ran out of, if that is at the bottom of this error."""
-    if isinstance(error, OSError) and error.errno in _OURS:
+    if isinstance(error, OSError) and error.errno in OUR_LACK:
         return OutOfResources(error.errno, os.strerror(error.errno))
     below: list[object] = [error.__cause__] if isinstance(error, BaseException) else []
     if isinstance(error, BaseExceptionGroup):

@@ -1,6 +1,9 @@
 """Files that a configuration names, looked at before anything starts."""
 
 import io
+import os
+import subprocess
+import sys
 from contextlib import redirect_stderr
 from pathlib import Path
 
@@ -59,6 +62,88 @@ def test_a_signing_key_that_is_none_is_found_before_a_start(
     (tmp_path / "key").write_text("ed25519 a_1 short\n")
     assert run_command(["config", "check", "-c", str(config)]) == 2
     assert f"{tmp_path}/key:1: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("settings", "place", "said"),
+    [
+        ("ledger: {directory: file}", "ledger.directory", "file: is not a directory"),
+        ("ledger: {directory: file/ledger}", "ledger.directory", "file: is not a directory"),
+        ("ledger: {directory: shut}", "ledger.directory", "shut: is a directory that"),
+        ("sender_database: shut/x.db", "sender_database", "shut: is a directory that this user"),
+        ("sender_database: shut", "sender_database", "shut: is a directory, and must be a file"),
+        ("homeserver: {database: file/x.db}", "homeserver.database", "file: is not a directory"),
+    ],
+)
+def test_where_nothing_can_be_kept_is_told_with_the_line_before_a_start(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: str,
+    place: str,
+    said: str,
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "shut").mkdir(0o500)
+    may = os.access
+    # The tests may run as root, who may write anywhere.
+    monkeypatch.setattr(os, "access", lambda at, mode: at.name != "shut" and may(at, mode))
+    config = config_with(tmp_path, settings)
+    for words in (["config", "check"], ["run"]):
+        assert run_command([*words, "-c", str(config)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"fedsender: {config}:3:")
+        assert f" {place}: {tmp_path}/{said}" in line
+
+
+def test_a_directory_that_is_not_there_yet_is_nothing_wrong(tmp_path: Path) -> None:
+    """It is made at a start, or before it by the service manager."""
+    config = config_with(tmp_path, "ledger: {directory: one/more}\nsender_database: one/x.db")
+    assert load(config).file_problems() == []
+    assert not (tmp_path / "one").exists()
+
+
+def test_a_ledger_whose_directory_cannot_be_made_is_told_with_the_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_with(tmp_path, "ledger: {directory: /proc/ledger}")
+    assert run_command(["run", "-c", str(config)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fedsender: {config}:3:")
+    assert " ledger.directory: /proc/ledger: cannot be made: " in line
+
+
+OUT_OF_FILES = """
+import os, resource, sys
+from fedsender.admin import client
+from fedsender.cli import run_command
+from fedsender.relay import files
+from fedsender.replication import feed
+name, *words = sys.argv[1:]
+opened = os.open
+
+def audit(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(name):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, resource.getrlimit(7)[1]))
+
+sys.addaudithook(audit)
+sys.exit(run_command(words))
+"""
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "key", "token"])
+def test_a_lack_of_our_own_is_no_fault_of_the_configuration(tmp_path: Path, name: str) -> None:
+    """Exit code 2 says that only an operator can help: the service manager does not try again."""
+    (tmp_path / "token").write_text(LONG)
+    config = config_with(tmp_path, "admin: {token_file: token}")
+    words = ["config", "check", "-c", str(config)]
+    ran = subprocess.run(
+        [sys.executable, "-c", OUT_OF_FILES, name, *words], capture_output=True, text=True
+    )
+    said = ran.stderr.splitlines()[-1]
+    assert name in said
+    assert said.endswith(": cannot be read: Too many open files")
+    assert ran.returncode == 1
 
 
 LONG = 32 * "x"

@@ -5,6 +5,7 @@ mappings. The surprises of YAML 1.1 are off (`no` is the word "no", `010` is no 
 `1:30` is text), tags are refused, and a key may stand in a mapping once.
 """
 
+import errno
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,9 @@ MAX_DEPTH: Final = 20
 # Counted with aliases followed, so that a small file cannot grow into a large one.
 MAX_NODES: Final = 100_000
 
+OUR_LACK: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
+"""Errors that say that a limit of this process or machine is reached."""
+
 Location = tuple[str | int, ...]
 """The way to a value from the top: keys and list indices."""
 
@@ -34,6 +38,19 @@ class ConfigError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class OutOfReach(ConfigError):
+    """A file cannot be read now: this process has run out of descriptors, or the machine of memory.
+
+    Nothing that is configured is wrong.
+    """
+
+
+def cannot_be_read(place: object, error: OSError) -> ConfigError:
+    """The error to raise where a file cannot be read; `place` is the file, maybe with its line."""
+    kind = OutOfReach if error.errno in OUR_LACK else ConfigError
+    return kind(f"{place}: cannot be read: {error.strerror}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +104,7 @@ def read_document(path: Path) -> Document:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}:1:1: cannot be read: {error.strerror}") from None
+        raise cannot_be_read(f"{path}:1:1", error) from None
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{path}:1:1: larger than {MAX_BYTES} bytes")
     try:

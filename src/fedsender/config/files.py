@@ -2,13 +2,14 @@
 would call every server unreachable, and tell the homeserver so.
 """
 
+import os
 import ssl
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from fedsender.config.document import ConfigError, Location
+from fedsender.config.document import ConfigError, Location, OutOfReach, cannot_be_read
 from fedsender.config.policy import Section
 from fedsender.config.values import read_secret
 
@@ -18,6 +19,7 @@ _TEXTS: Final = (
 )
 _OF_OUR_OWN: Final = ("token_file", "secret_file")
 _SQLITE: Final = "sqlite:///"
+_DATABASES: Final = ("sender_database", "database", "state_database")
 _KEPT: Final = ("sender_database", "discovery_cache")
 """Files that we make for our user alone; one that is there keeps the mode it has."""
 
@@ -27,7 +29,11 @@ LEAST_SECRET: Final = 16
 
 
 def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
-    """What is wrong with the files that this section names, each with the place of its setting."""
+    """What is wrong with the files that this section names, each with the place of its setting.
+
+    Raises:
+        OutOfReach: there is no telling now.
+    """
     for at, path in _files(section, ()):
         name = _name(at)
         try:
@@ -35,6 +41,12 @@ def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
                 _load_authorities(path)
             elif name.endswith(_TEXTS):
                 read_secret(path)
+            elif at == ("ledger", "directory"):
+                _check_directory(path)
+            elif name in _DATABASES:
+                _check_database(path)
+        except OutOfReach:
+            raise
         except ConfigError as error:
             yield at, str(error)
 
@@ -77,6 +89,24 @@ def _files(value: object, at: Location) -> Iterator[tuple[Location, Path]]:
         yield at, Path(value.removeprefix(_SQLITE))
 
 
+def _check_directory(path: Path) -> None:
+    """Raises ConfigError where files cannot be made in it. If it is not there yet, it may be made
+    before a start, by somebody else: a service manager makes what `fedsender systemd-unit` names.
+    """
+    there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise ConfigError(f"{there}: is not a directory")
+    if there == path and not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(f"{there}: is a directory that this user may not read and write")
+
+
+def _check_database(path: Path) -> None:
+    """Raises ConfigError where SQLite cannot keep a database there, and the files beside it."""
+    _check_directory(path.parent)
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a directory, and must be a file")
+
+
 def _load_authorities(path: Path) -> None:
     """Raises ConfigError where OpenSSL finds no certificates in it."""
     try:
@@ -84,4 +114,4 @@ def _load_authorities(path: Path) -> None:
     except ssl.SSLError:
         raise ConfigError(f"{path}: holds no certificates that can be used") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise cannot_be_read(path, error) from None

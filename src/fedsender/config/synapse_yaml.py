@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from fedsender.config.document import ConfigError
+from fedsender.config.document import ConfigError, cannot_be_read
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 MAX_ITEMS: Final = 10_000
@@ -187,7 +187,7 @@ def _files(path: Path) -> list[Path]:
             return [path]
         return sorted(file for file in path.iterdir() if file.suffix == ".yaml" and file.is_file())
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise cannot_be_read(path, error) from None
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _read(file: Path) -> dict[str, Any]:
         with file.open("rb") as opened:
             raw = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+        raise cannot_be_read(file, error) from None
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{file}: larger than {MAX_BYTES} bytes")
     try:

@@ -22,7 +22,7 @@ from pydantic import (
     ValidationInfo,
 )
 
-from fedsender.config.document import ConfigError
+from fedsender.config.document import ConfigError, cannot_be_read
 from fedsender.matrix import is_server_name, parse_server_name
 
 _UNITS_SECONDS: Final = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
@@ -314,7 +314,7 @@ def read_secret(path: Path) -> str:
             raw = file.read(_MAX_SECRET_BYTES + 1)
         text = raw.decode().rstrip("\r\n")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise cannot_be_read(path, error) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not UTF-8") from None
     if len(raw) > _MAX_SECRET_BYTES:

@@ -16,6 +16,8 @@ import orjson
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from fedsender.config.document import OutOfReach, cannot_be_read
+
 MAX_KEY_FILE_BYTES: Final = 65_536
 _VERSION: Final = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 _SEED_BYTES: Final = 32
@@ -70,12 +72,14 @@ def load_signing_key(path: Path) -> SigningKey:
 
     Raises:
         BadSigningKey: it cannot be read, or a line is wrong.
+        OutOfReach: it cannot be read now.
     """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_KEY_FILE_BYTES + 1)
     except OSError as error:
-        raise BadSigningKey(f"{path}: {error.strerror or 'cannot be read'}") from None
+        lack = cannot_be_read(path, error)
+        raise lack if isinstance(lack, OutOfReach) else BadSigningKey(str(lack)) from None
     if len(text) > MAX_KEY_FILE_BYTES:
         raise BadSigningKey(f"{path}: larger than {MAX_KEY_FILE_BYTES} bytes, not a key file")
     return parse_signing_keys(text, str(path))[0]

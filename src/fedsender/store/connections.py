@@ -1,5 +1,6 @@
 """Connections to a database: which URLs there are, and how each kind is set up."""
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,8 @@ from sqlalchemy import URL, Engine, create_engine, event, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import QueuePool
+
+from fedsender.config.document import OUR_LACK
 
 # Between two tries to reach a database that is away.
 FIRST_PAUSE_S = 0.2
@@ -72,7 +75,9 @@ def prepare_file(url: URL, options: DatabaseOptions) -> None:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
     except OSError as error:
-        raise WrongDatabase(f"cannot create {path}: {error.strerror}") from error
+        full = error.errno in (*OUR_LACK, errno.ENOSPC, errno.EDQUOT)
+        kind = StoreError if full else WrongDatabase
+        raise kind(f"cannot create {path}: {error.strerror}") from error
 
 
 def make_engine(
