@@ -110,8 +110,8 @@ class AdminClient:
             response = connection.getresponse()
             text = response.read(_MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            text = f"no answer from the daemon at {self._address}: {error}; {_next_step(error)}"
-            raise AdminError(text) from error
+            said = f"no answer from the daemon at {self._address}: {error}; {_next_step(error)}"
+            raise AdminError(said) from error
         finally:
             connection.close()
         return self._checked(response.status, text)
