@@ -49,6 +49,7 @@ from fedsender.replication.rows import BadRow
 from fedsender.store import embedded, positions, relay_load, tables
 from fedsender.store.engine import StoreError
 from fedsender.store.migrations import upgrade
+from fedsender.store.outages import words
 from fedsender.store.records import History
 
 STORE: Final = "store.sqlite3"
@@ -110,7 +111,7 @@ def _in_words(store: Path) -> Iterator[None]:
     except (DamagedSegment, BadSnapshot, BadRow, StoreError, OSError) as error:
         raise PipelineError(f"pipeline.relay: {error}") from None
     except sa.exc.DBAPIError as error:
-        raise PipelineError(f"{store}: {error.orig}; remove it and the lake") from None
+        raise PipelineError(f"{store}: {words(error)}; remove it and the lake") from None
 
 
 def _prepare(engine: Engine, store: Path, instance: str) -> int:

@@ -218,7 +218,8 @@ class Database:
             return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10))
         if isinstance(error, DBAPIError):
             told = WrongDatabase if kind == "wrong" else StoreError
-            raise told(f"{self.name} database: {words(error)}") from error
+            # Not from it: PostgreSQL quotes rows in what follows its first line (I10).
+            raise told(f"{self.name} database: {words(error)}") from None
         raise error
 
     def _note_away(self, lane: _Lane, error: Exception) -> None:

@@ -19,6 +19,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from fedsender.outside import Outside
+from fedsender.store import outages
 from fedsender.store.connections import CONNECT_S, FIRST_PAUSE_S, LAST_PAUSE_S, StoreError
 
 log = structlog.get_logger()
@@ -224,7 +225,7 @@ class AdvisoryLock:
             self._connection.execute(text("SET statement_timeout = 10000"))
         except DBAPIError as error:
             self._close()
-            raise LockUnknown(f"the lock cannot be taken: {error.orig}") from error
+            raise LockUnknown(f"the lock cannot be taken: {outages.words(error)}") from None
 
     def _try(self, function: str, name: str) -> bool:
         return self._ask(f"SELECT {function}(:key)", {"key": _key(name)})
@@ -236,7 +237,7 @@ class AdvisoryLock:
             return bool(self._connection.scalar(text(question), values))
         except DBAPIError as error:
             self._close()
-            raise LockUnknown(f"the lock cannot be taken: {error.orig}") from error
+            raise LockUnknown(f"the lock cannot be taken: {outages.words(error)}") from None
 
     def _held(self) -> bool:
         if self._connection is None:
