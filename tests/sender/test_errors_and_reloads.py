@@ -19,7 +19,8 @@ from fedsender.sender.keep_going import keep_going
 from fedsender.sender.sender import Sender
 from fedsender.store import StoreError, tables
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.records import Lagging, PresenceState
+from fedsender.store.records import FrozenRecord, Lagging, PresenceState
+from fedsender.store.sender import SenderStore
 from fedsender.streams import RedactionRow
 from fedsender.telemetry import Metrics
 
@@ -191,6 +192,45 @@ async def test_a_look_that_began_before_the_error_does_not_make_a_server_level(
         await trio.sleep(60)
 
     assert world.servers[A].got == ["before", "in between", "after it"]
+
+
+@pytest.mark.parametrize("how", ["left", "restarted"])
+async def test_a_frozen_transaction_that_an_error_kept_from_being_read_is_what_goes_next(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """I3: also once the database can be read again."""
+    server = world.server(A, reply=lambda request: answer(500, {}), version=False)
+    read, wrong = SenderStore.load_frozen, 0
+
+    async def fail_once(self: SenderStore, destination: str) -> FrozenRecord | None:
+        nonlocal wrong
+        if wrong > 0:
+            wrong -= 1
+            raise StoreError("canceling statement due to statement timeout")
+        return await read(self, destination)
+
+    monkeypatch.setattr(SenderStore, "load_frozen", fail_once)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(4 * 3600)
+        assert not sender.active
+        if how == "left":
+            wrong, server.reply = 1, ok
+            await world.say(R1, "two")
+            sender.wake([A], by_admin=True)
+            await trio.sleep(8 * 3600)
+    if how == "restarted":
+        wrong = 1
+        server.reply = ok
+        async with world.run() as sender:
+            await world.say(R1, "two")
+            sender.wake([A], by_admin=True)
+            await trio.sleep(8 * 3600)
+
+    assert crashes(world) == 1
+    assert server.answered[0].id == server.requests[0].id
+    assert [request.bodies for request in server.answered] == [["one"], ["two"]]
 
 
 def look_takes(world: World, seconds: float) -> None:

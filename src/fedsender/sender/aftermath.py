@@ -38,6 +38,7 @@ class Aftermath(Intake):
     ) -> None:
         super().__init__(name, policy, context, state, level=level)
         self.frozen: Transaction | None = None
+        self._unread = False
         self._context = context
         self._reporter = Reporter(name, context)
         self._witness: Edu | None = None
@@ -117,8 +118,16 @@ class Aftermath(Intake):
 
     # --- The frozen transaction on record ---------------------------------------------------------
 
+    @property
+    def has_frozen(self) -> bool:
+        """Whether there is a frozen transaction, here or on record."""
+        return self.frozen is not None or self._unread
+
     async def _recall(self) -> None:
+        # Until it was read: an error here must not have another one follow it (I3).
+        self._unread = True
         record = await self._context.store.load_frozen(self.name)
+        self._unread = False
         if record is not None:
             self.frozen = thaw(
                 record.transaction_id,

@@ -299,10 +299,10 @@ class Book:
             self._states.pop(name, None)
         else:
             self._states[name] = state
-        if destination.frozen is None:
-            self._frozen.discard(name)
-        else:
+        if destination.has_frozen:
             self._frozen.add(name)
+        else:
+            self._frozen.discard(name)
         if destination.unwritten:
             self.unsaved[name] = destination
         if state.paused or state.parked:

@@ -107,7 +107,7 @@ class Destination(Aftermath):
     @property
     def owes(self) -> bool:
         """Whether anything durable is left to send."""
-        return self.frozen is not None or self.outbox.owes
+        return self.has_frozen or self.outbox.owes
 
     # --- The task ---------------------------------------------------------------------------------
 
