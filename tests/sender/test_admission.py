@@ -11,7 +11,7 @@ import trio
 import trio.testing
 from tests.federation.servers import BODY, OURS
 from tests.federation.test_connections import in_memory, there
-from tests.sender.harness import World
+from tests.sender.harness import RemoteServer, World
 from trio.testing import MockClock
 
 from fedsender.config import Sending
@@ -22,6 +22,7 @@ from fedsender.sender.admission import (
     Lane,
     Leave,
     network_of,
+    not_now,
     site_of,
 )
 from fedsender.sender.context import Phase
@@ -147,6 +148,57 @@ async def test_who_is_there_for_long_makes_room_if_the_slow_lane_has_some(
     assert admission.in_flight == 0
 
 
+async def test_who_is_there_for_long_gives_way_if_the_slow_lane_has_no_room(
+    autojump_clock: MockClock,
+) -> None:
+    admission = admission_of(40)
+    quick = [a_leave(admission, f"a.quick{number}", 0.1) for number in range(31)]
+    slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(5)]
+    ended: list[Leave] = []
+
+    def end(leave: Leave) -> bool:
+        ended.append(leave)
+        return True
+
+    for leave in quick:
+        leave.end = partial(end, leave)
+    quick[0].end = not_now
+    async with holding(*slow, *quick[:30]):
+        assert len(admission.quick) == 30
+        began = trio.current_time()
+        async with holding(quick[30]):
+            assert trio.current_time() - began == pytest.approx(QUICK_S, abs=0.1)
+        assert ended == [quick[1]]
+        assert admission.lane_of(quick[1])[0] is admission.slow
+        assert len(admission.quick) == 29
+        quick[1].took(0.1)
+        assert admission.lane_of(quick[1])[0] is admission.slow
+        quick[1].took(0.1)
+        assert admission.lane_of(quick[1]) == (admission.quick, True)
+    assert admission.in_flight == 0
+
+
+async def test_known_servers_in_places_of_the_known_do_not_give_way_to_the_unknown(
+    autojump_clock: MockClock,
+) -> None:
+    """The places that servers never heard of may not have would be of no use to them."""
+    admission = admission_of(40)
+    known = [a_leave(admission, f"a.known{number}", 0.1) for number in range(3)]
+    unknown = [admission.leave(f"new.new{number}") for number in range(33)]
+    slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(5)]
+    ended: list[Leave] = []
+
+    def end(leave: Leave) -> bool:
+        ended.append(leave)
+        return True
+
+    for leave in known:
+        leave.end = partial(end, leave)
+    async with holding(*slow, *known[:2], *unknown[:27]):
+        assert await waits(unknown[32], 100)
+        assert not ended
+
+
 # --- neighbours -----------------------------------------------------------------------------------
 
 
@@ -159,10 +211,10 @@ def test_what_servers_have_in_common() -> None:
 
 
 @pytest.mark.parametrize("common", ["site", "address"])
-async def test_neighbours_hold_a_quarter_of_a_lane_for_long(
+async def test_neighbours_have_a_quarter_of_the_lanes_where_attempts_take_long(
     common: str, autojump_clock: MockClock
 ) -> None:
-    lane = Lane(40, second=35, patience_s=QUICK_S)
+    lane = Lane(40)
     admission = admission_of()
 
     def neighbour(number: int) -> Leave:
@@ -177,10 +229,8 @@ async def test_neighbours_hold_a_quarter_of_a_lane_for_long(
     for leave in held:
         assert lane.at_once(leave, first=False)
     # Hundreds of honest servers behind one address, all at once.
-    for number in range(10, 20):
-        assert lane.at_once(neighbour(number), first=False)
-        lane.go(next(reversed(lane._inside)))
-    await trio.sleep(QUICK_S + 0.1)
+    for number in range(10, 40):
+        assert admission.quick.at_once(neighbour(number), first=False)
     late = [neighbour(number) for number in range(20, 23)]
     order: list[int] = []
 
@@ -194,7 +244,7 @@ async def test_neighbours_hold_a_quarter_of_a_lane_for_long(
             await trio.sleep(1)
         assert not order
         assert lane.at_once(admission.leave("honest.org"), first=False)
-        assert lane.at_once(neighbour(30), first=True), "one that is known to be quick"
+        assert not lane.at_once(neighbour(30), first=True)
         lane.go(held[0])
         await trio.sleep(0.1)
         assert order == [0]
@@ -557,6 +607,47 @@ async def test_slow_servers_do_not_hold_back_quick_ones(
     assert took[-1] <= 1
     to_all = [f"to all {number}" for number in range(0, 40, 5)]
     assert all(world.servers[name].got[-8:] == to_all for name in slow)
+
+
+class Moody(RemoteServer):
+    """It answers quickly twice, and then after 55 s."""
+
+    @property
+    def latency(self) -> float:
+        return 55 if len(self.requests) % 3 == 0 else 0.05
+
+    @latency.setter
+    def latency(self, value: float) -> None: ...
+
+
+async def test_servers_that_are_quick_now_and_then_do_not_hold_back_those_that_always_are(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Half as many again as there are places, of no common site: in each lane they wait 2 s."""
+    limits = {"max_in_flight": 40, "max_connections_slow_share": 0.5}
+    world = World(tmp_path, sending=limits)
+    moody = [f"a.moody{number}" for number in range(60)]
+    quick = [f"a.quick{number}" for number in range(20)]
+    world.servers.update((name, Moody(name)) for name in moody)
+    for name in quick:
+        world.server(name, latency=0.05)
+    said: dict[str, float] = {}
+    async with world.run() as sender:
+        await world.join(BIG, *moody)
+        await world.join(SMALL, *quick)
+        for number in range(200):
+            await world.say(BIG, f"to all {number}")
+            await trio.sleep(1)
+            said[f"{number}"] = trio.current_time()
+            await world.say(SMALL, f"{number}")
+            await trio.sleep(2)
+        assert all(each.state.healthy for each in sender.active.values())
+        await trio.sleep(1800)
+    took = delays(world, quick, said)
+    assert len(took) == 20 * 200
+    assert took[len(took) // 2] <= 0.15
+    assert took[-1] <= QUICK_S * len(moody) / 20 + 1
+    assert all(len(set(world.servers[name].got)) == 200 for name in moody)
 
 
 async def test_servers_that_are_back_do_not_wait_for_slow_ones(

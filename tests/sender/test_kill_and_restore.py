@@ -151,6 +151,46 @@ async def test_what_the_ledger_knows_of_many_servers_is_settled_together(
     assert all(world.servers[name].got == ["one"] for name in names)
 
 
+async def test_a_transaction_that_gave_way_is_sent_again_as_it_was(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Also after a kill: it may have arrived (I3)."""
+    limits = {"max_in_flight": 4, "max_connections_slow_share": 0.5}
+    world = World(tmp_path, sending=limits)
+    slow = [f"a.slow{number}" for number in range(3)]
+    for name in slow:
+        world.server(name, latency=30)
+    world.server("a.quick")
+    with killed():
+        async with world.run() as sender:
+            await world.join(R1, *slow)
+            await world.say(R1, "to the slow ones")
+            await trio.sleep(10)
+            await world.join(R2, "a.quick")
+            await world.say(R2, "to the quick one")
+            await trio.sleep(3)
+            assert "to the quick one" in world.servers["a.quick"].got
+            gave_way = [
+                (line["destination"], line["transaction_id"])
+                for line in world.ledger()
+                if (line.get("reason") or "").startswith("it gave way")
+            ]
+            assert gave_way
+            assert all(sender.active[name].state.healthy for name, _ in gave_way)
+            before = {name: world.servers[name].requests[-1] for name, _ in gave_way}
+            keep(world.directory)
+            raise Killed
+    put_back(world.directory)
+    for name in slow:
+        world.servers[name].requests.clear()
+    async with world.run():
+        await trio.sleep(120)
+    for name, transaction_id in gave_way:
+        first = world.servers[name].requests[0]
+        assert (first.id, first.body) == (transaction_id, before[name].body)
+    assert all(world.servers[name].got == ["to the slow ones"] for name in slow)
+
+
 async def test_a_kill_amid_a_catch_up_loses_nothing(
     world: World, autojump_clock: MockClock
 ) -> None:

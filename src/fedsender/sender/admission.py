@@ -7,8 +7,9 @@ waits for the right to open one has none meanwhile.
 There are three lanes, each with places of its own: for servers whose last attempt failed, for those
 that take long to answer, and for the rest. So neither dead servers nor slow ones hold a place that
 a quick one, or one that is back, has to wait for. In the third lane, servers of which no quick
-answer is known may not have the last eighth; and whoever has been there for long makes room, if
-there is room in the second.
+answer is known may not have the last eighth. When others wait, a place there is for 2 s: an attempt
+that takes longer goes on in the second lane if there is room, and else it is ended and made again
+there. So the third lane never stands still, whatever its servers were before.
 
 Every line is served by weight, in two classes: three of the first for each one of the second, and
 those of one class in turn. So the first hardly waits, and the second never starves.
@@ -16,7 +17,8 @@ those of one class in turn. So the first hardly waits, and the second never star
 
 import ipaddress
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -36,6 +38,7 @@ _REMEMBERED: Final = 65_536
 _BUSY: Final = 75
 _LEAST_BYTES: Final = 65_536
 _LOOK_AT: Final = 20
+_LOOK_EACH_S: Final = 0.05
 _MADE_UP_S: Final = 0.2
 
 
@@ -138,9 +141,36 @@ class _Line:
     def __init__(self) -> None:
         self._classes: tuple[_Class, _Class] = (OrderedDict(), OrderedDict())
         self._turn = 0
+        # Of all who wait, one watches the clock.
+        self._watching: _Waiting | None = None
 
     def __bool__(self) -> bool:
         return any(self._classes)
+
+    async def wait(
+        self, waiting: _Waiting, serve: Callable[[], None], due: Callable[[], float]
+    ) -> None:
+        """Return when `serve` has let it in; `serve` is called again at `due()` (trio's clock)."""
+        serve()
+        try:
+            while not waiting.let_in:
+                self._watching = self._watching or waiting
+                with trio.move_on_at(due() if self._watching is waiting else math.inf):
+                    await waiting.called.wait()
+                if self._watching is waiting:
+                    self._watching = None
+                    serve()
+                if not waiting.let_in:
+                    waiting.called = trio.Event()
+        finally:
+            if self._watching is waiting:
+                self._watching = None
+
+    def be_watched(self) -> None:
+        """Have one of those who wait watch the clock, if none does."""
+        waiting = (each for line in self._classes for each in line.values())
+        if self._watching is None and (found := next(waiting, None)) is not None:
+            found.called.set()
 
     def waits(self, *, first: bool) -> bool:
         """Whether anybody of this class does."""
@@ -174,13 +204,6 @@ class _Line:
         self._turn += 1
         return line.popitem(last=False)
 
-    def call(self) -> None:
-        """Have one of those who wait look."""
-        for line in self._classes:
-            if line:
-                next(iter(line.values())).called.set()
-                return
-
 
 class Turns:
     """So many per second, evenly spread; what a busy moment made late is made up for."""
@@ -189,30 +212,16 @@ class Turns:
         self._gap_s = 1 / per_second
         self._next = -math.inf
         self._line = _Line()
-        # Of all who wait, one watches the clock.
-        self._watching: _Waiting | None = None
 
     async def take(self, leave: "Leave", *, first: bool) -> None:
         """Wait for a turn."""
         waiting = _Waiting(first)
         self._line.add(leave, waiting)
-        self._serve()
         try:
-            while not waiting.let_in:
-                self._watching = self._watching or waiting
-                with trio.move_on_at(self._next if self._watching is waiting else math.inf):
-                    await waiting.called.wait()
-                if self._watching is waiting:
-                    self._watching = None
-                    self._serve()
-                if not waiting.let_in:
-                    waiting.called = trio.Event()
+            await self._line.wait(waiting, self._serve, lambda: self._next)
         finally:
             self._line.remove(leave)
-            if self._watching is waiting:
-                self._watching = None
-            if self._watching is None:
-                self._line.call()
+            self._line.be_watched()
 
     def hasten(self, leave: "Leave") -> None:
         """One that waits goes to the first class."""
@@ -228,39 +237,34 @@ class Turns:
 class Lane:
     """So many places, and the line of those who wait for one.
 
-    Of servers that have a site or an address in common, no more get in once they have had a quarter
-    of the places for longer than `patience_s`.
+    With an overflow, nobody has a place for longer than `QUICK_S` while others wait. Without one,
+    servers that have a site or an address in common have a quarter of the places at most.
     """
 
     def __init__(
-        self,
-        places: int,
-        *,
-        second: int | None = None,
-        patience_s: float = 0.0,
-        overflow: "Lane | None" = None,
+        self, places: int, *, second: int | None = None, overflow: "Lane | None" = None
     ) -> None:
         """
         Args:
-            second: how many of the places the second class may have, which then is the only one
-                that neighbours hold up; None: all of them.
-            overflow: where those who are inside for long may be moved to.
+            second: how many of the places the second class may have; None: all of them.
+            overflow: where those who are inside for long are moved to when others wait; they give
+                way if there is no place for them.
         """
         self._places = places
         self._second = places if second is None else second
-        self._spares_first = second is not None
         self._share = max(1, places // 4)
-        self._patience_s = patience_s
         self._overflow = overflow
         # Each with its class, and its neighbours when it came in.
         self._inside: dict[Leave, tuple[bool, tuple[str, ...]]] = {}
         self._second_inside = 0
-        # Those inside for less than `patience_s`, oldest first; and the others, by neighbour.
+        # With an overflow: those inside for less than `QUICK_S` and since when, and the others of
+        # the first and of the second class; oldest first.
         self._fresh: dict[Leave, float] = {}
-        self._long: dict[Leave, tuple[str, ...]] = {}
-        self._held: dict[str, int] = {}
-        self._line = _Line()
+        self._long: tuple[dict[Leave, None], dict[Leave, None]] = ({}, {})
+        # Without one: places held by each site and address, and who waits for them to go.
+        self._held: Counter[str] = Counter()
         self._held_up: dict[str, _Class] = {}
+        self._line = _Line()
 
     def __len__(self) -> int:
         return len(self._inside)
@@ -276,7 +280,7 @@ class Lane:
         self._ripen()
         if self._line.waits(first=first) or not self._has_place(first=first):
             return False
-        if self._neighbour(leave, first=first) is not None:
+        if self._neighbour(leave) is not None:
             return False
         self._let_in(leave, first=first)
         return True
@@ -286,16 +290,15 @@ class Lane:
         waiting = _Waiting(first)
         self._line.add(leave, waiting)
         try:
-            while not waiting.let_in:
-                self._serve()
-                with trio.move_on_after(self._patience_s or math.inf):
-                    await waiting.called.wait()
+            await self._line.wait(waiting, self._serve, self._due)
         except BaseException:
             if waiting.let_in:
                 self.go(leave)
             else:
                 self._stop_waiting(leave, waiting)
             raise
+        finally:
+            self._line.be_watched()
 
     def hasten(self, leave: "Leave") -> None:
         """One that waits goes to the first class."""
@@ -312,6 +315,7 @@ class Lane:
         self._let_out(leave)
         if self._line:
             self._serve()
+            self._line.be_watched()
 
     # --- Who is next ------------------------------------------------------------------------------
 
@@ -319,11 +323,9 @@ class Lane:
         free = len(self._inside) < self._places
         return free and (first or self._second_inside < self._second)
 
-    def _neighbour(self, leave: "Leave", *, first: bool) -> str | None:
+    def _neighbour(self, leave: "Leave") -> str | None:
         """The site or address that has its share already."""
-        if not self._held or (first and self._spares_first):
-            return None
-        full = (each for each in leave.neighbours if self._held.get(each, 0) >= self._share)
+        full = (each for each in leave.neighbours if self._held[each] >= self._share)
         return next(full, None)
 
     def _serve(self) -> None:
@@ -338,7 +340,7 @@ class Lane:
                     return
                 continue
             leave, waiting = found
-            waiting.held_up_by = self._neighbour(leave, first=waiting.first)
+            waiting.held_up_by = self._neighbour(leave)
             if waiting.held_up_by is None:
                 self._let_in(leave, first=waiting.first)
                 waiting.let()
@@ -350,47 +352,59 @@ class Lane:
     def _let_in(self, leave: "Leave", *, first: bool) -> None:
         self._inside[leave] = first, leave.neighbours
         self._second_inside += not first
-        self._fresh[leave] = trio.current_time()
-        if not self._patience_s:
-            self._ripen()
+        if self._overflow is None:
+            self._held.update(leave.neighbours)
+        else:
+            self._fresh[leave] = trio.current_time()
 
     def _let_out(self, leave: "Leave") -> None:
         first, neighbours = self._inside.pop(leave)
         self._second_inside -= not first
         self._fresh.pop(leave, None)
-        counted = self._long.pop(leave, ())
-        for each in counted:
-            self._held[each] -= 1
-            if not self._held[each]:
-                del self._held[each]
-        if self._held_up:
+        self._long[not first].pop(leave, None)
+        if self._overflow is None:
+            for each in neighbours:
+                self._held[each] -= 1
+                if not self._held[each]:
+                    del self._held[each]
             self._call_up(neighbours)
-            if counted != neighbours:
-                self._call_up(counted)
 
     def _relieve(self) -> bool:
-        """Move one of those who are inside for long elsewhere, if others wait for places."""
+        """Take its place from one who is inside for long, if that is of use to those who wait."""
         if self._overflow is None:
             return False
-        for leave in islice(self._long, _LOOK_AT):
-            # Not one that was let in and has not noticed yet: it would note the wrong lane.
-            if leave.lane is self and self._overflow.at_once(leave, first=False):
-                self._let_out(leave)
-                leave.lane = self._overflow
-                return True
+        first, second = self._long
+        any_helps = self._line.waits(first=True) or self._second_inside < self._second
+        for long in (second, first) if any_helps else (second,):
+            for leave in islice(long, _LOOK_AT):
+                # One that was let in and has not noticed yet would note the wrong lane.
+                if leave.lane is not self:
+                    continue
+                moved = self._overflow.at_once(leave, first=False)
+                if moved or leave.give_way():
+                    self._let_out(leave)
+                    leave.lane = self._overflow if moved else None
+                    return True
         return False
+
+    def _due(self) -> float:
+        """When it is worth to look again, by trio's clock."""
+        if self._overflow is None:
+            return math.inf
+        now = trio.current_time()
+        oldest = next(iter(self._fresh.values()), now)
+        return max(oldest + QUICK_S, now + _LOOK_EACH_S)
 
     def _ripen(self) -> None:
         """Count those that have had their places for long."""
-        long_ago = trio.current_time() - self._patience_s
+        long_ago = trio.current_time() - QUICK_S
         while self._fresh:
             leave, since = next(iter(self._fresh.items()))
             if since > long_ago:
                 return
             del self._fresh[leave]
-            self._long[leave] = leave.neighbours
-            for each in leave.neighbours:
-                self._held[each] = self._held.get(each, 0) + 1
+            first, _ = self._inside[leave]
+            self._long[not first][leave] = None
 
     def _stop_waiting(self, leave: "Leave", waiting: _Waiting) -> None:
         self._line.remove(leave)
@@ -409,7 +423,7 @@ class Lane:
             held_up = self._held_up.get(each)
             if held_up is None:
                 continue
-            room = self._share - self._held.get(each, 0)
+            room = self._share - self._held[each]
             called = [held_up.popitem(last=False) for _ in range(min(room, len(held_up)))]
             if not held_up:
                 del self._held_up[each]
@@ -434,6 +448,11 @@ def nobody_told(waiting: bool) -> None:
     """For who need not know."""
 
 
+def not_now() -> bool:
+    """For an attempt that cannot be ended."""
+    return False
+
+
 class Leave:
     """What one server's attempts need leave for: places, and the right to open connections.
 
@@ -444,6 +463,7 @@ class Leave:
         lately: one of its last day was answered.
         hurried: something waits that goes to few, or it is to be tried before others.
         told: called with True when it begins to wait for a limit of ours, with False after that.
+        end: called to end the attempt, for another one later; returns False if it cannot be ended.
     """
 
     __slots__ = (
@@ -453,6 +473,7 @@ class Leave:
         "_known",
         "_line",
         "_site",
+        "end",
         "hurried",
         "ill",
         "lane",
@@ -468,6 +489,7 @@ class Leave:
         self.lately = False
         self.hurried = False
         self.told = nobody_told
+        self.end = not_now
         self._admission = admission
         self._site = site_of(server)
         self.neighbours: tuple[str, ...] = (self._site,)
@@ -545,6 +567,19 @@ class Leave:
             if latest.count(each) >= enough:
                 now = each
                 break
+        self._is_known(now, latest)
+
+    def give_way(self) -> bool:
+        """End the attempt so that others have its place; the next ones are those of a slow server.
+
+        Returns False if it cannot be ended at this moment.
+        """
+        if not self.end():
+            return False
+        self._is_known(_Pace.SLOW, (_Pace.SLOW,) * 3)
+        return True
+
+    def _is_known(self, now: _Pace, latest: tuple[_Pace, ...]) -> None:
         if (now, latest) != self._known:
             self._known = now, latest
             self._admission.known[self.server] = self._known
@@ -615,7 +650,7 @@ class Admission:
         self.gate = Gate()
         self.slow = Lane(aside - aside // 2)
         self.ill = Lane(aside // 2)
-        self.quick = Lane(quick, second=quick - quick // 8, patience_s=QUICK_S, overflow=self.slow)
+        self.quick = Lane(quick, second=quick - quick // 8, overflow=self.slow)
         self.turns = Turns(handshakes_per_second)
         self.bodies = 0
         self._in_flight_bytes = in_flight_bytes

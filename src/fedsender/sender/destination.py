@@ -15,11 +15,12 @@ from fedsender.config import Policy
 from fedsender.federation.client import Link, Peer, Unreachable
 from fedsender.outside import OutOfResources
 from fedsender.sender import failure
-from fedsender.sender.admission import nobody_told
+from fedsender.sender.admission import nobody_told, not_now
 from fedsender.sender.aftermath import Aftermath
 from fedsender.sender.context import Announcer, Context, Phase
-from fedsender.sender.exchange import Exchange
+from fedsender.sender.exchange import Exchange, GaveWay
 from fedsender.sender.failure import Outcome, ServerState, Verdict
+from fedsender.sender.reporter import STOPPED
 from fedsender.sender.suspicion import Kind, Search, Turn
 from fedsender.sender.transaction import Draft, Transaction, envelope_bytes, freeze
 
@@ -74,7 +75,7 @@ class Destination(Aftermath):
         in_attempt = self.phase in (Phase.CONNECTING, Phase.SENDING, Phase.CATCHING_UP)
         waited = trio.current_time() - self.since
         if in_attempt and waited > PATIENCE_S and not self.state.healthy:
-            self._wake_after = self._exchange.give_up()
+            self._wake_after |= self._exchange.give_up()
 
     def come_due(self) -> None:
         """The book has waited for it, on a clock that nobody sets."""
@@ -120,12 +121,12 @@ class Destination(Aftermath):
             await self._settle(self.frozen)
         elif frozen and self.frozen is None:
             await self._recall()
-        self._leave.told = self._wait_for_limits
+        self._leave.told, self._leave.end = self._wait_for_limits, self._exchange.give_way
         try:
             await self._send_on()
         finally:
             # Else there were a cycle that waits for the garbage's search.
-            self._leave.told = nobody_told
+            self._leave.told, self._leave.end = nobody_told, not_now
         self._in_phase(Phase.LEAVING)
 
     async def _send_on(self) -> None:
@@ -202,6 +203,8 @@ class Destination(Aftermath):
         except OutOfResources as lack:
             self._reporter.ran_out(lack)
             return
+        except GaveWay:
+            return
         if link is None:
             return
         if self.frozen is not None and self.frozen.put_away:
@@ -247,24 +250,20 @@ class Destination(Aftermath):
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
             answer, verdict = await self._exchange.put(link, transaction, timeout_s)
-        except OutOfResources as lack:
-            # An idle connection had been closed, and there could be no other. It stays frozen.
+        except (Exception, trio.Cancelled) as error:
             took_s = trio.current_time() - started
-            cut_off = f"we lack what a connection needs: {lack.strerror}"
+            cut_off = _why_cut_off(error)
             self._reporter.attempt(transaction, None, took_s=took_s, cut_off=cut_off)
             context.under_way.end(slot)
-            self._reporter.ran_out(lack)
+            if not isinstance(error, GaveWay | OutOfResources):
+                raise
+            if isinstance(error, OutOfResources):
+                self._reporter.ran_out(error)
+            if not link.sent:
+                self._unfreeze(transaction)
+            elif not transaction.saved:
+                await self._save_frozen(transaction)
             return
-        except BaseException as error:
-            took_s = trio.current_time() - started
-            if isinstance(error, trio.Cancelled):
-                self._reporter.attempt(transaction, None, took_s=took_s)
-                context.under_way.end(slot)
-            elif isinstance(error, Exception):
-                cut_off = "the sender's own task crashed"
-                self._reporter.attempt(transaction, None, took_s=took_s, cut_off=cut_off)
-                context.under_way.end(slot)
-            raise
         transaction.answered = verdict.outcome is Outcome.DELIVERED
         took_s = trio.current_time() - started
         self._reporter.attempt(transaction, verdict, took_s=took_s, answer=answer)
@@ -346,3 +345,15 @@ class Destination(Aftermath):
             now_ms=self._context.outside.now_ms(),
             lsso_before=self.outbox.stored_lsso,
         )
+
+
+def _why_cut_off(error: BaseException) -> str:
+    """Why there is no verdict on an attempt, for the ledger."""
+    match error:
+        case trio.Cancelled():
+            return STOPPED
+        case GaveWay():
+            return "it gave way to others that waited for its place"
+        case OutOfResources():
+            return f"we lack what a connection needs: {error.strerror}"
+    return "the sender's own task crashed"

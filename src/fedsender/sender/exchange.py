@@ -1,6 +1,9 @@
 """One attempt on the wire: to find the server, and to hand it a transaction."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
 from typing import Final
 
 import trio
@@ -22,26 +25,37 @@ _OUTCOMES: Final[dict[FailureKind, Outcome]] = {
 }
 
 
+class GaveWay(Exception):
+    """The attempt was ended for the sake of others; nothing is known of the server."""
+
+
+class _Ended(Enum):
+    """Why an exchange was ended early."""
+
+    WOKEN = "woken"
+    WITHDRAWN = "withdrawn"
+    GAVE_WAY = "gave way"
+
+
 class Exchange:
     """What one destination has under way; somebody else may end it early."""
 
     def __init__(self) -> None:
         self._scope: trio.CancelScope | None = None
+        self._ended: _Ended | None = None
         self._left_s = 0.0
-        self._withdrawn = False
 
     def give_up(self) -> bool:
         """End what is under way, for another attempt; False if nothing is."""
-        if self._scope is None:
-            return False
-        self._scope.cancel()
-        return True
+        return self._end(_Ended.WOKEN)
+
+    def give_way(self) -> bool:
+        """End it for others; the next attempt is to wait where slow servers do."""
+        return self._end(_Ended.GAVE_WAY)
 
     def withdraw(self) -> None:
         """What waits for our limits is not wanted any more."""
-        if self._scope is not None:
-            self._withdrawn = True
-            self._scope.cancel()
+        self._end(_Ended.WITHDRAWN)
 
     def wait_for_limits(self, waiting: bool) -> None:
         """While it waits for a limit of ours, no time passes that the server has."""
@@ -61,32 +75,37 @@ class Exchange:
 
         Raises:
             Unreachable: there is none to be had.
+            GaveWay: it was ended for others.
         """
         link = peer.at_hand()
         if link is not None:
             return link
-        self._withdrawn = False
-        with trio.CancelScope() as self._scope:
+        with self._until(math.inf):
             return await peer.connect()
-        if self._withdrawn:
+        if self._ended is _Ended.WITHDRAWN:
             return None
         raise Unreachable("timeout", self._why_ended("no connection"))
 
     async def put(
         self, link: Link, transaction: Transaction, timeout_s: float
     ) -> tuple[Answer | None, Verdict]:
-        """Send it and hear what the server says; the answer, if there was one, and the verdict."""
+        """Send it and hear what the server says; the answer, if there was one, and the verdict.
+
+        Raises:
+            GaveWay: it was ended for others.
+            OutOfResources: a new connection was needed, and we can open none.
+        """
+        event_ids = [pdu.event_id for pdu in transaction.pdus]
+        answer = None
         try:
-            with trio.fail_after(timeout_s) as self._scope:
-                event_ids = [pdu.event_id for pdu in transaction.pdus]
+            with self._until(trio.current_time() + timeout_s):
                 answer = await link.put_transaction(transaction.id, transaction.body, event_ids)
-        except trio.TooSlowError:
-            reason = self._why_ended("no answer")
-            outcome = Outcome.FAILING if link.sent else Outcome.UNREACHABLE
-            return None, Verdict(outcome, reason, sent=link.sent)
         except SendFailed as error:
             outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
             return None, Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
+        if answer is None:
+            outcome = Outcome.FAILING if link.sent else Outcome.UNREACHABLE
+            return None, Verdict(outcome, self._why_ended("no answer"), sent=link.sent)
         return answer, failure.judge_status(
             answer.status,
             is_answer=answer.is_answer,
@@ -94,7 +113,25 @@ class Exchange:
             text=answer.text,
         )
 
+    @contextmanager
+    def _until(self, deadline: float) -> Iterator[None]:
+        """Leave the body at the deadline (trio's clock), or when it is ended; raises GaveWay."""
+        self._ended = None
+        try:
+            with trio.CancelScope(deadline=deadline) as self._scope:
+                yield
+            ended_early = self._scope.cancelled_caught
+        finally:
+            self._scope = None
+        if ended_early and self._ended is _Ended.GAVE_WAY:
+            raise GaveWay
+
+    def _end(self, why: _Ended) -> bool:
+        if self._scope is None:
+            return False
+        self._ended = self._ended or why
+        self._scope.cancel()
+        return True
+
     def _why_ended(self, what: str) -> str:
-        assert self._scope is not None
-        woken = self._scope.deadline > trio.current_time()
-        return f"{what} until it was woken" if woken else f"{what} in time"
+        return f"{what} in time" if self._ended is None else f"{what} until it was woken"
