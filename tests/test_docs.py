@@ -10,7 +10,7 @@ import typer.main
 import yaml
 from typer.core import TyperGroup
 
-from fedsender import outside
+from fedsender import limits, outside
 from fedsender.admin import access, http1
 from fedsender.cli import app
 from fedsender.config import Federation, Ledger, Sending, files
@@ -103,6 +103,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"At most {discovery.MAX_CANDIDATES} addresses of a server are tried, of at most"
         f" {discovery.MAX_SRV_TARGETS} SRV targets and {discovery.MAX_RECORDS} records"
         f" of {discovery.MAX_RECORD_BYTES // kib} KiB",
+        f"{limits.MAX_CONNECTING:,} sockets are connecting, each server has one address tried",
         f"{client._PLACES} look-ups run at once, each for at most {client._LOOKUP_S:.0f} s",
         f"waited for {places.PATIENCE_S:.0f} s, it gives up its place",
         f"one of {client._PLACES // 2} slow places, at most {places.PER_DOMAIN} of them",

@@ -276,7 +276,7 @@ def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
         check=True,
     )
     assert f"ExecStart={executable} run -c {config}" in printed.stdout.splitlines()
-    assert {"TimeoutStopSec=160s", "LimitNOFILE=10024"} <= set(printed.stdout.splitlines())
+    assert {"TimeoutStopSec=160s", "LimitNOFILE=11024"} <= set(printed.stdout.splitlines())
     unit = tmp_path / "fedsender.service"
     unit.write_text(printed.stdout)
     verified = analyze("verify", str(unit))

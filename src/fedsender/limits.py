@@ -17,6 +17,9 @@ log = structlog.get_logger()
 MIB: Final = 2**20
 _OTHER_FILES: Final = 1024
 """Databases, the ledger, look-ups, the admin endpoint, the feed; with room to spare."""
+MAX_CONNECTING: Final = 1000
+"""Connections that are being opened to several addresses of their servers at once; beyond, each
+server has one address tried at a time."""
 _CONNECTION_BYTES: Final = MIB // 4
 """Some 50 KB of it in the common case; the rest for what is on its way."""
 _OTHER_BYTES: Final = 1024 * MIB
@@ -42,7 +45,7 @@ def of_daemon(federation: Federation, sending: Sending) -> Limits:
     """What `fedsender run` may take with this configuration."""
     connections = federation.max_connections
     return Limits(
-        _OTHER_FILES + connections,
+        _OTHER_FILES + connections + MAX_CONNECTING,
         _OTHER_BYTES
         + 2 * (sending.window_bytes + sending.in_flight_bytes)
         + connections * _CONNECTION_BYTES,

@@ -20,8 +20,14 @@ from tests.federation.servers import Authority, answering, response, serving
 
 from fedsender.config import Federation
 from fedsender.config.values import IPRanges
-from fedsender.federation.dialing import Address, Dialer, TlsPolicy, Unreachable
+from fedsender.federation.dialing import (
+    Address,
+    Dialer,
+    TlsPolicy,
+    Unreachable,
+)
 from fedsender.federation.transport import Connection
+from fedsender.limits import MAX_CONNECTING
 from fedsender.outside import MeteredTls, RealNetwork
 
 DEFAULT = IPRanges(Federation().ip_deny, Federation().ip_allow)
@@ -73,13 +79,18 @@ class Roads(RealNetwork):
         self.roads = roads
         self.tried: list[tuple[float, str]] = []
         self.open: list[trio.abc.Stream] = []
+        self.opening = 0
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
         self.tried.append((trio.current_time(), address))
         road = self.roads[address]
         if isinstance(road, OSError):
             raise road
-        await trio.sleep(road)
+        self.opening += 1
+        try:
+            await trio.sleep(road)
+        finally:
+            self.opening -= 1
         stream = Closing(self)
         self.open.append(stream)
         return stream
@@ -200,6 +211,38 @@ async def test_cancelled_race_leaves_no_connection_open(
         connection = await dial(dialer_on(roads), V6, V4, OTHER)
         await connection.close()
     assert roads.open == []
+
+
+async def test_servers_with_many_dead_addresses_do_not_take_all_our_sockets(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """Beyond `MAX_CONNECTING`, each server has one address tried at a time, and each of them."""
+    dead = [f"192.0.2.{number}" for number in range(11, 18)]
+    roads = Roads({**dict.fromkeys(dead, HANGS), OTHER: 0.1})
+    dialer = dialer_on(roads)
+    ended: list[str] = []
+
+    async def reach(name: str, *addresses: str) -> None:
+        candidates: list[Address] = [(each, 8448) for each in addresses]
+        try:
+            await dialer.open(candidates, name, TlsPolicy(), ANY)
+            ended.append("reached")
+        except Unreachable as failure:
+            ended.append(failure.kind)
+
+    most = 0
+    async with trio.open_nursery() as nursery:
+        for number in range(500):
+            nursery.start_soon(reach, f"dead{number}.example", *dead)
+        for _ in range(20):
+            await trio.sleep(0.25)
+            most = max(most, roads.opening)
+        nursery.start_soon(reach, "alive.example", dead[0], OTHER)
+    assert most <= MAX_CONNECTING + 500
+    assert sorted(ended) == ["reached", *["timeout"] * 500]
+    assert trio.current_time() <= 5 + 10
+    assert roads.opening == dialer._connecting == 0
+    assert {address for _, address in roads.tried} == {*dead, OTHER}
 
 
 class Sudden(Roads):

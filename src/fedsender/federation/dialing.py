@@ -7,6 +7,8 @@ whatever the address.
 """
 
 import errno
+import math
+import os
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from cachetools import LRUCache
 
 from fedsender.config.values import IPRanges
 from fedsender.federation.transport import Connection, causes, reason, words
+from fedsender.limits import MAX_CONNECTING
 from fedsender.outside import MeteredTls, Network, OutOfResources, our_lack
 
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known"]
@@ -100,6 +103,7 @@ class Dialer:
     _contexts: dict[TlsPolicy, ssl.SSLContext] = field(default_factory=dict)
     _worked: LRUCache[str, str] = field(default_factory=lambda: LRUCache(maxsize=_REMEMBERED))
     _prefer_ipv4: bool = False
+    _connecting: int = 0
 
     async def open(
         self, candidates: Sequence[Address], tls_name: str, tls: TlsPolicy, ranges: IPRanges
@@ -171,13 +175,18 @@ class Dialer:
         won: list[tuple[trio.abc.Stream, Address]] = []
         failures: list[tuple[Address, OSError]] = []
 
-        async def attempt(address: Address, failed: trio.Event) -> None:
+        async def attempt(address: Address, failed: trio.Event, within_s: float) -> None:
+            self._connecting += 1
             try:
-                stream = await self.network.open_tcp(*address)
-            except OSError as error:
-                failures.append((address, error))
+                with trio.fail_after(within_s):
+                    stream = await self.network.open_tcp(*address)
+            except (trio.TooSlowError, OSError) as error:
+                timed_out = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+                failures.append((address, error if isinstance(error, OSError) else timed_out))
                 failed.set()
                 return
+            finally:
+                self._connecting -= 1
             won.append((stream, address))
             nursery.cancel_scope.cancel()
 
@@ -186,8 +195,11 @@ class Dialer:
                 async with trio.open_nursery() as nursery:
                     for address in candidates:
                         failed = trio.Event()
-                        nursery.start_soon(attempt, address, failed)
-                        with trio.move_on_after(_STAGGER_S):
+                        within_s, stagger_s = math.inf, _STAGGER_S
+                        if self._connecting >= MAX_CONNECTING:
+                            within_s, stagger_s = self.connect_s / len(candidates), math.inf
+                        nursery.start_soon(attempt, address, failed, within_s)
+                        with trio.move_on_after(stagger_s):
                             await failed.wait()
         except BaseException:
             await _close_all(won)
