@@ -115,6 +115,32 @@ async def test_what_an_operator_gives_up_has_its_line(
     assert [line["edus"] for line in dropped] == [{}, {}, {"m.typing": 1}]
 
 
+async def test_a_purge_s_line_speaks_of_all_that_it_removes(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is said meanwhile is given up with a line, or it is sent: an audit would miss it."""
+    world = World(tmp_path)
+    server = world.server(A, down=True)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "given up")
+        await trio.sleep(5)
+        forget = world.store.sender.forget
+
+        async def slowly(destination: str) -> None:
+            await world.say(R1, "meanwhile")
+            await trio.sleep(2)
+            await forget(destination)
+
+        monkeypatch.setattr(world.store.sender, "forget", slowly)
+        assert await sender.purge(A, force=True) == []
+        server.down = False
+        await trio.sleep(60)
+        said = world.token
+    line = next(line for line in world.ledger(A) if line["outcome"] == "purged")
+    assert server.got == ([] if line["position"] >= said else ["meanwhile"])
+
+
 def test_the_lists_that_forbid_servers_can_be_read_back(tmp_path: Path) -> None:
     """They stand in a line as a configuration has them: whoever reads it finds who was denied."""
     values: list[dict[str, Any]] = [

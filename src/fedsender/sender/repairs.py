@@ -121,10 +121,11 @@ class Repairs:
             await self._book.active[server].gone.wait()
         # A drain would write down what it left.
         self._book.unsaved.pop(server, None)
-        await self._note_purged(server)
-        await self._context.store.forget(server)
-        # What becomes owed is either purged with the rest or offered to a server that is level.
+        # What becomes owed is either purged with the rest, and the ledger says so, or offered to a
+        # server that is level.
         async with self._fan_out.handing_over:
+            await self._note_purged(server)
+            await self._context.store.forget(server)
             await self._context.homeserver.purge(server)
             self._book.forget(server)
         return []
