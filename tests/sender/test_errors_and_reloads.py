@@ -5,6 +5,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -192,6 +193,38 @@ async def test_a_look_that_began_before_the_error_does_not_make_a_server_level(
         await trio.sleep(60)
 
     assert world.servers[A].got == ["before", "in between", "after it"]
+
+
+async def test_a_room_whose_quarantine_is_emptied_while_it_grows_stays_blocked(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W16: what came behind the first bad event is in quarantine, and holds back the rest."""
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "bad", extra={"depth": 2**60})
+        await trio.sleep(5)
+        store = world.store.sender
+        (bad,) = await store.quarantine_list(None, 10)
+        put = store.quarantine_item
+
+        async def slowly(**values: Any) -> int:
+            await trio.sleep(5)
+            return await put(**values)
+
+        monkeypatch.setattr(store, "quarantine_item", slowly)
+        await world.say(R1, "behind it")
+        await trio.sleep(1)
+        await sender.drop_quarantined([bad.id])
+        await trio.sleep(10)
+        await world.say(R1, "last")
+        await trio.sleep(30)
+        assert world.servers[A].got == []
+        items = await store.quarantine_list(None, 10)
+        assert await sender.release([item.id for item in items]) == []
+        await world.say(R1, "free again")
+        await trio.sleep(30)
+
+    assert world.servers[A].got == ["behind it", "last", "free again"]
 
 
 @pytest.mark.parametrize("how", ["left", "restarted"])

@@ -9,7 +9,7 @@ An event that cannot be sent is quarantined with the rest of its room behind it,
 position moves past it, and the other rooms go on (W16).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import orjson
@@ -70,7 +70,7 @@ class FanOut:
         downstream: Downstream,
         *,
         quarantine: Callable[[Sequence[Bad]], Any],
-        blocked_rooms: dict[str, int],
+        blocked_rooms: Callable[[], Awaitable[dict[str, int]]],
         chunk: int,
         window: Window,
         had: Had | None = None,
@@ -81,7 +81,10 @@ class FanOut:
         self._router = router
         self._downstream = downstream
         self._quarantine = quarantine
-        self._blocked = blocked_rooms
+        self._blocked_rooms = blocked_rooms
+        self._blocked: dict[str, int] = {}
+        # How often quarantine was emptied, and as of when we know what is left there.
+        self._emptied, self._looked = 1, 0
         self._chunk = chunk
         self._window = window
         self._had = had
@@ -102,6 +105,7 @@ class FanOut:
 
     async def step(self, upto: int) -> None:
         """Fan out one chunk of the events above the position, at most up to `upto`."""
+        await self._look_at_quarantine()
         rows = await self._homeserver.read_events(self.position, upto, self._chunk)
         position = rows[-1].stream_ordering if len(rows) == self._chunk else upto
         routed = await self._sort_out(await self._router.route(rows))
@@ -180,9 +184,16 @@ class FanOut:
             if row.redacted:
                 self._window.prune(event_id, parse_row(row))
 
-    def unblock(self, room_id: str) -> None:
-        """The room's quarantine is empty again: its next events go out."""
-        self._blocked.pop(room_id, None)
+    async def _look_at_quarantine(self) -> None:
+        """Between two chunks only, so that what one of them puts there is never overlooked."""
+        while self._looked != self._emptied:
+            emptied = self._emptied
+            self._blocked = await self._blocked_rooms()
+            self._looked = emptied
+
+    def look_again(self) -> None:
+        """Something has left quarantine: rooms that have nothing more there are free again."""
+        self._emptied += 1
 
 
 def _content(row: EventRow) -> tuple[dict[str, Any], dict[str, Any]]:

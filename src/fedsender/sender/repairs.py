@@ -73,13 +73,9 @@ class Repairs:
     async def release(self, ids: Sequence[int]) -> list[Refusal]:
         """Try quarantined PDUs again, through the redelivery lane; those that stay, and why."""
         kept: list[Refusal] = []
-        gone: list[Quarantined] = []
         for item in await self._context.store.quarantined(ids):
-            refused = await self._release_one(item)
-            kept += refused
-            if not refused:
-                gone.append(item)
-        await self._unblock_rooms({item.room_id for item in gone if item.room_id is not None})
+            kept += await self._release_one(item)
+            self._fan_out.look_again()
         return kept
 
     async def _release_one(self, item: Quarantined) -> list[Refusal]:
@@ -99,12 +95,7 @@ class Repairs:
         for item in items:
             self._context.ledger.record(_dropped(item, self._context.outside.now_ms()))
         await self._context.store.drop(ids)
-        await self._unblock_rooms({item.room_id for item in items if item.room_id is not None})
-
-    async def _unblock_rooms(self, room_ids: set[str]) -> None:
-        still = await self._context.store.quarantined_rooms()
-        for room_id in sorted(room_ids - set(still)):
-            self._fan_out.unblock(room_id)
+        self._fan_out.look_again()
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send to this server."""

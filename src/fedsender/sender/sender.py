@@ -55,7 +55,6 @@ class Sender:
         policies: Policies,
         nursery: trio.Nursery,
         store: Store,
-        blocked_rooms: dict[str, int],
         had: Had | None,
     ) -> None:
         self.events = Watermark()
@@ -65,7 +64,7 @@ class Sender:
             context.router,
             self,
             quarantine=self._quarantine,
-            blocked_rooms=blocked_rooms,
+            blocked_rooms=context.store.quarantined_rooms,
             chunk=context.sending.fan_out_chunk,
             window=context.window,
             had=had,
@@ -387,11 +386,10 @@ async def _running(
 ) -> AsyncIterator[Sender]:
     """The sender with its tasks; they have ended afterwards, whatever ended them."""
     states = await store.sender.all_server_states()
-    blocked = await store.sender.quarantined_rooms()
     sender: Sender | None = None
     try:
         async with trio.open_nursery() as nursery:
-            sender = Sender(context, policies, nursery, store, blocked, had)
+            sender = Sender(context, policies, nursery, store, had)
             sender.book.take_in(states, frozen)
             await sender.edus.load()
             loops = await nursery.start(_run_loops, sender, partial(sender.load_book, doubt))
