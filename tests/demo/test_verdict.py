@@ -167,6 +167,19 @@ def test_what_was_answered_on_record_must_not_be_sent_again() -> None:
     assert scene.verdict(kills_ms=(500, 9_000)).wrong
 
 
+def test_a_witness_may_have_been_answered_before_and_is_not_sent_again_after() -> None:
+    scene = Scene(messages=2)
+    scene.arrive(*scene.said)
+    scene.record(scene.said[0])
+    scene.record(scene.said[0], lane="witness", transaction="t2")
+    scene.record(scene.said[1], lane="witness", transaction="t3")
+    assert not scene.verdict().wrong
+
+    scene.record(scene.said[1], lane="catch_up", transaction="t4")
+    (wrong,) = scene.verdict().wrong
+    assert scene.said[1].event.event_id in wrong
+
+
 def test_what_catch_up_sent_whole_is_a_small_gap() -> None:
     scene = Scene()
     scene.arrive(*scene.said)

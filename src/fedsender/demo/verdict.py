@@ -18,6 +18,8 @@ from fedsender.demo.receivers import Receivers, ReceivingServer
 from fedsender.ledger import NOTES
 
 DELIVERED = "delivered"
+WITNESS = "witness"
+"""The lane of what went out of turn, to find out whose fault a refusal was."""
 KILL_WINDOW_S = 2.0
 """So long before a kill an answer may have left, or be in the ledger, and yet not be known after:
 the ledger comes first, the database a moment (on a busy disk, a long one) later."""
@@ -43,8 +45,8 @@ class Ledger:
         lines: how many attempts there are.
         claims: (server, room id) -> what stood in for what there.
         caught_up: (server, room id) of which events were sent whole by catch-up.
-        delivered: server -> (event id, milliseconds since the epoch) of what was answered, with
-            repeats.
+        delivered: server -> (event id, milliseconds since the epoch, lane) of what was answered,
+            with repeats.
         answered: (server, transaction id) of every answered attempt.
         witnesses: (server, event id) of what went out of turn, to find out whose fault a refusal
             was.
@@ -55,7 +57,7 @@ class Ledger:
         default_factory=lambda: defaultdict(list)
     )
     caught_up: set[tuple[str, str]] = field(default_factory=set)
-    delivered: defaultdict[str, list[tuple[str, int]]] = field(
+    delivered: defaultdict[str, list[tuple[str, int, str]]] = field(
         default_factory=lambda: defaultdict(list)
     )
     answered: set[tuple[str, str]] = field(default_factory=set)
@@ -75,12 +77,10 @@ def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
         ledger.answered.add((server, line["transaction_id"]))
         for pdu in line["pdus"]:
             where = (server, pdu["room_id"])
-            if pdu["lane"] == "witness":
-                # It may have been answered before, and newer than what waits.
+            ledger.delivered[server].append((pdu["event_id"], line["ms"], pdu["lane"]))
+            if pdu["lane"] == WITNESS:
                 ledger.witnesses.add((server, pdu["event_id"]))
-                continue
-            ledger.delivered[server].append((pdu["event_id"], line["ms"]))
-            if "supersedes" in pdu:
+            elif "supersedes" in pdu:
                 ledger.claims[where].append(Claim(pdu["event_id"], *pdu["supersedes"]))
             elif pdu["lane"] == "catch_up":
                 ledger.caught_up.add(where)
@@ -226,8 +226,9 @@ def _sent_again(server: str, ledger: Ledger, kills_ms: Sequence[int]) -> list[st
     """Events with two recorded answers: what was answered once must not be sent again."""
     seen: dict[str, int] = {}
     found = []
-    for event_id, ms in ledger.delivered.get(server, ()):
-        before = seen.get(event_id)
+    for event_id, ms, lane in ledger.delivered.get(server, ()):
+        # A witness may be one that was answered before; after it, the event has had its turn.
+        before = None if lane == WITNESS else seen.get(event_id)
         if before is not None and not _just_before(before / 1000, [ms / 1000 for ms in kills_ms]):
             found.append(f"{server} was sent {event_id} again after its answer was on record")
         seen[event_id] = ms
