@@ -306,7 +306,8 @@ class Metrics:
         )
         self.dropped_edus = self._counter(
             "fedsender_dropped_edus",
-            "Typing and presence that left a queue unsent, by why: expired, replaced, crowded out",
+            "Typing and presence that left a queue unsent, by why: expired, replaced, crowded out,"
+            " refused",
             "reason",
         )
         self.crashes = self._counter(

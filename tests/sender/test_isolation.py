@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 from tests.sender.harness import RemoteServer, Reply, Request, World, answer, ok
+from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
@@ -327,7 +328,7 @@ async def test_a_server_that_never_answers_sees_sixty_attempts_a_day_searched_or
 
 
 @pytest.mark.parametrize("status", [400, 403])
-@pytest.mark.parametrize("silent_for", [0.0, 2 * DAY_S])
+@pytest.mark.parametrize("silent_for", [0.0, 1.1 * DAY_S])
 async def test_a_poisonous_edu_is_found_by_another_edu(
     world: World, autojump_clock: MockClock, status: int, silent_for: float
 ) -> None:
@@ -376,18 +377,40 @@ async def test_a_server_that_refuses_every_edu_costs_none_and_gets_its_pdus(
     assert len(edus) <= 121, "one may have been a witness"
 
 
-async def test_an_edu_that_is_made_anew_again_and_again_has_its_waits(
-    world: World, autojump_clock: MockClock
+async def test_typing_and_presence_that_are_refused_take_no_room_from_what_is_durable(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I5: what comes is looked at before the wait is over, but it is the suspect itself."""
+    """A server that knows no presence would fill its quarantine by it, and get no keys from then
+    on."""
+    monkeypatch.setattr(aftermath, "QUARANTINE_LIMIT", 3)
     async with world.run() as sender:
         server = await begin(world)
-        server.reply = lambda r: answer(400) if r.edus else ok(r)
-        for number in range(int(DAY_S / 10)):
+        server.reply = refuses(400, "m.presence")
+        for number in range(6 * 60):
             destination = sender.reach(A)
-            if destination is not None:
-                state = PresenceState("@a:hs.example", "online", number, None, number % 2 == 0)
-                destination.put_presence(state)
-            await trio.sleep(10)
+            assert destination is not None
+            destination.put_presence(PresenceState(f"@{number % 5}:hs.example", "online", number))
+            await trio.sleep(30)
+            content = f'{{"message_id": "{number}"}}'
+            await world.store.homeserver.queue_to_device(A, number + 1, content)
+            sender.to_device_changed(A)
+            await trio.sleep(30)
         assert await quarantined(world) == 0
-    assert most_in_a_day(server) <= 120
+        assert sum(len(request.edus) for request in server.answered) == 6 * 60
+    assert len(server.requests) - len(server.answered) <= 2 * 6 * 60
+
+
+async def test_a_device_that_changes_again_and_again_has_the_waits_of_a_search(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I5: what comes is looked at before the wait is over, but it is the suspect itself."""
+    world = SynapseWorld(tmp_path)
+    server = world.server(A)
+    server.reply = lambda r: answer(400) if r.edus else ok(r)
+    async with world.run():
+        await world.login(ALICE, "D1", algorithms=[])
+        for _ in range(4 * 60):
+            await world.poke(ALICE, "D1", servers=[A])
+            await trio.sleep(60)
+        assert await quarantined(world) == 0
+    assert len(server.attempts) <= 60

@@ -119,6 +119,17 @@ def test_many_in_a_row_are_found_by_one_good_item_behind_them(row: int, behind: 
     assert len(lane.got) == behind
 
 
+def test_of_the_witnesses_the_last_ten_are_remembered() -> None:
+    """I7: an EDU that is sent again has another mark, and one search may follow the other."""
+    rng, search = random.Random(1), Search(1)
+    for number in range(100):
+        search = search.refused_alone(Item(f"poison {number // 5}"), rng)
+        answered = search.answered([str(number)], MOST, rng)
+        assert answered is not None
+        search = answered.acquitted() if number % 5 == 4 else answered
+    assert search.witnesses == tuple(map(str, range(90, 100)))
+
+
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
 @pytest.mark.parametrize("empty", [True, False])
 def test_what_fails_by_chance_is_no_items_fault(share: float, empty: bool) -> None:

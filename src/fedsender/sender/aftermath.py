@@ -297,6 +297,8 @@ class Aftermath(Intake):
         search = self.state.search(kind) or Search(0)
         if len(items) > 1:
             search = search.refused_together(len(items), transaction.first_suspect)
+        elif search.suspect is None and self.outbox.let_go(transaction):
+            search = search.acquitted()
         else:
             search = search.refused_alone(items[0], self._context.outside.random)
             if search.convicted and search.suspect == items[0].mark:

@@ -17,7 +17,7 @@ import structlog
 from fedsender.config import Policy
 from fedsender.matrix import Pdu
 from fedsender.sender.catch_up import CatchUp
-from fedsender.sender.edus.receipts import fill_page
+from fedsender.sender.edus.receipts import RECEIPT, fill_page
 from fedsender.sender.lanes import Lanes
 from fedsender.sender.queue import PduQueue
 from fedsender.sender.routing import Bad, Routed, Router
@@ -353,6 +353,17 @@ class Outbox(Lanes):
         if lsso is not None:
             self.lsso = self.stored_lsso = max(lsso, self.lsso or 0)
             self.queue.settled(lsso)
+
+    def let_go(self, transaction: Transaction) -> bool:
+        """Typing or presence that was refused alone is not worth a search, nor a place in
+        quarantine, and goes; whether it was that."""
+        durable = transaction.pdus or transaction.outbox_ids or transaction.pokes
+        if durable or RECEIPT in transaction.edu_types:
+            return False
+        self._count_dropped("refused", len(transaction.ephemeral))
+        self.ephemeral.answered(transaction.ephemeral)
+        self.presence.answered(transaction.ephemeral)
+        return True
 
     async def quarantine(self, transaction: Transaction, reason: str) -> None:
         """Take the transaction's single item out of the way, durably, and go on behind it."""

@@ -79,7 +79,7 @@ class Search:
         drawn: a lot has decided that.
         failures: of the suspect, when a lot had it go.
         answers, refusals: of witnesses, when a lot had them go.
-        witnesses: marks of those that were answered, for this suspect or the one before it.
+        witnesses: marks of those that were answered last, for this suspect or others before it.
         refused: marks of those that were refused.
         at_fault: none of the witnesses was answered.
         asked: it has just answered an empty transaction.
@@ -192,7 +192,7 @@ class Search:
             at_fault=False,
             asked=False,
             answers=self.answers + self.drawn,
-            witnesses=(*others, *marks),
+            witnesses=(*others, *marks)[-WITNESSES:],
         )._next(rng)
 
     def _grown(self, most: int) -> "Search | None":
