@@ -409,11 +409,14 @@ def test_a_secret_is_its_files_text_or_a_clear_error(tmp_path: Path) -> None:
         (b"\n", "is empty"),
         (b"  \n", "is empty"),
         (b"\xff", "not UTF-8"),
+        (b"# what it is for\nthe secret\n", "more than one line"),
+        (b"the\0secret", "a control character"),
         (b"x" * 70_000, "larger than 65536 bytes"),
     ):
         file.write_bytes(content)
-        with pytest.raises(ConfigError, match=expected):
+        with pytest.raises(ConfigError, match=expected) as caught:
             read_secret(file)
+        assert "the secret" not in str(caught.value)
     for path, expected in ((tmp_path, "Is a directory"), (tmp_path / "no", "No such file")):
         with pytest.raises(ConfigError, match=expected):
             read_secret(path)

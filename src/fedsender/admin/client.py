@@ -101,9 +101,11 @@ class AdminClient:
         return _UnixConnection(str(self._address.path), self._timeout)
 
     def _ask(self, method: str, path: str, body: bytes | None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
+        headers: dict[str, str | bytes] = {}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
         if self._token is not None:
-            headers["Authorization"] = f"Bearer {self._token}"
+            headers["Authorization"] = f"Bearer {self._token}".encode()
         connection = self._connection()
         try:
             connection.request(method, path, body, headers)

@@ -11,12 +11,10 @@ from typing import Final
 
 from fedsender.config.document import ConfigError, Location, OutOfReach, cannot_be_read
 from fedsender.config.policy import Section
-from fedsender.config.values import read_secret
+from fedsender.config.values import read_secret, read_text
 
-_TEXTS: Final = (
-    *("signing_key", "password_file", "token_file", "secret_file"),
-    *("private_key_file", "certificate_file"),
-)
+_SECRETS: Final = ("password_file", "token_file", "secret_file")
+_TEXTS: Final = ("signing_key", "private_key_file", "certificate_file")
 _OF_OUR_OWN: Final = ("token_file", "secret_file")
 _SQLITE: Final = "sqlite:///"
 _DATABASES: Final = ("sender_database", "database", "state_database")
@@ -40,6 +38,8 @@ def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
             if name.endswith("_ca_files") or name == "ca_file":
                 _load_authorities(path)
             elif name.endswith(_TEXTS):
+                read_text(path)
+            elif name.endswith(_SECRETS):
                 read_secret(path)
             elif at == ("ledger", "directory"):
                 _check_directory(path)
@@ -55,11 +55,11 @@ def weak_files(section: Section) -> Iterator[tuple[Location, str]]:
     """Files of secrets and state that others may read or write, and secrets that are short."""
     for at, path in _files(section, ()):
         name = _name(at)
-        if not name.endswith((*_TEXTS, *_KEPT)) or name == "certificate_file":
+        if not name.endswith((*_SECRETS, *_TEXTS, *_KEPT)) or name == "certificate_file":
             continue
         try:
             mode = path.stat().st_mode
-            secret = "" if name in _KEPT else read_secret(path)
+            secret = "" if name in _KEPT else read_text(path)
         except (OSError, ConfigError):
             continue
         if stat.S_ISREG(mode) and mode & (stat.S_IRWXO | stat.S_IWGRP):

@@ -308,7 +308,16 @@ def database_url(database: str, password_file: Path | None) -> str:
 
 
 def read_secret(path: Path) -> str:
-    """The text of a secret's file without its last line break; raises ConfigError."""
+    """The one line in a secret's file; raises ConfigError, which quotes nothing of it."""
+    text = read_text(path)
+    if any(each < " " or each == "\x7f" for each in text):
+        # As a header, say, it would be an error whose text quotes it.
+        raise ConfigError(f"{path}: has more than one line, or a control character")
+    return text
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of secrets without its last line break; raises ConfigError."""
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_SECRET_BYTES + 1)
