@@ -138,6 +138,32 @@ async def test_another_server_s_newer_event_stands_in_for_a_large_gap(
     assert behind == []
 
 
+async def test_an_older_extremity_does_not_stand_in_for_a_newer_event(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """I2: a fork that stayed open, and beside it nothing newer that A may see."""
+    world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
+    async with world.run() as sender:
+        await world.join(R1, A, B)
+        await world.say(R1, "before")
+        await trio.sleep(2)
+        world.servers[A].down = True
+        fork, hidden = theirs(world, "fork"), theirs(world, "hidden", minus=[A])
+        await world.apply(fork)
+        await world.say(R1, "ours")
+        await world.apply(hidden)
+        await trio.sleep(3000)
+
+        async def extremities(room_id: str) -> list[str]:
+            return [fork.event_id, hidden.event_id]
+
+        world.store.homeserver.forward_extremities = extremities  # type: ignore[method-assign]
+        world.servers[A].down = False
+        sender.wake([A], by_admin=True)
+        await trio.sleep(60)
+    assert world.servers[A].got[-1] == "ours"
+
+
 async def test_an_extremity_without_full_state_is_not_waited_for(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

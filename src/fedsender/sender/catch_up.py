@@ -213,7 +213,7 @@ class CatchUp:
         extremities = await self.homeserver.forward_extremities(room_id) if joined else []
         if extremities and own.event_id not in extremities:
             newer = await self._visible(extremities, after)
-            if newer:
+            if newer and newer[-1].stream_ordering > value:
                 return [Outgoing(pdu, "catch_up", supersedes) for pdu in newer]
         for item in await self.router.route([own] if self._sendable(own) else []):
             if isinstance(item, Routed):
