@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,12 +145,16 @@ class PlainSink:
         self.events = Watermark()
         self.edus = RecordingEduSink()
         self.to_device: list[str] = []
+        self.redactions: list[str] = []
 
     def server_up(self, server: str) -> None: ...
     def backoff_changed(self, server: str) -> None: ...
 
     def to_device_changed(self, server: str) -> None:
         self.to_device.append(server)
+
+    def redacted(self, event_ids: Collection[str]) -> None:
+        self.redactions += event_ids
 
 
 @dataclass

@@ -15,7 +15,7 @@ import trio
 import trio.testing
 from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import World
-from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
+from tests.relay.shard import Line, MemoryStore, PlainSink, Shard, forget_log, until
 
 from fedsender.relay.facts import RelayRow
 from fedsender.relay.segment import DamagedSegment
@@ -64,15 +64,17 @@ async def test_12_63_who_is_behind_the_log_takes_a_snapshot_and_then_lives_on_as
     """12, 63: nothing of the log was kept. The data is right, live updates follow at once, the
     name is the old one; a restart afterwards is an ordinary one."""
     await furnish(world, 20)
-    shard = Shard(Line(world))
+    sink = PlainSink()
+    shard = Shard(Line(world), sink=sink)
     async with shard.running():
         await shard.level(world.relay.log.head)
         assert shard.feed.full_syncs.total() == 1
         assert store_of(shard).rows["events"] >= {f"$e{1000 + n}" for n in range(20)}
         began = trio.current_time()
-        token = await world.append()
+        token = await world.append_rows(["redaction", ["$theirs", "$e1000"]])
         await shard.level(token)
         assert trio.current_time() - began < 5
+        assert sink.redactions == ["$e1000"]
         await until(lambda: world.pin(BEHIND) == token)
     token = await world.append()
     async with shard.running():

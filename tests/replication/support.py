@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import ssl
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -131,6 +131,7 @@ class RecordingSink:
         self.up: list[str] = []
         self.backoffs: list[str] = []
         self.to_device: list[str] = []
+        self.redactions: list[str] = []
 
     def server_up(self, server: str) -> None:
         self.up.append(server)
@@ -140,6 +141,9 @@ class RecordingSink:
 
     def to_device_changed(self, server: str) -> None:
         self.to_device.append(server)
+
+    def redacted(self, event_ids: Collection[str]) -> None:
+        self.redactions += event_ids
 
 
 class HandNetwork:

@@ -95,6 +95,7 @@ async def test_facts_are_in_the_store_before_the_sender_is_told(tmp_path: Path) 
             (3, "$e3"),
         ]
         assert rows[1].redacted
+        assert sink.redactions == ["$e2"]
         assert await store.servers_before(rows) == {
             "$e1": frozenset(),
             "$e2": frozenset({"b.example", "d.example"}),

@@ -278,6 +278,7 @@ class World:
         self.token += 1
         await self.store.homeserver.apply_feed(rows, self.token)
         if hasattr(self, "sender"):
+            self.sender.redacted([row.target for row in rows if isinstance(row, RedactionRow)])
             self.sender.events.advance(self.token)
         return self.token
 

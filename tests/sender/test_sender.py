@@ -10,6 +10,7 @@ from trio.testing import MockClock
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
 from fedsender.store.records import Lagging
+from fedsender.streams import RedactionRow
 
 R1, R2, R3 = "!1:hs.example", "!2:hs.example", "!3:hs.example"
 A, B, C = "a.example", "b.example", "c.example"
@@ -146,6 +147,28 @@ async def test_a_redacted_event_goes_out_pruned_whether_queued_or_owed(
         assert b"secret" not in sent
         assert world.servers[name].got[1:2] == ["m.room.message"]
     assert slow.got[0] == "first"
+
+
+async def test_an_event_that_a_server_elsewhere_redacts_goes_out_pruned(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """The feed of an embedded store names the redaction, and its event is not ours to have."""
+    world.server(B, latency=3.0)
+    async with world.run() as sender:
+        await world.join(R1, A, B)
+        await world.say(R1, "first")
+        await trio.sleep(1)
+        secret = world.pdu(R1, "secret")
+        await world.apply(secret)
+        await trio.sleep(1)
+        await world.apply(RedactionRow("$elsewhere", secret.event_id))
+        await settle(10)
+        assert await sender.redeliver([(A, secret.event_id)]) == []
+        await settle(10)
+
+    (at_b,) = [request for request in world.servers[B].answered if "first" not in request.bodies]
+    assert b"secret" not in at_b.body
+    assert b"secret" not in world.servers[A].answered[-1].body
 
 
 async def test_neither_age_nor_our_clock_leaves(world: World, autojump_clock: MockClock) -> None:

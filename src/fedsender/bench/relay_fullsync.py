@@ -7,7 +7,7 @@ sender that missed it syncs again: only what is new is written.
 
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,6 +125,7 @@ class _Nobody:
     def server_up(self, server: str) -> None: ...
     def backoff_changed(self, server: str) -> None: ...
     def to_device_changed(self, server: str) -> None: ...
+    def redacted(self, event_ids: Collection[str]) -> None: ...
 
 
 async def _sync(

@@ -7,7 +7,7 @@ stored is never more than what one read brought, and one batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -25,7 +25,12 @@ from fedsender.replication.link import (
 from fedsender.replication.rows import BadRow, parse_row
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.store.embedded import FeedError
-from fedsender.streams import FeedRow
+from fedsender.streams import FeedRow, RedactionRow
+
+
+def redacted_in(rows: Iterable[RelayRow]) -> set[str]:
+    """The events that these rows say are redacted."""
+    return {row.target for row in rows if isinstance(row, RedactionRow)}
 
 
 class EmbeddedStore(Protocol):
@@ -97,6 +102,7 @@ class TcpFeed(Feed):
         batch = [(fact.token, self._parse(fact)) for fact in facts]
         await self.insist(partial(self._store.apply_feed_batch, batch))
         self.note_rows("events", sum(len(fact.rows) for fact in facts))
+        self._sink.redacted(redacted_in(row for _, rows in batch for row in rows))
         self._position = facts[-1].token
         self._sink.events.advance(self._position)
 

@@ -41,6 +41,7 @@ from fedsender.replication.commands import (
     Resync,
     Snapshot,
 )
+from fedsender.replication.embedded import redacted_in
 from fedsender.replication.endpoint import Disconnected, Pauses
 from fedsender.replication.parsing import BadLine
 from fedsender.replication.protocol import Batches
@@ -313,6 +314,7 @@ class RelayFeed(Feed):
             return
         await self.insist(partial(self._store.apply_feed_batch, batch))
         self._head = max(self._head, batch[-1][0])
+        self._sink.redacted(redacted_in(row for _, rows in batch for row in rows))
         self._show(batch[-1][0])
         told = {
             row.destination for _, rows in batch for row in rows if isinstance(row, ToDeviceRow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -99,6 +99,11 @@ class Sink(Protocol):
 
     def to_device_changed(self, server: str) -> None:
         """There are new to-device messages for this server."""
+        ...
+
+    def redacted(self, event_ids: Collection[str]) -> None:
+        """These are redacted, by the store, whose feed told so: perhaps by events that are not in
+        it. Said before `events` rises past what told so."""
         ...
 
 

@@ -85,6 +85,7 @@ class FanOut:
         self._blocked: dict[str, int] = {}
         # How often quarantine was emptied, and as of when we know what is left there.
         self._emptied, self._looked = 1, 0
+        self._redacted: set[str] = set()
         self._chunk = chunk
         self._window = window
         self._had = had
@@ -106,10 +107,11 @@ class FanOut:
     async def step(self, upto: int) -> None:
         """Fan out one chunk of the events above the position, at most up to `upto`."""
         await self._look_at_quarantine()
+        told = sorted(self._redacted)
         rows = await self._homeserver.read_events(self.position, upto, self._chunk)
         position = rows[-1].stream_ordering if len(rows) == self._chunk else upto
         routed = await self._sort_out(await self._router.route(rows))
-        await self._notice_redactions(rows)
+        await self._notice_redactions(rows, told)
         owed: dict[tuple[str, str], int] = {}
         first: dict[str, int] = {}
         marks = {row.event_id: stands_above(row.internal_metadata) for row in rows}
@@ -164,9 +166,10 @@ class FanOut:
             log.error("events quarantined", first=bad[0].event_id, reason=bad[0].reason, n=len(bad))
         return good
 
-    async def _notice_redactions(self, rows: Sequence[EventRow]) -> None:
-        """Queued PDUs that a valid redaction in these rows names go out pruned from now on."""
-        targets: list[str] = []
+    async def _notice_redactions(self, rows: Sequence[EventRow], told: Collection[str]) -> None:
+        """Queued PDUs that a valid redaction in these rows names, or that we were told of before
+        they were read, go out pruned from now on."""
+        targets = list(told)
         for row in rows:
             if row.rejected:
                 continue
@@ -183,6 +186,13 @@ class FanOut:
         for event_id, row in found.items():
             if row.redacted:
                 self._window.prune(event_id, parse_row(row))
+        self._redacted.difference_update(told)
+
+    def redacted(self, event_ids: Collection[str]) -> None:
+        """The store knows of redactions of these: the next chunk sees to those that are queued."""
+        for event_id in event_ids:
+            self._router.forget(event_id)
+        self._redacted.update(event_ids)
 
     async def _look_at_quarantine(self) -> None:
         """Between two chunks only, so that what one of them puts there is never overlooked."""

@@ -196,6 +196,10 @@ class Sender:
             destination.owe_to_device()
             self.hurry([server])
 
+    def redacted(self, event_ids: Collection[str]) -> None:
+        """The store knows of redactions of these, perhaps by events that it has not."""
+        self.fan_out.redacted(event_ids)
+
     def reach(self, server: str) -> Destination | None:
         """Its object, to put something into its outbox. None: not now, or not at all."""
         if not self._policies.may_send_to(server):

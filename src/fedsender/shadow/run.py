@@ -4,7 +4,7 @@ Nothing is written but the report, and nothing is said on Redis but REPLICATE: t
 whose name the configuration runs goes on and never notices.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,8 @@ class _Hints:
 
     def to_device_changed(self, server: str) -> None:
         self._heard["direct-to-device hints heard"] += 1
+
+    def redacted(self, event_ids: Collection[str]) -> None: ...
 
 
 class Shadow:

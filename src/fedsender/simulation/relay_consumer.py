@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -75,6 +75,7 @@ class DeafSink:
     def server_up(self, server: str) -> None: ...
     def backoff_changed(self, server: str) -> None: ...
     def to_device_changed(self, server: str) -> None: ...
+    def redacted(self, event_ids: Collection[str]) -> None: ...
 
 
 @dataclass(frozen=True)
