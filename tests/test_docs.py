@@ -90,6 +90,8 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"{answer._PARTS:,} of the characters `[` `{{` `,` and {answer._PARTS_PER_PDU} more",
         f"{bounds.framing_bytes // kib} KiB in all and {bounds.headers} headers;"
         f" {transport._PIECE_BYTES} bytes are counted for each piece",
+        f"{outside.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
+        f" {outside.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
         f"{outside.MAX_TLS_BYTES // kib} KiB of TLS without data between two requests;"
         f" {outside.TLS_PIECE_BYTES} bytes are counted for each piece",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"

@@ -42,6 +42,10 @@ MAX_HANDSHAKE_CPU_S = 0.05
 """The usual groups take 4 ms, those of 8,192 bits 130."""
 
 
+MAX_HANDSHAKE_BYTES = 32_768
+"""The usual chains of certificates take 5 KiB; 100 KiB of chosen keys, 390 ms of the loop."""
+
+
 MAX_TLS_BYTES = 49_152
 """What TLS takes for itself between two requests: usually 2 KiB of session tickets, and most of a
 record of 16 KiB until it is whole."""
@@ -194,6 +198,7 @@ class MeteredTls(ssl.SSLObject):
 
     cpu_s = staticmethod(time.thread_time)
     _spent_s = 0.0
+    _handshake_bytes = 0
     _idle_bytes = 0
     _incoming: ssl.MemoryBIO
 
@@ -205,11 +210,17 @@ class MeteredTls(ssl.SSLObject):
 
     def do_handshake(self) -> None:
         """Go on with it; raises ssl.SSLError, and BrokenResourceError if it has cost too much."""
-        self._without_data(TLS_PIECE_BYTES)
+        there = self._incoming.pending
+        # Before it is read: a long chain of certificates is read in one go.
+        if self._handshake_bytes + there > MAX_HANDSHAKE_BYTES:
+            raise trio.BrokenResourceError(
+                f"a handshake of more than {MAX_HANDSHAKE_BYTES} bytes, or in tiny pieces"
+            )
         began = self.cpu_s()
         try:
             super().do_handshake()
         finally:
+            self._handshake_bytes += there - self._incoming.pending + TLS_PIECE_BYTES
             self._spent_s += self.cpu_s() - began
             if self._spent_s > MAX_HANDSHAKE_CPU_S:
                 raise trio.BrokenResourceError(

@@ -387,12 +387,12 @@ async def test_handshake_that_cost_too_much_of_our_time_is_refused(
 class Ends:
     """Both ends of a TLS connection; what the server sends arrives in pieces."""
 
-    def __init__(self, directory: Path, tickets: int, piece: int) -> None:
+    def __init__(self, directory: Path, tickets: int, piece: int, names: int = 99) -> None:
         authority = Authority(directory)
         self._piece = piece
         self._to_us, self._to_it = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._from_it = ssl.MemoryBIO()
-        context = authority.context("d.example", *(f"d{each}.example" for each in range(99)))
+        context = authority.context("d.example", *(f"d{each}.example" for each in range(names)))
         context.num_tickets = tickets
         self.it = context.wrap_bio(self._to_it, self._from_it, server_side=True)
         ours = TlsPolicy(authority.file).context()
@@ -454,9 +454,12 @@ def test_record_in_tiny_pieces_is_refused(tmp_path: Path) -> None:
         ends.read()
 
 
-def test_handshake_in_tiny_pieces_is_refused(tmp_path: Path) -> None:
-    ends = Ends(tmp_path, tickets=0, piece=1)
-    with pytest.raises(trio.BrokenResourceError, match=_TOO_MUCH):
+@pytest.mark.parametrize(("names", "piece"), [(99, 1), (4000, 1460), (4000, 65_536)])
+def test_handshake_that_is_long_or_in_tiny_pieces_is_refused(
+    tmp_path: Path, names: int, piece: int
+) -> None:
+    ends = Ends(tmp_path, tickets=0, piece=piece, names=names)
+    with pytest.raises(trio.BrokenResourceError, match="a handshake of more than 32768 bytes, or"):
         ends.shake_hands()
 
 
