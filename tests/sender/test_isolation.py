@@ -414,3 +414,20 @@ async def test_a_device_that_changes_again_and_again_has_the_waits_of_a_search(
             await trio.sleep(60)
         assert await quarantined(world) == 0
     assert len(server.attempts) <= 60
+
+
+async def test_what_waited_beside_an_acquitted_edu_goes_on_at_once(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """Keys that a step of the search was not for waited for the sweep, up to five minutes."""
+    async with world.run() as sender:
+        server = await begin(world)
+        server.reply = lambda r: answer(400) if len(server.requests) <= 7 else ok(r)
+        for number in range(60):
+            content = f'{{"message_id": "{number}"}}'
+            await world.store.homeserver.queue_to_device(A, number + 1, content)
+        sender.to_device_changed(A)
+        await trio.sleep(60)
+    assert len(server.requests) > 7
+    said = [edu["content"]["message_id"] for request in server.answered for edu in request.edus]
+    assert set(said) == set(map(str, range(60)))

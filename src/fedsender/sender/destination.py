@@ -328,6 +328,8 @@ class Destination(Aftermath):
                 self._new_edus = False
                 draft.without = {str(search.suspect), *search.refused}
             await self.outbox.fill(draft, self.policy)
+            # What was passed over still waits there.
+            self.outbox.owe_keys()
 
     def _draft(self) -> Draft:
         max_bytes = self._leave.body_bytes(self.policy.max_transaction_bytes)
