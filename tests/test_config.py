@@ -143,6 +143,7 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
         ("sending: {drain_seconds: true}", "must be a duration such as 30s"),
         ("sending: {drain_seconds: 1:30}", "must be a duration such as 30s"),
         ("sending: {drain_seconds: -1}", "must be a duration between 0 and 10 years"),
+        ("destinations: {defaults: {catch_up_gap_events: 401}}", "must be less than or equal to"),
         ("ledger: {keep_bytes: 10mb}", "must be a size such as 64KiB"),
         ("ledger: {directory: ''}", "must be the path of a file"),
         ("pipeline: {lake: 's3a://bucket/lake'}", "pipeline.lake: must be a path that this"),

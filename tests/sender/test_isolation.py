@@ -208,7 +208,7 @@ async def test_a_search_goes_on_while_the_clock_does(world: World) -> None:
 async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_gets_its_edus(
     world: World, autojump_clock: MockClock, status: int
 ) -> None:
-    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 1000}}
+    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 400}}
     async with world.run() as sender:
         rooms = [R1, R2, "!3:hs.example", "!4:hs.example"]
         server = await begin(world, *rooms)

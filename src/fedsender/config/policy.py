@@ -20,6 +20,8 @@ MAX_DAILY_ATTEMPTS: Final = 60
 """Attempts in any 24 h to a server that never answers, by our own timers (I5)."""
 QUICK_ATTEMPTS: Final = 6
 """So many of them may follow a refusal at once, to find a poisonous item: no wait counts them."""
+GAP_EVENTS: Final = 400
+"""Catch-up reads so many events of a room to see how large its gap is."""
 
 _DAY: Final = 86_400.0
 
@@ -181,8 +183,9 @@ class Policy(Section):
     catch_up_gap_events: int = Field(
         default=100,
         ge=0,
+        le=GAP_EVENTS,
         description="A room's gap of at most so many events is sent whole, a larger one as its"
-        " newest event.",
+        " newest event. A gap with more than 400 events of all servers is large, too.",
     )
     address: FixedAddress | None = Field(
         default=None, description='Connect to this "ip:port" and skip discovery.'

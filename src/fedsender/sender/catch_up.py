@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol
 
 import structlog
 
+from fedsender.config.policy import GAP_EVENTS
 from fedsender.matrix import BadEvent, Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
 from fedsender.sender.transaction import Draft, Outgoing
@@ -31,7 +32,7 @@ from fedsender.store.records import stands_above
 
 PAGE = 50
 """Rooms looked at for one transaction."""
-SCAN = 400
+SCAN = GAP_EVENTS
 """Events of one room read at a time."""
 
 log = structlog.get_logger()
