@@ -36,6 +36,7 @@ __all__ = [
     "is_server_name",
     "make_pdu",
     "matches",
+    "matching",
     "parse_server_name",
     "prune",
     "redact",
@@ -166,6 +167,40 @@ def _pattern(pattern: str) -> re.Pattern[str]:
     # fnmatch knows a third special character, which opens the IPv6 literals of server names; and
     # its expressions take linear time, however many stars there are.
     return re.compile(fnmatch.translate(pattern.replace("[", "[[]")))
+
+
+def matching(patterns: tuple[str, ...], server: str) -> list[int]:
+    """The places, in order, of those names and globs that cover a server, as `matches` has it.
+
+    Lists have thousands of them, and are asked of each server: plain names, and globs that are
+    `*.` and a name, are looked up.
+    """
+    named, below, others = _looked_up(patterns)
+    host = host_and_port(server)[0]
+    found = [*others, *named.get(host, ())]
+    dot = host.find(".")
+    while dot >= 0:
+        found += below.get(host[dot + 1 :], ())
+        dot = host.find(".", dot + 1)
+    return [place for place in sorted(found) if matches(patterns[place], server)]
+
+
+@lru_cache(maxsize=16)
+def _looked_up(
+    patterns: tuple[str, ...],
+) -> tuple[dict[str, list[int]], dict[str, list[int]], list[int]]:
+    """The places of plain names, by name; those of `*.name`, by name; and those of all others."""
+    named: dict[str, list[int]] = {}
+    below: dict[str, list[int]] = {}
+    others: list[int] = []
+    for place, pattern in enumerate(patterns):
+        host = host_and_port(pattern)[0]
+        suffix = host.removeprefix("*.")
+        if "*" in suffix or "?" in suffix or address_of(suffix) is not None:
+            others.append(place)
+        else:
+            (named if suffix == host else below).setdefault(suffix, []).append(place)
+    return named, below, others
 
 
 def server_of(mxid: str) -> str:

@@ -53,7 +53,7 @@ from fedsender.config.values import (
     parse_size,
     read_secret,
 )
-from fedsender.matrix import matches, shard_of
+from fedsender.matrix import matching, shard_of
 
 __all__ = [
     "Address",
@@ -170,8 +170,8 @@ class Config(Section):
         return (
             server != self.server_name
             and (whitelist is None or server in whitelist)
-            and not any(matches(pattern, server) for pattern in self.deny)
-            and any(matches(pattern, server) for pattern in self.allow)
+            and not matching(self.deny, server)
+            and bool(matching(self.allow, server))
             and not self.policy_for(server).deny
         )
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fedsender.config.document import Location
 from fedsender.config.values import Bytes, FilePath, FixedAddress, Seconds, ServerPattern
-from fedsender.matrix import MAX_EDUS, MAX_PDUS, matches
+from fedsender.matrix import MAX_EDUS, MAX_PDUS, matching
 
 MAX_DAILY_ATTEMPTS: Final = 60
 """Attempts in any 24 h to a server that never answers, by our own timers (I5)."""
@@ -227,10 +227,12 @@ class Destinations(Section):
     def policy_for(self, server: str) -> Policy:
         """The policy that holds for `server`. Worth remembering: this reads every override."""
         policy = self.defaults
-        for override in self.overrides:
-            if matches(override.match, server):
-                policy = self._apply(policy, override)
+        for place in self._matching(server):
+            policy = self._apply(policy, self.overrides[place])
         return policy
+
+    def _matching(self, server: str) -> list[int]:
+        return matching(tuple(each.match for each in self.overrides), server)
 
     def _apply(self, policy: Policy, override: Override) -> Policy:
         changes: dict[str, Any] = {
@@ -248,11 +250,11 @@ class Destinations(Section):
         The last item lists places below `destinations`, strongest first; the first of them that
         the file has is the one that set the value.
         """
-        matching = [i for i, each in enumerate(self.overrides) if matches(each.match, server)]
+        found = self._matching(server)
         policy = self.policy_for(server)
-        backoffs = [i for i in matching if "backoff" in self.overrides[i].model_fields_set][-1:]
+        backoffs = [i for i in found if "backoff" in self.overrides[i].model_fields_set][-1:]
         for path, value in _leaves(policy):
-            setters = backoffs if path[0] == "backoff" else matching[::-1]
+            setters = backoffs if path[0] == "backoff" else found[::-1]
             places: list[Location] = [("overrides", index, *path) for index in setters]
             yield ".".join(path), value, (*places, ("defaults", *path))
 
