@@ -329,6 +329,21 @@ async def test_a_reload_follows_the_logs_level_and_a_new_token(home: Path) -> No
         assert (await service.ask(path, "another token")).status_code == 200
 
 
+async def test_a_file_that_does_not_answer_at_a_reload_stops_nothing(home: Path) -> None:
+    async with open_world(home) as world, world.service() as service:
+        await service.manager.ready()
+        text = world.config.read_text()
+        world.config.unlink()
+        os.mkfifo(world.config)
+        service.tell(signal.SIGHUP)
+        assert (await service.manager.next()).startswith("RELOADING=1")
+        await arrived(world.say(), world.servers[0])
+        assert (await service.ask("/ready")).status_code == 200
+        async with await trio.open_file(world.config, "w") as pipe:
+            await pipe.write(text)
+        assert await service.manager.ready() == SENDING
+
+
 async def test_a_reload_before_ready_does_not_say_ready(home: Path) -> None:
     async with open_world(home, feed=False) as world, world.service() as service:
         for _ in range(2):

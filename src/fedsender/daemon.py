@@ -406,11 +406,17 @@ async def _reload(run: _Run, daemon: Daemon, admin: "Admin") -> str:
 
     A file that cannot be used changes nothing. Returns what to tell the operator.
     """
-    try:
+
+    def read() -> Config:
         newer = load(run.path)
-        in_force = daemon.config.with_reloadable(newer)
         if problems := newer.file_problems("destinations"):
             raise ConfigError(*problems)
+        return newer
+
+    try:
+        # In a thread: a long list takes a second to read, and a file system may not answer.
+        newer = await run.outside.run_sync(read, limiter=trio.CapacityLimiter(1))
+        in_force = daemon.config.with_reloadable(newer)
         await admin.read_token()
     except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))
