@@ -396,6 +396,41 @@ async def test_a_full_disk_is_counted_and_stops_nothing(
     assert not written.failing
 
 
+async def test_a_disk_that_has_room_again_is_seen_without_a_line(
+    tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has nothing to send would say for ever that the ledger takes no lines."""
+
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async with open_ledger(
+        tmp_path,
+        "fed1",
+        "b00t",
+        outside(),
+        keep_days=14,
+        keep_bytes=10**9,
+        segment_seconds=3600,
+        segment_bytes=10**6,
+        lost_lines=Count(),
+    ) as opened:
+        opened.record(line("a"))
+        for _ in range(2):
+            with monkeypatch.context() as disk:
+                disk.setattr(os, "write", full)
+                disk.setattr("tempfile._io.open", full)
+                opened.record(line("b"))
+                await trio.sleep(60)
+                assert opened.failing is not None
+            await trio.sleep(10)
+            assert opened.failing is None
+
+    (path,) = segments(tmp_path)
+    assert [read["destination"] for read in read_lines(path)] == ["a"]
+    assert os.listdir(tmp_path) == [path.name]
+
+
 async def test_a_daemon_opens_and_closes_its_ledger(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

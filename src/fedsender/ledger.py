@@ -20,9 +20,10 @@ import os
 from collections import Counter as Tally
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, Protocol
 
 import orjson
@@ -48,6 +49,8 @@ EVERY_SERVER = "*"
 NOTES = ("owned", "handed_over", "denied", "purged", "dropped", "discarded")
 """Outcomes of lines that are no attempts: what was this sender's to deliver, what it gave up."""
 SWEEP_SECONDS = 3600.0
+RETRY_SECONDS = 10.0
+"""Between two looks whether a disk that took no line takes something again."""
 
 log = structlog.get_logger()
 
@@ -159,6 +162,8 @@ class Ledger:
         self._size = 0
         self._torn = False
         self.failing: str | None = None
+        self.failed = trio.Event()
+        """Set, and replaced by another, whenever it begins to take no lines."""
         self.closed = trio.Event()
         """Set, and replaced by another, whenever a segment has been closed."""
         self.torn: list[Path] = []
@@ -197,11 +202,17 @@ class Ledger:
             self._lost_lines.inc()
             if self.failing is None:
                 log.error("ledger takes no lines", directory=str(self._directory), error=str(error))
+                self.failed.set()
+                self.failed = trio.Event()
             self.failing = str(error)
         else:
-            if self.failing is not None:
-                log.info("ledger takes lines again", directory=str(self._directory))
-            self.failing = None
+            self.recover()
+
+    def recover(self) -> None:
+        """Lines can be written, as far as is known."""
+        if self.failing is not None:
+            log.info("ledger takes lines again", directory=str(self._directory))
+        self.failing = None
 
     def _append(self, text: bytes) -> None:
         now = trio.current_time()
@@ -324,6 +335,20 @@ async def open_ledger(
             with trio.move_on_after(SWEEP_SECONDS):
                 await closed.wait()
 
+    def write_something() -> None:
+        with TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(4096))
+
+    async def retry_for_ever(ledger: Ledger) -> None:
+        # Who has nothing to send writes no line, and would never be ready again.
+        while True:
+            if ledger.failing is None:
+                await ledger.failed.wait()
+            await trio.sleep(RETRY_SECONDS)
+            with suppress(OSError):
+                await outside.run_sync(write_something, limiter=limiter)
+                ledger.recover()
+
     torn, last_words = await outside.run_sync(prepare, limiter=limiter)
     ledger = Ledger(
         directory,
@@ -337,6 +362,7 @@ async def open_ledger(
     ledger.torn, ledger.last_words = torn, last_words
     async with trio.open_nursery() as nursery:
         nursery.start_soon(sweep_for_ever, ledger, name="ledger sweep")
+        nursery.start_soon(retry_for_ever, ledger, name="ledger retry")
         try:
             yield ledger
         finally:
