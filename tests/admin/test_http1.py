@@ -1,10 +1,12 @@
 """What a client of the HTTP endpoints may do, on streams in memory and the virtual clock."""
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+import structlog
 import trio
 from starlette.types import ASGIApp, Receive, Scope, Send
 from trio.testing import MockClock, lockstep_stream_pair
@@ -376,3 +378,31 @@ async def test_a_request_refused_after_a_head_is_answered_with_a_body(
         await stream.receive_some()
         nursery.start_soon(send_all, stream, b"GET http://x/ HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"not a path" in await answer_of(stream)
+
+
+async def test_a_lack_of_descriptors_is_told_once_and_who_connects_waits(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was told ten times a second, with a traceback."""
+    left = 20
+
+    class Poor(Door):
+        async def accept(self) -> Any:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise OSError(errno.EMFILE, "Too many open files")
+            return await super().accept()
+
+    async def load() -> ASGIApp:
+        return greet
+
+    door: Any = Poor()
+    stream = door.connect()
+    with structlog.testing.capture_logs() as logs:
+        async with serve_http(load, [door], ("127.0.0.1", 1), now_ms=lambda: 0, most=MOST):
+            await stream.send_all(GET)
+            assert (await stream.receive_some()).startswith(b"HTTP/1.1 200 ")
+            await stream.aclose()
+    assert [each["event"] for each in logs] == ["no connection can be taken at the endpoint"]
+    assert caplog.records == []

@@ -18,6 +18,8 @@ import h11
 import structlog
 import trio
 
+from fedsender.config.document import OUR_LACK
+
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
@@ -35,6 +37,8 @@ LINGER_BYTES: Final = 32 * 2**20
 a reset connection instead of its answer."""
 PATIENCE_SECONDS: Final = 0.1
 """While others wait for a place, a client that has to do something keeps its own for so long."""
+LACK_SECONDS: Final = 1.0
+"""Until a connection is taken again after there was no descriptor for one."""
 GRACE_SECONDS: Final = 3.0
 """In a drain, for the requests that are under way."""
 _READ_BYTES: Final = HEAD_BYTES // 2
@@ -143,15 +147,35 @@ class _Door(trio.abc.Listener[trio.SocketStream]):
         self._listener = listener
         self._places = places
         self._connections = connections
+        self._lacking = False
 
     async def accept(self) -> trio.SocketStream:
-        stream = await self._listener.accept()
+        stream = await self._accept()
         try:
             await self._place()
         except trio.Cancelled:
             await trio.aclose_forcefully(stream)
             raise
         return stream
+
+    async def _accept(self) -> trio.SocketStream:
+        """The next connection. While we have no descriptor for it, it waits in the system's queue.
+
+        trio would try ten times a second, each time with a traceback in the log.
+        """
+        while True:
+            try:
+                stream = await self._listener.accept()
+            except OSError as error:
+                if error.errno not in OUR_LACK:
+                    raise
+                if not self._lacking:
+                    log.error("no connection can be taken at the endpoint", error=str(error))
+                self._lacking = True
+                await trio.sleep(LACK_SECONDS)
+            else:
+                self._lacking = False
+                return stream
 
     async def _place(self) -> None:
         """Take a place: a free one, or that of who has kept us waiting for too long."""
