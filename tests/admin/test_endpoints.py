@@ -70,6 +70,17 @@ async def test_who_is_not_woken_is_named_with_the_reason(
         }
 
 
+async def test_why_nothing_was_ever_sent_to_a_server_is_told(
+    world: World, autojump_clock: MockClock
+) -> None:
+    world.settings["deny"] = ["denied.example"]
+    async with open_desk(world) as desk:
+        said = await desk.get("why/denied.example", 404)
+        assert said["error"] == "denied.example: the configuration forbids sending to it"
+        said = await desk.get(f"why/{C}", 404)
+        assert said["error"] == f"{C}: not a server that we know of"
+
+
 async def test_a_pattern_wakes_those_it_covers_whatever_their_case(
     world: World, autojump_clock: MockClock
 ) -> None:

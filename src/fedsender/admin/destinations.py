@@ -175,8 +175,8 @@ def next_attempt_ms(parts: Parts, name: str, status: Status | None) -> int | Non
     return parts.outside.now_ms() + int(status.retry_in_s * 1000)
 
 
-async def _left_alone_because(parts: Parts, server: str) -> str:
-    """Why a wake of this server did nothing."""
+async def left_alone_because(parts: Parts, server: str) -> str:
+    """Why a wake of this server does nothing; or why nothing is known of it."""
     if not parts.config.allows(server):
         return "the configuration forbids sending to it"
     if not parts.config.handles(server):
@@ -194,4 +194,4 @@ async def _left_alone_because(parts: Parts, server: str) -> str:
 async def left_alone(parts: Parts, asked: Sequence[str], woken: Sequence[str]) -> dict[str, str]:
     """Those that were asked for and not woken, each with the reason."""
     done = set(woken)
-    return {each: await _left_alone_because(parts, each) for each in asked if each not in done}
+    return {each: await left_alone_because(parts, each) for each in asked if each not in done}

@@ -16,7 +16,15 @@ from fedsender.admin.bodies import (
     Servers,
     ServersWithReason,
 )
-from fedsender.admin.destinations import UNKNOWN, Page, chosen, is_known, left_alone, list_page
+from fedsender.admin.destinations import (
+    UNKNOWN,
+    Page,
+    chosen,
+    is_known,
+    left_alone,
+    left_alone_because,
+    list_page,
+)
 from fedsender.admin.parts import Parts, Reach
 from fedsender.admin.refusal import Error, Refusal, not_found
 from fedsender.admin.trace import Trace, trace
@@ -86,7 +94,7 @@ async def destinations(
 async def why(server: ServerName, parts: Reach) -> Why:
     found = await explain(parts, server)
     if found is None:
-        raise not_found(f"{server}: {UNKNOWN}")
+        raise not_found(f"{server}: {await left_alone_because(parts, server)}")
     return found
 
 
