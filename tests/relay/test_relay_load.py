@@ -349,6 +349,7 @@ async def test_both_databases_take_a_snapshot_over_and_the_next_one(
             2,
             frozenset({"a.x"}),
         )
+        assert loaded.redacted == {"$e1"}
         rows = await store.homeserver.read_events(0, 100, 100)
         before = await store.homeserver.servers_before(rows)
         assert [(row.event_id, set(before[row.event_id])) for row in rows] == [  # type: ignore[arg-type]

@@ -224,11 +224,12 @@ async def test_many_that_join_at_once_find_the_newest_snapshot_spoiled(
 
 
 class Loading(MemoryStore):
-    """A store that finds a to-device message in every snapshot."""
+    """A store that finds a to-device message and a redaction in every snapshot."""
 
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
         loaded = await super().load_snapshot(snapshot, handles)
-        return Loaded(loaded.position, loaded.events, frozenset(["b.example"]))
+        servers, redacted = frozenset(["b.example"]), frozenset(["$e"])
+        return Loaded(loaded.position, loaded.events, servers, redacted)
 
 
 class Sticky(MemoryDisk):
@@ -248,6 +249,7 @@ async def test_servers_are_told_of_their_messages_whatever_becomes_of_the_files(
         async with shard.running():
             await shard.level(world.relay.log.head)
         assert shard.sink.to_device == ["b.example"]  # type: ignore[attr-defined]
+        assert shard.sink.redactions == ["$e"]  # type: ignore[attr-defined]
 
 
 # --- connections ----------------------------------------------------------------------------------

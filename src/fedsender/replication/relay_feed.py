@@ -345,6 +345,7 @@ class RelayFeed(Feed):
             load = partial(self._store.load_snapshot, snapshot, self._handles)
             loaded = await self.insist(load)
             self._history = history
+            self._sink.redacted(loaded.redacted)
             self._show(loaded.position)
             # Before anything else can fail: nobody would tell them later.
             for server in sorted(loaded.to_device):

@@ -66,11 +66,13 @@ class Loaded:
         position: up to here all is stored.
         events: how many events are new.
         to_device: the servers with new to-device messages.
+        redacted: the events that its redactions name.
     """
 
     position: int
     events: int
     to_device: frozenset[str]
+    redacted: frozenset[str] = frozenset()
 
 
 def load(
@@ -98,7 +100,8 @@ def load(
         )
     positions.set_position(connection, "feed", instance, position)
     positions.set_feed_history(connection, snapshot.history)
-    return Loaded(position, loading.events, frozenset(loading.to_device))
+    told = frozenset(loading.to_device), frozenset(loading.redacted)
+    return Loaded(position, loading.events, *told)
 
 
 class _Stay(NamedTuple):
@@ -127,6 +130,7 @@ class _Loading:
     position: int = 0
     events: int = 0
     to_device: set[str] = field(default_factory=set)
+    redacted: set[str] = field(default_factory=set)
 
     # --- rooms ------------------------------------------------------------------------------------
 
@@ -277,6 +281,7 @@ class _Loading:
             }
             for target, event_id, ms in self.snapshot.read("redactions", part)
         ]
+        self.redacted.update(row["redacts"] for row in rows)
         for chunk in in_chunks(rows):
             insert_rows(self.connection, tables.redactions, chunk)
 
