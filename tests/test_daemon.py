@@ -344,6 +344,17 @@ async def test_a_file_that_does_not_answer_at_a_reload_stops_nothing(home: Path)
         assert await service.manager.ready() == SENDING
 
 
+async def test_a_file_that_never_answers_does_not_keep_the_daemon_from_stopping(home: Path) -> None:
+    async with open_world(home) as world, world.service() as service:
+        await service.manager.ready()
+        world.config.unlink()
+        os.mkfifo(world.config)
+        service.tell(signal.SIGHUP)
+        assert (await service.manager.next()).startswith("RELOADING=1")
+        service.tell(signal.SIGTERM)
+        assert await service.ended() == 0
+
+
 async def test_a_reload_before_ready_does_not_say_ready(home: Path) -> None:
     async with open_world(home, feed=False) as world, world.service() as service:
         for _ in range(2):

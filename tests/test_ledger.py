@@ -33,7 +33,7 @@ class Count:
         self.value += amount
 
 
-async def inline(function: Any, /, *, limiter: trio.CapacityLimiter) -> Any:
+async def inline(function: Any, /, *, limiter: trio.CapacityLimiter, abandon: bool = False) -> Any:
     await trio.lowlevel.checkpoint()
     return function()
 

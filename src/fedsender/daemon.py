@@ -415,7 +415,7 @@ async def _reload(run: _Run, daemon: Daemon, admin: "Admin") -> str:
 
     try:
         # In a thread: a long list takes a second to read, and a file system may not answer.
-        newer = await run.outside.run_sync(read, limiter=trio.CapacityLimiter(1))
+        newer = await run.outside.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
         in_force = daemon.config.with_reloadable(newer)
         await admin.read_token()
     except ConfigError as error:

@@ -123,10 +123,19 @@ class Network(Protocol):
 
 
 class RunSync(Protocol):
-    """Runs a blocking function in a worker thread (or inline, in a simulation)."""
+    """Runs a blocking function in a worker thread (or inline, in a simulation).
+
+    With `abandon`, one that is cancelled does not wait for the function, which must be one that
+    changes nothing.
+    """
 
     def __call__(
-        self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter
+        self,
+        function: Callable[[], T],
+        /,
+        *,
+        limiter: trio.CapacityLimiter,
+        abandon: bool = False,
     ) -> Awaitable[T]: ...
 
 
@@ -391,8 +400,10 @@ def _read_hosts(path: Path) -> dict[tuple[str, RecordType], tuple[str, ...]]:
     return found
 
 
-async def _run_in_thread(function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
-    return await trio.to_thread.run_sync(function, limiter=limiter)
+async def _run_in_thread(
+    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+) -> T:
+    return await trio.to_thread.run_sync(function, limiter=limiter, abandon_on_cancel=abandon)
 
 
 async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:

@@ -98,7 +98,9 @@ async def in_memory(
         nursery.cancel_scope.cancel()
 
 
-async def inline(function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+async def inline(
+    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+) -> T:
     return function()
 
 

@@ -15,7 +15,9 @@ from fedsender.replication.commands import Json
 DIRECTORY = Path("/relay")
 
 
-async def inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+async def inline(
+    function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+) -> Any:
     """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
     async with limiter:
         return function()

@@ -156,7 +156,9 @@ class World:
         self.starts += 1
         plain = outside(self.starts, now_ms=now_ms)
 
-        async def run_sync(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+        async def run_sync(
+            function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+        ) -> Any:
             async with limiter:
                 if self.thread_s:
                     await trio.sleep(self.thread_s)

@@ -42,7 +42,9 @@ SENDING = {
 }
 
 
-async def run_inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+async def run_inline(
+    function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+) -> Any:
     await trio.lowlevel.checkpoint()
     return function()
 

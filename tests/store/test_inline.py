@@ -18,7 +18,9 @@ from fedsender.streams import HostsRow
 T = TypeVar("T")
 
 
-async def inline(function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+async def inline(
+    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+) -> T:
     return function()
 
 

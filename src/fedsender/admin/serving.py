@@ -46,7 +46,7 @@ class Admin:
         path = self._token_file
         if path is not None:
             self._token = await self._outside.run_sync(
-                lambda: read_secret(path), limiter=self._limiter
+                lambda: read_secret(path), limiter=self._limiter, abandon=True
             )
 
 

@@ -200,7 +200,9 @@ class Life:
             network=self._network,
         )
 
-    async def _run_sync(self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+    async def _run_sync(
+        self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+    ) -> T:
         """What a worker thread would do, at some moment of a short while, and all at once."""
         holder = object()
         await limiter.acquire_on_behalf_of(holder)

@@ -42,7 +42,9 @@ STAGING = Path("/sender/snapshot")
 LARGE = 2**40
 
 
-async def inline(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+async def inline(
+    function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+) -> Any:
     """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
     async with limiter:
         return function()

@@ -198,7 +198,9 @@ def people(
 def _outside_of_homeserver(size: Size, internet: Internet) -> Outside:
     rng = derived(size.seed, "replication")
 
-    async def run_sync(function: Callable[[], T], /, *, limiter: trio.CapacityLimiter) -> T:
+    async def run_sync(
+        function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+    ) -> T:
         await trio.lowlevel.checkpoint()
         return function()
 
