@@ -73,11 +73,12 @@ def test_the_feed_calls_these_and_the_sender_has_them() -> None:
     properties = {"events", "edus"}
     calls = [name for name in vars(Sink) if not name.startswith("_") and name not in properties]
 
-    assert sorted(calls) == ["backoff_changed", "server_up", "to_device_changed"]
+    assert sorted(calls) == ["backoff_changed", "redacted", "server_up", "to_device_changed"]
     for name in calls:
         method = getattr(Sender, name)
         assert not inspect.iscoroutinefunction(method)
-        assert list(inspect.signature(method).parameters) == ["self", "server"]
+        takes = "event_ids" if name == "redacted" else "server"
+        assert list(inspect.signature(method).parameters) == ["self", takes]
 
 
 def test_the_feed_tells_of_edus_by_these_and_the_sender_has_them() -> None:
