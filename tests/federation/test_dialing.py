@@ -371,14 +371,10 @@ async def test_no_key_exchange_whose_cost_the_server_sets(tmp_path: Path) -> Non
 async def test_handshake_that_cost_too_much_of_our_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group of 8,192 bits, asked for in TLS 1.3, takes 130 ms of the loop."""
-    # Also where a processor is eight times as fast.
-    monkeypatch.setattr(MeteredTls, "cpu_s", staticmethod(lambda: 8 * time.thread_time()))
-
-    def only_that(context: ssl.SSLContext) -> None:
-        context.set_ecdh_curve("ffdhe8192")
-
-    failure = await open_tls(tmp_path, ("d.example",), "d.example", trusting, only_that)
+    """A group of 8,192 bits, asked for in TLS 1.3, takes 130 ms of the loop. Not every OpenSSL can
+    be told to ask for it: a common handshake takes its place, by a slow clock."""
+    monkeypatch.setattr(MeteredTls, "cpu_s", staticmethod(lambda: 200 * time.thread_time()))
+    failure = await open_tls(tmp_path, ("d.example",), "d.example", trusting)
     assert isinstance(failure, Unreachable)
     assert failure.kind == "tls"
     assert re.search(r"the handshake took \d+ ms of CPU time, more than 50", failure.text)

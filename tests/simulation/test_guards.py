@@ -143,6 +143,6 @@ def test_fairness_slow_servers_in_the_lane_of_quick_ones(monkeypatch: pytest.Mon
     monkeypatch.setattr(Admission, "lane_of", lambda self, _leave: (self.quick, True))
     monkeypatch.setattr(Lane, "_relieve", lambda _self: False)
 
-    report = simulate(2, 64, 0.05, hostile=True, stop_at="fairness")
+    report = simulate(3, 64, 0.05, hostile=True, stop_at="fairness")
 
     assert any(violation.invariant == "fairness" for violation in report.violations)

@@ -80,7 +80,7 @@ def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
             ledger.delivered[server].append((pdu["event_id"], line["ms"], pdu["lane"]))
             if pdu["lane"] == WITNESS:
                 ledger.witnesses.add((server, pdu["event_id"]))
-            elif "supersedes" in pdu:
+            if "supersedes" in pdu:
                 ledger.claims[where].append(Claim(pdu["event_id"], *pdu["supersedes"]))
             elif pdu["lane"] == "catch_up":
                 ledger.caught_up.add(where)

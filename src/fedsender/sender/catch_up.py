@@ -113,7 +113,10 @@ class CatchUp:
 
     async def fill_witness(self, draft: Draft, lsso: int, room_id: str, place: int) -> None:
         """Put in one event that the draft is for: of another room what comes next there; else one
-        of this room behind this place, which may be out of turn."""
+        of this room behind this place, which may be out of turn.
+
+        An event that stands in for others does so out of turn, too.
+        """
         here: int | None = None
         while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE):
             lsso = owed[-1][1]
@@ -131,7 +134,7 @@ class CatchUp:
             if not draft.is_for(one.pdu.event_id):
                 continue
             in_turn = number == 0 and after == answered
-            draft.add_pdu(one if in_turn else Outgoing(one.pdu, "witness"))
+            draft.add_pdu(one if in_turn else Outgoing(one.pdu, "witness", one.supersedes))
             if in_turn:
                 draft.rooms_done[room_id] = one.pdu.stream_ordering
             return
