@@ -10,7 +10,7 @@ from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.store import tables
-from fedsender.store.records import HostsUnknown
+from fedsender.store.records import STANDS_ABOVE, HostsUnknown
 
 R1, A, B = "!1:hs.example", "a.example", "b.example"
 
@@ -264,3 +264,24 @@ def hide_servers(world: World, event_id: str) -> None:
         return found
 
     world.store.homeserver.servers_before = before  # type: ignore[method-assign]
+
+
+async def test_what_stands_in_for_events_that_never_came_says_so_also_when_it_is_sent_again(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """An event of a snapshot, whose room was held back when it came: an operator releases it."""
+    world = World(tmp_path)
+    world.server("a.example")
+    async with world.run() as sender:
+        await world.join("!r:hs.example", "a.example")
+        for _ in range(3):
+            await world.say("!r:hs.example", "before")
+        pdu = world.pdu("!r:hs.example", "newest", metadata={STANDS_ABOVE: 2})
+        token = await world.apply(pdu)
+        await trio.sleep(5)
+        assert await sender.redeliver([("a.example", pdu.event_id)]) == []
+        await trio.sleep(5)
+    sent = [each for line in world.ledger("a.example") for each in line.get("pdus", ())]
+    of_it = [each for each in sent if each["event_id"] == pdu.event_id]
+    assert [each["lane"] for each in of_it] == ["catch_up", "redelivery"]
+    assert [each["supersedes"] for each in of_it] == [[3, token]] * 2

@@ -28,7 +28,6 @@ from fedsender.config.policy import GAP_EVENTS
 from fedsender.matrix import BadEvent, Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
 from fedsender.sender.transaction import Draft, Outgoing
-from fedsender.store.records import stands_above
 
 PAGE = 50
 """Rooms looked at for one transaction."""
@@ -130,7 +129,7 @@ class CatchUp:
         if here is None or after >= here:
             return
         rows = await self.homeserver.room_events(room_id, after, here, SCAN)
-        for number, one in enumerate(_one_by_one(await self._ours(rows), rows, after)):
+        for number, one in enumerate(_one_by_one(await self._ours(rows))):
             if not draft.is_for(one.pdu.event_id):
                 continue
             in_turn = number == 0 and after == answered
@@ -177,7 +176,7 @@ class CatchUp:
                 return standing_in, value, True
         rows = await self.homeserver.room_events(room_id, after, value, SCAN)
         upto = rows[-1].stream_ordering if len(rows) == SCAN else value
-        return _one_by_one(await self._ours(rows), rows, after), upto, False
+        return _one_by_one(await self._ours(rows)), upto, False
 
     async def _small_gap(self, room_id: str, after: int, value: int) -> list[Outgoing] | None:
         """All of the gap (after, value]; None: it is large."""
@@ -185,7 +184,7 @@ class CatchUp:
         if len(rows) == SCAN and rows[-1].stream_ordering < value:
             return None
         owed = await self._ours(rows)
-        return _one_by_one(owed, rows, after) if len(owed) <= self.gap_events else None
+        return _one_by_one(owed) if len(owed) <= self.gap_events else None
 
     async def _ours(self, rows: Sequence[EventRow]) -> list[Routed]:
         """Those of the rows that this destination should get, and that can be sent."""
@@ -221,7 +220,10 @@ class CatchUp:
                 return [Outgoing(pdu, "catch_up", supersedes) for pdu in newer]
         for item in await self.router.route([own] if self._sendable(own) else []):
             if isinstance(item, Routed):
-                return [Outgoing(item.pdu, "catch_up", supersedes)]
+                # What never came may reach further down than the gap.
+                from_mark, _ = item.supersedes or supersedes
+                first = min(from_mark, supersedes[0])
+                return [Outgoing(item.pdu, "catch_up", (first, value))]
             self.stuck[item.event_id] = item
         return []
 
@@ -245,19 +247,16 @@ class CatchUp:
         return visible
 
 
-def _one_by_one(owed: Sequence[Routed], rows: Sequence[EventRow], after: int) -> list[Outgoing]:
-    """The events of a gap above `after`, each for itself.
+def _one_by_one(owed: Sequence[Routed]) -> list[Outgoing]:
+    """The events of a gap, each for itself.
 
     But of what came with a snapshot only the newest, which stands in for all that never came.
     """
-    marks = {row.event_id: stands_above(row.internal_metadata) for row in rows}
     outgoing: list[Outgoing] = []
     covered_above: int | None = None
     for item in reversed(owed):
-        stream_ordering, mark = item.pdu.stream_ordering, marks.get(item.pdu.event_id)
-        if covered_above is not None and stream_ordering > covered_above:
+        if covered_above is not None and item.pdu.stream_ordering > covered_above:
             continue
-        covered_above = mark
-        supersedes = None if mark is None else (max(after, mark) + 1, stream_ordering)
-        outgoing.append(Outgoing(item.pdu, "catch_up", supersedes))
+        covered_above = item.mark
+        outgoing.append(Outgoing(item.pdu, "catch_up", item.supersedes))
     return outgoing[::-1]

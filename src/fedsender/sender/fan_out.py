@@ -19,7 +19,6 @@ import trio
 from fedsender.matrix import Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
 from fedsender.sender.window import Window
-from fedsender.store.records import stands_above
 from fedsender.streams import Watermark
 
 log = structlog.get_logger()
@@ -114,11 +113,10 @@ class FanOut:
         await self._notice_redactions(rows, told)
         owed: dict[tuple[str, str], int] = {}
         first: dict[str, int] = {}
-        marks = {row.event_id: stands_above(row.internal_metadata) for row in rows}
         for item in routed:
-            mark, stream_ordering = marks.get(item.pdu.event_id), item.pdu.stream_ordering
+            stream_ordering = item.pdu.stream_ordering
             # Whoever is owed something for the first time was perhaps owed some of what never came.
-            oldest = stream_ordering if mark is None else mark + 1
+            oldest, _ = item.supersedes or (stream_ordering, stream_ordering)
             for server in self._without(item):
                 owed[server, item.pdu.room_id] = stream_ordering
                 first[server] = min(oldest, first.get(server, oldest))
@@ -131,8 +129,7 @@ class FanOut:
                 if item.pdu.room_id in gone_rooms:
                     continue
                 # What stands in for events that never came, catch-up sends: it says for which.
-                stands_in = marks.get(item.pdu.event_id) is not None
-                tell = self._downstream.owe if stands_in else self._downstream.offer
+                tell = self._downstream.owe if item.supersedes else self._downstream.offer
                 for server in sorted(self._without(item)):
                     tell(server, item.pdu)
         too_old = self._window.overflow()

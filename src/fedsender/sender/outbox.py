@@ -207,7 +207,9 @@ class Outbox(Lanes):
                 dropped.append(event_id)
             elif item is None or self.destination not in item.servers:
                 dropped.append(event_id)
-            elif draft.is_for(event_id) and not draft.add_pdu(Outgoing(item.pdu, "redelivery")):
+            elif draft.is_for(event_id) and not draft.add_pdu(
+                Outgoing(item.pdu, "redelivery", item.supersedes)
+            ):
                 break
         if dropped:
             log.info("not redelivered: not for it", destination=self.destination, n=len(dropped))
@@ -369,7 +371,7 @@ class Outbox(Lanes):
         """Take the transaction's single item out of the way, durably, and go on behind it."""
         for pdu in transaction.pdus:
             await self.quarantine_pdu(Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, reason))
-            if pdu.supersedes is not None:
+            if pdu.supersedes is not None and pdu.lane != "redelivery":
                 # What it stood in for is still owed; the rest of its gap goes without it.
                 return
         if not transaction.pdus:

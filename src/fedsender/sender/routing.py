@@ -25,6 +25,7 @@ import trio
 from cachetools import TTLCache
 
 from fedsender.matrix import BadEvent, Pdu, make_pdu, prune, server_of
+from fedsender.store.records import stands_above
 
 FIRST_WAIT_S = 0.1
 """For the servers of an event that are not known yet; then twice as long, and so on."""
@@ -71,6 +72,13 @@ class Routed:
     pdu: Pdu
     servers: frozenset[str]
     received_ts: int | None
+    mark: int | None = None
+
+    @property
+    def supersedes(self) -> tuple[int, int] | None:
+        """The stretch of its room that it stands in for: what came before it never reached our
+        store (`records.stands_above`). None: it is an event like any other."""
+        return None if self.mark is None else (self.mark + 1, self.pdu.stream_ordering)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +199,8 @@ class Router:
                 known[row.event_id] = _bad(row, f"servers before it are unknown: {why}")
                 continue
             target = _target_outside(row, memberships.get(row.event_id), event.get("content"))
-            routed = Routed(pdu, self._narrow(row, servers, target), row.received_ts)
+            mark = stands_above(row.internal_metadata)
+            routed = Routed(pdu, self._narrow(row, servers, target), row.received_ts, mark)
             known[row.event_id] = routed
             if self._forgotten == forgotten:
                 # Else it may have been read before it changed.

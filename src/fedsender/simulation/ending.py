@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from fedsender.simulation.books import Book
-from fedsender.simulation.commit_checks import is_stood_in_for
+from fedsender.simulation.commit_checks import is_stood_in_for, stand_ins_of
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Happening
 
@@ -29,8 +29,10 @@ class Ending:
                     continue
                 if is_stood_in_for(evidence, book, happening):
                     continue
-                if event_id in book.poison and self._is_owed(book, happening):
-                    continue  # Held: there was nothing else for its server that could be a witness.
+                # Held, or what stands in for it is: nothing else there could be a witness.
+                held = (happening, *stand_ins_of(evidence, book.name, happening))
+                if any(one.event_id in book.poison and self._is_owed(book, one) for one in held):
+                    continue
                 yield book, happening
 
     def _is_owed(self, book: Book, happening: Happening) -> bool:
