@@ -24,9 +24,7 @@ from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.relay.memory_disk import MemoryDisk
 
-from fedsender.relay.consumer import Consumer, Records, read_records, to_json
-from fedsender.relay.disk import File
-from fedsender.relay.facts import (
+from fedsender.intake.rows import (
     lines_of,
     parse_relay_row,
     prepare,
@@ -34,6 +32,8 @@ from fedsender.relay.facts import (
     rows_of,
     without_edus,
 )
+from fedsender.relay.consumer import Consumer, Records, read_records, to_json
+from fedsender.relay.disk import File
 from fedsender.relay.recovery import Epoch, read_epoch, write_epoch
 from fedsender.relay.segment import (
     HEADER_BYTES,

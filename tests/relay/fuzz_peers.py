@@ -14,9 +14,9 @@ from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, outside, pdu, to_device
 from tests.relay.memory_disk import MemoryDisk
 
-from fedsender.relay.facts import Ephemeral, Prepared
-from fedsender.relay.intake import Intake
-from fedsender.relay.intake_app import PREFIX, build_app
+from fedsender.intake.endpoint import PREFIX, build_app
+from fedsender.intake.intake import Intake
+from fedsender.intake.rows import Ephemeral, Prepared
 from fedsender.relay.snapshot import (
     COLUMNS,
     BadSnapshot,

@@ -7,8 +7,9 @@ from typing import Any
 
 import trio
 
+from fedsender.intake.intake import Intake
+from fedsender.intake.rows import rows_of
 from fedsender.outside import Outside, real_outside
-from fedsender.relay.facts import rows_of
 from fedsender.relay.log import Log
 from fedsender.replication.commands import Json
 
@@ -94,3 +95,9 @@ def numbers(lines: list[bytes]) -> list[int]:
         for row in rows_of(record)
         for part in row.split(b'"$e')[1:]
     ]
+
+
+def log_of(intake: Intake) -> Log:
+    """What it appends to."""
+    assert isinstance(intake.recorder, Log)
+    return intake.recorder

@@ -19,8 +19,8 @@ from tests.relay.relay_world import World as RelayWorld
 from tests.replication.support import RecordingEduSink
 
 from fedsender.config import UnixAddress
+from fedsender.intake.rows import RelayRow
 from fedsender.outside import Outside
-from fedsender.relay.facts import RelayRow
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, RelayStore

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.relay.memory_disk import MemoryDisk, PowerCut
 
+from fedsender.intake.rows import prepare
 from fedsender.relay import compaction, directories, snapshot
 from fedsender.relay.disk import read_file
-from fedsender.relay.facts import prepare
 from fedsender.relay.segment import Record
 from fedsender.relay.snapshot import MANIFEST, PARTS, BadSnapshot, SnapshotInfo
 from fedsender.replication.commands import Json

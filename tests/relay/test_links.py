@@ -19,7 +19,7 @@ from tests.service import TOKEN, Service, World, open_service, open_world, until
 
 from fedsender.demo import process
 from fedsender.demo.process import write_secret
-from fedsender.relay.client import NewRecord, RelayClient
+from fedsender.intake.client import IntakeClient, NewRecord
 
 ROOMS = 24
 SECRET = "correct horse battery staple"
@@ -94,7 +94,7 @@ class Network:
         """Let the relay know what has happened at the homeserver since."""
         steps = self.world.homeserver.steps[self.told :]
         socket = f"unix:{self.hub / 'intake.sock'}"
-        async with RelayClient.at(socket, TOKEN) as client:
+        async with IntakeClient.at(socket, TOKEN) as client:
             for begin in range(0, len(steps), 100):
                 some = steps[begin : begin + 100]
                 await client.append_all(

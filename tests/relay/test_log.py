@@ -22,10 +22,10 @@ from tests.relay.log_support import (
 )
 from tests.relay.memory_disk import MemoryDisk
 
+from fedsender.intake.rows import prepare, without_edus
 from fedsender.outside import real_outside
 from fedsender.relay.cursor import read_range
 from fedsender.relay.disk import RealDisk
-from fedsender.relay.facts import prepare, without_edus
 from fedsender.relay.keys import Keys
 from fedsender.relay.log import (
     Collected,

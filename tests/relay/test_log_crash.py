@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.relay.log_support import DIRECTORY, hosts, key, lines_after, numbers, outside, pdu
 from tests.relay.memory_disk import MemoryDisk, PowerCut
 
-from fedsender.relay.facts import Prepared, prepare
+from fedsender.intake.rows import Prepared, prepare
 from fedsender.relay.files import LogFiles
 from fedsender.relay.log import DamagedSegment, Log, LogSettings, open_log, read_epoch
 from fedsender.relay.recovery import (

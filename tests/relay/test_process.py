@@ -20,7 +20,7 @@ from tests.service import PATIENCE_S, TOKEN, open_service
 from fedsender.cli import run_command
 from fedsender.config import ConfigError
 from fedsender.demo.process import write_secret
-from fedsender.relay.client import RelayClient
+from fedsender.intake.client import IntakeClient
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.process import load_config, only_one
 
@@ -62,7 +62,7 @@ async def test_a_relay_from_its_start_to_its_stop(
     with trio.fail_after(PATIENCE_S):
         async with (
             open_service(tmp_path, arguments, 1) as service,
-            RelayClient.at(f"unix:{tmp_path}/intake.sock", "the intake token") as homeserver,
+            IntakeClient.at(f"unix:{tmp_path}/intake.sock", "the intake token") as homeserver,
             AsyncExitStack() as stack,
         ):
             assert await service.manager.ready() == "relay of hs.example"
@@ -161,5 +161,5 @@ def test_both_endpoints_are_described(capsys: pytest.CaptureFixture[str], admin:
     """For whoever writes a client in another language."""
     assert run_command(["relay", "openapi", *admin]) == 0
     described = yaml.safe_load(capsys.readouterr().out)
-    wanted = "/_fedsender/admin/v1/relay/forget" if admin else "/_fedsender/relay/v1/append"
+    wanted = "/_fedsender/admin/v1/relay/forget" if admin else "/_fedsender/intake/v1/append"
     assert wanted in described["paths"]

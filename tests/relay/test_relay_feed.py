@@ -17,7 +17,7 @@ from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import World
 from tests.relay.shard import Line, MemoryStore, PlainSink, Shard, forget_log, until
 
-from fedsender.relay.facts import RelayRow
+from fedsender.intake.rows import RelayRow
 from fedsender.relay.segment import DamagedSegment
 from fedsender.relay.snapshot import MANIFEST
 from fedsender.replication.commands import Json

@@ -9,8 +9,8 @@ from tests.relay.fuzz_lines import TARGETS, fuzz
 from tests.relay.log_support import hosts, key, pdu
 from tests.relay.memory_disk import MemoryDisk
 
+from fedsender.intake.rows import prepare
 from fedsender.relay.disk import Disk, RealDisk, read_file, write_file
-from fedsender.relay.facts import prepare
 from fedsender.relay.segment import (
     FRAME_BYTES,
     HEADER_BYTES,

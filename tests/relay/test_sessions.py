@@ -14,7 +14,7 @@ import trio.testing
 from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import SERVER, TouchyDisk, World
 
-from fedsender.relay.facts import Ephemeral
+from fedsender.intake.rows import Ephemeral
 from fedsender.replication.commands import Ping, Rdata
 from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.protocol import Batches, Connection

@@ -17,9 +17,9 @@ import trio
 
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.demo.children import BenchFailed
+from fedsender.intake.rows import Prepared, prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.disk import RealDisk
-from fedsender.relay.facts import Prepared, prepare
 from fedsender.relay.files import LogFiles
 from fedsender.relay.log import LogSettings, open_log
 from fedsender.relay.recovery import Evidence, open_files

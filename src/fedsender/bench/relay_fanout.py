@@ -16,10 +16,10 @@ from fedsender.bench.meter import Meter, Options, median
 from fedsender.bench.relay import row
 from fedsender.config import Config, Log, from_values, parse_address
 from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
+from fedsender.intake.rows import prepare
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk
-from fedsender.relay.facts import prepare
 from fedsender.relay.hub import close, listen
 from fedsender.replication.wire import SEND_PIECE
 from fedsender.telemetry import configure_logging

@@ -18,8 +18,8 @@ from fedsender.demo.homeserver import Homeserver
 from fedsender.demo.process import DaemonProcess, open_daemon_process
 from fedsender.demo.receivers import Receivers, open_receivers
 from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.intake.client import IntakeClient
 from fedsender.outside import real_outside
-from fedsender.relay.client import RelayClient
 
 START_S: Final = 300.0
 """For daemon or relay to come up, on a machine that is busy."""
@@ -83,7 +83,7 @@ async def open_run(options: SoakOptions, directory: Path) -> AsyncIterator[Run]:
         ) as receivers,
         open_daemon_process(hub, _relay_configuration(hub), token, "relay") as relay,
         open_daemon_process(place, _configuration(place, hub, receivers.ca_file), token) as daemon,
-        RelayClient.at(f"unix:{hub / 'intake.sock'}", token) as client,
+        IntakeClient.at(f"unix:{hub / 'intake.sock'}", token) as client,
     ):
         names = list(receivers.servers)
         homeserver = Homeserver(

@@ -14,7 +14,7 @@ from typing import Any, Final
 import trio
 
 from fedsender.demo.homeserver import Homeserver, Room, Step
-from fedsender.relay.client import NewRecord, RelayClient
+from fedsender.intake.client import IntakeClient, NewRecord
 
 BATCH: Final = 50
 TICK_S: Final = 0.05
@@ -41,7 +41,7 @@ class Traffic:
     """
 
     def __init__(
-        self, homeserver: Homeserver, relay: RelayClient, rng: random.Random, per_second: float
+        self, homeserver: Homeserver, relay: IntakeClient, rng: random.Random, per_second: float
     ) -> None:
         """`per_second`: deliveries."""
         self.steps: list[Step] = []

@@ -26,8 +26,8 @@ from fedsender.demo.process import (
     socket_in,
     write_secret,
 )
+from fedsender.intake.client import IntakeClient, NewRecord, Refused
 from fedsender.outside import Outside
-from fedsender.relay.client import NewRecord, Refused, RelayClient
 
 SHARDS = ("sender-1", "sender-2")
 BATCH = 50
@@ -48,7 +48,7 @@ class Relayed:
     homeserver: Homeserver
     relay: DaemonProcess
     daemons: Daemons
-    client: RelayClient
+    client: IntakeClient
     cut_off: str | None = None
 
     async def level(self) -> None:
@@ -170,7 +170,7 @@ async def open_relayed(
         first = load(shards[SHARDS[0]].directory / "config.yaml")
         daemons = Daemons(shards, lambda server: SHARDS[0] if first.handles(server) else SHARDS[1])
         client = await stack.enter_async_context(
-            RelayClient.at(f"unix:{hub / 'intake.sock'}", token)
+            IntakeClient.at(f"unix:{hub / 'intake.sock'}", token)
         )
         nursery = await stack.enter_async_context(trio.open_nursery())
         nursery.start_soon(_tell, homeserver, client)
@@ -189,7 +189,7 @@ async def _start(
     return await stack.enter_async_context(open_daemon_process(directory, config, token, command))
 
 
-async def _tell(homeserver: Homeserver, client: RelayClient) -> None:
+async def _tell(homeserver: Homeserver, client: IntakeClient) -> None:
     """Tell the relay every step, as one record each, so that its tokens are the steps'."""
     told = 0
     while True:

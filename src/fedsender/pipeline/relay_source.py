@@ -23,6 +23,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy import Engine
 
+from fedsender.intake.rows import RelayRow, parse_relay_row
 from fedsender.pipeline import PipelineError, relay_store, sources
 from fedsender.pipeline.database import Source, open_source
 from fedsender.pipeline.lake import RELAY, Lake, locked
@@ -30,7 +31,6 @@ from fedsender.pipeline.progress import Step, Steps
 from fedsender.relay.cursor import Collected, read_range
 from fedsender.relay.directories import list_snapshots
 from fedsender.relay.disk import Disk, RealDisk
-from fedsender.relay.facts import RelayRow, parse_relay_row
 from fedsender.relay.recovery import Epoch, read_epoch, segment_paths
 from fedsender.relay.segment import (
     DamagedSegment,

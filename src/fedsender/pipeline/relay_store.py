@@ -11,8 +11,8 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, bindparam, func, select
 
+from fedsender.intake.rows import RelayRow
 from fedsender.pipeline.database import Source
-from fedsender.relay.facts import RelayRow
 from fedsender.store import embedded, positions, tables
 from fedsender.store.event_rows import in_chunks
 from fedsender.store.rows import insert_rows

@@ -8,43 +8,10 @@ from dataclasses import dataclass, field
 
 import trio
 
-from fedsender.relay.facts import Prepared
-from fedsender.relay.keys import KeyReused, Keys
+from fedsender.intake.intake import Call, KeyReused
+from fedsender.intake.rows import Prepared
+from fedsender.relay.keys import Keys
 from fedsender.relay.segment import NO_KEY
-
-
-class Call:
-    """One call that appends: the tokens so far, and what it waits for."""
-
-    __slots__ = ("done", "error", "left", "tokens")
-
-    def __init__(self, count: int) -> None:
-        self.tokens = [0] * count
-        self.left = 0
-        self.error: Exception | None = None
-        self.done = trio.Event()
-
-    def settle(self, index: int, token: int) -> None:
-        """One of its records is durable."""
-        self.tokens[index] = token
-        self.left -= 1
-        if self.left == 0:
-            self.done.set()
-
-    def fail(self, error: Exception) -> None:
-        """One of its records will not be written."""
-        self.error = error
-        self.done.set()
-
-    async def tokens_when_durable(self) -> list[int]:
-        """Wait for its records; raises what made one of them fail."""
-        if self.left:
-            await self.done.wait()
-        else:
-            await trio.lowlevel.checkpoint()
-        if self.error is not None:
-            raise self.error
-        return self.tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -77,9 +77,10 @@ def openapi(
     """Print the OpenAPI document of the endpoint that a homeserver appends to."""
     import json
 
-    from fedsender.relay import admin_app, intake_app
+    from fedsender.intake import endpoint
+    from fedsender.relay import admin_app
 
-    document: dict[str, Any] = (admin_app if admin else intake_app).description()
+    document: dict[str, Any] = (admin_app if admin else endpoint).description()
     say_text(json.dumps(document, indent=1))
     return DONE
 

@@ -17,12 +17,12 @@ import structlog
 import trio
 
 from fedsender.config import Config
+from fedsender.intake.intake import Intake
 from fedsender.outside import Outside
 from fedsender.relay.consumer import FILE, read_records
 from fedsender.relay.directories import list_snapshots
 from fedsender.relay.disk import Disk
 from fedsender.relay.hub import Door, Hub, HubSettings, open_hub
-from fedsender.relay.intake import Intake
 from fedsender.relay.log import DamagedSegment, Log, LogSettings, open_log, read_epoch
 from fedsender.relay.registry import Registry, Terms
 from fedsender.relay.retention import Limits, Retention

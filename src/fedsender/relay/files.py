@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fedsender.intake.intake import Broken, Full
+from fedsender.intake.rows import Prepared
 from fedsender.relay.disk import NO_SPACE, Disk, File
-from fedsender.relay.facts import Prepared
 from fedsender.relay.recovery import Epoch, Opened, begin_segment, grown, write_epoch
 from fedsender.relay.segment import (
     HEADER_BYTES,
@@ -20,11 +21,7 @@ from fedsender.relay.segment import (
 )
 
 
-class Full(Exception):
-    """The disk takes no more, or may not be given more. Nothing was kept; try again later."""
-
-
-class LogBroken(Exception):
+class LogBroken(Broken):
     """A sync has failed, so nobody knows what is on disk: only opening the log anew tells."""
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedsender.relay.facts import DeviceListRow, ToDeviceRow, parse_relay_row, rows_of
+from fedsender.intake.rows import DeviceListRow, ToDeviceRow, parse_relay_row, rows_of
 from fedsender.relay.segment import Record
 from fedsender.relay.snapshot import Row, part_of
 from fedsender.replication.commands import Json

@@ -19,8 +19,8 @@ import trio
 from fedsender.admin import CannotListen
 from fedsender.config import Address, ConfigError, TcpAddress, UnixAddress, read_secret
 from fedsender.config.values import is_loopback
+from fedsender.intake.rows import Ephemeral
 from fedsender.outside import Outside, listen_tcp, listen_unix
-from fedsender.relay.facts import Ephemeral
 from fedsender.relay.log import Log
 from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Retention

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
+from fedsender.intake.intake import KeyReused
+from fedsender.intake.rows import check_of, rows_of
 from fedsender.relay.cursor import read_range
 from fedsender.relay.disk import Disk
-from fedsender.relay.facts import check_of, rows_of
 from fedsender.relay.segment import NO_KEY, SegmentInfo
 
 _CHECK_BITS: Final = 32
-
-
-class KeyReused(ValueError):
-    """A key that already stands for other rows."""
 
 
 class Keys:

@@ -17,13 +17,14 @@ from typing import Final, TypeVar
 import structlog
 import trio
 
+from fedsender.intake.intake import Call, Full, KeyReused
+from fedsender.intake.rows import Prepared, prepare
 from fedsender.outside import Outside
-from fedsender.relay.appending import Appending, Call, Item
+from fedsender.relay.appending import Appending, Item
 from fedsender.relay.cursor import Collected, Cursor, Piece, bounds, sealed_records
 from fedsender.relay.disk import Disk
-from fedsender.relay.facts import Prepared, prepare
-from fedsender.relay.files import Full, LogBroken, LogFiles
-from fedsender.relay.keys import KeyReused, Keys, load_keys
+from fedsender.relay.files import LogBroken, LogFiles
+from fedsender.relay.keys import Keys, load_keys
 from fedsender.relay.recovery import Epoch, Evidence, open_files, read_epoch
 from fedsender.relay.segment import NO_KEY, DamagedSegment, Record, SegmentInfo
 from fedsender.replication.commands import Json
@@ -182,12 +183,10 @@ class Log:
             raise Full(self.refusing)
         return self._appending.enqueue(records)
 
-    def knows(self, key: Key, record: Prepared) -> bool:
-        """Whether this record came under this key before, and is durable or in line.
-
-        Raises KeyReused if the key came with other rows.
-        """
-        return self._appending.knows(key, record)
+    async def known(self, records: Sequence[tuple[Key, Prepared]]) -> set[Key]:
+        """The keys of those that are durable or in line. Raises KeyReused."""
+        await trio.lowlevel.checkpoint()
+        return {key for key, record in records if self._appending.knows(key, record)}
 
     # --- writing ----------------------------------------------------------------------------------
 

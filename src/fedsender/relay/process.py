@@ -13,6 +13,7 @@ import trio
 from fedsender.admin.serving import Admin
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
+from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
@@ -20,7 +21,6 @@ from fedsender.relay.admin_app import open_admin
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import Disk, RealDisk
 from fedsender.relay.hub import close, listen
-from fedsender.relay.intake_app import serve_intake
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging
 

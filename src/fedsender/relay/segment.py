@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from fedsender.intake.rows import MAX_RECORD_BYTES, MAX_ROWS, rows_of
 from fedsender.relay.disk import File
-from fedsender.relay.facts import MAX_RECORD_BYTES, MAX_ROWS, rows_of
 from fedsender.replication.commands import Json
 
 SUFFIX: Final = ".seg"

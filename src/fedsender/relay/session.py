@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 import trio
 
+from fedsender.intake.rows import STREAM, without_edus
 from fedsender.relay.consumer import is_consumer_name
-from fedsender.relay.facts import STREAM, without_edus
 from fedsender.relay.log import Collected, Cursor, Piece
 from fedsender.relay.registry import TooManyConsumers
 from fedsender.relay.segment import DamagedSegment

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from fedsender.intake.rows import RelayRow
 from fedsender.matrix import is_server_name
 from fedsender.outside import Outside
-from fedsender.relay.facts import RelayRow
 from fedsender.replication.commands import RemoteServerUp
 from fedsender.replication.link import (
     HistoryLost,

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Protocol
 import structlog
 import trio
 
+from fedsender.intake.rows import RelayRow, ToDeviceRow
 from fedsender.outside import Outside
-from fedsender.relay.facts import RelayRow, ToDeviceRow
 from fedsender.replication.commands import (
     Ack,
     Command,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedsender.relay.facts import DeviceListRow, RelayRow, ToDeviceRow, parse_relay_row
+from fedsender.intake.rows import DeviceListRow, RelayRow, ToDeviceRow, parse_relay_row
 from fedsender.replication.commands import Json
 from fedsender.replication.relay_link import STREAM
 from fedsender.replication.rows import BadRow

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import trio
 
 from fedsender.config import UnixAddress
+from fedsender.intake.rows import RelayRow, ToDeviceRow
 from fedsender.outside import Network, Outside
-from fedsender.relay.facts import RelayRow, ToDeviceRow
 from fedsender.relay.snapshot import PARTS
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed

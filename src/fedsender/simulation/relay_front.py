@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import trio
 
+from fedsender.intake.intake import Append, Busy, Waiting
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.relay.intake import Append, Busy, Waiting
 from fedsender.relay.log import Full, LogBroken
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Homeserver

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import trio
 
+from fedsender.intake.intake import Append, Busy, ReservationGone, Waiting
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.relay.intake import Append, Busy, ReservationGone, Waiting
 from fedsender.relay.log import Full, KeyReused, LogBroken
 from fedsender.replication.commands import Json
 from fedsender.replication.rows import BadRow

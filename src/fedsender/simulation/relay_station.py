@@ -16,11 +16,11 @@ from typing import Final
 import trio
 
 from fedsender.config import Config
+from fedsender.intake.rows import rows_of
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.cursor import Collected
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.directories import DAMAGED, remove_directory
-from fedsender.relay.facts import rows_of
 from fedsender.relay.log import DamagedSegment, LogBroken
 from fedsender.simulation.relay_books import DIRECTORY, RelayBooks, name_of
 from fedsender.simulation.relay_checks import RelayChecks

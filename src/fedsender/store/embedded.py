@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, select, tuple_, update
 
-from fedsender.relay.facts import DeviceListRow, RelayRow, ToDeviceRow
+from fedsender.intake.rows import DeviceListRow, RelayRow, ToDeviceRow
 from fedsender.store import edu_rows, positions, tables
 from fedsender.store.engine import StoreError
 from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks

@@ -12,7 +12,7 @@ from typing import Literal
 
 from sqlalchemy import Connection
 
-from fedsender.relay.facts import RelayRow
+from fedsender.intake.rows import RelayRow
 from fedsender.store import (
     delivery,
     device_lists,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import Connection, bindparam, select, update
 
-from fedsender.relay.facts import DeviceListRow, ToDeviceRow, parse_relay_row
+from fedsender.intake.rows import DeviceListRow, ToDeviceRow, parse_relay_row
 from fedsender.relay.snapshot import PARTS, Row, part_of
 from fedsender.replication.rows import BadRow
 from fedsender.store import edu_rows, embedded, positions, tables

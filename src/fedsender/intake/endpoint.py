@@ -16,30 +16,32 @@ from fedsender.admin.http1 import Bounds
 from fedsender.admin.refusal import Error, Refusal, json_answer
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Address
-from fedsender.outside import Outside
-from fedsender.relay.facts import EPHEMERAL_STREAMS, MAX_ROWS
-from fedsender.relay.intake import (
+from fedsender.intake.intake import (
     MAX_APPENDS,
     MAX_ID_BYTES,
     Append,
+    Broken,
     Busy,
+    Full,
     Intake,
+    KeyReused,
     ReservationGone,
     Waiting,
 )
-from fedsender.relay.log import Full, KeyReused, LogBroken
+from fedsender.intake.rows import EPHEMERAL_STREAMS, MAX_ROWS
+from fedsender.outside import Outside
 from fedsender.replication.rows import BadRow
 
 T = TypeVar("T")
 
-PREFIX: Final = "/_fedsender/relay/v1"
+PREFIX: Final = "/_fedsender/intake/v1"
 OPENAPI_PATH: Final = f"{PREFIX}/openapi.json"
 BOUNDS: Final = Bounds(body_bytes=8 * 2**20, requests=128, setting="relay.intake_token_file")
 RETRY_AFTER_MS: Final = 1000
 
 router = APIRouter(
     prefix=PREFIX,
-    tags=["relay"],
+    tags=["intake"],
     responses={status: {"model": Error} for status in (400, 401, 403, 409, 413, 503)},
 )
 
@@ -118,7 +120,7 @@ async def append(request: Appends, intake: Reach) -> Response:
     """
     appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
     tokens = await _taken(lambda: intake.append(appends))
-    return json_answer({"epoch": intake.log.epoch, "tokens": tokens})
+    return json_answer({"epoch": intake.recorder.epoch, "tokens": tokens})
 
 
 @router.post("/reserve", summary="Reserve places, in this order")
@@ -149,8 +151,8 @@ async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
 @router.get("/position", summary="How far the log goes")
 async def position(intake: Reach) -> Response:
     """`{"epoch": "...", "first": 1, "head": 0}`: the oldest token in the log, and the newest."""
-    log = intake.log
-    return json_answer({"epoch": log.epoch, "first": log.first, "head": log.head})
+    recorder = intake.recorder
+    return json_answer({"epoch": recorder.epoch, "first": recorder.first, "head": recorder.head})
 
 
 async def _taken(take: Callable[[], Awaitable[T]]) -> T:
@@ -170,7 +172,7 @@ async def _taken(take: Callable[[], Awaitable[T]]) -> T:
         raise Refusal(503, "FEDSENDER_BUSY", str(busy), later) from busy
     except Full as full:
         raise Refusal(503, "FEDSENDER_FULL", str(full), later) from full
-    except (OSError, LogBroken) as error:
+    except (OSError, Broken) as error:
         raise Refusal(503, "FEDSENDER_DISK", str(error), later) from error
 
 

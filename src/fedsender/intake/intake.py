@@ -13,18 +13,15 @@ What was appended is known by the caller's id, which the log keeps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 import trio
 
+from fedsender.intake.rows import Ephemeral, Prepared, prepare, prepare_ephemeral
 from fedsender.outside import Outside
-from fedsender.relay.appending import Call
-from fedsender.relay.facts import Ephemeral, Prepared, prepare, prepare_ephemeral
-from fedsender.relay.log import Full, KeyReused, Log, LogBroken
-from fedsender.relay.segment import KEY_BYTES
 from fedsender.replication.commands import Json
 from fedsender.replication.rows import BadRow
 from fedsender.streams import Fact, IdGenerator, Moved
@@ -33,6 +30,19 @@ log = structlog.get_logger()
 
 MAX_APPENDS: Final = 1000
 MAX_ID_BYTES: Final = 255
+KEY_BYTES: Final = 16
+
+
+class KeyReused(ValueError):
+    """An id that already stands for other rows."""
+
+
+class Full(Exception):
+    """Nothing more is taken at present. Nothing was kept; try again later."""
+
+
+class Broken(Exception):
+    """What was written may not last, and nothing more is written until a new start."""
 
 
 class ReservationGone(Exception):
@@ -88,6 +98,71 @@ class _Place:
     since: float
 
 
+class Call:
+    """One call that appends: the tokens so far, and what it waits for."""
+
+    __slots__ = ("done", "error", "left", "tokens")
+
+    def __init__(self, count: int) -> None:
+        self.tokens = [0] * count
+        self.left = 0
+        self.error: Exception | None = None
+        self.done = trio.Event()
+
+    def settle(self, index: int, token: int) -> None:
+        """One of its records is durable."""
+        self.tokens[index] = token
+        self.left -= 1
+        if self.left == 0:
+            self.done.set()
+
+    def fail(self, error: Exception) -> None:
+        """One of its records will not be written."""
+        self.error = error
+        self.done.set()
+
+    async def tokens_when_durable(self) -> list[int]:
+        """Wait for its records; raises what made one of them fail."""
+        if self.left:
+            await self.done.wait()
+        else:
+            await trio.lowlevel.checkpoint()
+        if self.error is not None:
+            raise self.error
+        return self.tokens
+
+
+class Recorder(Protocol):
+    """Where records become durable, in the order in which they were submitted.
+
+    Attributes:
+        epoch: which number line the tokens are on; another one after each start.
+        first, head: the oldest and the newest durable token; head + 1 and 0 where there is none.
+    """
+
+    @property
+    def epoch(self) -> str: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def head(self) -> int: ...
+
+    async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
+        """The keys of those that are durable or on their way.
+
+        Raises KeyReused if one came with other rows; OSError, Full, Broken.
+        """
+        ...
+
+    def submit(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
+        """Put records in line, to be waited for by the `Call`. Raises KeyReused, Full, Broken."""
+        ...
+
+    async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
+        """Wait for room, put records in line, and wait until they are durable; their tokens."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Held:
     """An append on its way: what it is, and what came of it once its turn has come."""
@@ -112,12 +187,12 @@ class Intake:
 
     def __init__(
         self,
-        log: Log,
+        recorder: Recorder,
         outside: Outside,
         publish: Callable[[Ephemeral], None],
         settings: IntakeSettings | None = None,
     ) -> None:
-        self.log = log
+        self.recorder = recorder
         self.publish = publish
         self.settings = settings or IntakeSettings()
         # A place of an earlier life of the relay must not be taken for one of ours.
@@ -174,8 +249,8 @@ class Intake:
 
     def _submit(self, held: _Held) -> None:
         try:
-            held.call = self.log.submit([(held.key, held.record)])
-        except (KeyReused, Full, LogBroken) as error:
+            held.call = self.recorder.submit([(held.key, held.record)])
+        except (KeyReused, Full, Broken) as error:
             held.error = error
         held.submitted.set()
 
@@ -187,27 +262,32 @@ class Intake:
         Raises:
             BadRow, ReservationGone: something is wrong with one of them; none was taken.
             KeyReused: an id came with other rows before; the others may have been taken.
-            Busy, Waiting, Full, LogBroken, OSError: not all are durable; send them all again.
+            Busy, Waiting, Full, Broken, OSError: not all are durable; send them all again.
         """
         checked = [_checked(number, each) for number, each in enumerate(appends)]
         self._lapse()
         if not self._open and all(held and not each.reservation for each, held in checked):
-            tokens = await self.log.append_all(
+            tokens = await self.recorder.append_all(
                 [(held.key, held.record) for _, held in checked if held is not None]
             )
             return list(tokens)
-        self._check_places(checked)
-        entered = [self._enter(each, held) for each, held in checked]
+        known = await self.recorder.known(
+            [(held.key, held.record) for _, held in checked if held is not None]
+        )
+        self._check_places(checked, known)
+        entered = [self._enter(each, held, known) for each, held in checked]
         return [None if held is None else await self._token(held) for held in entered]
 
-    def _check_places(self, checked: Sequence[tuple[Append, _Held | None]]) -> None:
+    def _check_places(
+        self, checked: Sequence[tuple[Append, _Held | None]], known: Collection[bytes]
+    ) -> None:
         """Raises ReservationGone, BadRow, KeyReused, Busy."""
         named: set[str] = set()
         oldest = min((place.number for place in self._open.values()), default=0)
         size = self._held_bytes
         count = len(self._held)
         for each, held in checked:
-            if held is not None and (self._waits(held) or self.log.knows(held.key, held.record)):
+            if held is not None and (self._waits(held) or held.key in known):
                 continue
             name = each.reservation
             if name in named:
@@ -231,12 +311,12 @@ class Intake:
             raise KeyReused("this id came with other rows, which wait for their place")
         return other is not None
 
-    def _enter(self, each: Append, held: _Held | None) -> _Held | None:
+    def _enter(self, each: Append, held: _Held | None, known: Collection[bytes]) -> _Held | None:
         """Give an append its place, or find that it has one."""
         name = each.reservation if each.reservation in self._open else None
         if held is not None and self._waits(held):
             return self._held[held.key]
-        if held is None or self.log.knows(held.key, held.record):
+        if held is None or held.key in known:
             if name is not None:
                 self._complete(name, ())
             if held is not None:

@@ -13,15 +13,15 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from tests.relay.log_support import lines_after, numbers, pdu
+from tests.relay.log_support import lines_after, log_of, numbers, pdu
 
 from fedsender.config import Address, TcpAddress, UnixAddress
+from fedsender.intake.client import IntakeClient, NewRecord, Refused, ReservationLost
+from fedsender.intake.endpoint import BOUNDS, PREFIX, description, serve_intake
+from fedsender.intake.intake import Intake
+from fedsender.intake.rows import Ephemeral
 from fedsender.outside import real_outside
-from fedsender.relay.client import NewRecord, Refused, RelayClient, ReservationLost
 from fedsender.relay.disk import RealDisk
-from fedsender.relay.facts import Ephemeral
-from fedsender.relay.intake import Intake
-from fedsender.relay.intake_app import BOUNDS, PREFIX, description, serve_intake
 from fedsender.relay.log import open_log
 
 TOKEN = "not for everybody"
@@ -61,15 +61,15 @@ def one(number: int, **more: object) -> dict[str, object]:
 async def test_a_200_means_that_it_is_in_the_log(tmp_path: Path) -> None:
     """Contract: an append endpoint over HTTP, with a token; the same id, the same token."""
     async with serving(tmp_path) as (intake, address):
-        async with RelayClient.at(address, TOKEN) as relay:
+        async with IntakeClient.at(address, TOKEN) as relay:
             assert await relay.append([pdu(1)], id="a") == 1
             assert await relay.append([pdu(1)], id="a") == 1
             records = [NewRecord([pdu(number)], f"id{number}") for number in range(2, 500)]
             assert await relay.append_all(records) == list(range(2, 500))
             assert await relay.append_all(records[-3:]) == [497, 498, 499]
             epoch, first, head = await relay.position()
-        assert (epoch, first, head) == (intake.log.epoch, 1, 499)
-        assert numbers(await lines_after(intake.log, 0)) == list(range(1, 500))
+        assert (epoch, first, head) == (log_of(intake).epoch, 1, 499)
+        assert numbers(await lines_after(log_of(intake), 0)) == list(range(1, 500))
 
 
 async def test_over_a_unix_socket(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ async def test_over_a_unix_socket(tmp_path: Path) -> None:
     listen = UnixAddress(tmp_path / "append.sock")
     async with (
         serving(tmp_path, listen) as (intake, address),
-        RelayClient.at(address, TOKEN) as relay,
+        IntakeClient.at(address, TOKEN) as relay,
     ):
         assert await relay.append([row]) == 1
-        await intake.log.seal()
-        assert next(iter(intake.log.records(0, 1))).rows == (row,)
+        await log_of(intake).seal()
+        assert next(iter(log_of(intake).records(0, 1))).rows == (row,)
 
 
 async def test_the_client_waits_for_the_relay(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ async def test_the_client_waits_for_the_relay(tmp_path: Path) -> None:
     done = trio.Event()
 
     async def bring() -> None:
-        async with RelayClient.at(str(listen), TOKEN) as relay:
+        async with IntakeClient.at(str(listen), TOKEN) as relay:
             tokens.append(await relay.append([pdu(1)], id="a"))
             tokens.append(await relay.append([pdu(2)], id="b"))
             done.set()
@@ -102,17 +102,17 @@ async def test_the_client_waits_for_the_relay(tmp_path: Path) -> None:
         nursery.start_soon(bring)
         await trio.sleep(0.1)
         async with serving(tmp_path, listen) as (intake, _):
-            intake.log.refusing = "no room"
+            log_of(intake).refusing = "no room"
             await trio.sleep(0.2)
             assert tokens == []
-            intake.log.refusing = None
+            log_of(intake).refusing = None
             with trio.fail_after(60):
-                await intake.log.moved.wait_past(0)
+                await log_of(intake).moved.wait_past(0)
         async with serving(tmp_path, listen) as (intake, _):
             with trio.fail_after(60):
                 await done.wait()
             assert tokens == [1, 2]
-            assert numbers(await lines_after(intake.log, 0)) == [1, 2]
+            assert numbers(await lines_after(log_of(intake), 0)) == [1, 2]
 
 
 async def test_a_connection_that_breaks_off(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ async def test_a_connection_that_breaks_off(tmp_path: Path) -> None:
         serve = partial(trio.serve_tcp, break_off, 0, host="127.0.0.1")
         (listener,) = await nursery.start(serve)
         address = f"127.0.0.1:{listener.socket.getsockname()[1]}"
-        async with RelayClient.at(address, TOKEN) as relay:
+        async with IntakeClient.at(address, TOKEN) as relay:
             nursery.start_soon(relay.append, [pdu(1, 200_000)] * 15)
             with trio.fail_after(60):
                 while broken < 4:  # noqa: ASYNC110
@@ -144,7 +144,7 @@ async def test_two_writers_and_their_places(tmp_path: Path) -> None:
     """Reserve and complete; a body that fails gives its place up, so nobody waits for it."""
     async with (
         serving(tmp_path) as (intake, address),
-        RelayClient.at(address, TOKEN) as relay,
+        IntakeClient.at(address, TOKEN) as relay,
         trio.open_nursery() as nursery,
     ):
         with pytest.raises(ZeroDivisionError):
@@ -154,10 +154,10 @@ async def test_two_writers_and_their_places(tmp_path: Path) -> None:
         async with relay.reserved("a") as place, relay.reserved("b") as later:
             nursery.start_soon(lambda: relay.append([pdu(2)], id="2", reservation=later))
             await trio.sleep(0.1)
-            assert intake.log.head == 0
+            assert log_of(intake).head == 0
             assert await relay.append([pdu(1)], id="1", reservation=place) == 1
         with trio.fail_after(60):
-            await intake.log.moved.wait_past(1)
+            await log_of(intake).moved.wait_past(1)
         with pytest.raises(ReservationLost):
             await relay.append([pdu(3)], id="3", reservation=place)
 
@@ -167,7 +167,7 @@ async def test_what_is_of_use_only_now(tmp_path: Path) -> None:
     published: list[Ephemeral] = []
     async with (
         serving(tmp_path, publish=published.append) as (intake, address),
-        RelayClient.at(address, TOKEN) as relay,
+        IntakeClient.at(address, TOKEN) as relay,
     ):
         await relay.ephemeral(typing=[["!r:hs.example", []]])
         assert published == [Ephemeral("typing", b'["!r:hs.example",[]]')]
@@ -175,7 +175,7 @@ async def test_what_is_of_use_only_now(tmp_path: Path) -> None:
             await relay.ephemeral(typing=[["!r:hs.example"]])
         with pytest.raises(ValueError, match="events"):
             await relay.ephemeral(events=[])
-        assert intake.log.head == 0
+        assert log_of(intake).head == 0
 
 
 async def test_requests_that_are_refused(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as (intake, address):
         assert await ask(address, "append", one(7)) == (
             200,
-            {"epoch": intake.log.epoch, "tokens": [1]},
+            {"epoch": log_of(intake).epoch, "tokens": [1]},
         )
         for body, status, errcode in refused:
             got, answer = await ask(address, "append", body)
@@ -216,18 +216,18 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
         assert (await ask(address, "reserve", {"writer": "a b"}))[0] == 400
         assert (await ask(address, "reserve", {"writer": "a", "count": 101}))[0] == 400
         assert (await ask(address, "nothing", {}))[0] == 404
-        intake.log.refusing = "no room"
+        log_of(intake).refusing = "no room"
         got, answer = await ask(address, "append", one(2))
         assert (got, answer["errcode"], answer["retry_after_ms"] > 0) == (
             503,
             "FEDSENDER_FULL",
             True,
         )
-        async with RelayClient.at(address, "wrong") as relay:
+        async with IntakeClient.at(address, "wrong") as relay:
             with pytest.raises(Refused) as refusal:
                 await relay.append([pdu(1)])
             assert refusal.value.status == 401
-        assert intake.log.head == 1
+        assert log_of(intake).head == 1
 
 
 def test_it_runs_on_asyncio(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_it_runs_on_asyncio(tmp_path: Path) -> None:
             await stop.wait()
 
     async def bring() -> int | None:
-        async with RelayClient.at(ready[0][0], TOKEN) as relay:
+        async with IntakeClient.at(ready[0][0], TOKEN) as relay:
             return await relay.append([pdu(1)])
 
     thread = threading.Thread(target=trio.run, args=(serve,))

@@ -1,6 +1,6 @@
 """The homeserver's side of the append endpoint, for homeservers in Python.
 
-    async with RelayClient.at("unix:/run/fedsender/append.sock", token) as relay:
+    async with IntakeClient.at("unix:/run/fedsender/append.sock", token) as relay:
         token = await relay.append([["pdu", [room_id, event_id, event, about]]], id=event_id)
 
 When `append` returns, the rows are on the relay's disk. It tries again, with the same id, for as
@@ -22,10 +22,10 @@ import anyio
 import httpx
 
 from fedsender.config.values import TcpAddress, UnixAddress, parse_address
-from fedsender.relay.facts import EPHEMERAL_STREAMS
+from fedsender.intake.rows import EPHEMERAL_STREAMS
 from fedsender.replication.commands import Json
 
-PREFIX: Final = "/_fedsender/relay/v1"
+PREFIX: Final = "/_fedsender/intake/v1"
 FIRST_WAIT_S: Final = 0.05
 LONGEST_WAIT_S: Final = 10.0
 # Longer than the endpoint takes before it gives up.
@@ -72,7 +72,7 @@ class NewRecord:
         return said
 
 
-class RelayClient:
+class IntakeClient:
     """Appends to one relay; for any number of tasks. See the module."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
@@ -80,7 +80,7 @@ class RelayClient:
 
     @classmethod
     @asynccontextmanager
-    async def at(cls, address: str, token: str) -> AsyncIterator[RelayClient]:
+    async def at(cls, address: str, token: str) -> AsyncIterator[IntakeClient]:
         """The client of the relay that listens at `host:port` or `unix:/path`.
 
         Raises ValueError for an address that is none.

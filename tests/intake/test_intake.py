@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 import trio
-from tests.relay.log_support import DIRECTORY, lines_after, numbers, outside, pdu, to_device
+from tests.relay.log_support import DIRECTORY, lines_after, log_of, numbers, outside, pdu, to_device
 from tests.relay.memory_disk import MemoryDisk
 
-from fedsender.relay.facts import Ephemeral
-from fedsender.relay.intake import (
+from fedsender.intake.intake import (
     Append,
     Busy,
     Intake,
@@ -18,6 +17,7 @@ from fedsender.relay.intake import (
     ReservationGone,
     Waiting,
 )
+from fedsender.intake.rows import Ephemeral
 from fedsender.relay.log import Full, KeyReused, open_log
 from fedsender.replication.rows import BadRow
 
@@ -38,7 +38,7 @@ def event(number: int, reservation: str | None = None, size: int = 0) -> Append:
 
 
 async def told(intake: Intake) -> list[int]:
-    return numbers(await lines_after(intake.log, 0))
+    return numbers(await lines_after(log_of(intake), 0))
 
 
 async def test_tokens_follow_the_order_of_reservation(
@@ -61,7 +61,7 @@ async def test_tokens_follow_the_order_of_reservation(
         nursery.start_soon(bring, 2, second)
         await trio.sleep(1)
         assert done == []
-        assert intake.log.head == 0
+        assert log_of(intake).head == 0
         assert intake.holder() == ("a", 2.0)
         nursery.start_soon(bring, 1, first)
         await trio.sleep(1)
@@ -181,13 +181,13 @@ async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.Mock
 
     async with opened(disk) as intake:
         first, second = intake.reserve("a", 2)
-        intake.log.refusing = "the disk is full"
+        log_of(intake).refusing = "the disk is full"
         async with trio.open_nursery() as nursery:
             nursery.start_soon(bring, 2, second)
             await trio.sleep(1)
             nursery.start_soon(bring, 1, first)
         assert outcomes == ["the disk is full"] * 2
-        intake.log.refusing = None
+        log_of(intake).refusing = None
         assert await intake.append([event(1)]) == [1]
 
 
