@@ -220,7 +220,7 @@ def test_what_is_no_plain_yaml_is_refused(text: str, expected: str) -> None:
         ),
         ("homeserver: {state_database: x}", "3:30", "is for kind synapse only"),
         ("homeserver: {event_writers: [a, a]}", "3:29", "names one instance twice"),
-        ("feed: {kind: redis}", "3:14", "homeserver.kind embedded needs tcp"),
+        ("feed: {kind: redis}", "3:14", "homeserver.kind embedded needs push, tcp"),
         ("homeserver: {kind: synapse, database: hs.db}", "3:20", "needs feed.kind redis"),
         (
             "homeserver: {kind: synapse, database: hs.db}\nfeed: {kind: tcp}",

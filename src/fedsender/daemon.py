@@ -10,7 +10,7 @@ import errno
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -32,6 +32,7 @@ from fedsender.limits import of_daemon, raise_file_limit
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
+from fedsender.replication.push import PushFeed
 from fedsender.sender.admission import Admission
 from fedsender.sender.fan_out import Had
 from fedsender.sender.sender import Sender, open_sender
@@ -346,6 +347,23 @@ def _make_directory(config: Config) -> None:
         raise ConfigError(config.problem(("ledger", "directory"), text)) from None
 
 
+@asynccontextmanager
+async def open_intake(daemon: Daemon, outside: Outside) -> "AsyncIterator[list[Admin]]":
+    """The endpoint that the homeserver appends to, where there is one.
+
+    Raises ConfigError for its token's file, and CannotListen.
+    """
+    if not isinstance(daemon.feed, PushFeed):
+        yield []
+        return
+    # With all that serves HTTP.
+    from fedsender.intake.endpoint import serve_intake
+
+    push = daemon.config.feed.push
+    async with serve_intake(daemon.feed.intake, push.listen, push.token_file, outside) as endpoint:
+        yield [endpoint]
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """What one run of the command was given."""
@@ -362,12 +380,15 @@ async def _run_until_told(run: _Run, config: Config) -> None:
     async with open_core(config, run.outside) as daemon:
         run.orders.started = True
         trio.lowlevel.add_instrument(LoopWatch(daemon.metrics))
-        async with open_admin(daemon, run.outside) as admin:
-            ready = trio.Event()
+        async with (
+            open_admin(daemon, run.outside) as admin,
+            open_intake(daemon, run.outside) as intake,
+        ):
+            ready, endpoints = trio.Event(), [admin, *intake]
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(give_memory_back, run.outside.run_sync)
                 nursery.start_soon(_announce_ready, daemon, run.notifier, ready)
-                nursery.start_soon(_reload_when_told, run, daemon, admin, ready)
+                nursery.start_soon(_reload_when_told, run, daemon, endpoints, ready)
                 await run.orders.stop.wait()
                 nursery.cancel_scope.cancel()
             run.notifier.stopping("draining")
@@ -389,19 +410,21 @@ async def _announce_ready(daemon: Daemon, notifier: Notifier, ready: trio.Event)
         notifier.ready(f"sending for {name}")
 
 
-async def _reload_when_told(run: _Run, daemon: Daemon, admin: "Admin", ready: trio.Event) -> None:
+async def _reload_when_told(
+    run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]", ready: trio.Event
+) -> None:
     """On SIGHUP, read the configuration and the admin endpoint's token again."""
     while True:
         await run.orders.told_to_reload()
         if not ready.is_set():
             # READY=1 is how a reload ends, and is not true yet.
-            run.notifier.status(await _reload(run, daemon, admin))
+            run.notifier.status(await _reload(run, daemon, endpoints))
             continue
         run.notifier.reloading()
-        run.notifier.ready(await _reload(run, daemon, admin))
+        run.notifier.ready(await _reload(run, daemon, endpoints))
 
 
-async def _reload(run: _Run, daemon: Daemon, admin: "Admin") -> str:
+async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> str:
     """Take over what can change while running: policies, allow and deny lists, the log, the token.
 
     A file that cannot be used changes nothing. Returns what to tell the operator.
@@ -417,7 +440,8 @@ async def _reload(run: _Run, daemon: Daemon, admin: "Admin") -> str:
         # In a thread: a long list takes a second to read, and a file system may not answer.
         newer = await run.outside.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
         in_force = daemon.config.with_reloadable(newer)
-        await admin.read_token()
+        for endpoint in endpoints:
+            await endpoint.read_token()
     except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))
         return "the configuration cannot be used; running on the old one"

@@ -19,7 +19,7 @@ from fedsender.config import Address, TcpAddress, UnixAddress
 from fedsender.intake.client import IntakeClient, NewRecord, Refused, ReservationLost
 from fedsender.intake.endpoint import BOUNDS, PREFIX, description, serve_intake
 from fedsender.intake.intake import Intake
-from fedsender.intake.rows import Ephemeral
+from fedsender.intake.rows import Ephemeral, prepare_ephemeral
 from fedsender.outside import real_outside
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.log import open_log
@@ -170,7 +170,7 @@ async def test_what_is_of_use_only_now(tmp_path: Path) -> None:
         IntakeClient.at(address, TOKEN) as relay,
     ):
         await relay.ephemeral(typing=[["!r:hs.example", []]])
-        assert published == [Ephemeral("typing", b'["!r:hs.example",[]]')]
+        assert published == [prepare_ephemeral("typing", ["!r:hs.example", []])]
         with pytest.raises(Refused, match="typing"):
             await relay.ephemeral(typing=[["!r:hs.example"]])
         with pytest.raises(ValueError, match="events"):

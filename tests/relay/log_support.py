@@ -48,7 +48,8 @@ def outside(seed: int = 0, now_ms: Callable[[], int] | None = None) -> Outside:
 
 def pdu(number: int, size: int = 0, room: str = "!r:hs.example") -> Json:
     """A row with an event."""
-    event = {"type": "m.room.message", "content": {"n": number, "body": "x" * size}}
+    content = {"n": number, "body": "x" * size}
+    event = {"type": "m.room.message", "sender": "@a:hs.example", "content": content}
     return ["pdu", [room, f"$e{number}", event, {"room_version": "11"}]]
 
 

@@ -14,7 +14,7 @@ import trio.testing
 from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import SERVER, TouchyDisk, World
 
-from fedsender.intake.rows import Ephemeral
+from fedsender.intake.rows import prepare_ephemeral
 from fedsender.replication.commands import Ping, Rdata
 from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.protocol import Batches, Connection
@@ -441,7 +441,7 @@ async def test_ephemeral_rows_go_to_consumers_that_are_fed_and_to_nobody_else(
         await observer.greet()
         await observer.say("REPLICATE events NOW")
         await observer.until("POSITION ")
-        world.relay.hub.publish(Ephemeral("typing", b'["!r:hs.example",["@u:hs.example"]]'))
+        world.relay.hub.publish(prepare_ephemeral("typing", ["!r:hs.example", ["@u:hs.example"]]))
         line = await fed.until("RDATA typing 1 ")
         assert json.loads(line.split(" ", 3)[3]) == ["!r:hs.example", ["@u:hs.example"]]
         await world.append()
@@ -456,5 +456,5 @@ async def test_a_consumer_that_lags_does_without_ephemeral_rows(autojump_clock: 
         await hands.resume("sender-1", 0)
         await hands.until("POSITION ")
         for _ in range(3000):
-            world.relay.hub.publish(Ephemeral("typing", b"[]"))
+            world.relay.hub.publish(prepare_ephemeral("typing", ["!r:hs.example", []]))
         assert world.relay.hub.counts.dropped_rows >= 1000

@@ -190,6 +190,15 @@ class SynapseTables(Tables):
     async def store_receipts(self, receipts: Any) -> int:
         raise NotImplementedError
 
+    async def append_records(self, records: Any) -> Any:
+        raise NotImplementedError
+
+    async def find_appends(self, keys: Any) -> Any:
+        raise NotImplementedError
+
+    async def forget_appends(self) -> int:
+        raise NotImplementedError
+
 
 async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
     redis = {"host": valkey.host, "port": valkey.port}

@@ -13,7 +13,12 @@ from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 
 def test_rows_are_read() -> None:
-    event = {"content": {"n": 10**30, "f": 1.5, "s": "\ud800é"}}
+    event = {
+        "type": "m.x",
+        "sender": "@a:hs",
+        "state_key": "",
+        "content": {"n": 10**30, "f": 1.5, "s": "\ud800é"},
+    }
     about = {"room_version": "5", "plus": ["b.example:8448"], "minus": ["[::1]"]}
     row = parse_row(["pdu", ["!r:hs", "$e", event, about]])
     assert row == PduRow(
@@ -35,6 +40,10 @@ def test_rows_are_read() -> None:
     assert parse_row(["redaction", ["$a", "$b"]]) == RedactionRow("$a", "$b")
 
 
+def a_pdu(**event: object) -> list[object]:
+    return ["pdu", ["!r:hs", "$e", event, {"room_version": "10"}]]
+
+
 BAD_ROWS: Sequence[tuple[Any, str]] = [
     (["ev", ["$e", "!r"]], "neither a pdu nor a hosts nor a redaction row"),
     ("text", "neither a pdu nor a hosts nor a redaction row"),
@@ -42,7 +51,25 @@ BAD_ROWS: Sequence[tuple[Any, str]] = [
     (["pdu", ["!r:hs", "", {}, {"room_version": "1"}]], "event id has 0 bytes"),
     (["pdu", ["!r:hs", "$e", {}, {}]], "room_version is not a text"),
     (["pdu", ["!r:hs", "$\ud800", {}, {"room_version": "1"}]], "event id is not Unicode"),
-    (["pdu", ["!r:hs", "$\0", {}, {"room_version": "1"}]], "event id is not a text"),
+    (
+        ["pdu", ["!r:hs", "$\0", {}, {"room_version": "1"}]],
+        "event id has a NUL, which no database holds",
+    ),
+    (a_pdu(), "type is not a text"),
+    (a_pdu(type="\ud800"), "type is not Unicode"),
+    (a_pdu(type="x"), "sender is not a text"),
+    (
+        a_pdu(type="x", sender="@a:b", state_key="\0"),
+        "state_key has a NUL, which no database holds",
+    ),
+    (a_pdu(type="x", sender="@a:b", state_key=1), "state_key is not a text"),
+    (a_pdu(type="x", sender="@a:b", depth="1"), "depth is not an integer of 64 bits"),
+    (a_pdu(type="x", sender="@a:b", depth=2**63), "depth is not an integer of 64 bits"),
+    (a_pdu(type="x", sender="@a:b", depth=1.5), "depth is not an integer of 64 bits"),
+    (
+        a_pdu(type="x", sender="@a:b", origin_server_ts="now"),
+        "origin_server_ts is not an integer of 64 bits",
+    ),
     (["pdu", ["!r:hs", "$e" * 200, {}, {"room_version": "1"}]], "event id has 400 bytes"),
     (["hosts", ["!r:hs", ["../.."], []]], "one of the servers is not a server name"),
     (["hosts", ["!r:hs", [7], []]], "one of the servers is not a server name"),

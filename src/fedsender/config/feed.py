@@ -11,6 +11,7 @@ from fedsender.config.values import (
     FilePath,
     HttpAddress,
     InstanceName,
+    ListenAddress,
     SecretPath,
     TcpAddress,
     UnixAddress,
@@ -168,13 +169,35 @@ class HttpFeed(Section):
             yield ("secret_file",), f"goes to {clear} in clear: use https://, or a tunnel"
 
 
+class PushFeed(Section):
+    """The homeserver appends what is new, over HTTP, and we store it before we answer."""
+
+    listen: ListenAddress = Field(
+        default=UnixAddress(Path("/run/fedsender/append.sock")),
+        description='For the homeserver: "ip:port" on loopback, or "unix:/path".',
+    )
+    token_file: SecretPath | None = Field(
+        default=None, description="File with the access token that the homeserver gives."
+    )
+
+    def contradictions(self) -> Contradictions:
+        if isinstance(self.listen, TcpAddress) and not is_loopback(self.listen.host):
+            yield ("listen",), "must be a loopback IP or a Unix socket: there is no TLS on it"
+
+    def contradictions_in_use(self) -> Contradictions:
+        if self.token_file is None:
+            yield ("token_file",), "must be set for feed.kind push"
+
+
 class Feed(Section):
     """How the homeserver tells us what is new."""
 
-    kind: Literal["tcp", "redis", "relay"] = Field(
+    kind: Literal["push", "tcp", "redis", "relay"] = Field(
         default="tcp",
-        description="tcp: the line protocol; redis: Synapse's pub/sub; relay: fedsender's own hub.",
+        description="push: the homeserver appends to us; tcp: the line protocol; "
+        "redis: Synapse's pub/sub; relay: fedsender's own hub.",
     )
+    push: PushFeed = Field(default_factory=PushFeed, description="Used when kind is push.")
     tcp: TcpFeed = Field(default_factory=TcpFeed, description="Used when kind is tcp.")
     relay: RelayFeed = Field(default_factory=RelayFeed, description="Used when kind is relay.")
     redis: RedisFeed = Field(default_factory=RedisFeed, description="Used when kind is redis.")
@@ -190,9 +213,12 @@ class Feed(Section):
             yield from ((("http", *place), text) for place, text in self.http.warnings())
 
     def contradictions(self) -> Contradictions:
-        for name in ("tcp", "relay", "redis", "http"):
+        for name in ("push", "tcp", "relay", "redis", "http"):
             for place, text in getattr(self, name).contradictions():
                 yield (name, *place), text
+        if self.kind == "push":
+            for place, text in self.push.contradictions_in_use():
+                yield ("push", *place), text
         if self.kind == "relay":
             for place, text in self.relay.contradictions_in_use():
                 yield ("relay", *place), text

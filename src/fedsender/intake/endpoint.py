@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 PREFIX: Final = "/_fedsender/intake/v1"
 OPENAPI_PATH: Final = f"{PREFIX}/openapi.json"
-BOUNDS: Final = Bounds(body_bytes=8 * 2**20, requests=128, setting="relay.intake_token_file")
+BOUNDS: Final = Bounds(body_bytes=8 * 2**20, requests=128, setting="intake token_file")
 RETRY_AFTER_MS: Final = 1000
 
 router = APIRouter(

@@ -19,14 +19,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
-from fedsender.matrix import is_server_name
+from fedsender.matrix import canonical_json, is_server_name
 from fedsender.replication.commands import Json
 from fedsender.replication.protocol import OWN_MAX_LINE
 from fedsender.replication.rows import BadRow, id_of, parse_row
-from fedsender.streams import FeedRow
+from fedsender.streams import FeedRow, PduRow
 
 STREAM: Final = "events"
 EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence")
@@ -70,12 +70,15 @@ def parse_relay_row(row: Json) -> RelayRow:
     """The meaning of one row of the relay's `events` stream. Raises BadRow."""
     match row:
         case ["edu", ["to_device", destination, message_id, dict(content)]]:
-            return ToDeviceRow(_server(destination), id_of(message_id, "message id"), content)
+            message = id_of(message_id, "message id")
+            return ToDeviceRow(_server(destination), message, _sendable(content))
         case ["edu", ["device_list", destination, user_id, device_id, content]] if (
             content is None or isinstance(content, dict)
         ):
-            user = id_of(user_id, "user id")
-            return DeviceListRow(_server(destination), user, id_of(device_id, "device id"), content)
+            user, device = id_of(user_id, "user id"), id_of(device_id, "device id")
+            if content is not None:
+                _sendable(content)
+            return DeviceListRow(_server(destination), user, device, content)
         case ["edu", *_]:
             raise BadRow("an edu row that is neither to_device nor device_list")
     return parse_row(row)
@@ -85,6 +88,15 @@ def _server(value: Json) -> str:
     if not isinstance(value, str) or not is_server_name(value):
         raise BadRow("the destination is not a server name")
     return value
+
+
+def _sendable(content: dict[str, Json]) -> dict[str, Json]:
+    """The content of an EDU, which is sent as canonical JSON."""
+    try:
+        canonical_json(content, allow_fractions=True, allow_big_integers=True)
+    except ValueError as bad:
+        raise BadRow(f"content: {bad}") from bad
+    return content
 
 
 # --- a record, checked and ready to be given a token ----------------------------------------------
@@ -97,10 +109,12 @@ class Prepared:
     Attributes:
         rows: one text per row, without line ends.
         size: bytes of them all.
+        parsed: their meaning.
     """
 
     rows: tuple[bytes, ...]
     size: int
+    parsed: tuple[RelayRow, ...] = field(compare=False, repr=False)
 
     def lines(self, token: int) -> bytes:
         """The RDATA lines that tell a consumer of them."""
@@ -115,10 +129,15 @@ def prepare(rows: Sequence[Json]) -> Prepared:
     """Check the rows of one record and bring them into text. Raises BadRow."""
     if not 1 <= len(rows) <= MAX_ROWS:
         raise BadRow(f"a record of {len(rows)} rows, and 1 to {MAX_ROWS} are allowed")
-    texts = []
+    texts: list[bytes] = []
+    parsed: list[RelayRow] = []
+    events = 0
     for number, row in enumerate(rows):
         try:
-            parse_relay_row(row)
+            parsed.append(parse_relay_row(row))
+            events += isinstance(parsed[-1], PduRow)
+            if events > 1:
+                raise BadRow("a second event, and a token has one")
             texts.append(_encode(row))
         except (BadRow, ValueError, RecursionError) as bad:
             why = bad if isinstance(bad, BadRow) else "not JSON"
@@ -126,7 +145,7 @@ def prepare(rows: Sequence[Json]) -> Prepared:
     size = sum(map(len, texts))
     if size > MAX_RECORD_BYTES:
         raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
-    return Prepared(tuple(texts), size)
+    return Prepared(tuple(texts), size, tuple(parsed))
 
 
 def _encode(row: Json) -> bytes:
@@ -181,10 +200,11 @@ def without_edus(lines: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Ephemeral:
-    """A row of one of `EPHEMERAL_STREAMS`, checked, as JSON text."""
+    """A row of one of `EPHEMERAL_STREAMS`, checked; `row` is it as JSON text, too."""
 
     stream: str
     row: bytes
+    value: Json = field(compare=False, repr=False)
 
 
 def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:
@@ -211,4 +231,4 @@ def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:
             raise BadRow(f"a {stream} row with other fields than it should have")
         case _:
             raise BadRow("neither typing nor receipts nor presence")
-    return Ephemeral(stream, _encode(row))
+    return Ephemeral(stream, _encode(row), row)

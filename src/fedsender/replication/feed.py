@@ -31,6 +31,7 @@ from fedsender.replication.embedded import EmbeddedStore, TcpFeed
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.link import TcpLinkSettings
 from fedsender.replication.missed import Peers
+from fedsender.replication.push import PushFeed, PushStore
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.relay_link import RelaySettings, connect_relay
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["Feed", "FeedStatus", "FeedStore", "InstanceTaken", "Sink", "open_feed"]
 
 
-class FeedStore(EmbeddedStore, SynapseStore, RelayStore, Protocol):
+class FeedStore(EmbeddedStore, SynapseStore, RelayStore, PushStore, Protocol):
     """What either feed needs of the store."""
 
 
@@ -163,6 +164,8 @@ def _make_feed(
 ) -> Feed:
     if config.feed.kind == "relay":
         return _relay_feed(config, outside, store, sink)
+    if config.feed.kind == "push":
+        return PushFeed(outside, store, sink)
     if config.feed.kind == "tcp":
         return TcpFeed(tcp_settings(config), outside, store, sink)
     return SynapseFeed(

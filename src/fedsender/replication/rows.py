@@ -14,9 +14,11 @@ from fedsender.matrix import is_server_name
 from fedsender.replication.commands import Json
 from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
 
-# The specification's bound for ids, and one for texts that are not ids.
+# The specification's bound for ids, and ones for texts that are not ids.
 MAX_ID_BYTES = 255
 MAX_VERSION_BYTES = 255
+MAX_FIELD_BYTES = 2**16
+_MAX_BIGINT = 2**63 - 1
 
 
 class BadRow(ValueError):
@@ -41,7 +43,7 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
     metadata = about.get("internal_metadata", {})
     if not isinstance(metadata, dict):
         raise BadRow("internal_metadata is not an object")
-    return PduRow(
+    row = PduRow(
         room_id=id_of(room_id, "room id"),
         event_id=id_of(event_id, "event id"),
         # Escaped, so that no database has to hold what is no text. Python's own parser and this
@@ -53,6 +55,14 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
         minus=_servers(about.get("minus", [])),
         internal_metadata=metadata,
     )
+    # What a store keeps in columns of its own it can hold.
+    for name in ("type", "sender"):
+        _text(event.get(name), name, MAX_FIELD_BYTES)
+    if event.get("state_key") is not None:
+        _text(event["state_key"], "state_key", MAX_FIELD_BYTES, least=0)
+    for name in ("origin_server_ts", "depth"):
+        _number(event.get(name, 0), name)
+    return row
 
 
 def id_of(value: Json, what: str) -> str:
@@ -60,17 +70,24 @@ def id_of(value: Json, what: str) -> str:
     return _text(value, what, MAX_ID_BYTES)
 
 
-def _text(value: Json, what: str, most: int) -> str:
-    """A text that a database can hold: Unicode without NUL, of 1 to `most` bytes."""
-    if not isinstance(value, str) or "\0" in value:
+def _text(value: Json, what: str, most: int, *, least: int = 1) -> str:
+    """A text that a database can hold: Unicode without NUL, of `least` to `most` bytes."""
+    if not isinstance(value, str):
         raise BadRow(f"{what} is not a text")
+    if "\0" in value:
+        raise BadRow(f"{what} has a NUL, which no database holds")
     try:
         size = len(value.encode())
     except UnicodeEncodeError as bad:
         raise BadRow(f"{what} is not Unicode") from bad
-    if not 1 <= size <= most:
+    if not least <= size <= most:
         raise BadRow(f"{what} has {size} bytes")
     return value
+
+
+def _number(value: Json, what: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _MAX_BIGINT:
+        raise BadRow(f"{what} is not an integer of 64 bits")
 
 
 def _servers(value: Json) -> tuple[str, ...]:

@@ -40,7 +40,7 @@ def apply_tokens(
     """
     stored = positions.read_position(connection, "feed", instance)
     newest = stored
-    rows = _Rows(now_ms)
+    rows = Rows(now_ms)
     for token, told in batch:
         if token > newest:
             rows.add(token, told)
@@ -50,8 +50,11 @@ def apply_tokens(
         positions.set_position(connection, "feed", instance, newest)
 
 
-class _Rows:
-    """The rows of a batch, by table. `add` raises FeedError, and nothing is stored then."""
+class Rows:
+    """The rows of a batch, parsed and checked (`replication.rows`), by table.
+
+    `add` raises FeedError, and nothing is stored then.
+    """
 
     def __init__(self, now_ms: int) -> None:
         self._now_ms = now_ms
@@ -75,7 +78,7 @@ class _Rows:
             if isinstance(row, PduRow):
                 self._add_pdu(row, token)
             elif isinstance(row, RedactionRow):
-                self._add_redaction(row, token)
+                self._add_redaction(row)
             elif isinstance(row, HostsRow):
                 self._add_hosts(row, token)
             elif isinstance(row, ToDeviceRow):
@@ -85,19 +88,16 @@ class _Rows:
                 self._device_lists.append((token, row))
 
     def _add_pdu(self, row: PduRow, token: int) -> None:
-        event = event_values(row, token, self._now_ms)
-        version = _plain(row.room_version, token, "room_version")
-        room_id = event["room_id"]
-        self._rooms[room_id] = self._rooms.get(room_id) or version
-        self._events.append(event)
-        self._texts.append(json_values(row, token))
-        self._exceptions += exceptions_values(row, token)
+        self._rooms[row.room_id] = self._rooms.get(row.room_id) or row.room_version
+        self._events.append(event_values(row, token, self._now_ms))
+        self._texts.append(json_values(row))
+        self._exceptions += exceptions_values(row)
 
-    def _add_redaction(self, row: RedactionRow, token: int) -> None:
+    def _add_redaction(self, row: RedactionRow) -> None:
         self._redactions.append(
             {
-                "event_id": _plain(row.event_id, token, "redaction"),
-                "redacts": _plain(row.target, token, "redacts"),
+                "event_id": row.event_id,
+                "redacts": row.target,
                 "recheck": False,
                 "have_censored": False,
                 "received_ts": self._now_ms,
@@ -105,12 +105,11 @@ class _Rows:
         )
 
     def _add_hosts(self, row: HostsRow, token: int) -> None:
-        room_id = _plain(row.room_id, token, "room_id")
-        self._rooms.setdefault(room_id, None)
+        self._rooms.setdefault(row.room_id, None)
         for server in row.left:
-            self._moves.append(Move(room_id, _plain(server, token, "left"), token, joins=False))
+            self._moves.append(Move(row.room_id, server, token, joins=False))
         for server in row.joined:
-            self._moves.append(Move(room_id, _plain(server, token, "joined"), token, joins=True))
+            self._moves.append(Move(row.room_id, server, token, joins=True))
 
     def store(self, connection: Connection) -> None:
         """Write all of it."""
@@ -131,46 +130,43 @@ class _Rows:
 
 
 def event_values(row: PduRow, token: int, now_ms: int) -> dict[str, Any]:
-    """The event's row in `events`; raises FeedError."""
+    """The event's row in `events`."""
     event = row.event
-    state_key = event.get("state_key")
     return {
         "stream_ordering": token,
-        "event_id": _plain(row.event_id, token, "event_id"),
-        "room_id": _plain(row.room_id, token, "room_id"),
-        "type": _plain(event.get("type"), token, "type"),
-        "sender": _plain(event.get("sender"), token, "sender"),
-        "state_key": None if state_key is None else _plain(state_key, token, "state_key"),
+        "event_id": row.event_id,
+        "room_id": row.room_id,
+        "type": event["type"],
+        "sender": event["sender"],
+        "state_key": event.get("state_key"),
         "received_ts": now_ms,
-        "origin_server_ts": _number(event.get("origin_server_ts", 0), token, "origin_server_ts"),
-        "depth": _number(event.get("depth", 0), token, "depth"),
+        "origin_server_ts": event.get("origin_server_ts", 0),
+        "depth": event.get("depth", 0),
         "outlier": False,
         "instance_name": None,
         "rejection_reason": None,
     }
 
 
-def json_values(row: PduRow, token: int) -> dict[str, Any]:
-    """The event's row in `event_json`; raises FeedError."""
+def json_values(row: PduRow) -> dict[str, Any]:
+    """The event's row in `event_json`."""
     return {
         "event_id": row.event_id,
         "room_id": row.room_id,
         "internal_metadata": json.dumps(dict(row.internal_metadata or {})),
-        "json": _plain(row.json, token, "json"),
+        "json": row.json,
         "format_version": _FORMATS.get(row.room_version, 3),
     }
 
 
-def exceptions_values(row: PduRow, token: int) -> list[dict[str, Any]]:
-    """The event's row in `event_servers`, if it needs one; raises FeedError.
+def exceptions_values(row: PduRow) -> list[dict[str, Any]]:
+    """The event's row in `event_servers`, if it needs one.
 
     Servers beyond, or short of, the room's that get the event.
     """
     if not (row.plus or row.minus):
         return []
-    plus = [_plain(server, token, "plus") for server in row.plus]
-    minus = [_plain(server, token, "minus") for server in row.minus]
-    return [{"event_id": row.event_id, "plus": plus, "minus": minus}]
+    return [{"event_id": row.event_id, "plus": list(row.plus), "minus": list(row.minus)}]
 
 
 def store_exceptions(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -248,21 +244,3 @@ def _open_stays(
         for room_id, server, joined in connection.execute(query):
             found.setdefault((room_id, server), []).append(joined)
     return found
-
-
-def _plain(value: object, token: int, field: str) -> str:
-    """Text that both databases can hold: PostgreSQL knows no NUL, and neither lone surrogates."""
-    if isinstance(value, str) and "\x00" not in value:
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            pass
-        else:
-            return value
-    raise FeedError(f"token {token}: {field} is not a storable text")
-
-
-def _number(value: object, token: int, field: str) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_BIGINT:
-        return value
-    raise FeedError(f"token {token}: {field} is not an integer")

@@ -14,6 +14,7 @@ from sqlalchemy import Connection
 
 from fedsender.intake.rows import RelayRow
 from fedsender.store import (
+    appends,
     delivery,
     device_lists,
     edu_rows,
@@ -24,6 +25,7 @@ from fedsender.store import (
     room_servers,
     tables,
 )
+from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import StoreError
 from fedsender.store.events import EventStore, HomeserverSettings
 from fedsender.store.records import (
@@ -359,6 +361,26 @@ class HomeserverStore(EventStore):
                 await self._database.write(apply)
         else:
             await self._database.write(apply)
+
+    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+        """Store records in this order, in one transaction; see `appends`."""
+        instance, now_ms = self._settings.instance, self._now_ms()
+
+        def append(connection: Connection) -> list[Appended]:
+            return appends.append_records(connection, instance, records, now_ms)
+
+        if any(isinstance(row, HostsRow) for record in records for row in record.rows):
+            with self._hosts_moving():
+                return await self._database.write(append)
+        return await self._database.write(append)
+
+    async def find_appends(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
+        """Key -> (token, checksum) of the records that are stored."""
+        return await self._database.read(partial(appends.find_appends, keys=keys))
+
+    async def forget_appends(self) -> int:
+        """Delete some of the keys that are old enough; returns how many."""
+        return await self._database.write(partial(appends.forget_appends, now_ms=self._now_ms()))
 
     async def feed_position(self) -> int:
         """The token up to which the feed is stored; -1 before the first one."""

@@ -259,11 +259,9 @@ class _Loading:
         for chunk in in_chunks(events):
             rows = [embedded.event_values(row, token, self.now_ms) for token, row in chunk]
             insert_rows(self.connection, tables.events, rows)
-            texts = [embedded.json_values(row, token) for token, row in chunk]
+            texts = [embedded.json_values(row) for _, row in chunk]
             insert_rows(self.connection, tables.event_json, texts)
-            exceptions = [
-                each for token, row in chunk for each in embedded.exceptions_values(row, token)
-            ]
+            exceptions = [each for _, row in chunk for each in embedded.exceptions_values(row)]
             embedded.store_exceptions(self.connection, exceptions)
         self.events += len(events)
 

@@ -15,6 +15,7 @@ from sqlalchemy import (
     Column,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     Table,
     Text,
@@ -193,6 +194,14 @@ stream_epoch = Table(
     homeserver,
     Column("epoch", Text, primary_key=True, comment="the history that the feed's tokens belong to"),
     Column("base", BigInteger, nullable=False, comment="added to its tokens, they are ours"),
+)
+appends = Table(
+    "appends",
+    homeserver,
+    Column("key", LargeBinary, primary_key=True, comment="of the id that the caller chose"),
+    Column("token", BigInteger, nullable=False),
+    Column("checksum", BigInteger, nullable=False, comment="of the rows"),
+    Column("appended_ts", BigInteger, nullable=False, index=True),
 )
 generation_marks = Table(
     "generation_marks",

@@ -1,0 +1,302 @@
+"""A homeserver that appends to the sender itself: each id once, durable before the answer, and
+whatever is taken can be stored. On SQLite and on PostgreSQL."""
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy.exc import DataError
+from tests.relay.log_support import hosts, pdu, to_device
+from tests.replication.support import RecordingSink
+
+from fedsender.intake.intake import Append, Full, Intake, KeyReused, key_of
+from fedsender.intake.rows import prepare
+from fedsender.outside import real_outside
+from fedsender.replication.push import PushFeed
+from fedsender.replication.rows import BadRow
+from fedsender.store import (
+    HomeserverSettings,
+    Store,
+    StoreConfig,
+    StoreError,
+    open_store,
+)
+from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
+from fedsender.store.homeserver import HomeserverStore
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
+    homeserver, sender = (f"sqlite:///{tmp_path}/{name}.db" for name in ("homeserver", "sender"))
+    if request.param == "postgresql":
+        postgres = request.getfixturevalue("postgres")
+        homeserver, sender = postgres.create_schema(), postgres.create_schema()
+    of = HomeserverSettings("embedded", "fedsender", ("fedsender",))
+    return StoreConfig(of, homeserver, sender, synchronous="OFF")
+
+
+@asynccontextmanager
+async def pushed_to(
+    config: StoreConfig,
+    sink: RecordingSink | None = None,
+    around: Callable[[HomeserverStore], Any] = lambda store: store,
+    after_commit: Callable[[], None] = lambda: None,
+) -> AsyncIterator[tuple[PushFeed, Store]]:
+    outside = real_outside()
+    async with (
+        open_store(config, outside, after_commit=after_commit) as store,
+        trio.open_nursery() as nursery,
+    ):
+        feed = PushFeed(outside, around(store.homeserver), sink or RecordingSink())
+        nursery.start_soon(feed.run)
+        await feed.connected.wait()
+        yield feed, store
+        nursery.cancel_scope.cancel()
+
+
+def record(number: int, *rows: Any) -> Append:
+    return Append(f"id{number}", rows or [pdu(number)])
+
+
+async def stored(store: Store) -> list[tuple[int, str]]:
+    rows = await store.homeserver.read_events(0, 2**62, 100)
+    return [(row.stream_ordering, row.event_id) for row in rows]
+
+
+async def test_what_is_answered_is_stored_and_the_sender_sees_it(config: StoreConfig) -> None:
+    sink = RecordingSink()
+    async with pushed_to(config, sink) as (feed, store):
+        assert await feed.intake.append([record(1), record(2, hosts(1), pdu(2), to_device(3))]) == [
+            1,
+            2,
+        ]
+        assert await stored(store) == [(1, "$e1"), (2, "$e2")]
+        assert (sink.events.value, sink.edus.device_lists.value, feed.head) == (2, 2, 2)
+        assert sink.to_device == ["b.example"]
+        assert await store.homeserver.to_device("b.example", 0, None, 9)
+        assert feed.status().level
+
+
+async def test_an_append_that_comes_again_has_the_token_it_had(config: StoreConfig) -> None:
+    """Also after a restart, and in one call; an id with other rows is refused, others are not."""
+    async with pushed_to(config) as (feed, _):
+        assert await feed.intake.append([record(1), record(1), record(2)]) == [1, 1, 2]
+        epoch = feed.epoch
+    async with pushed_to(config) as (feed, store):
+        assert feed.epoch != epoch
+        assert feed.head == 2
+        assert await feed.intake.append([record(2), record(3), record(1)]) == [2, 3, 1]
+        with pytest.raises(KeyReused):
+            await feed.intake.append([record(1, pdu(9))])
+        with pytest.raises(KeyReused):
+            await feed.intake.append([record(4), record(4, pdu(9))])
+        assert await feed.intake.append([record(5)]) == [4]
+        assert await stored(store) == [(1, "$e1"), (2, "$e2"), (3, "$e3"), (4, "$e5")]
+
+
+async def test_requests_that_wait_share_a_transaction(config: StoreConfig) -> None:
+    commits: list[None] = []
+    tokens: list[int | None] = []
+    async with pushed_to(config, after_commit=lambda: commits.append(None)) as (feed, store):
+
+        async def append(number: int) -> None:
+            tokens.extend(await feed.intake.append([record(number)]))
+
+        before = len(commits)
+        async with trio.open_nursery() as nursery:
+            for number in range(100):
+                nursery.start_soon(append, number)
+        assert sorted(tokens) == list(range(1, 101))  # type: ignore[type-var]
+        assert len(commits) - before < 10
+        assert len(await stored(store)) == 100
+
+
+async def test_places_are_taken_in_their_order_and_known_when_a_retry_comes(
+    config: StoreConfig,
+) -> None:
+    async with pushed_to(config) as (feed, store):
+        intake: Intake = feed.intake
+        first, second = intake.reserve("worker", 2)
+        async with trio.open_nursery() as nursery:
+            later = Append("b", [pdu(2)], second)
+            nursery.start_soon(intake.append, [later])
+            await trio.sleep(0.1)
+            assert feed.head == 0
+            assert await intake.append([Append("a", [pdu(1)], first)]) == [1]
+        assert await stored(store) == [(1, "$e1"), (2, "$e2")]
+        intake.reserve("worker", 1)
+        assert await intake.append([later]) == [2], "its place is gone, and it is stored"
+
+
+class _Stumbling:
+    """A store whose database says that this event's values are wrong."""
+
+    def __init__(self, store: HomeserverStore, event_id: str, error: StoreError) -> None:
+        self._store = store
+        self._event_id = event_id
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+        if any(getattr(row, "event_id", "") == self._event_id for r in records for row in r.rows):
+            raise self._error
+        return await self._store.append_records(records)
+
+
+@pytest.mark.parametrize("for_good", [True, False])
+async def test_a_record_that_the_database_refuses_is_refused_alone(
+    config: StoreConfig, for_good: bool
+) -> None:
+    error = StoreError("homeserver database: no")
+    error.__cause__ = DataError("x", {}, Exception("no")) if for_good else None
+    answers: dict[int, Any] = {}
+    around = partial(_Stumbling, event_id="$e3", error=error)
+    async with pushed_to(config, around=around) as (feed, store):
+
+        async def append(number: int) -> None:
+            try:
+                answers[number] = await feed.intake.append([record(number)])
+            except (BadRow, Full) as refused:
+                answers[number] = type(refused)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(1, 6):
+                nursery.start_soon(append, number)
+        assert answers[3] is (BadRow if for_good else Full)
+        assert len(await stored(store)) == 4
+        assert sorted(answers[number] for number in (1, 2, 4, 5)) == [[1], [2], [3], [4]]
+
+
+async def test_ids_are_forgotten_after_a_day_and_not_before(config: StoreConfig) -> None:
+    async with pushed_to(config) as (feed, store):
+        await feed.intake.append([record(1)])
+        key = key_of("id1")
+        assert await store.homeserver.forget_appends() == 0
+        assert list(await store.homeserver.find_appends([key])) == [key]
+        day_later_ms = real_outside().now_ms() + KEPT_MS + 60_000
+        forget = partial(forget_appends, now_ms=day_later_ms)
+        assert await store.homeserver._database.write(forget) == 1
+        assert not await store.homeserver.find_appends([key])
+
+
+texts = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["m.room.message", "@a:b.example", "!r:b.example", "b.example", "$e", ""]),
+    st.sampled_from(["\0", "\ud800", "x\0y", "\udfff!", "\U0001f600", "x" * 300]),
+)
+ids = st.one_of(*[st.sampled_from(["!r:b.example", "$a", "$b", "$c"])] * 4, texts)
+numbers = st.one_of(
+    st.integers(),
+    st.sampled_from([2**63, -(2**63), 2**63 - 1, 2**53, 1.5, float("inf"), float("nan"), True]),
+)
+values: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(texts, numbers, st.none(), st.booleans()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(texts, inner, max_size=3)),
+    max_leaves=8,
+)
+events = st.fixed_dictionaries(
+    {
+        "type": st.one_of(st.just("m.room.message"), values),
+        "sender": st.one_of(st.just("@a:b.example"), values),
+    },
+    optional={
+        "state_key": values,
+        "depth": st.one_of(st.just(3), numbers, values),
+        "origin_server_ts": st.one_of(st.just(3), numbers, values),
+        "content": values,
+    },
+)
+abouts = st.fixed_dictionaries(
+    {"room_version": st.one_of(st.just("11"), values)},
+    optional={
+        "plus": st.one_of(st.lists(texts, max_size=2), values),
+        "minus": st.one_of(st.lists(texts, max_size=2), values),
+        "internal_metadata": values,
+    },
+)
+servers = st.lists(st.one_of(st.just("b.example"), texts), max_size=2)
+rows = st.one_of(
+    st.tuples(st.just("pdu"), st.tuples(ids, ids, events, abouts)),
+    st.tuples(st.just("hosts"), st.tuples(ids, servers, servers)),
+    st.tuples(st.just("redaction"), st.tuples(ids, ids)),
+    st.tuples(
+        st.just("edu"),
+        st.one_of(
+            st.tuples(
+                st.just("to_device"), texts, texts, st.dictionaries(texts, values, max_size=3)
+            ),
+            st.tuples(
+                st.just("device_list"),
+                st.one_of(st.just("b.example"), texts),
+                texts,
+                texts,
+                st.one_of(
+                    st.none(),
+                    st.fixed_dictionaries(
+                        {},
+                        optional={"keys": values, "device_display_name": values, "deleted": values},
+                    ),
+                ),
+            ),
+        ),
+    ),
+    values,
+)
+
+
+def _listed(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, tuple | list):
+        return [_listed(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _listed(each) for key, each in value.items()}
+    return value
+
+
+def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
+    """Whatever a homeserver says: a record is refused with a reason, or it is stored."""
+    taken = 0
+
+    @settings(
+        max_examples=100,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(st.lists(rows, min_size=1, max_size=3), min_size=20, max_size=20))
+    def check(records: list[list[Any]]) -> None:
+        good = []
+        for record in records:
+            try:
+                good.append(prepare(_listed(record)))
+            except BadRow:
+                continue
+        nonlocal taken
+        taken += len(good)
+        wanted.append(
+            [NewRecord(each.check().to_bytes(16), each.check(), each.parsed) for each in good]
+        )
+
+    wanted: list[list[NewRecord]] = []
+    check()
+
+    async def store_all() -> None:
+        async with open_store(config, real_outside()) as store:
+            for batch in wanted:
+                answers = await store.homeserver.append_records(batch)
+                assert all(isinstance(each, int) for each in answers)
+            # And what was stored can be read.
+            for event in await store.homeserver.read_events(0, 2**62, 10_000):
+                json.loads(event.json)
+
+    trio.run(store_all)
+    assert taken > 100
