@@ -17,17 +17,16 @@ from fedsender.config import Log
 from fedsender.console import say
 from fedsender.demo import process
 from fedsender.demo.chaos import AWAY_LONG, AWAY_SHORT, KICKED, Change, Plot, calm, chaotic
-from fedsender.demo.homeserver import STREAM, Homeserver, Room
+from fedsender.demo.homeserver import Homeserver, Room
 from fedsender.demo.hostile import run_hostile
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
 from fedsender.demo.receivers import Receivers, open_receivers
-from fedsender.demo.relayed import Relayed, loaded_events, open_relayed
+from fedsender.demo.relayed import Relayed, loaded_events, open_relayed, tell
 from fedsender.demo.report import Report, Summary, by_part
 from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.demo.verdict import Ledger, Verdict, judge, read_ledger, still_owed, unrecorded
+from fedsender.intake.client import IntakeClient
 from fedsender.outside import Outside, real_outside
-from fedsender.replication.tcp import open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.telemetry import configure_logging
 
 CONNECT_SECONDS = 60.0
@@ -228,7 +227,7 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
             names,
             rng=rng,
             now_ms=outside.now_ms,
-            tells_all=options.relay,
+            tells_all=True,
         )
         homeserver.room_versions = versions
         _furnish(homeserver, names, options.rooms, rng)
@@ -255,17 +254,19 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
 async def _open_direct(
     homeserver: Homeserver, directory: Path, ca_file: Path, outside: Outside
 ) -> AsyncIterator[tuple[Daemons, None]]:
-    """The homeserver's events stream on a free loopback port, and one daemon that follows it."""
-    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port: int = listeners[0].socket.getsockname()[1]
-    config = process.configuration(directory, process.tcp_feed(port), ca_file)
+    """One daemon, and the homeserver that appends to it."""
+    token = outside.entropy(16).hex()
+    process.write_secret(directory / "append.token", token)
+    feed = process.push_feed(directory)
+    config = process.configuration(directory, feed, ca_file)
     async with (
-        open_replication_server(
-            homeserver.name, {STREAM: homeserver}, listeners, outside, kind=OWN_KIND
-        ),
         process.open_daemon_process(directory, config, outside.entropy(16).hex()) as daemon,
+        IntakeClient.at(feed["push"]["listen"], token) as client,
+        trio.open_nursery() as nursery,
     ):
+        nursery.start_soon(tell, homeserver, client)
         yield Daemons({"fedsender": daemon}, lambda _server: "fedsender"), None
+        nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager

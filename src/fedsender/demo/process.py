@@ -47,6 +47,12 @@ def write_signing_key(directory: Path, seed: bytes) -> tuple[str, Ed25519Private
     return f"ed25519:{KEY_VERSION}", Ed25519PrivateKey.from_private_bytes(seed)
 
 
+def push_feed(directory: Path) -> Mapping[str, Any]:
+    """The feed of a daemon that the homeserver appends to, over a Unix socket in the directory."""
+    listen = f"unix:{socket_in(directory, 'append.sock')}"
+    return {"kind": "push", "push": {"listen": listen, "token_file": "append.token"}}
+
+
 def tcp_feed(port: int) -> Mapping[str, Any]:
     """The feed of a daemon that listens to the homeserver itself, on loopback."""
     return {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{port}"}}

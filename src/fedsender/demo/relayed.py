@@ -173,7 +173,7 @@ async def open_relayed(
             IntakeClient.at(f"unix:{hub / 'intake.sock'}", token)
         )
         nursery = await stack.enter_async_context(trio.open_nursery())
-        nursery.start_soon(_tell, homeserver, client)
+        nursery.start_soon(tell, homeserver, client)
         yield Relayed(homeserver, relay, daemons, client)
         nursery.cancel_scope.cancel()
 
@@ -189,8 +189,8 @@ async def _start(
     return await stack.enter_async_context(open_daemon_process(directory, config, token, command))
 
 
-async def _tell(homeserver: Homeserver, client: IntakeClient) -> None:
-    """Tell the relay every step, as one record each, so that its tokens are the steps'."""
+async def tell(homeserver: Homeserver, client: IntakeClient) -> None:
+    """Append every step, as one record each, so that the tokens are the steps'."""
     told = 0
     while True:
         await homeserver.watermark.wait_past(told)
@@ -198,9 +198,9 @@ async def _tell(homeserver: Homeserver, client: IntakeClient) -> None:
         try:
             tokens = await client.append_all([_record(step) for step in steps])
         except Refused as refused:
-            raise DaemonDied(f"the relay refuses step {told + 1}: {refused}") from refused
+            raise DaemonDied(f"step {told + 1} is refused: {refused}") from refused
         if tokens != [step.token for step in steps]:
-            raise DaemonDied(f"the relay counts otherwise: step {told + 1} is {tokens[0]}")
+            raise DaemonDied(f"step {told + 1} has token {tokens[0]}")
         told += len(steps)
         homeserver.asked.set()
 

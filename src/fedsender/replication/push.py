@@ -17,13 +17,9 @@ import trio
 from sqlalchemy.exc import DataError, IntegrityError
 
 from fedsender.intake.intake import Call, Full, Intake, KeyReused
-from fedsender.intake.rows import (
-    Ephemeral,
-    Prepared,
-    RelayRow,
-    ToDeviceRow,
-)
+from fedsender.intake.rows import Ephemeral, Prepared, ToDeviceRow
 from fedsender.outside import Outside
+from fedsender.replication.embedded import redacted_in
 from fedsender.replication.relay_rows import tell_ephemeral
 from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import Feed, FeedStatus, Sink
@@ -207,9 +203,10 @@ class PushFeed(Feed):
         if newest > self.head:
             self.note_rows("events", sum(len(record.rows) for record in records))
             self.head = newest
+            rows = [row for record in records for row in record.rows]
+            self._sink.redacted(redacted_in(rows))
             self._sink.edus.device_lists.advance(newest)
             self._sink.events.advance(newest)
-            rows: list[RelayRow] = [row for record in records for row in record.rows]
             for server in sorted({row.destination for row in rows if isinstance(row, ToDeviceRow)}):
                 self._sink.to_device_changed(server)
         for waiting, answer in zip(group, answers, strict=True):
