@@ -199,11 +199,19 @@ async def test_what_is_of_use_only_now_is_handed_on() -> None:
         typing = ["!r:hs.example", ["@a:hs.example"]]
         receipt = ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]
         presence = ["@a:hs.example", "online", 5, None, True, ["b.example"]]
-        intake.ephemeral([("typing", typing), ("receipts", receipt), ("presence", presence)])
-        assert [each.stream for each in published] == ["typing", "receipts", "presence"]
+        rows = [("typing", typing), ("receipts", receipt), ("presence", presence)]
+        intake.ephemeral([*rows, ("server_up", "b.example")])
+        streams = ["typing", "receipts", "presence", "server_up"]
+        assert [each.stream for each in published] == streams
         assert published[0].row == b'["!r:hs.example",["@a:hs.example"]]'
-        for stream, row in (("typing", receipt), ("events", pdu(1)), ("edu", to_device(1))):
+        for stream, row in (
+            ("typing", receipt),
+            ("events", pdu(1)),
+            ("edu", to_device(1)),
+            ("server_up", "not a server"),
+            ("server_up", ["b.example"]),
+        ):
             with pytest.raises(BadRow):
                 intake.ephemeral([("typing", typing), (stream, row)])
-        assert len(published) == 3
+        assert len(published) == 4
         assert log.head == 0

@@ -84,6 +84,15 @@ async def test_what_is_answered_is_stored_and_the_sender_sees_it(config: StoreCo
         assert feed.status().level
 
 
+async def test_a_server_that_the_homeserver_heard_from_is_up(config: StoreConfig) -> None:
+    sink = RecordingSink()
+    async with pushed_to(config, sink) as (feed, _):
+        feed.intake.ephemeral([("server_up", "b.example"), ("server_up", "c.example:8448")])
+        with pytest.raises(BadRow):
+            feed.intake.ephemeral([("server_up", "d.example"), ("server_up", "../x")])
+    assert sink.up == ["b.example", "c.example:8448"]
+
+
 async def test_an_append_that_comes_again_has_the_token_it_had(config: StoreConfig) -> None:
     """Also after a restart, and in one call; an id with other rows is refused, others are not."""
     async with pushed_to(config) as (feed, _):

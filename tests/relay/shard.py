@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ import trio.testing
 from tests.relay.log_support import inline
 from tests.relay.memory_disk import MemoryDisk
 from tests.relay.relay_world import World as RelayWorld
-from tests.replication.support import RecordingEduSink
+from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
 from fedsender.intake.rows import RelayRow
@@ -30,7 +30,7 @@ from fedsender.replication.sink import Sink
 from fedsender.simulation.virtual import now_ms
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
-from fedsender.streams import PduRow, Watermark
+from fedsender.streams import PduRow
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0
@@ -138,25 +138,6 @@ class MemoryStore:
         return len(self.receipts)
 
 
-class PlainSink:
-    """Notes what the sender would be told."""
-
-    def __init__(self) -> None:
-        self.events = Watermark()
-        self.edus = RecordingEduSink()
-        self.to_device: list[str] = []
-        self.redactions: list[str] = []
-
-    def server_up(self, server: str) -> None: ...
-    def backoff_changed(self, server: str) -> None: ...
-
-    def to_device_changed(self, server: str) -> None:
-        self.to_device.append(server)
-
-    def redacted(self, event_ids: Collection[str]) -> None:
-        self.redactions += event_ids
-
-
 @dataclass
 class Shard:
     """One sender's side of a relay: its feed, and what that works on."""
@@ -165,7 +146,7 @@ class Shard:
     name: str = "sender-1"
     server_name: str = "hs.example"
     store: RelayStore = field(default_factory=MemoryStore)
-    sink: Sink = field(default_factory=PlainSink)
+    sink: Sink = field(default_factory=RecordingSink)
     disk: MemoryDisk = field(default_factory=MemoryDisk)
     handles: Handles = field(default=lambda server: True)
     feed: RelayFeed = field(init=False)

@@ -15,7 +15,8 @@ import trio
 import trio.testing
 from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import World
-from tests.relay.shard import Line, MemoryStore, PlainSink, Shard, forget_log, until
+from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
+from tests.replication.support import RecordingSink
 
 from fedsender.intake.rows import RelayRow
 from fedsender.relay.segment import DamagedSegment
@@ -64,7 +65,7 @@ async def test_12_63_who_is_behind_the_log_takes_a_snapshot_and_then_lives_on_as
     """12, 63: nothing of the log was kept. The data is right, live updates follow at once, the
     name is the old one; a restart afterwards is an ordinary one."""
     await furnish(world, 20)
-    sink = PlainSink()
+    sink = RecordingSink()
     shard = Shard(Line(world), sink=sink)
     async with shard.running():
         await shard.level(world.relay.log.head)
@@ -439,6 +440,18 @@ async def test_edus_of_other_shards_are_left_to_them_and_ours_wake_their_servers
         )
         await shard.level(token)
     assert shard.sink.to_device == ["c.example"]  # type: ignore[attr-defined]
+
+
+async def test_a_server_that_the_homeserver_heard_from_is_up(
+    world: World, autojump_clock: Clock
+) -> None:
+    shard = Shard(Line(world))
+    async with shard.running():
+        await shard.level()
+        for server in ("b.example", "c.example:8448"):
+            world.relay.intake.ephemeral([("server_up", server)])
+        await until(lambda: len(shard.sink.up) == 2)  # type: ignore[attr-defined]
+    assert shard.sink.up == ["b.example", "c.example:8448"]  # type: ignore[attr-defined]
 
 
 async def test_a_wrong_homeserver_is_not_followed(world: World, autojump_clock: Clock) -> None:

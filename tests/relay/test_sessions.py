@@ -444,6 +444,8 @@ async def test_ephemeral_rows_go_to_consumers_that_are_fed_and_to_nobody_else(
         world.relay.hub.publish(prepare_ephemeral("typing", ["!r:hs.example", ["@u:hs.example"]]))
         line = await fed.until("RDATA typing 1 ")
         assert json.loads(line.split(" ", 3)[3]) == ["!r:hs.example", ["@u:hs.example"]]
+        world.relay.hub.publish(prepare_ephemeral("server_up", "b.example:8448"))
+        assert await fed.hear() == "REMOTE_SERVER_UP b.example:8448"
         await world.append()
         assert (await observer.hear() or "").startswith("RDATA events 1 ")
         assert world.relay.log.head == 1

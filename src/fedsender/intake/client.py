@@ -149,7 +149,7 @@ class IntakeClient:
             return
 
     async def ephemeral(self, **rows: Sequence[Json]) -> None:
-        """Hand on rows of `typing`, `receipts`, `presence`; tried once, lost if that fails.
+        """Hand on rows of `EPHEMERAL_STREAMS`; tried once, lost if that fails.
 
         Raises Refused.
         """

@@ -98,6 +98,12 @@ class EphemeralRows(Body):
         max_length=MAX_APPENDS,
         description="[user_id, state, last_active_ms, status or null, currently_active, [servers]]",
     )
+    server_up: list[Any] = Field(
+        default=[],
+        max_length=MAX_APPENDS,
+        description="Names of servers that the homeserver heard from: what waits for them to be "
+        "back is tried now.",
+    )
 
 
 # Async, or FastAPI would go through a thread for it.
@@ -136,7 +142,7 @@ async def reserve(request: Reserve, intake: Reach) -> Response:
     return json_answer({"reservations": places, "lapse_ms": lapse_ms})
 
 
-@router.post("/ephemeral", summary="Hand on typing, receipts and presence to who is connected")
+@router.post("/ephemeral", summary="Hand on what is of use only now")
 async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
     """`{}`. Nothing of it is kept: a sender that is not connected never learns of it."""
     rows = [(stream, row) for stream in EPHEMERAL_STREAMS for row in getattr(request, stream)]

@@ -6,12 +6,13 @@ those of `replication.rows` (pdu, hosts, redaction) and durable EDUs for one nam
 ["edu", ["to_device", destination, message_id, content]]
 ["edu", ["device_list", destination, user_id, device_id, content]]    content null: resync
 
-What is of use only now (typing, receipts, presence) never enters the log. It is handed to the
-consumers that are connected, as rows of streams of those names:
+What is of use only now (typing, receipts, presence, servers that are up) never enters the log. It
+is handed to the consumers that are connected, as rows of streams of those names:
 
-typing    [room_id, [users that type now]]
-receipts  [room_id, receipt_type, user_id, event_id, thread_id or null, {"ts": ms}]
-presence  [user_id, state, last_active_ms, status or null, currently_active, [servers]]
+typing     [room_id, [users that type now]]
+receipts   [room_id, receipt_type, user_id, event_id, thread_id or null, {"ts": ms}]
+presence   [user_id, state, last_active_ms, status or null, currently_active, [servers]]
+server_up  "server": the homeserver heard from this one; the relay says REMOTE_SERVER_UP of it
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from fedsender.replication.rows import BadRow, id_of, parse_row
 from fedsender.streams import FeedRow, PduRow
 
 STREAM: Final = "events"
-EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence")
+SERVER_UP: Final = "server_up"
+EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence", SERVER_UP)
 
 MAX_ROWS: Final = 10_000
 """Rows of one record. A reader takes more (`protocol.Batches`)."""
@@ -86,7 +88,7 @@ def parse_relay_row(row: Json) -> RelayRow:
 
 def _server(value: Json) -> str:
     if not isinstance(value, str) or not is_server_name(value):
-        raise BadRow("the destination is not a server name")
+        raise BadRow("the server is not a server name")
     return value
 
 
@@ -227,8 +229,10 @@ def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:
                 raise BadRow("the status is not a text")
             for server in servers:
                 _server(server)
+        case ("server_up", _):
+            _server(row)
         case _ if stream in EPHEMERAL_STREAMS:
             raise BadRow(f"a {stream} row with other fields than it should have")
         case _:
-            raise BadRow("neither typing nor receipts nor presence")
+            raise BadRow(f"none of {', '.join(EPHEMERAL_STREAMS)}")
     return Ephemeral(stream, _encode(row), row)

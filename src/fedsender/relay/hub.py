@@ -19,7 +19,7 @@ import trio
 from fedsender.admin import CannotListen
 from fedsender.config import Address, ConfigError, TcpAddress, UnixAddress, read_secret
 from fedsender.config.values import is_loopback
-from fedsender.intake.rows import Ephemeral
+from fedsender.intake.rows import SERVER_UP, Ephemeral
 from fedsender.outside import Outside, listen_tcp, listen_unix
 from fedsender.relay.log import Log
 from fedsender.relay.registry import Registry
@@ -121,8 +121,11 @@ class Hub:
 
     def publish(self, row: Ephemeral) -> None:
         """Send an ephemeral row to every consumer that is fed; one that lags does without."""
-        self._ephemeral += 1
-        line = b"RDATA %b %d %b\n" % (row.stream.encode(), self._ephemeral, row.row)
+        if row.stream == SERVER_UP:
+            line = b"REMOTE_SERVER_UP %b\n" % row.value.encode()
+        else:
+            self._ephemeral += 1
+            line = b"RDATA %b %d %b\n" % (row.stream.encode(), self._ephemeral, row.row)
         for session in self.sessions:
             if session.follows and not session.offer(line):
                 self.counts.dropped_rows += 1

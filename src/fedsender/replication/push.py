@@ -17,7 +17,7 @@ import trio
 from sqlalchemy.exc import DataError, IntegrityError
 
 from fedsender.intake.intake import Call, Full, Intake, KeyReused
-from fedsender.intake.rows import Ephemeral, Prepared, ToDeviceRow
+from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, ToDeviceRow
 from fedsender.outside import Outside
 from fedsender.replication.embedded import redacted_in
 from fedsender.replication.relay_rows import tell_ephemeral
@@ -161,6 +161,9 @@ class PushFeed(Feed):
         return call
 
     def _take_ephemeral(self, row: Ephemeral) -> None:
+        if row.stream == SERVER_UP:
+            self._sink.server_up(row.value)
+            return
         self._typed += 1
         if row.stream == "receipts" and len(self._receipts) >= MAX_RECEIPTS:
             raise Full(f"{MAX_RECEIPTS} receipts wait to be stored")

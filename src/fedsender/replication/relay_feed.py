@@ -25,6 +25,7 @@ import structlog
 import trio
 
 from fedsender.intake.rows import RelayRow, ToDeviceRow
+from fedsender.matrix import is_server_name
 from fedsender.outside import Outside
 from fedsender.replication.commands import (
     Ack,
@@ -37,6 +38,7 @@ from fedsender.replication.commands import (
     Rdata,
     Reason,
     Relay,
+    RemoteServerUp,
     Replicate,
     Resync,
     Snapshot,
@@ -275,6 +277,8 @@ class RelayFeed(Feed):
                 facts.append((token, ()))
                 self._follow_on()
                 self._be_level()
+            case RemoteServerUp(server) if is_server_name(server):
+                self._sink.server_up(server)
             case Error(text):
                 raise Disconnected(f"the relay says: {text[:200]}")
 
