@@ -314,7 +314,7 @@ def config_check(
 ) -> int:
     """Say what is wrong with a configuration, with the line."""
     from fedsender.config import load
-    from fedsender.federation.signing import load_signing_key
+    from fedsender.federation.signing import load_signing_keys
     from fedsender.matrix import is_server_name
 
     loaded = load(config)
@@ -322,7 +322,7 @@ def config_check(
         raise Mistake(f"{server[:300]!r} is not a server name")
     if problems := loaded.file_problems():
         return _complain("\n".join(problems), USAGE)
-    load_signing_key(loaded.signing_key)
+    load_signing_keys(loaded.signing_key, loaded.signing_key_id)
     warnings = loaded.warnings()
     for text in warnings:
         _complain(f"warning: {text}", DONE)

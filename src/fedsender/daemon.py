@@ -25,7 +25,7 @@ from fedsender.admin import open_admin
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policy, database_url, load
 from fedsender.federation.client import open_client
-from fedsender.federation.signing import load_signing_key
+from fedsender.federation.signing import load_signing_keys
 from fedsender.health import doubts, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
@@ -157,7 +157,7 @@ async def open_core(
         InstanceTaken: somebody else speaks under our name; raised out of the body.
     """
     boot_id = outside.entropy(8).hex()
-    key = load_signing_key(config.signing_key)
+    keys = load_signing_keys(config.signing_key, config.signing_key_id)
     metrics = Metrics(config.server_name, config.metrics.per_destination)
     policies = Policies(config)
     admission = Admission(
@@ -183,7 +183,7 @@ async def open_core(
             segment_bytes=config.ledger.segment_bytes,
             lost_lines=metrics.ledger_failures,
         ) as ledger,
-        open_client(config.federation, outside, config.server_name, key, metrics) as client,
+        open_client(config.federation, outside, config.server_name, keys[0], metrics) as client,
         open_sender(
             server_name=config.server_name,
             instance=config.instance_name,

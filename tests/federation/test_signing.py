@@ -9,13 +9,22 @@ import canonicaljson
 import pytest
 import signedjson.key
 import signedjson.sign
+from cryptography.hazmat.primitives.asymmetric.ed448 import Ed448PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsender.federation.signing import (
     BadSigningKey,
     authorization_header,
-    load_signing_key,
+    load_signing_keys,
     parse_signing_keys,
     signing_key_from_seed,
 )
@@ -85,14 +94,14 @@ def test_name_that_would_break_the_header_is_refused(name: str) -> None:
         authorization_header("a", name, "GET", "/", None, key)
 
 
-def test_the_first_key_of_a_file_of_synapse_signs_and_no_other(tmp_path: Path) -> None:
+def test_the_first_key_of_a_file_of_synapse_signs_requests(tmp_path: Path) -> None:
     """Synapse publishes no other, and a request with two `Authorization` headers is refused."""
     file = tmp_path / "signing.key"
     file.write_text(f"ed25519 a_new {ENCODED}\n\ned25519 old {ENCODED}\n")
 
-    key = load_signing_key(file)
+    key, other = load_signing_keys(file)
 
-    assert key.key_id == "ed25519:a_new"
+    assert (key.key_id, other.key_id) == ("ed25519:a_new", "ed25519:old")
     oracle = signedjson.key.decode_signing_key_base64("ed25519", "a_new", ENCODED)
     assert key.public_key() == b64encode(bytes(oracle.verify_key)).rstrip(b"=").decode()
 
@@ -118,6 +127,52 @@ def test_bad_line_is_named_by_file_and_number_without_the_key(line: str, complai
     assert ENCODED[:16] not in str(caught.value)
 
 
+KEY_ID = "ed25519:a_1"
+
+
+def pem(key: PrivateKeyTypes, passphrase: bytes | None = None) -> bytes:
+    hidden = BestAvailableEncryption(passphrase) if passphrase else NoEncryption()
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, hidden)
+
+
+OURS = Ed25519PrivateKey.from_private_bytes(SEED)
+
+
+@pytest.mark.parametrize(
+    "text", [ENCODED, f"{ENCODED}=\n", pem(OURS).decode(), "\n" + pem(OURS).decode()]
+)
+def test_a_seed_in_base64_and_pem_are_the_same_key_as_a_line_of_synapse(text: str) -> None:
+    (expected,) = parse_signing_keys(f"ed25519 a_1 {ENCODED}".encode(), "key")
+
+    (key,) = parse_signing_keys(text.encode(), "key", KEY_ID)
+
+    assert (key.key_id, key.public_key()) == (KEY_ID, expected.public_key())
+
+
+@pytest.mark.parametrize(
+    ("text", "key_id", "complaint"),
+    [
+        (ENCODED.encode(), None, "signing_key_id must be set"),
+        (pem(OURS), None, "signing_key_id must be set"),
+        (f"ed25519 a_1 {ENCODED}\n".encode(), KEY_ID, "signing_key_id must not be set"),
+        (ENCODED[:-8].encode(), KEY_ID, "bytes long"),
+        (f"{ENCODED[:-2]}!!".encode(), KEY_ID, "not base64"),
+        (f"{ENCODED}ü".encode(), KEY_ID, "not base64"),
+        (pem(OURS, b"a word"), KEY_ID, "without a passphrase"),
+        (pem(OURS)[:-40], KEY_ID, "not a PEM block"),
+        (pem(OURS).replace(b"PRIVATE", b"MATRIX PRIVATE"), KEY_ID, "not a PEM block"),
+        (pem(Ed448PrivateKey.generate()), KEY_ID, "only ed25519"),
+    ],
+)
+def test_a_key_in_another_form_is_one_clear_error_without_the_key(
+    text: bytes, key_id: str | None, complaint: str
+) -> None:
+    with pytest.raises(BadSigningKey, match=rf"^keys/signing\.key: .*{complaint}") as caught:
+        parse_signing_keys(text, "keys/signing.key", key_id)
+
+    assert ENCODED[:16] not in str(caught.value)
+
+
 def test_empty_and_missing_and_huge_files_are_one_clear_error_each(tmp_path: Path) -> None:
     empty, huge = tmp_path / "empty", tmp_path / "huge"
     empty.write_text("\n")
@@ -130,7 +185,7 @@ def test_empty_and_missing_and_huge_files_are_one_clear_error_each(tmp_path: Pat
         (tmp_path, "directory"),
     ]:
         with pytest.raises(BadSigningKey, match=complaint):
-            load_signing_key(path)
+            load_signing_keys(path)
 
 
 def test_key_never_shows_in_its_repr() -> None:

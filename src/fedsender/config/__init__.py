@@ -124,8 +124,14 @@ class Config(Section):
         description="Our name among the homeserver's processes; only one may run.",
     )
     signing_key: SecretPath = Field(
-        description="File with the homeserver's signing key, in Synapse's format; of several the"
-        " first."
+        description="File with the homeserver's signing key: Synapse's lines (of several the first"
+        " signs requests), a seed in base64, or PEM (PKCS 8)."
+    )
+    signing_key_id: str | None = Field(
+        default=None,
+        pattern=r"^ed25519:[A-Za-z0-9_]{1,64}$",
+        description="The key's id, such as ed25519:a_1, where the file does not say it: Synapse's"
+        " lines do, a seed and PEM do not.",
     )
     homeserver: Homeserver = Field(default_factory=Homeserver)
     sender_database: Database = Field(

@@ -1,11 +1,10 @@
-"""The homeserver's signing key, and the `Authorization` header of a federation request.
+"""The homeserver's signing keys, and the `Authorization` header of a federation request.
 
 A request is signed as the JSON object {"content", "destination", "method", "origin", "uri"}
 (server-server API, "Request Authentication"). Its content is the transaction, whose bytes are
 canonical already: the rest of the object is written around them, and nothing is encoded twice.
 """
 
-import binascii
 import re
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
@@ -13,12 +12,19 @@ from pathlib import Path
 from typing import Final
 
 import orjson
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_pem_private_key,
+)
 
 from fedsender.config.document import OutOfReach, cannot_be_read
 
 MAX_KEY_FILE_BYTES: Final = 65_536
+_PREFIX: Final = "ed25519:"
+_PEM: Final = b"-----BEGIN "
 _VERSION: Final = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 _SEED_BYTES: Final = 32
 # Server names and key ids have none of these (appendix "Server name"), so nothing needs escaping.
@@ -43,7 +49,7 @@ class SigningKey:
     @property
     def key_id(self) -> str:
         """The name peers find the public half under, "ed25519:<version>"."""
-        return f"ed25519:{self.version}"
+        return _PREFIX + self.version
 
     def sign(self, message: bytes) -> str:
         """The signature of `message` as unpadded base64."""
@@ -64,14 +70,14 @@ def signing_key_from_seed(version: str, seed: bytes) -> SigningKey:
     return SigningKey(version, Ed25519PrivateKey.from_private_bytes(seed))
 
 
-def load_signing_key(path: Path) -> SigningKey:
-    """Read a key file as Synapse writes it: lines of `ed25519 <version> <unpadded base64 seed>`.
+def load_signing_keys(path: Path, key_id: str | None = None) -> tuple[SigningKey, ...]:
+    """Read a key file: see `parse_signing_keys`.
 
-    Of several keys the first counts, as with Synapse, which publishes no other. A request has one
+    Requests are signed with the first key alone. Synapse publishes no other, a request has one
     `Authorization` header at most (RFC 9110, 5.3), and nginx answers 400 to one with two.
 
     Raises:
-        BadSigningKey: it cannot be read, or a line is wrong.
+        BadSigningKey: it cannot be read, or what is in it cannot be used.
         OutOfReach: it cannot be read now.
     """
     try:
@@ -82,11 +88,31 @@ def load_signing_key(path: Path) -> SigningKey:
         raise lack if isinstance(lack, OutOfReach) else BadSigningKey(str(lack)) from None
     if len(text) > MAX_KEY_FILE_BYTES:
         raise BadSigningKey(f"{path}: larger than {MAX_KEY_FILE_BYTES} bytes, not a key file")
-    return parse_signing_keys(text, str(path))[0]
+    return parse_signing_keys(text, str(path), key_id)
 
 
-def parse_signing_keys(text: bytes, source: str) -> tuple[SigningKey, ...]:
-    """The keys in the text of a key file; `source` names it in errors. Raises BadSigningKey."""
+def parse_signing_keys(
+    text: bytes, source: str, key_id: str | None = None
+) -> tuple[SigningKey, ...]:
+    """The keys in the text of a key file, in one of three forms.
+
+    - As Synapse writes it: lines of `ed25519 <version> <unpadded base64 seed>`.
+    - One seed: 32 bytes in base64, and nothing else.
+    - One PEM block `PRIVATE KEY` (PKCS #8, RFC 8410), without a passphrase.
+
+    Args:
+        source: names the file in errors.
+        key_id: "ed25519:<version>", of a key in one of the latter forms, which do not say it.
+
+    Raises BadSigningKey.
+    """
+    if len(text.split()) == 1 or text.lstrip().startswith(_PEM):
+        try:
+            return (_key_without_id(text.strip(), key_id),)
+        except BadSigningKey as error:
+            raise BadSigningKey(f"{source}: {error}") from None
+    if key_id is not None:
+        raise BadSigningKey(f"{source}: its keys have ids, so signing_key_id must not be set")
     keys: dict[str, SigningKey] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -103,6 +129,23 @@ def parse_signing_keys(text: bytes, source: str) -> tuple[SigningKey, ...]:
     return tuple(keys.values())
 
 
+def _key_without_id(text: bytes, key_id: str | None) -> SigningKey:
+    if key_id is None:
+        raise BadSigningKey("its key has no id, so signing_key_id must be set")
+    version = key_id.removeprefix(_PREFIX)
+    if not text.startswith(_PEM):
+        return signing_key_from_seed(version, _decoded(text.decode("ascii", "replace")))
+    try:
+        private = load_pem_private_key(text, None)
+    except (TypeError, ValueError, UnsupportedAlgorithm):
+        # The library's own text may say more of the key than a log should.
+        why = "not a PEM block `PRIVATE KEY` (PKCS #8) without a passphrase"
+        raise BadSigningKey(why) from None
+    if not isinstance(private, Ed25519PrivateKey):
+        raise BadSigningKey("only ed25519 keys are known")
+    return signing_key_from_seed(version, private.private_bytes_raw())
+
+
 def _parse_line(line: bytes) -> SigningKey:
     try:
         parts = line.decode("ascii").split()
@@ -113,11 +156,14 @@ def _parse_line(line: bytes) -> SigningKey:
     algorithm, version, encoded = parts
     if algorithm != "ed25519":
         raise BadSigningKey("only ed25519 keys are known")
+    return signing_key_from_seed(version, _decoded(encoded))
+
+
+def _decoded(encoded: str) -> bytes:
     try:
-        seed = b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
-    except binascii.Error:
+        return b64decode(encoded + "=" * (-len(encoded) % 4), validate=True)
+    except ValueError:
         raise BadSigningKey("the key is not base64") from None
-    return signing_key_from_seed(version, seed)
 
 
 def request_to_sign(
