@@ -201,7 +201,7 @@ async def open_core(
             doubt=partial(doubts, read_health(config.pipeline.health, outside.now_ms())),
             had=had,
         ) as sender,
-        open_feed(config, outside, store.homeserver, sender, metrics=metrics) as feed,
+        open_feed(config, outside, store.homeserver, sender, keys=keys, metrics=metrics) as feed,
     ):
         announcer.feed = feed
         if config.lists():

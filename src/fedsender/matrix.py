@@ -33,6 +33,7 @@ __all__ = [
     "RoomVersion",
     "canonical_json",
     "event_id_of",
+    "hashed",
     "is_server_name",
     "make_pdu",
     "matches",
@@ -364,10 +365,41 @@ def event_id_of(event: Mapping[str, Any], version: RoomVersion) -> str:
         raise BadEvent(f"cannot be written: {error}") from None
 
 
-def _reference_id(event: Mapping[str, Any], version: RoomVersion, *, exact: bool) -> str:
+def hashed(event: Mapping[str, Any], version: RoomVersion) -> tuple[JsonObject, bytes]:
+    """The event with the hash of its content, and without signatures; and what those have to cover.
+
+    Server-server API, "Adding hashes and signatures to outgoing events".
+
+    Raises:
+        BadEvent: it is malformed, or holds what its room version does not allow.
+    """
+    whole = {key: event[key] for key in event if key not in ("hashes", "signatures")}
+    if version.event_format > 1:
+        whole.pop("event_id", None)
+    content = {key: whole[key] for key in whole if key != "unsigned"}
+    try:
+        survey = _survey(content)
+        if version.strict_json and (survey.fractions or survey.big_integers):
+            raise BadEvent(f"number that room version {version.identifier} does not allow")
+        exact = survey.needs_exact_encoder
+        digest = b64encode(sha256(_encode(content, exact=exact)).digest())
+        whole["hashes"] = {"sha256": digest.rstrip(b"=").decode()}
+        return whole, _signed_part(whole, version, exact=exact)
+    except BadEvent:
+        raise
+    except ValueError as error:
+        raise BadEvent(f"cannot be written: {error}") from None
+
+
+def _signed_part(event: Mapping[str, Any], version: RoomVersion, *, exact: bool) -> bytes:
+    """What signatures and the reference hash cover."""
     remains = redact(event, version)
     remains.pop("signatures", None)
-    digest = sha256(_encode(remains, exact=exact)).digest()
+    return _encode(remains, exact=exact)
+
+
+def _reference_id(event: Mapping[str, Any], version: RoomVersion, *, exact: bool) -> str:
+    digest = sha256(_signed_part(event, version, exact=exact)).digest()
     encode = b64encode if version.event_format == 2 else urlsafe_b64encode
     return "$" + encode(digest).rstrip(b"=").decode()
 

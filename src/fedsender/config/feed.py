@@ -179,6 +179,10 @@ class PushFeed(Section):
     token_file: SecretPath | None = Field(
         default=None, description="File with the access token that the homeserver gives."
     )
+    sign_events: bool = Field(
+        default=False,
+        description="Whether events come without hashes and signatures, and we add them.",
+    )
 
     def contradictions(self) -> Contradictions:
         if isinstance(self.listen, TcpAddress) and not is_loopback(self.listen.host):

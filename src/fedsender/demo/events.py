@@ -13,7 +13,7 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.matrix import JsonObject, RoomVersion, canonical_json, event_id_of, redact, server_of
+from fedsender.matrix import JsonObject, RoomVersion, event_id_of, hashed, server_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,7 @@ class Timeline:
             body["event_id"] = f"${room}-{self.count}:{signer.server}"
         if not (creates and self.version.event_format == 4):
             body["room_id"] = self.room_id
-        digest = sha256(canonical_json(body, allow_fractions=True)).digest()
-        body["hashes"] = {"sha256": _unpadded(digest)}
-        message = canonical_json(redact(body, self.version), allow_fractions=True)
+        body, message = hashed(body, self.version)
         body["signatures"] = signer.signatures(message)
         event_id = event_id_of(body, self.version)
         if creates and self.version.event_format == 4:

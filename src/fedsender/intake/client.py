@@ -118,10 +118,19 @@ class IntakeClient:
                 that is not the relay's; none of them is there then, unless the id was.
             ReservationLost.
         """
-        body = {"appends": [record.as_json() for record in records]}
-        answer = await self._until_done("append", body)
-        tokens: list[int | None] = answer["tokens"]
+        tokens: list[int | None] = (await self._append(records))["tokens"]
         return tokens
+
+    async def append_to_sign(self, records: Sequence[NewRecord]) -> list[dict[str, Any] | None]:
+        """The same at a sender with `sign_events`; the event of each record as it is stored.
+
+        `event_id`, `hashes` and `signatures` of it; None for a record without an event.
+        """
+        events: list[dict[str, Any] | None] = (await self._append(records))["events"]
+        return events
+
+    async def _append(self, records: Sequence[NewRecord]) -> dict[str, Any]:
+        return await self._until_done("append", {"appends": [each.as_json() for each in records]})
 
     async def reserve(self, writer: str, count: int = 1) -> list[str]:
         """Reserve places for work that begins. Raises Refused."""

@@ -120,13 +120,20 @@ Reach = Annotated[Intake, Depends(_intake_of)]
 async def append(request: Appends, intake: Reach) -> Response:
     """`{"epoch": "...", "tokens": [...]}`, a token per append (null where there were no rows).
 
+    With `sign_events` also `"events": [...]`, one per append, null where it has none: each as it is
+    stored, `{"event_id": "$...", "hashes": {...}, "signatures": {...}}`.
+
     After anything but a 200, or none, some may be there: send the same again, with the same ids.
     409 FEDSENDER_RESERVATION_GONE: reserve again. 409 FEDSENDER_ID_REUSED: an id came with other
     rows before. 503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later.
     """
     appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
-    tokens = await _taken(lambda: intake.append(appends))
-    return json_answer({"epoch": intake.recorder.epoch, "tokens": tokens})
+    epoch = intake.recorder.epoch
+    if intake.signer is None:
+        tokens = await _taken(lambda: intake.append(appends))
+        return json_answer({"epoch": epoch, "tokens": tokens})
+    tokens, events = await _taken(lambda: intake.append_shown(appends))
+    return json_answer({"epoch": epoch, "tokens": tokens, "events": events})
 
 
 @router.post("/reserve", summary="Reserve places, in this order")

@@ -21,6 +21,7 @@ import structlog
 import trio
 
 from fedsender.intake.rows import Ephemeral, Prepared, prepare, prepare_ephemeral
+from fedsender.matrix import JsonObject
 from fedsender.outside import Outside
 from fedsender.replication.commands import Json
 from fedsender.replication.rows import BadRow
@@ -163,6 +164,18 @@ class Recorder(Protocol):
         ...
 
 
+class Signer(Protocol):
+    """What gives events their hashes and signatures."""
+
+    def complete(self, row: Json) -> Json:
+        """A row with these. Raises BadRow."""
+        ...
+
+    async def stored(self, event_ids: Sequence[str | None]) -> list[JsonObject | None]:
+        """Each event as it is stored; None for None. Raises Full."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Held:
     """An append on its way: what it is, and what came of it once its turn has come."""
@@ -183,6 +196,7 @@ class Intake:
 
     Args:
         publish: hands what is of use only now to whoever is connected; returns at once.
+        signer: completes events, which come without hashes and signatures then.
     """
 
     def __init__(
@@ -191,8 +205,10 @@ class Intake:
         outside: Outside,
         publish: Callable[[Ephemeral], None],
         settings: IntakeSettings | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.recorder = recorder
+        self.signer = signer
         self.publish = publish
         self.settings = settings or IntakeSettings()
         # A place of an earlier life of the relay must not be taken for one of ours.
@@ -264,7 +280,33 @@ class Intake:
             KeyReused: an id came with other rows before; the others may have been taken.
             Busy, Waiting, Full, Broken, OSError: not all are durable; send them all again.
         """
-        checked = [_checked(number, each) for number, each in enumerate(appends)]
+        return await self._append(await self._check(appends))
+
+    async def append_shown(
+        self, appends: Sequence[Append]
+    ) -> tuple[list[int | None], list[JsonObject | None]]:
+        """The same with a signer, and the event of each record as it is stored (`Signer.stored`).
+
+        None for a record without one. Raises what `append` raises.
+        """
+        assert self.signer is not None
+        checked = await self._check(appends)
+        tokens = await self._append(checked)
+        ids = [None if held is None else held.record.event_id for _, held in checked]
+        return tokens, await self.signer.stored(ids)
+
+    async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, _Held | None]]:
+        """Each with its rows prepared. Raises BadRow, which says the number of it."""
+        if self.signer is None:
+            return [_checked(number, each) for number, each in enumerate(appends)]
+        checked = []
+        for number, each in enumerate(appends):
+            # A thousand signatures take a while.
+            await trio.lowlevel.checkpoint()
+            checked.append(_checked(number, each, self.signer.complete))
+        return checked
+
+    async def _append(self, checked: Sequence[tuple[Append, _Held | None]]) -> list[int | None]:
         self._lapse()
         if not self._open and all(held and not each.reservation for each, held in checked):
             tokens = await self.recorder.append_all(
@@ -354,14 +396,15 @@ class Intake:
             self.publish(each)
 
 
-def _checked(number: int, each: Append) -> tuple[Append, _Held | None]:
-    """An append with its rows prepared. Raises BadRow, which says the number of it."""
+def _checked(
+    number: int, each: Append, complete: Callable[[Json], Json] = lambda row: row
+) -> tuple[Append, _Held | None]:
     try:
         if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
             raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
         if not each.rows and each.reservation is not None:
             return each, None
-        return each, _Held(key_of(each.id), prepare(each.rows))
+        return each, _Held(key_of(each.id), prepare(each.rows, complete))
     except UnicodeEncodeError as bad:
         raise BadRow(f"append {number}: the id is not Unicode") from bad
     except BadRow as bad:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -118,6 +118,11 @@ class Prepared:
     size: int
     parsed: tuple[RelayRow, ...] = field(compare=False, repr=False)
 
+    @property
+    def event_id(self) -> str | None:
+        """Of its event; None: it has none."""
+        return next((row.event_id for row in self.parsed if isinstance(row, PduRow)), None)
+
     def lines(self, token: int) -> bytes:
         """The RDATA lines that tell a consumer of them."""
         return lines_of(self.rows, token)
@@ -127,8 +132,12 @@ class Prepared:
         return check_of(self.rows)
 
 
-def prepare(rows: Sequence[Json]) -> Prepared:
-    """Check the rows of one record and bring them into text. Raises BadRow."""
+def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row) -> Prepared:
+    """Check the rows of one record and bring them into text. Raises BadRow.
+
+    `complete` makes of a row as it came the one whose meaning counts. The text is of what came, so
+    that what comes again is known by it.
+    """
     if not 1 <= len(rows) <= MAX_ROWS:
         raise BadRow(f"a record of {len(rows)} rows, and 1 to {MAX_ROWS} are allowed")
     texts: list[bytes] = []
@@ -136,7 +145,7 @@ def prepare(rows: Sequence[Json]) -> Prepared:
     events = 0
     for number, row in enumerate(rows):
         try:
-            parsed.append(parse_relay_row(row))
+            parsed.append(parse_relay_row(complete(row)))
             events += isinstance(parsed[-1], PduRow)
             if events > 1:
                 raise BadRow("a second event, and a token has one")

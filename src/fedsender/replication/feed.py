@@ -11,7 +11,7 @@ the feed cannot understand it does not skip: events stop there, with a reason in
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -26,6 +26,8 @@ from fedsender.config import (
     UnixAddress,
     read_secret,
 )
+from fedsender.federation.signing import SigningKey
+from fedsender.intake.signing import EventSigner
 from fedsender.outside import Outside
 from fedsender.replication.embedded import EmbeddedStore, TcpFeed
 from fedsender.replication.endpoint import Endpoint
@@ -160,12 +162,20 @@ def _why(error: OSError | ValueError) -> str:
 
 
 def _make_feed(
-    config: Config, outside: Outside, store: FeedStore, sink: Sink, *, shadow: bool
+    config: Config,
+    outside: Outside,
+    store: FeedStore,
+    sink: Sink,
+    *,
+    keys: Sequence[SigningKey],
+    shadow: bool,
 ) -> Feed:
     if config.feed.kind == "relay":
         return _relay_feed(config, outside, store, sink)
     if config.feed.kind == "push":
-        return PushFeed(outside, store, sink)
+        signs = config.feed.push.sign_events
+        signer = EventSigner(config.server_name, keys, store.events_by_id) if signs else None
+        return PushFeed(outside, store, sink, signer)
     if config.feed.kind == "tcp":
         return TcpFeed(tcp_settings(config), outside, store, sink)
     return SynapseFeed(
@@ -187,15 +197,17 @@ async def open_feed(
     store: FeedStore,
     sink: Sink,
     *,
+    keys: Sequence[SigningKey] = (),
     shadow: bool = False,
     metrics: Metrics | None = None,
 ) -> AsyncIterator[Feed]:
     """The configured feed, running for as long as the body does.
 
-    With `shadow` it says nothing but REPLICATE. Raises ConfigError; and InstanceTaken, out of the
-    body, as soon as somebody else speaks under our name.
+    With `shadow` it says nothing but REPLICATE. A feed that signs events does so with all `keys`.
+    Raises ConfigError; and InstanceTaken, out of the body, as soon as somebody else speaks under
+    our name.
     """
-    feed = _make_feed(config, outside, store, sink, shadow=shadow)
+    feed = _make_feed(config, outside, store, sink, keys=keys, shadow=shadow)
     feed.metrics = metrics
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run, name="feed")

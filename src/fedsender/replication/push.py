@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import structlog
 import trio
 from sqlalchemy.exc import DataError, IntegrityError
 
-from fedsender.intake.intake import Call, Full, Intake, KeyReused
+from fedsender.intake.intake import Call, Full, Intake, KeyReused, Signer
 from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, ToDeviceRow
 from fedsender.outside import Outside
 from fedsender.replication.embedded import redacted_in
@@ -48,6 +48,7 @@ class PushStore(Protocol):
     async def find_appends(self, keys: Sequence[bytes]) -> Mapping[bytes, tuple[int, int]]: ...
     async def forget_appends(self) -> int: ...
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
+    async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +70,15 @@ class PushFeed(Feed):
         head: the newest stored token.
     """
 
-    def __init__(self, outside: Outside, store: PushStore, sink: Sink) -> None:
+    def __init__(
+        self, outside: Outside, store: PushStore, sink: Sink, signer: Signer | None = None
+    ) -> None:
         super().__init__(outside)
         self._store = store
         self._sink = sink
         self.epoch = outside.entropy(8).hex()
         self.head = 0
-        self.intake = Intake(self, outside, self._take_ephemeral)
+        self.intake = Intake(self, outside, self._take_ephemeral, signer=signer)
         self._queue: deque[_Waiting] = deque()
         self._by_key: dict[bytes, _Waiting] = {}
         self._bytes = 0
