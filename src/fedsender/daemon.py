@@ -351,7 +351,7 @@ def _make_directory(config: Config) -> None:
 async def open_intake(daemon: Daemon, outside: Outside) -> "AsyncIterator[list[Admin]]":
     """The endpoint that the homeserver appends to, where there is one.
 
-    Raises ConfigError for its token's file, and CannotListen.
+    Raises ConfigError for the files of its token and of TLS, and CannotListen.
     """
     if not isinstance(daemon.feed, PushFeed):
         yield []
@@ -360,7 +360,10 @@ async def open_intake(daemon: Daemon, outside: Outside) -> "AsyncIterator[list[A
     from fedsender.intake.endpoint import serve_intake
 
     push = daemon.config.feed.push
-    async with serve_intake(daemon.feed.intake, push.listen, push.token_file, outside) as endpoint:
+    tls = daemon.config.server_tls("feed", "push")
+    async with serve_intake(
+        daemon.feed.intake, push.listen, push.token_file, outside, tls
+    ) as endpoint:
         yield [endpoint]
 
 

@@ -34,6 +34,15 @@ def load(feed: dict[str, Any]) -> Config:
             {"redis": {"tls": True, "private_key_file": "x"}},
             "feed.redis.private_key_file: needs a certificate_file",
         ),
+        (
+            {"push": {"listen": "10.0.0.1:1"}},
+            "feed.push.listen: is no loopback IP, so ",
+        ),
+        ({"push": {"certificate_file": "x"}}, "private_key_file: goes with certificate_file: both"),
+        (
+            {"push": {"certificate_file": "x", "private_key_file": "y"}},
+            "feed.push.certificate_file: has no use on a Unix socket",
+        ),
         ({"http": {"ca_file": "x"}}, "feed.http.ca_file: has no use without an https:// address"),
         ({"http": {"instances": {"master": "http://x:1"}}}, "must be an address such as"),
         ({"http": {"instances": {"master": "https://x"}}}, "must be an address such as"),
@@ -49,6 +58,12 @@ def test_what_contradicts_itself_is_named(feed: dict[str, Any], error: str) -> N
 @pytest.mark.parametrize("address", ["unix:/x", "127.0.0.1:9092", "[::1]:1", "localhost:9092"])
 def test_a_secret_needs_no_tls_where_nobody_listens(address: str) -> None:
     assert load({"tcp": {"address": address, "secret_file": "x"}}).feed.tcp.secret_file is not None
+
+
+def test_whoever_may_append_can_come_from_elsewhere_inside_tls() -> None:
+    tls = {"certificate_file": "x", "private_key_file": "y"}
+    push = load({"push": {"listen": "0.0.0.0:9094", **tls}}).feed.push
+    assert push.listen == TcpAddress("0.0.0.0", 9094)
 
 
 def test_addresses_of_processes() -> None:

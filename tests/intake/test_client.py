@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import ssl
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+import trustme
 from tests.relay.log_support import lines_after, log_of, numbers, pdu
 
 from fedsender.config import Address, TcpAddress, UnixAddress
@@ -33,6 +35,7 @@ async def serving(
     directory: Path,
     listen: Address = ANY_PORT,
     publish: Callable[[Ephemeral], None] = lambda row: None,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[tuple[Intake, str]]:
     """The endpoint with a log on a real disk; the intake, and its address."""
     secret = directory / "token"
@@ -40,7 +43,7 @@ async def serving(
     outside = real_outside()
     async with open_log(directory / "relay", RealDisk(), outside) as log:
         intake = Intake(log, outside, publish)
-        async with serve_intake(intake, listen, secret, outside) as served:
+        async with serve_intake(intake, listen, secret, outside, tls) as served:
             yield intake, str(served.address)
 
 
@@ -84,6 +87,37 @@ async def test_over_a_unix_socket(tmp_path: Path) -> None:
         assert await relay.append([row]) == 1
         await log_of(intake).seal()
         assert next(iter(log_of(intake).records(0, 1))).rows == (row,)
+
+
+async def test_inside_tls(tmp_path: Path) -> None:
+    """By name; who speaks no TLS, or says nothing, gets nothing and stands in nobody's way. A
+    client that is still sending when it is refused sees the answer."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    async with serving(tmp_path, tls=context) as (intake, address):
+        port = int(address.rpartition(":")[2])
+        silent = await trio.open_tcp_stream("127.0.0.1", port)
+        async with await trio.open_tcp_stream("127.0.0.1", port) as plain:
+            await plain.send_all(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            with suppress(trio.BrokenResourceError):
+                assert not (await plain.receive_some()).startswith(b"HTTP/")
+        where = f"https://localhost:{port}"
+        async with IntakeClient.at(where, TOKEN, ca_file=str(tmp_path / "ca.pem")) as relay:
+            assert await relay.append([pdu(1)]) == 1
+        stranger = await trio.open_ssl_over_tcp_stream("localhost", port)
+        with pytest.raises(trio.BrokenResourceError):
+            await stranger.do_handshake()
+        await trio.aclose_forcefully(stranger)
+        async with httpx.AsyncClient(verify=trusting, trust_env=False) as http:
+            body = b" " * (BOUNDS.body_bytes + 2**20)
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            response = await http.post(f"{where}{PREFIX}/append", content=body, headers=headers)
+            assert response.status_code == 413
+        await silent.aclose()
+        assert log_of(intake).head == 1
 
 
 async def test_the_client_waits_for_the_relay(tmp_path: Path) -> None:

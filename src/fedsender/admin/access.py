@@ -111,10 +111,11 @@ def _names_this_machine(scope: Scope) -> bool:
     """Whether the request was meant for us, by its Host header.
 
     A web page can have its own name resolve to 127.0.0.1 and then read what its browser is
-    answered; but the browser still says that name here. None comes to a Unix socket.
+    answered; but the browser still says that name here. None comes to a Unix socket, and none
+    inside TLS, where it has looked for the name in our certificate.
     """
     server = scope.get("server")
-    if server is None or server[1] is None:
+    if scope.get("scheme") == "https" or server is None or server[1] is None:
         return True
     for name, value in scope["headers"]:
         if name == b"host":

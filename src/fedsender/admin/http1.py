@@ -6,6 +6,7 @@ There is no HTTP/2, no WebSocket and no change of protocol. A drain waits for no
 """
 
 import math
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -97,6 +98,7 @@ async def serve_http(
     *,
     now_ms: Callable[[], int],
     most: int,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
     """Answer whoever connects until the body is left; after that for `GRACE_SECONDS` at most.
 
@@ -105,12 +107,13 @@ async def serve_http(
         most: connections at once. One more takes the place of the one whose client has kept us
             waiting the longest. While there is none, it waits in the system's queue, and every
             answer is its connection's last: nobody can keep others out by asking without end.
+        tls: what we prove ourselves with; None: HTTP comes in clear.
     """
     open_connections: set[_Connection] = set()
     places = trio.Semaphore(most)
 
     async def converse(stream: trio.abc.HalfCloseableStream) -> None:
-        connection = _Connection(stream, server, now_ms, places)
+        connection = _Connection(stream, server, now_ms, places, tls)
         open_connections.add(connection)
         try:
             with connection.scope:
@@ -207,10 +210,16 @@ class _Connection:
         server: Server,
         now_ms: Callable[[], int],
         places: trio.Semaphore,
+        tls: ssl.SSLContext | None,
     ) -> None:
         self.scope = trio.CancelScope()
         self.waits_since = math.inf
-        self._stream = stream
+        self._transport = stream
+        # Its handshake is part of the first request, and of the time for that.
+        self._stream: trio.abc.Stream = stream
+        if tls is not None:
+            self._stream = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)
+        self._scheme = "http" if tls is None else "https"
         self._server = server
         self._now_ms = now_ms
         self._places = places
@@ -248,7 +257,7 @@ class _Connection:
         _check(request)
         self._method = request.method
         app = await load()
-        await app(_scope_of(request, self._server), self._receive, self._send)
+        await app(_scope_of(request, self._scheme, self._server), self._receive, self._send)
         if self._leaving or self._wire.states != {h11.CLIENT: h11.DONE, h11.SERVER: h11.DONE}:
             return False
         self._wire.start_next_cycle()
@@ -333,8 +342,9 @@ class _Connection:
         """Have the client see the last answer before the connection closes."""
         left = LINGER_BYTES
         with self._client_within(LINGER_SECONDS):
-            await self._stream.send_eof()
-            while left > 0 and (got := await self._stream.receive_some(_PIECE_BYTES)):
+            # Below TLS, which cannot say that it sends no more and goes on reading.
+            await self._transport.send_eof()
+            while left > 0 and (got := await self._transport.receive_some(_PIECE_BYTES)):
                 left -= len(got)
 
     @contextmanager
@@ -361,7 +371,7 @@ def _check(request: h11.Request) -> None:
         raise Malformed("a body has either a length or chunks", 400)
 
 
-def _scope_of(request: h11.Request, server: Server) -> dict[str, Any]:
+def _scope_of(request: h11.Request, scheme: str, server: Server) -> dict[str, Any]:
     """The request as ASGI has it."""
     path, _, query = request.target.partition(b"?")
     return {
@@ -369,7 +379,7 @@ def _scope_of(request: h11.Request, server: Server) -> dict[str, Any]:
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": request.http_version.decode(),
         "method": request.method.decode(),
-        "scheme": "http",
+        "scheme": scheme,
         "path": unquote(path.decode("ascii")),
         "raw_path": path,
         "query_string": query,

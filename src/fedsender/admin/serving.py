@@ -1,9 +1,10 @@
-"""Serving an application over HTTP, on loopback or a Unix socket, behind a token.
+"""Serving an application over HTTP, on loopback, a Unix socket or inside TLS, behind a token.
 
 The application, and all that serves it, are imported when the first connection comes: they take
 15 MB, and many a daemon is never asked anything.
 """
 
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ async def serve_app(
     outside: Outside,
     name: str,
     bounds: Bounds = OPERATORS,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Admin]:
     """The application, answering until the body is left.
 
@@ -65,6 +67,7 @@ async def serve_app(
         make_app: makes the application, in a worker thread, once somebody wants it.
         name: what it is called in the log and in errors.
         bounds: what it takes on, if that is not what an operator's endpoint does.
+        tls: what a TCP listener proves itself with.
 
     Raises:
         ConfigError: the token's file cannot be read.
@@ -87,6 +90,7 @@ async def serve_app(
             _server_of(admin.address),
             now_ms=outside.now_ms,
             most=bounds.connections,
+            tls=tls,
         ):
             log.info(name, address=str(admin.address), for_operators=admin.token() is not None)
             yield admin

@@ -6,8 +6,10 @@ file, line, column and setting. Whoever needs a part of it gets that section, no
 
 import difflib
 import os
+import ssl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +251,23 @@ class Config(Section):
             for location, text in problems_with_files(self)
             if not sections or location[0] in sections
         ]
+
+    def server_tls(self, *section: str) -> ssl.SSLContext | None:
+        """What the listener of a section proves itself with; None: it speaks no TLS.
+
+        The section has `certificate_file` and `private_key_file`. Raises ConfigError.
+        """
+        its: Any = reduce(getattr, section, self)
+        if its.certificate_file is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            # A key with a passphrase must not make OpenSSL ask for it on the terminal.
+            context.load_cert_chain(its.certificate_file, its.private_key_file, password="")
+        except (OSError, ValueError) as error:
+            place = (*section, "certificate_file")
+            raise ConfigError(self.problem(place, f"cannot be used: {error}")) from error
+        return context
 
     def warnings(self, *sections: str) -> list[str]:
         """What can be used and is not safe, one line each; sections as for `file_problems`."""

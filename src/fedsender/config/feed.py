@@ -174,8 +174,12 @@ class PushFeed(Section):
 
     listen: ListenAddress = Field(
         default=UnixAddress(Path("/run/fedsender/append.sock")),
-        description='For the homeserver: "ip:port" on loopback, or "unix:/path".',
+        description='For the homeserver: "ip:port" or "unix:/path"; without TLS on loopback only.',
     )
+    certificate_file: FilePath | None = Field(
+        default=None, description="Our certificate: the ip:port then speaks TLS."
+    )
+    private_key_file: SecretPath | None = Field(default=None, description="Its key.")
     token_file: SecretPath | None = Field(
         default=None, description="File with the access token that the homeserver gives."
     )
@@ -185,8 +189,14 @@ class PushFeed(Section):
     )
 
     def contradictions(self) -> Contradictions:
-        if isinstance(self.listen, TcpAddress) and not is_loopback(self.listen.host):
-            yield ("listen",), "must be a loopback IP or a Unix socket: there is no TLS on it"
+        tls = self.certificate_file is not None
+        if tls != (self.private_key_file is not None):
+            yield ("private_key_file",), "goes with certificate_file: both or neither"
+        if isinstance(self.listen, UnixAddress):
+            if tls:
+                yield ("certificate_file",), "has no use on a Unix socket"
+        elif not tls and not is_loopback(self.listen.host):
+            yield ("listen",), "is no loopback IP, so certificate_file must be set"
 
     def contradictions_in_use(self) -> Contradictions:
         if self.token_file is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from typing import Any, Final
 import anyio
 import httpx
 
-from fedsender.config.values import TcpAddress, UnixAddress, parse_address
+from fedsender.config.values import UnixAddress, parse_http_peer
 from fedsender.intake.rows import EPHEMERAL_STREAMS
 from fedsender.replication.commands import Json
 
@@ -80,19 +81,26 @@ class IntakeClient:
 
     @classmethod
     @asynccontextmanager
-    async def at(cls, address: str, token: str) -> AsyncIterator[IntakeClient]:
-        """The client of the relay that listens at `host:port` or `unix:/path`.
+    async def at(
+        cls, address: str, token: str, *, ca_file: str | None = None
+    ) -> AsyncIterator[IntakeClient]:
+        """The client of the relay that listens at `host:port`, `https://host:port` or `unix:/path`.
 
-        Raises ValueError for an address that is none.
+        Args:
+            ca_file: certificates to trust there; None takes the system's.
+
+        Raises ValueError for an address that is none, and OSError for the file.
         """
-        where = parse_address(address)
+        peer = parse_http_peer(address)
+        where = peer.address
         path = str(where.path) if isinstance(where, UnixAddress) else None
-        base = f"http://{where}" if isinstance(where, TcpAddress) else "http://relay"
+        base = str(peer) if peer.tls else f"http://{'relay' if path else where}"
+        verify = ssl.create_default_context(cafile=ca_file) if peer.tls else False
         async with httpx.AsyncClient(
             base_url=base,
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
             timeout=TIMEOUT_S,
-            transport=httpx.AsyncHTTPTransport(uds=path),
+            transport=httpx.AsyncHTTPTransport(uds=path, verify=verify),
             trust_env=False,
         ) as http:
             yield cls(http)

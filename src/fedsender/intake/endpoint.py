@@ -1,5 +1,6 @@
 """The endpoint that a homeserver appends to, over HTTP."""
 
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -201,12 +202,16 @@ def build_app(intake: Intake | None) -> FastAPI:
 
 @asynccontextmanager
 async def serve_intake(
-    intake: Intake, listen: Address, token_file: Path | None, outside: Outside
+    intake: Intake,
+    listen: Address,
+    token_file: Path | None,
+    outside: Outside,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[Admin]:
     """The endpoint, answering until the body is left. Raises ConfigError, CannotListen."""
     app = build_app(intake)
     async with serve_app(
-        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS
+        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS, tls
     ) as served:
         yield served
 

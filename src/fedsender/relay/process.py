@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -40,20 +39,6 @@ def load_config(path: Path) -> Config:
     if problems:
         raise ConfigError(*problems)
     return config
-
-
-def tls_of(config: Config) -> ssl.SSLContext | None:
-    """What the listeners prove themselves with; raises ConfigError."""
-    certificate, key = config.relay.certificate_file, config.relay.private_key_file
-    if certificate is None or key is None:
-        return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        context.load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        where = ("relay", "certificate_file")
-        raise ConfigError(config.problem(where, f"cannot be used: {error}")) from error
-    return context
 
 
 async def run(
@@ -110,7 +95,7 @@ async def _run_until_told(
     accept_loss: bool,
 ) -> None:
     # Before anything is opened, so that a wrong address is found out at once.
-    doors = await listen(config.relay.listen, tls_of(config))
+    doors = await listen(config.relay.listen, config.server_tls("relay"))
     try:
         async with open_relay(config, disk, outside, doors, accept_loss=accept_loss) as relay:
             orders.started = True
