@@ -13,14 +13,17 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy.exc import DataError
+from tests.intake.support import whole_daemon
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
+from tests.service import until
 
 from fedsender.intake.intake import Append, Full, Intake, KeyReused, key_of
 from fedsender.intake.rows import prepare
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.replication.rows import BadRow
+from fedsender.sender.edus.device_lists import SIGNING_KEYS, compose
 from fedsender.store import (
     HomeserverSettings,
     Store,
@@ -30,6 +33,8 @@ from fedsender.store import (
 )
 from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
 from fedsender.store.homeserver import HomeserverStore
+
+ALICE = "@alice:hs.example"
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -144,6 +149,49 @@ async def test_places_are_taken_in_their_order_and_known_when_a_retry_comes(
         assert await intake.append([later]) == [2], "its place is gone, and it is stored"
 
 
+def cross_signing(*, server: str = "b.example", **public: str) -> list[Any]:
+    keys = {
+        f"{kind}_key": {"user_id": ALICE, "usage": [kind], "keys": {f"ed25519:{key}": key}}
+        for kind, key in public.items()
+    }
+    return ["edu", ["signing_key", server, ALICE, keys]]
+
+
+async def test_cross_signing_keys_are_told_as_they_are_now_to_each_server(
+    config: StoreConfig,
+) -> None:
+    """Both kinds together, whichever changed; a key that was replaced is not taken for a device."""
+    both = {"master": "M1", "self_signing": "S1"}
+    async with pushed_to(config) as (feed, store):
+        servers = ("b.example", "c.example")
+        await feed.intake.append(
+            [
+                record(1, *(cross_signing(server=server, **both) for server in servers)),
+                record(2, cross_signing(self_signing="S2"), cross_signing(self_signing="S2")),
+                record(3, cross_signing(master="M2"), cross_signing(master="M3")),
+                record(4, cross_signing(self_signing="S1")),
+            ]
+        )
+        for server in servers:
+            changes = await store.edus.device_changes(server, feed.head)
+            ((stable, unstable),) = compose(changes, 100)
+            said = json.loads(stable.wire)["content"]
+            assert said["master_key"]["keys"] == {"ed25519:M3": "M3"}
+            assert said["self_signing_key"]["keys"] == {"ed25519:S1": "S1"}
+            assert json.loads(unstable.wire) == {
+                "edu_type": "org.matrix.signing_key_update",
+                "content": said,
+            }
+            assert changes.cross_signing[ALICE].public_keys == {"M1", "M2", "M3", "S1", "S2"}
+
+
+async def test_a_change_of_cross_signing_keys_arrives_under_both_names(tmp_path: Path) -> None:
+    async with whole_daemon(tmp_path) as (client, server, _):
+        await client.append([cross_signing(server=server.name, master="M1", self_signing="S1")])
+        await until(lambda: server.transactions)
+        assert server.transactions[0].edu_types == SIGNING_KEYS
+
+
 class _Stumbling:
     """A store whose database says that this event's values are wrong."""
 
@@ -233,6 +281,12 @@ abouts = st.fixed_dictionaries(
     },
 )
 servers = st.lists(st.one_of(st.just("b.example"), texts), max_size=2)
+public_keys = st.one_of(
+    st.fixed_dictionaries(
+        {"keys": st.dictionaries(texts, texts, min_size=1, max_size=1)}, optional={"usage": values}
+    ),
+    values,
+)
 rows = st.one_of(
     st.tuples(st.just("pdu"), st.tuples(ids, ids, events, abouts)),
     st.tuples(st.just("hosts"), st.tuples(ids, servers, servers)),
@@ -242,6 +296,12 @@ rows = st.one_of(
         st.one_of(
             st.tuples(
                 st.just("to_device"), texts, texts, st.dictionaries(texts, values, max_size=3)
+            ),
+            st.tuples(
+                st.just("signing_key"),
+                st.one_of(st.just("b.example"), texts),
+                texts,
+                st.dictionaries(st.sampled_from(["master_key", "self_signing_key"]), public_keys),
             ),
             st.tuples(
                 st.just("device_list"),

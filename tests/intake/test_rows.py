@@ -13,6 +13,7 @@ from fedsender.intake.rows import (
     MAX_ROW_BYTES,
     MAX_ROWS,
     DeviceListRow,
+    SigningKeyRow,
     ToDeviceRow,
     parse_relay_row,
     prepare,
@@ -24,16 +25,21 @@ from fedsender.replication.protocol import OWN_MAX_LINE, Batches, Connection
 from fedsender.replication.rows import BadRow
 from fedsender.streams import HostsRow, PduRow
 
+KEY = {"keys": {"ed25519:PUB": "PUB"}}
 DEVICE = ["device_list", "b.example", "@a:hs.example", "DEV", None]
 
 
 def test_edus_are_rows_for_one_server() -> None:
-    """Contract: to-device messages and device lists, each for a named server."""
+    """Contract: to-device messages, device lists, cross-signing keys: each for one server."""
     assert parse_relay_row(["edu", ["to_device", "b.example", "m1", {"a": 1}]]) == ToDeviceRow(
         "b.example", "m1", {"a": 1}
     )
     assert parse_relay_row(["edu", DEVICE]) == DeviceListRow(
         "b.example", "@a:hs.example", "DEV", None
+    )
+    keys = ["signing_key", "b.example", "@a:hs.example", {"self_signing_key": KEY}]
+    assert parse_relay_row(["edu", keys]) == SigningKeyRow(
+        "b.example", "@a:hs.example", {"self_signing": KEY}, "PUB"
     )
     assert isinstance(parse_relay_row(pdu(1)), PduRow)
     assert isinstance(parse_relay_row(hosts(1)), HostsRow)
@@ -50,6 +56,11 @@ def test_edus_are_rows_for_one_server() -> None:
         ["edu", ["typing", "b.example", "m1", {}]],
         ["edu", [*DEVICE[:4], "x"]],
         ["edu", ["device_list", "b.example", None, "DEV", None]],
+        ["edu", ["signing_key", "b.example", "@a:hs.example", {}]],
+        ["edu", ["signing_key", "b.example", "@a:hs.example", {"user_signing_key": KEY}]],
+        ["edu", ["signing_key", "b.example", "@a:hs.example", {"master_key": {"keys": {}}}]],
+        ["edu", ["signing_key", "b.example", "@a:hs.example", {"master_key": None}]],
+        ["edu", ["signing_key", "not a server", "@a:hs.example", {"master_key": KEY}]],
         ["edu", ["device_list", "b.example", "@a\0", "DEV", None]],
         ["edu"],
         ["typing", ["!r:hs.example", []]],

@@ -1,7 +1,6 @@
 """Signing for a homeserver: hash, id and signatures in every room version, and what a retry is
 answered. On SQLite and on PostgreSQL where the store is concerned; signedjson is the oracle."""
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,16 +12,15 @@ import signedjson.sign
 import trio
 from hypothesis import HealthCheck, given, settings
 from tests.demo.test_homeserver import NAME, a_homeserver
+from tests.intake.support import whole_daemon
 from tests.intake.test_push import abouts, config, events, ids
 from tests.replication.support import RecordingSink
+from tests.service import until
 
-from fedsender.config import load
-from fedsender.daemon import open_core, open_intake
 from fedsender.demo import process
-from fedsender.demo.receivers import open_receivers
-from fedsender.demo.rules import Origin, ReceivedPdu, pdu_reader
+from fedsender.demo.rules import ReceivedPdu, pdu_reader
 from fedsender.federation.signing import SigningKey, parse_signing_keys, signing_key_from_seed
-from fedsender.intake.client import IntakeClient, NewRecord
+from fedsender.intake.client import NewRecord
 from fedsender.intake.intake import Append, Intake
 from fedsender.intake.rows import prepare
 from fedsender.intake.signing import EventSigner
@@ -190,42 +188,23 @@ async def test_each_event_is_answered_as_it_is_stored_also_after_a_change_of_key
 async def test_what_is_signed_arrives_and_its_receiver_can_check_it(tmp_path: Path) -> None:
     """From a plain event to a server that checks the transaction, the content hash and, with
     signedjson, the event's signature; over the endpoint, with the client."""
-    key_id, private = process.write_signing_key(tmp_path, b"k" * 32)
-    process.write_secret(tmp_path / "append.token", "a token that is long enough")
-    outside = real_outside()
     arrived: list[tuple[dict[str, Any], ReceivedPdu]] = []
     read = pdu_reader(lambda _room: "11")
 
     def reading(event: Mapping[str, Any]) -> ReceivedPdu:
-        pdu = read(event)
-        arrived.append((dict(event), pdu))
-        return pdu
+        arrived.append((dict(event), read(event)))
+        return arrived[-1][1]
 
-    origin = Origin(process.SERVER_NAME, {key_id: private.public_key()})
-    async with open_receivers(
-        1, [origin], reading, directory=tmp_path / "tls", now_ms=outside.now_ms()
-    ) as receivers:
-        (server,) = receivers.servers
-        feed = process.push_feed(tmp_path)
-        feed["push"]["sign_events"] = True
-        path = tmp_path / "config.yaml"
-        path.write_text(json.dumps(process.configuration(tmp_path, feed, receivers.ca_file)))
-        room_id = f"!r:{process.SERVER_NAME}"
-        event = message(1, sender=f"@a:{process.SERVER_NAME}", room_id=room_id, prev_events=["$x"])
-        async with (
-            open_core(load(path), outside) as core,
-            open_intake(core, outside),
-            IntakeClient.at(feed["push"]["listen"], "a token that is long enough") as client,
-        ):
-            records = [
-                NewRecord([["hosts", [room_id, [server], []]]], "hosts"),
-                NewRecord([["pdu", [room_id, None, event, {"room_version": "11"}]]], "one"),
-            ]
-            _, shown = await client.append_to_sign(records)
-            assert (await client.append_to_sign(records))[1] == shown
-            with trio.fail_after(60):
-                while not arrived:  # noqa: ASYNC110
-                    await trio.sleep(0.01)
+    room_id = f"!r:{process.SERVER_NAME}"
+    event = message(1, sender=f"@a:{process.SERVER_NAME}", room_id=room_id, prev_events=["$x"])
+    async with whole_daemon(tmp_path, reading, sign_events=True) as (client, server, _):
+        records = [
+            NewRecord([["hosts", [room_id, [server.name], []]]], "hosts"),
+            NewRecord([["pdu", [room_id, None, event, {"room_version": "11"}]]], "one"),
+        ]
+        _, shown = await client.append_to_sign(records)
+        assert (await client.append_to_sign(records))[1] == shown
+        await until(lambda: arrived)
     ((received, pdu),) = arrived
     assert shown is not None
     assert pdu.whole
@@ -233,4 +212,3 @@ async def test_what_is_signed_arrives_and_its_receiver_can_check_it(tmp_path: Pa
     assert added(received) == added(shown)
     (key,) = parse_signing_keys((tmp_path / "signing.key").read_bytes(), "signing.key")
     verify(received, "11", key, process.SERVER_NAME)
-    assert not receivers.violations.counts

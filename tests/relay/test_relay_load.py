@@ -271,7 +271,7 @@ async def test_durable_edus_reach_their_servers_from_the_log_and_from_a_snapshot
     stage: Stage, autojump_clock: Clock
 ) -> None:
     """I4: to-device messages each once; of device lists the newest, and after a gap in a way that
-    makes the server ask for all (no `prev_id`)."""
+    makes the server ask for all (no `prev_id`); of cross-signing keys the newest of each kind."""
     user = f"@u:{HS}"
 
     def device(name: str, content: Json) -> Json:
@@ -279,6 +279,10 @@ async def test_durable_edus_reach_their_servers_from_the_log_and_from_a_snapshot
 
     def message(number: int) -> Json:
         return ["edu", ["to_device", "a.example", f"m{number}", {"type": "m.x", "messages": {}}]]
+
+    def keys(kind: str, public: str) -> Json:
+        content = {f"{kind}_key": {"keys": {f"ed25519:{public}": public}}}
+        return ["edu", ["signing_key", "a.example", user, content]]
 
     stage.world.server("a.example")
     async with stage.sending():
@@ -296,6 +300,8 @@ async def test_durable_edus_reach_their_servers_from_the_log_and_from_a_snapshot
     assert "deleted" not in first[2]["content"]
     stage.world.servers["a.example"].answered.clear()
     await stage.tell(message(2), device("D1", {"deleted": True}))
+    await stage.tell(keys("master", "M1"), keys("master", "M2"))
+    await stage.tell(keys("self_signing", "S1"))
     await stage.tell(message(3), device("D3", {"keys": {"k": 3}}))
     await away(stage)
     async with stage.sending():
@@ -312,6 +318,9 @@ async def test_durable_edus_reach_their_servers_from_the_log_and_from_a_snapshot
     ]
     (update,) = [one["content"] for one in later if one["edu_type"] == "m.device_list_update"]
     assert (update["device_id"], update["prev_id"]) == ("D3", [])
+    (signing,) = [one["content"] for one in later if one["edu_type"] == "m.signing_key_update"]
+    assert signing["master_key"]["keys"] == {"ed25519:M2": "M2"}
+    assert signing["self_signing_key"]["keys"] == {"ed25519:S1": "S1"}
 
 
 def edus_of(stage: Stage) -> list[dict[str, Any]]:

@@ -193,6 +193,9 @@ class SynapseTables(Tables):
     async def append_records(self, records: Any) -> Any:
         raise NotImplementedError
 
+    async def events_by_id(self, event_ids: Any) -> Any:
+        raise NotImplementedError
+
     async def find_appends(self, keys: Any) -> Any:
         raise NotImplementedError
 

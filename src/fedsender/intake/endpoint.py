@@ -61,8 +61,9 @@ class OneAppend(Body):
         description='["pdu", [room_id, event_id, event, {"room_version", "plus", "minus", '
         '"internal_metadata"}]], ["hosts", [room_id, [joined], [left]]], '
         '["redaction", [event_id, target]], '
-        '["edu", ["to_device", server, message_id, content]] or '
-        '["edu", ["device_list", server, user_id, device_id, content or null]]. '
+        '["edu", ["to_device", server, message_id, content]], '
+        '["edu", ["device_list", server, user_id, device_id, content or null]] or '
+        '["edu", ["signing_key", server, user_id, {"master_key": {}, "self_signing_key": {}}]]. '
         "None, with a reservation: the work came to nothing.",
     )
     reservation: str | None = Field(

@@ -5,6 +5,7 @@ those of `replication.rows` (pdu, hosts, redaction) and durable EDUs for one nam
 
 ["edu", ["to_device", destination, message_id, content]]
 ["edu", ["device_list", destination, user_id, device_id, content]]    content null: resync
+["edu", ["signing_key", destination, user_id, {"master_key": {...}, "self_signing_key": {...}}]]
 
 What is of use only now (typing, receipts, presence, servers that are up) never enters the log. It
 is handed to the consumers that are connected, as rows of streams of those names:
@@ -65,7 +66,24 @@ class DeviceListRow:
     content: Mapping[str, object] | None
 
 
-RelayRow = FeedRow | ToDeviceRow | DeviceListRow
+@dataclass(frozen=True, slots=True)
+class SigningKeyRow:
+    """A user's cross-signing keys changed, and the server is to know.
+
+    Attributes:
+        keys: by kind, `master` or `self_signing`, as uploaded; one or both.
+        public_key: of the first of them; a poke names it as its device.
+    """
+
+    destination: str
+    user_id: str
+    keys: Mapping[str, Mapping[str, object]]
+    public_key: str
+
+
+EduRow = ToDeviceRow | DeviceListRow | SigningKeyRow
+RelayRow = FeedRow | EduRow
+_CROSS_SIGNING: Final = ("master_key", "self_signing_key")
 
 
 def parse_relay_row(row: Json) -> RelayRow:
@@ -81,8 +99,10 @@ def parse_relay_row(row: Json) -> RelayRow:
             if content is not None:
                 _sendable(content)
             return DeviceListRow(_server(destination), user, device, content)
+        case ["edu", ["signing_key", destination, user_id, dict(content)]]:
+            return _signing_keys(_server(destination), id_of(user_id, "user id"), content)
         case ["edu", *_]:
-            raise BadRow("an edu row that is neither to_device nor device_list")
+            raise BadRow("an edu row that is none of to_device, device_list, signing_key")
     return parse_row(row)
 
 
@@ -90,6 +110,22 @@ def _server(value: Json) -> str:
     if not isinstance(value, str) or not is_server_name(value):
         raise BadRow("the server is not a server name")
     return value
+
+
+def _signing_keys(destination: str, user_id: str, content: dict[str, Json]) -> SigningKeyRow:
+    if not content or not content.keys() <= set(_CROSS_SIGNING):
+        raise BadRow(f"the content is not {' and '.join(_CROSS_SIGNING)}")
+    public_keys = [_public_key(content[name], name) for name in _CROSS_SIGNING if name in content]
+    keys = {name.removesuffix("_key"): key for name, key in _sendable(content).items()}
+    return SigningKeyRow(destination, user_id, keys, public_keys[0])
+
+
+def _public_key(key: Json, what: str) -> str:
+    match key:
+        case {"keys": dict(public)} if len(public) == 1:
+            (value,) = public.values()
+            return id_of(value, f"public key of {what}")
+    raise BadRow(f"{what} has not one public key")
 
 
 def _sendable(content: dict[str, Json]) -> dict[str, Json]:

@@ -203,19 +203,19 @@ class _Making:
         self.write("events", part, rows["events"])
 
     def edus(self, part: int, new: Sequence[Row], edu_floor: int, room: int) -> int:
-        """To-device messages that somebody may lack, and the newest device list of each user.
+        """To-device messages that somebody may lack, and each user's newest device list and keys.
 
         The oldest go when they are more than `room` bytes; returns how many that somebody may lack.
         """
         rows: list[Row] = []
-        newest: dict[tuple[str, str], Row] = {}
+        newest: dict[tuple[str, str, str], Row] = {}
         for row in [*self._read("edus", part), *new]:
             destination, token, number, kind, resync, text = row
             if kind == "to_device":
                 if token > edu_floor:
                     rows.append(row)
                 continue
-            key = (destination, _user_of(text))
+            key = (kind, destination, _user_of(text))
             before = newest.get(key)
             # Who has not got the one before either must be told to ask for all.
             missed = before is not None and before[1] > edu_floor

@@ -12,7 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fedsender.intake.rows import DeviceListRow, ToDeviceRow, parse_relay_row, rows_of
+from fedsender.intake.rows import (
+    DeviceListRow,
+    SigningKeyRow,
+    ToDeviceRow,
+    parse_relay_row,
+    rows_of,
+)
 from fedsender.relay.segment import Record
 from fedsender.relay.snapshot import Row, part_of
 from fedsender.replication.commands import Json
@@ -114,6 +120,9 @@ def _note_edu(
         kind, resync = "to_device", False
     elif isinstance(edu, DeviceListRow):
         kind, resync = "device_list", edu.content is None
+    elif isinstance(edu, SigningKeyRow):
+        # What is left out stays as it was: a snapshot keeps the newest of each kind of row.
+        kind, resync = f"signing_key {' '.join(edu.keys)}", False
     else:
         return
     part = changes.edus.setdefault(part_of(edu.destination), [])

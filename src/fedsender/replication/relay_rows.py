@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedsender.intake.rows import DeviceListRow, RelayRow, ToDeviceRow, parse_relay_row
+from fedsender.intake.rows import EduRow, RelayRow, parse_relay_row
 from fedsender.replication.commands import Json
 from fedsender.replication.relay_link import STREAM
 from fedsender.replication.rows import BadRow
@@ -26,7 +26,7 @@ def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[Rel
             parsed = parse_relay_row(row)
         except BadRow as bad:
             raise BadRow(f"stream {STREAM}, token {token}: {bad}") from bad
-        if isinstance(parsed, ToDeviceRow | DeviceListRow) and not handles(parsed.destination):
+        if isinstance(parsed, EduRow) and not handles(parsed.destination):
             continue
         found.append(parsed)
     return found

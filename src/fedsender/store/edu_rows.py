@@ -87,6 +87,39 @@ def _store_device(
         connection.execute(keys_table.insert().values(**who, key_json=json.dumps(keys)))
 
 
+def store_signing_keys(
+    connection: Connection,
+    destination: str,
+    poke: DevicePoke,
+    keys: Mapping[str, Mapping[str, object]],
+) -> None:
+    """A server is to hear of a user's cross-signing keys, by kind; others stay as they are.
+
+    `poke` names the public half of one of them as its device. It may wait for long, so a key that
+    was replaced stays known as one.
+    """
+    connection.execute(
+        tables.device_lists_outbound_pokes.insert().values(
+            destination=destination, **poke._asdict()
+        )
+    )
+    table = tables.e2e_cross_signing_keys
+    for kind, key in keys.items():
+        its = (table.c.user_id == poke.user_id) & (table.c.keytype == kind)
+        query = select(table.c.stream_id, table.c.keydata).where(its).order_by(table.c.stream_id)
+        stored = [(stream_id, json.loads(text)) for stream_id, text in connection.execute(query)]
+        if stored and stored[-1][1] == key:
+            continue
+        again = [stream_id for stream_id, other in stored if other["keys"] == key["keys"]]
+        connection.execute(delete(table).where(its, table.c.stream_id.in_(again)))
+        newest = max([poke.stream_id, *(stream_id + 1 for stream_id, _ in stored)])
+        connection.execute(
+            table.insert().values(
+                user_id=poke.user_id, keytype=kind, stream_id=newest, keydata=json.dumps(key)
+            )
+        )
+
+
 def _storable(name: object) -> str | None:
     """A device's name; None for one that a database cannot hold."""
     if not isinstance(name, str) or "\0" in name:

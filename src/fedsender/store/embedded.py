@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, bindparam, select, tuple_, update
 
-from fedsender.intake.rows import DeviceListRow, RelayRow, ToDeviceRow
+from fedsender.intake.rows import DeviceListRow, RelayRow, SigningKeyRow, ToDeviceRow
 from fedsender.store import edu_rows, positions, tables
 from fedsender.store.engine import StoreError
 from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
@@ -65,7 +65,7 @@ class Rows:
         self._redactions: list[dict[str, Any]] = []
         self._moves: list[Move] = []
         self._to_device: list[tuple[str, int, str, Mapping[str, object]]] = []
-        self._device_lists: list[tuple[int, DeviceListRow]] = []
+        self._device_lists: list[tuple[int, DeviceListRow | SigningKeyRow]] = []
 
     def add(self, token: int, rows: Sequence[RelayRow]) -> None:
         """Take the rows of a token."""
@@ -125,8 +125,19 @@ class Rows:
         store_moves(connection, self._moves)
         edu_rows.store_to_device(connection, self._to_device, self._now_ms)
         for token, row in self._device_lists:
-            poke = DevicePoke(token, row.user_id, row.device_id)
-            edu_rows.store_device_list(connection, row.destination, poke, row.content, resync=False)
+            store_device_list(connection, token, row, resync=False)
+
+
+def store_device_list(
+    connection: Connection, token: int, row: DeviceListRow | SigningKeyRow, *, resync: bool
+) -> None:
+    """Have a server hear of a user's device, or keys."""
+    if isinstance(row, SigningKeyRow):
+        poke = DevicePoke(token, row.user_id, row.public_key)
+        edu_rows.store_signing_keys(connection, row.destination, poke, row.keys)
+    else:
+        poke = DevicePoke(token, row.user_id, row.device_id)
+        edu_rows.store_device_list(connection, row.destination, poke, row.content, resync=resync)
 
 
 def event_values(row: PduRow, token: int, now_ms: int) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple, Protocol
 
 from sqlalchemy import Connection, bindparam, select, update
 
-from fedsender.intake.rows import DeviceListRow, ToDeviceRow, parse_relay_row
+from fedsender.intake.rows import DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
 from fedsender.relay.snapshot import PARTS, Row, part_of
 from fedsender.replication.rows import BadRow
 from fedsender.store import edu_rows, embedded, positions, tables
 from fedsender.store.event_rows import in_chunks
-from fedsender.store.records import STANDS_ABOVE, DevicePoke, History
+from fedsender.store.records import STANDS_ABOVE, History
 from fedsender.store.rows import insert_rows
 from fedsender.streams import PduRow
 
@@ -294,11 +294,8 @@ class _Loading:
             if isinstance(row, ToDeviceRow):
                 messages.append((destination, token + base, row.message_id, row.content))
                 self.to_device.add(destination)
-            elif isinstance(row, DeviceListRow):
-                poke = DevicePoke(token + base, row.user_id, row.device_id)
-                edu_rows.store_device_list(
-                    self.connection, destination, poke, row.content, resync=True
-                )
+            elif isinstance(row, DeviceListRow | SigningKeyRow):
+                embedded.store_device_list(self.connection, token + base, row, resync=True)
         edu_rows.store_to_device(self.connection, messages, self.now_ms)
 
 

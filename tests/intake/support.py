@@ -1,0 +1,47 @@
+"""A whole daemon that is appended to, and a server that checks what it is sent."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fedsender.config import load
+from fedsender.daemon import open_core, open_intake
+from fedsender.demo import process
+from fedsender.demo.receivers import Receivers, ReceivingServer, open_receivers
+from fedsender.demo.rules import Origin, PduReader, pdu_reader
+from fedsender.intake.client import IntakeClient
+from fedsender.outside import real_outside
+
+TOKEN = "a token that is long enough"
+ROOM_VERSION = "11"
+
+
+@asynccontextmanager
+async def whole_daemon(
+    directory: Path, read: PduReader | None = None, **push: Any
+) -> AsyncIterator[tuple[IntakeClient, ReceivingServer, Receivers]]:
+    """In this process, over real sockets. `push`: settings of the feed."""
+    key_id, private = process.write_signing_key(directory, b"k" * 32)
+    process.write_secret(directory / "append.token", TOKEN)
+    outside = real_outside()
+    async with open_receivers(
+        1,
+        [Origin(process.SERVER_NAME, {key_id: private.public_key()})],
+        read or pdu_reader(lambda _room: ROOM_VERSION),
+        directory=directory / "tls",
+        now_ms=outside.now_ms(),
+    ) as receivers:
+        (server,) = receivers.servers.values()
+        feed = process.push_feed(directory)
+        feed["push"].update(push)
+        path = directory / "config.yaml"
+        path.write_text(json.dumps(process.configuration(directory, feed, receivers.ca_file)))
+        async with (
+            open_core(load(path), outside) as core,
+            open_intake(core, outside),
+            IntakeClient.at(feed["push"]["listen"], TOKEN) as client,
+        ):
+            yield client, server, receivers
+        assert not receivers.violations.counts
