@@ -18,6 +18,7 @@ from fedsender.segments import (
     last_answers,
     read_lines,
     segments,
+    segments_of,
     torn_segments,
 )
 from fedsender.sender.failure import Outcome
@@ -455,6 +456,33 @@ async def test_a_daemon_opens_and_closes_its_ledger(
         opened.settled("a.example")
 
     assert {path.suffix for path in segments(tmp_path)} == {".jsonl"}
+
+
+async def test_the_numbers_of_segments_are_the_order_of_their_lines(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Through starts and kills, whatever the times of the files say."""
+    (tmp_path / "fed1.dead.000007.open").write_bytes(text("a", "delivered", 1))
+    (tmp_path / "fed1.gone.000009.open").write_bytes(text("a", "delivered", 2))
+    (tmp_path / "fed1.gone.000009.jsonl.old").write_bytes(b"")
+    (tmp_path / "fed2.dead.000050.jsonl").write_bytes(b"")
+    os.utime(tmp_path / "fed1.gone.000009.open", (1, 1))
+    async with open_ledger(
+        tmp_path,
+        "fed1",
+        "b00t",
+        outside(),
+        keep_days=36_500,
+        keep_bytes=10**9,
+        segment_seconds=3600,
+        segment_bytes=10**6,
+        lost_lines=Count(),
+    ) as opened:
+        assert opened.last_words["a"]["lsso"] == 2
+        opened.record(line())
+
+    found = [(each.number, each.boot_id) for each in segments_of(tmp_path, "fed1")]
+    assert found == [(7, "dead"), (9, "gone"), (10, "b00t")]
 
 
 async def test_old_segments_go_when_one_is_closed(

@@ -38,8 +38,10 @@ from fedsender.segments import (
     read_lines,
     segment_name,
     segments,
+    segments_of,
     torn_segments,
 )
+from fedsender.streams import Watermark
 
 __all__ = ["Ledger", "Line", "SentPdu", "open_ledger", "read_lines", "segments"]
 
@@ -133,7 +135,11 @@ class Counter(Protocol):
 
 
 class Ledger:
-    """The open segment and the rule for the next one. Not for more than one task at a time."""
+    """The open segment and the rule for the next one. Not for more than one task at a time.
+
+    Attributes:
+        lines: how many have been written, for those who wait for the next one.
+    """
 
     def __init__(
         self,
@@ -145,15 +151,18 @@ class Ledger:
         segment_seconds: float,
         segment_bytes: int,
         lost_lines: Counter,
+        last_number: int = 0,
     ) -> None:
+        """`last_number`: of the segments that are there already."""
         self.directory = self._directory = directory
-        self._instance = instance
+        self.instance = instance
+        self.lines = Watermark()
         self._boot_id = boot_id
         self._outside = outside
         self._segment_seconds = segment_seconds
         self._segment_bytes = segment_bytes
         self._lost_lines = lost_lines
-        self._number = 0
+        self._number = last_number
         self._unsettled: dict[str, int] = {}
         self._unsettled_in: Tally[int] = Tally()
         self._waiting: deque[int] = deque()
@@ -176,7 +185,7 @@ class Ledger:
         record = {
             "v": LINE_VERSION,
             "ms": line.ms,
-            "instance": self._instance,
+            "instance": self.instance,
             "destination": line.destination,
             "transaction_id": line.transaction_id,
             "attempt": line.attempt,
@@ -196,6 +205,7 @@ class Ledger:
         }
         try:
             self._append(orjson.dumps(record) + b"\n")
+            self.lines.advance(self.lines.value + 1)
             if line.outcome == "delivered":
                 self._owe(line.destination)
         except OSError as error:
@@ -232,7 +242,7 @@ class Ledger:
             raise OSError(f"only {written} of {len(text)} bytes written")
 
     def _path(self, number: int, suffix: str) -> Path:
-        return self._directory / segment_name(self._instance, self._boot_id, number, suffix)
+        return self._directory / segment_name(self.instance, self._boot_id, number, suffix)
 
     def _open(self, now: float) -> None:
         self._number += 1
@@ -313,10 +323,11 @@ async def open_ledger(
     """
     limiter = trio.CapacityLimiter(1)
 
-    def prepare() -> tuple[list[Path], dict[str, dict[str, Any]]]:
+    def prepare() -> tuple[int, list[Path], dict[str, dict[str, Any]]]:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        last_number = max((each.number for each in segments_of(directory, instance)), default=0)
         torn = torn_segments(directory, instance)
-        return torn, last_answers(torn)
+        return last_number, torn, last_answers(torn)
 
     def sweep() -> None:
         gone = expired(
@@ -349,7 +360,7 @@ async def open_ledger(
                 await outside.run_sync(write_something, limiter=limiter)
                 ledger.recover()
 
-    torn, last_words = await outside.run_sync(prepare, limiter=limiter)
+    last_number, torn, last_words = await outside.run_sync(prepare, limiter=limiter)
     ledger = Ledger(
         directory,
         instance,
@@ -358,6 +369,7 @@ async def open_ledger(
         segment_seconds=segment_seconds,
         segment_bytes=segment_bytes,
         lost_lines=lost_lines,
+        last_number=last_number,
     )
     ledger.torn, ledger.last_words = torn, last_words
     async with trio.open_nursery() as nursery:

@@ -3,13 +3,15 @@
     <instance>.<boot id>.<number>.open     being written, or waiting for an answer to be settled
     <instance>.<boot id>.<number>.jsonl    closed by rename: complete, never changed again
 
-An instance's name may have dots in it; a boot id and a number have none.
+An instance's name may have dots in it; a boot id and a number have none. Numbers go on from one
+start of an instance to the next, so that they are the order of its lines.
 """
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import orjson
 
@@ -21,12 +23,31 @@ def segment_name(instance: str, boot_id: str, number: int, suffix: str) -> str:
     return f"{instance}.{boot_id}.{number:06d}.{suffix}"
 
 
-def _owner(path: Path) -> tuple[str, str, int] | None:
-    """Instance, boot id and number of a segment; None: it is no segment."""
-    parts = path.name.rsplit(".", 3)
-    if len(parts) != 4 or not (parts[2].isascii() and parts[2].isdigit()):
-        return None
-    return parts[0], parts[1], int(parts[2])
+class Segment(NamedTuple):
+    """One segment of an instance; `name` is its path without the suffix."""
+
+    number: int
+    boot_id: str
+    name: Path
+
+
+def segments_of(directory: Path, instance: str) -> list[Segment]:
+    """The segments of this instance, open and closed, in the order of their lines."""
+    found = []
+    for name in _names(directory):
+        parts = name.rsplit(".", 2)
+        if len(parts) == 3 and parts[0] == instance and parts[2].isascii() and parts[2].isdigit():
+            found.append(Segment(int(parts[2]), parts[1], directory / name))
+    return sorted(found)
+
+
+def open_segment(name: Path) -> BinaryIO:
+    """Open the segment of this name, by the suffix that it has now. Raises FileNotFoundError."""
+    # It may be closed between the first two looks.
+    for suffix in ("jsonl", "open"):
+        with suppress(FileNotFoundError):
+            return name.with_name(f"{name.name}.{suffix}").open("rb")
+    return name.with_name(f"{name.name}.jsonl").open("rb")
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -56,19 +77,23 @@ def _with_status(directory: Path, *suffixes: str) -> list[tuple[Path, os.stat_re
 
 
 def segments(directory: Path) -> list[Path]:
-    """All segments, in the order in which they were last written to; each under one name.
+    """All segments, in the order in which they were last written to; each under one name."""
+    found = [each for name in _names(directory) if (each := _either(directory / name)) is not None]
+    return [path for path, _ in sorted(found, key=lambda f: (f[1].st_mtime_ns, f[0].name))]
+
+
+def _names(directory: Path) -> set[str]:
+    """The names of all segments, without their suffixes.
 
     A segment that is closed while a directory is read may be listed under neither of its names. It
     is closed once, so one of two listings has it.
     """
-    names = {
+    return {
         path.stem
         for _ in range(2)
         for path in directory.iterdir()
         if path.suffix in (".jsonl", ".open")
     }
-    found = [each for name in names if (each := _either(directory / name)) is not None]
-    return [path for path, _ in sorted(found, key=lambda f: (f[1].st_mtime_ns, f[0].name))]
 
 
 def _either(path: Path) -> tuple[Path, os.stat_result] | None:
@@ -86,16 +111,10 @@ def _either(path: Path) -> tuple[Path, os.stat_result] | None:
 def torn_segments(directory: Path, instance: str) -> list[Path]:
     """Open segments of this instance, in the order of their lines: no daemon runs, so that the
     last one has left them, by a crash or with answers that it could not settle."""
-    found = []
-    newest: dict[str, int] = {}
-    for path, status in _with_status(directory, ".open"):
-        owner = _owner(path)
-        if owner is not None and owner[0] == instance:
-            _, boot_id, number = owner
-            newest[boot_id] = max(status.st_mtime_ns, newest.get(boot_id, 0))
-            found.append((boot_id, number, path))
-    found.sort(key=lambda each: (newest[each[0]], each[0], each[1]))
-    return [path for _, _, path in found]
+    paths = [
+        each.name.with_name(f"{each.name.name}.open") for each in segments_of(directory, instance)
+    ]
+    return [path for path in paths if path.exists()]
 
 
 def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
