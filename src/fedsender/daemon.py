@@ -358,11 +358,13 @@ async def open_intake(daemon: Daemon, outside: Outside) -> "AsyncIterator[list[A
         return
     # With all that serves HTTP.
     from fedsender.intake.endpoint import serve_intake
+    from fedsender.intake.feedback import Feedback
 
     push = daemon.config.feed.push
     tls = daemon.config.server_tls("feed", "push")
+    feedback = Feedback(daemon.sender.progress, daemon.ledger, outside)
     async with serve_intake(
-        daemon.feed.intake, push.listen, push.token_file, outside, tls
+        daemon.feed.intake, push.listen, push.token_file, outside, tls, feedback
     ) as endpoint:
         yield [endpoint]
 

@@ -18,7 +18,7 @@ import trustme
 from tests.relay.log_support import lines_after, log_of, numbers, pdu
 
 from fedsender.config import Address, TcpAddress, UnixAddress
-from fedsender.intake.client import IntakeClient, NewRecord, Refused, ReservationLost
+from fedsender.intake.client import IntakeClient, NewRecord, Position, Refused, ReservationLost
 from fedsender.intake.endpoint import BOUNDS, PREFIX, description, serve_intake
 from fedsender.intake.intake import Intake
 from fedsender.intake.rows import Ephemeral, prepare_ephemeral
@@ -70,8 +70,8 @@ async def test_a_200_means_that_it_is_in_the_log(tmp_path: Path) -> None:
             records = [NewRecord([pdu(number)], f"id{number}") for number in range(2, 500)]
             assert await relay.append_all(records) == list(range(2, 500))
             assert await relay.append_all(records[-3:]) == [497, 498, 499]
-            epoch, first, head = await relay.position()
-        assert (epoch, first, head) == (log_of(intake).epoch, 1, 499)
+            position = await relay.position()
+        assert position == Position(log_of(intake).epoch, 499, first=1)
         assert numbers(await lines_after(log_of(intake), 0)) == list(range(1, 500))
 
 
@@ -295,6 +295,6 @@ def test_the_endpoint_is_described() -> None:
     """Issue: the endpoint described in OpenAPI, for homeservers in other languages."""
     paths = description()["paths"]
     assert sorted(paths) == [
-        f"{PREFIX}/{name}" for name in ("append", "ephemeral", "position", "reserve")
+        f"{PREFIX}/{name}" for name in ("append", "ephemeral", "outcomes", "position", "reserve")
     ]
     assert "503" in paths[f"{PREFIX}/append"]["post"]["responses"]

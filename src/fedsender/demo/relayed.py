@@ -77,7 +77,7 @@ class Relayed:
         daemon, self.cut_off = self.daemons.each[self.cut_off], None
         held = await _in_thread(_position, daemon.directory)
         with trio.move_on_after(LEVEL_SECONDS):
-            while (await self.client.position())[1] <= held + 1:
+            while ((await self.client.position()).first or 0) <= held + 1:
                 self.homeserver.say(room, size=LARGE_TEXT)
                 await trio.sleep(POLL_SECONDS)
             await daemon.start()

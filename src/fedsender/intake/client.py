@@ -14,10 +14,11 @@ import json
 import random
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+from urllib.parse import urlencode
 
 import anyio
 import httpx
@@ -26,11 +27,14 @@ from fedsender.config.values import UnixAddress, parse_http_peer
 from fedsender.intake.rows import EPHEMERAL_STREAMS
 from fedsender.replication.commands import Json
 
+T = TypeVar("T")
+
 PREFIX: Final = "/_fedsender/intake/v1"
 FIRST_WAIT_S: Final = 0.05
 LONGEST_WAIT_S: Final = 10.0
 # Longer than the endpoint takes before it gives up.
 TIMEOUT_S: Final = 90.0
+OUTCOMES_WAIT_S: Final = 30
 MAX_APPENDS: Final = 1000
 """Records in one call."""
 
@@ -50,6 +54,70 @@ class Refused(Exception):
 
 class ReservationLost(Refused):
     """The reservation lapsed, or the relay was restarted. Reserve again, and append by that."""
+
+
+class OutcomesLost(Refused):
+    """The ledger is not kept back to the cursor: some outcomes will never be told.
+
+    Attributes:
+        oldest: the cursor at which the ledger begins now; None: it is empty.
+    """
+
+    def __init__(self, status: int, errcode: str, error: str, oldest: str | None) -> None:
+        super().__init__(status, errcode, error)
+        self.oldest = oldest
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the homeserver's events are; docs/homeservers.md says what each number means.
+
+    Attributes:
+        fanned_out, delivered, servers, behind: None while the sender begins; and of a relay.
+        first: only of a relay: the oldest token in its log.
+    """
+
+    epoch: str
+    stored: int
+    fanned_out: int | None = None
+    delivered: int | None = None
+    servers: int | None = None
+    behind: int | None = None
+    first: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EventOutcome:
+    """What came of one attempt to bring one event to one server.
+
+    Attributes:
+        token: the event's.
+        server: `*`: all servers.
+        outcome: a word of docs/homeservers.md.
+        ms: when, in milliseconds since the epoch.
+        supersedes: the tokens of its room, both ends included, that the event stands in for.
+    """
+
+    event_id: str
+    token: int
+    server: str
+    outcome: str
+    ms: int
+    transaction_id: str | None
+    reason: str | None
+    supersedes: Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What the ledger says next, in its order.
+
+    Attributes:
+        cursor: where to go on after these.
+    """
+
+    outcomes: Sequence[EventOutcome]
+    cursor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +245,16 @@ class IntakeClient:
         except _Later:
             return
 
-    async def position(self) -> tuple[str, int, int]:
-        """The log's epoch, oldest token and newest token. Raises Refused."""
-        answer = await self._until_done("position", None)
-        return answer["epoch"], answer["first"], answer["head"]
+    async def position(self) -> Position:
+        """How far the homeserver's events are. Raises Refused."""
+        return _known(Position, await self._until_done("position", None))
+
+    def outcomes(self, after: str | None = None) -> AsyncIterator[Outcomes]:
+        """For ever: what became of events since this cursor; None: since the oldest that is kept.
+
+        Iterating raises OutcomesLost, Refused.
+        """
+        return _Pages(self._until_done, after)
 
     async def _until_done(self, what: str, body: dict[str, Json] | None) -> dict[str, Any]:
         wait_s = FIRST_WAIT_S
@@ -204,6 +278,8 @@ class IntakeClient:
             raise _Later
         said = answer if isinstance(answer, dict) else {}
         errcode, error_text = str(said.get("errcode")), str(said.get("error"))
+        if errcode == "FEDSENDER_GAP":
+            raise OutcomesLost(response.status_code, errcode, error_text, said.get("oldest"))
         kind = ReservationLost if errcode == "FEDSENDER_RESERVATION_GONE" else Refused
         raise kind(response.status_code, errcode, error_text)
 
@@ -216,6 +292,36 @@ class IntakeClient:
         size = {"Host": url.netloc.decode(), "Content-Length": str(len(content))}
         headers = {**self._http.headers, **size}
         return httpx.Request("POST", url, headers=headers, stream=_Body(content))
+
+
+def _known(kind: type[T], said: Mapping[str, Any]) -> T:
+    """`said` without what only a newer daemon says."""
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{name: said[name] for name in names if name in said})
+
+
+class _Pages:
+    """Pages of outcomes; no generator, so that it can be left at any page."""
+
+    def __init__(
+        self,
+        ask: Callable[[str, dict[str, Json] | None], Awaitable[dict[str, Any]]],
+        after: str | None,
+    ) -> None:
+        self._ask = ask
+        self._after = after
+
+    def __aiter__(self) -> _Pages:
+        return self
+
+    async def __anext__(self) -> Outcomes:
+        while True:
+            asked = {"wait_s": str(OUTCOMES_WAIT_S), "after": self._after or ""}
+            answer = await self._ask(f"outcomes?{urlencode(asked)}", None)
+            if answer["cursor"] != self._after:
+                self._after = cursor = answer["cursor"]
+                said = [_known(EventOutcome, each) for each in answer["outcomes"]]
+                return Outcomes(said, cursor)
 
 
 class _Body(httpx.AsyncByteStream):

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Security
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Security
 from fastapi.security import HTTPBearer
 from pydantic import Field
 from starlette.responses import Response
@@ -14,9 +14,10 @@ from starlette.responses import Response
 from fedsender.admin.app import new_app
 from fedsender.admin.bodies import Body
 from fedsender.admin.http1 import Bounds
-from fedsender.admin.refusal import Error, Refusal, json_answer
+from fedsender.admin.refusal import Error, Refusal, bad_param, json_answer
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Address
+from fedsender.intake.feedback import BadCursor, Cursor, Feedback, Gap
 from fedsender.intake.intake import (
     MAX_APPENDS,
     MAX_ID_BYTES,
@@ -39,11 +40,14 @@ PREFIX: Final = "/_fedsender/intake/v1"
 OPENAPI_PATH: Final = f"{PREFIX}/openapi.json"
 BOUNDS: Final = Bounds(body_bytes=8 * 2**20, requests=128, setting="intake token_file")
 RETRY_AFTER_MS: Final = 1000
+MAX_OUTCOMES: Final = 1000
+MAX_WAIT_S: Final = 60.0
+PROGRESS: Final = ("fanned_out", "delivered", "servers", "behind")
 
 router = APIRouter(
     prefix=PREFIX,
     tags=["intake"],
-    responses={status: {"model": Error} for status in (400, 401, 403, 409, 413, 503)},
+    responses={status: {"model": Error} for status in (400, 401, 403, 404, 409, 410, 413, 503)},
 )
 
 
@@ -163,11 +167,59 @@ async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
     return json_answer({})
 
 
-@router.get("/position", summary="How far the log goes")
-async def position(intake: Reach) -> Response:
-    """`{"epoch": "...", "first": 1, "head": 0}`: the oldest token in the log, and the newest."""
-    recorder = intake.recorder
-    return json_answer({"epoch": recorder.epoch, "first": recorder.first, "head": recorder.head})
+@router.get("/position", summary="How far the homeserver's events are")
+async def position(request: Request, intake: Reach) -> Response:
+    """`{"epoch": "...", "stored": 9, "fanned_out": 9, "delivered": 8, "servers": 42, "behind": 1}`:
+    up to `stored` all is durable, and need not be kept for another try. Up to `delivered` all
+    servers have answered, but `behind` of them: they fail, wait, or are held by an operator.
+
+    What is not known is null: the last four while the sender begins, and of a relay. `first` is the
+    oldest token in a relay's log.
+    """
+    recorder, feedback = intake.recorder, request.app.state.feedback
+    said = None if feedback is None else feedback.progress()
+    return json_answer(
+        {
+            "epoch": recorder.epoch,
+            "first": recorder.first,
+            "stored": recorder.head,
+            **(dict.fromkeys(PROGRESS) if said is None else said._asdict()),
+        }
+    )
+
+
+@router.get("/outcomes", summary="What became of events at each server")
+async def outcomes(
+    request: Request,
+    after: Annotated[
+        str, Query(max_length=100, description="The cursor of the last answer; none: the oldest.")
+    ] = "",
+    limit: Annotated[
+        int, Query(ge=1, le=MAX_OUTCOMES, description="Events; an attempt is not cut in two.")
+    ] = MAX_OUTCOMES,
+    wait_s: Annotated[
+        float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to wait, if there is nothing new.")
+    ] = 0.0,
+) -> Response:
+    """`{"outcomes": [{"event_id", "token", "server", "outcome", "ms", "transaction_id", "reason",
+    "supersedes"}], "cursor": "..."}`, in the order of the ledger: an entry for each attempt.
+
+    410 FEDSENDER_GAP: the ledger is not kept back to `after`; `oldest` is where it begins now. 404:
+    a relay sends nothing itself. 503 FEDSENDER_BUSY: too many readers.
+    """
+    feedback: Feedback | None = request.app.state.feedback
+    if feedback is None:
+        raise Refusal(404, "M_NOT_FOUND", "a relay sends nothing; ask its senders")
+    try:
+        cursor = Cursor.parse(after) if after else None
+        page = await _taken(lambda: feedback.outcomes(cursor, limit, wait_s))
+    except BadCursor as bad:
+        raise bad_param(f"after: {bad}") from bad
+    except Gap as gap:
+        oldest = {"oldest": None if gap.oldest is None else str(gap.oldest)}
+        raise Refusal(410, "FEDSENDER_GAP", str(gap), oldest) from gap
+    at = None if page.cursor is None else str(page.cursor)
+    return json_answer({"outcomes": page.outcomes, "cursor": at})
 
 
 async def _taken(take: Callable[[], Awaitable[T]]) -> T:
@@ -191,10 +243,11 @@ async def _taken(take: Callable[[], Awaitable[T]]) -> T:
         raise Refusal(503, "FEDSENDER_DISK", str(error), later) from error
 
 
-def build_app(intake: Intake | None) -> FastAPI:
+def build_app(intake: Intake | None, feedback: Feedback | None = None) -> FastAPI:
     """The application; without an intake it can only be described."""
     summary = "Where a homeserver appends what its federation senders are to send"
     app = new_app("fedsender relay", summary, OPENAPI_PATH, intake)
+    app.state.feedback = feedback
     text = f"The text of {BOUNDS.setting}."
     bearer = Security(HTTPBearer(auto_error=False, description=text))
     app.include_router(router, dependencies=[bearer])
@@ -208,13 +261,21 @@ async def serve_intake(
     token_file: Path | None,
     outside: Outside,
     tls: ssl.SSLContext | None = None,
+    feedback: Feedback | None = None,
 ) -> AsyncIterator[Admin]:
-    """The endpoint, answering until the body is left. Raises ConfigError, CannotListen."""
-    app = build_app(intake)
+    """The endpoint, answering until the body is left. Raises ConfigError, CannotListen.
+
+    `feedback`: of the sender that takes the appends; None: there is a relay in between.
+    """
+    app = build_app(intake, feedback)
     async with serve_app(
         lambda: app, listen, token_file, outside, "append endpoint", BOUNDS, tls
     ) as served:
-        yield served
+        try:
+            yield served
+        finally:
+            if feedback is not None:
+                feedback.end()
 
 
 def description() -> dict[str, Any]:

@@ -138,13 +138,15 @@ class Recorder(Protocol):
 
     Attributes:
         epoch: which number line the tokens are on; another one after each start.
-        first, head: the oldest and the newest durable token; head + 1 and 0 where there is none.
+        first: the oldest token that a consumer can still ask for; head + 1: there is none; None:
+            nothing is sent on to consumers.
+        head: the newest durable token; 0: there is none.
     """
 
     @property
     def epoch(self) -> str: ...
     @property
-    def first(self) -> int: ...
+    def first(self) -> int | None: ...
     @property
     def head(self) -> int: ...
 

@@ -70,6 +70,8 @@ class PushFeed(Feed):
         head: the newest stored token.
     """
 
+    first = None
+
     def __init__(
         self, outside: Outside, store: PushStore, sink: Sink, signer: Signer | None = None
     ) -> None:
@@ -87,11 +89,6 @@ class PushFeed(Feed):
         self._forget_at = 0.0
         self._arrived = trio.Event()
         self._room = trio.Event()
-
-    @property
-    def first(self) -> int:
-        """The oldest token that can be asked for: none can be, they are not sent on."""
-        return self.head + 1
 
     def _status(self) -> FeedStatus:
         return FeedStatus(

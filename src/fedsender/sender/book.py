@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 import trio
@@ -61,6 +61,24 @@ class Status:
     retry_in_s: float | None
     in_flight: str | None
     state: ServerState
+
+
+class Progress(NamedTuple):
+    """How far the stream of events has come; see `Book.progress`.
+
+    Attributes:
+        fanned_out: up to here it is on record which servers every event is for.
+        delivered: up to here all events were answered by all servers but those that are behind. It
+            falls when one of these answers again and has not answered for all.
+        servers: how many there are that something was sent to, or is to be.
+        behind: so many of them are not counted on: they fail, wait for their time, are held by an
+            operator, or read what they are owed from the database.
+    """
+
+    fanned_out: int
+    delivered: int
+    servers: int
+    behind: int
 
 
 class Neighbour(Protocol):
@@ -148,6 +166,28 @@ class Book:
             phase = "paused" if state.paused else "parked"
         wait = None if due is None or due == NEVER else max(0.0, due - now)
         return Status(server, phase, 0.0, due is None, 0, wait, None, state)
+
+    def progress(self, fanned_out: int) -> Progress | None:
+        """How far events are that are fanned out up to here; None: what is owed is not known.
+
+        It looks at the servers in memory, and at nothing else: one that is not here is level.
+        """
+        if self.draining or not self.complete.is_set():
+            return None
+        # Without sets of all names: there may be 50,000.
+        waiting = [name for name in self._behind if name not in self.active]
+        delivered, behind = fanned_out, len(waiting)
+        servers = len(self._states) + sum(name not in self._states for name in waiting)
+        for name, destination in self.active.items():
+            servers += name not in self._states
+            state, outbox = destination.state, destination.outbox
+            oldest = outbox.queue.oldest
+            held = state.paused or state.parked
+            if held or not outbox.level or (oldest and not state.healthy):
+                behind += 1
+            elif oldest is not None:
+                delivered = min(delivered, oldest.stream_ordering - 1)
+        return Progress(fanned_out, delivered, servers, behind)
 
     # --- Who becomes active -----------------------------------------------------------------------
 

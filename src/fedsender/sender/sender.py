@@ -17,7 +17,7 @@ from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu
 from fedsender.outside import Outside
 from fedsender.sender.admission import FEW, Admission, Pace
-from fedsender.sender.book import Book, Policies, Status
+from fedsender.sender.book import Book, Policies, Progress, Status
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
@@ -34,7 +34,7 @@ from fedsender.store import Store
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 
-__all__ = ["Policies", "Sender", "Status", "open_sender"]
+__all__ = ["Policies", "Progress", "Sender", "Status", "open_sender"]
 
 log = structlog.get_logger()
 
@@ -228,6 +228,10 @@ class Sender:
     def status(self, server: str) -> Status | None:
         """What is going on with this server; None: nothing, and nothing is owed that we know of."""
         return self.book.status(server)
+
+    def progress(self) -> Progress | None:
+        """How far the stream of events has come; None while it is not known what is owed."""
+        return self.book.progress(self.fan_out.position)
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send to this server; durable on return."""
