@@ -323,6 +323,8 @@ def config_check(
     if problems := loaded.file_problems():
         return _complain("\n".join(problems), USAGE)
     load_signing_keys(loaded.signing_key, loaded.signing_key_id)
+    for section in (("feed", "push"), ("relay",)):
+        loaded.server_tls(*section)
     warnings = loaded.warnings()
     for text in warnings:
         _complain(f"warning: {text}", DONE)

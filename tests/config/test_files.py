@@ -65,6 +65,26 @@ def test_a_signing_key_that_is_none_is_found_before_a_start(
 
 
 @pytest.mark.parametrize(
+    ("settings", "place"),
+    [
+        ("feed: {push: {listen: '0.0.0.0:9094', TLS}}", "feed.push.certificate_file"),
+        ("relay: {TLS}", "relay.certificate_file"),
+    ],
+)
+def test_a_certificate_and_a_key_that_do_not_go_together_are_found_before_a_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: str, place: str
+) -> None:
+    authority = trustme.CA()
+    authority.issue_cert("a.example").cert_chain_pems[0].write_to_path(str(tmp_path / "pem"))
+    authority.issue_cert("a.example").private_key_pem.write_to_path(str(tmp_path / "other"))
+    (tmp_path / "key").write_text(f"ed25519 a_1 {'A' * 43}\n")
+    tls = "certificate_file: pem, private_key_file: other"
+    config = config_with(tmp_path, settings.replace("TLS", tls))
+    assert run_command(["config", "check", "-c", str(config)]) == 2
+    assert f" {place}: cannot be used: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("settings", "place", "said"),
     [
         ("ledger: {directory: file}", "ledger.directory", "file: is not a directory"),
