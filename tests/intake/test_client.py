@@ -295,6 +295,14 @@ def test_the_endpoint_is_described() -> None:
     """Issue: the endpoint described in OpenAPI, for homeservers in other languages."""
     paths = description()["paths"]
     assert sorted(paths) == [
-        f"{PREFIX}/{name}" for name in ("append", "ephemeral", "outcomes", "position", "reserve")
+        f"{PREFIX}/{name}"
+        for name in (
+            "append",
+            "ephemeral",
+            "outcomes",
+            "position",
+            "reserve",
+            "rooms/{room_id}",
+        )
     ]
     assert "503" in paths[f"{PREFIX}/append"]["post"]["responses"]

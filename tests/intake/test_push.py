@@ -18,14 +18,13 @@ from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
 from tests.service import until
 
-from fedsender.intake.intake import Append, Full, Intake, KeyReused, key_of
+from fedsender.intake.intake import Append, Full, Intake, KeyReused, Outdated, key_of
 from fedsender.intake.rows import prepare
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.replication.rows import BadRow
 from fedsender.sender.edus.device_lists import SIGNING_KEYS, compose
 from fedsender.store import (
-    HomeserverSettings,
     Store,
     StoreConfig,
     StoreError,
@@ -35,16 +34,6 @@ from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
 from fedsender.store.homeserver import HomeserverStore
 
 ALICE = "@alice:hs.example"
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def config(request: pytest.FixtureRequest, tmp_path: Path) -> StoreConfig:
-    homeserver, sender = (f"sqlite:///{tmp_path}/{name}.db" for name in ("homeserver", "sender"))
-    if request.param == "postgresql":
-        postgres = request.getfixturevalue("postgres")
-        homeserver, sender = postgres.create_schema(), postgres.create_schema()
-    of = HomeserverSettings("embedded", "fedsender", ("fedsender",))
-    return StoreConfig(of, homeserver, sender, synchronous="OFF")
 
 
 @asynccontextmanager
@@ -290,6 +279,10 @@ public_keys = st.one_of(
 rows = st.one_of(
     st.tuples(st.just("pdu"), st.tuples(ids, ids, events, abouts)),
     st.tuples(st.just("hosts"), st.tuples(ids, servers, servers)),
+    st.tuples(st.just("servers"), st.tuples(ids, servers)),
+    st.tuples(
+        st.just("servers"), st.tuples(ids, servers, st.fixed_dictionaries({"as_of": numbers}))
+    ),
     st.tuples(st.just("redaction"), st.tuples(ids, ids)),
     st.tuples(
         st.just("edu"),
@@ -362,7 +355,7 @@ def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
         async with open_store(config, real_outside()) as store:
             for batch in wanted:
                 answers = await store.homeserver.append_records(batch)
-                assert all(isinstance(each, int) for each in answers)
+                assert all(isinstance(each, int | Outdated) for each in answers)
             # And what was stored can be read.
             for event in await store.homeserver.read_events(0, 2**62, 10_000):
                 json.loads(event.json)

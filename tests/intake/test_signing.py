@@ -13,7 +13,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from tests.demo.test_homeserver import NAME, a_homeserver
 from tests.intake.support import whole_daemon
-from tests.intake.test_push import abouts, config, events, ids
+from tests.intake.test_push import abouts, events, ids
 from tests.replication.support import RecordingSink
 from tests.service import until
 
@@ -29,8 +29,6 @@ from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.replication.rows import BadRow
 from fedsender.store import StoreConfig, open_store
-
-__all__ = ["config"]
 
 OURS = "hs.example"
 ONE, TWO = (signing_key_from_seed(name, name.encode() * 32) for name in ("a", "b"))

@@ -19,6 +19,7 @@ from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, hosts, row_of
 from tests.relay.test_compaction import EPOCH, Relay, pdu
 from tests.sender.harness import HS, World
 
+from fedsender.intake.rows import RoomServers
 from fedsender.outside import real_outside
 from fedsender.replication.commands import Json
 from fedsender.replication.relay_fetch import read_rows
@@ -369,6 +370,9 @@ async def test_both_databases_take_a_snapshot_over_and_the_next_one(
         assert [row.redacted for row in rows] == [True, False, False]
         assert [stands_above(row.internal_metadata) for row in rows] == [0, 2, 2]
         assert (await store.homeserver.servers_now([ROOM]))[ROOM] == {"a.x", "c.x", "d.x"}
+        assert await store.homeserver.room_servers(ROOM) == RoomServers(
+            ROOM, 7, ["a.x", "c.x", "d.x"]
+        )
         assert len(await store.homeserver.to_device("a.x", 0, None, 9)) == 1
         again = await load(store, relay)
         assert (again.events, again.to_device) == (0, frozenset())

@@ -202,6 +202,9 @@ class SynapseTables(Tables):
     async def forget_appends(self) -> int:
         raise NotImplementedError
 
+    async def room_servers(self, room_id: str) -> Any:
+        raise NotImplementedError
+
 
 async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
     redis = {"host": valkey.host, "port": valkey.port}

@@ -24,12 +24,13 @@ from fedsender.config import Config, Policy, from_values
 from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
+from fedsender.intake.rows import RelayRow
 from fedsender.ledger import open_ledger, read_lines, segments
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission, Leave
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
-from fedsender.streams import FeedRow, HostsRow, PduRow, RedactionRow
+from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.telemetry import Metrics
 
 HS = "hs.example"
@@ -275,7 +276,7 @@ class World:
 
     # --- the homeserver ---
 
-    async def apply(self, *rows: FeedRow) -> int:
+    async def apply(self, *rows: RelayRow) -> int:
         """One token's rows; the sender, if it runs, is told."""
         self.token += 1
         await self.store.homeserver.apply_feed(rows, self.token)

@@ -9,6 +9,7 @@ from trio.testing import MockClock
 
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
+from fedsender.intake.rows import ServersRow
 from fedsender.store.records import Lagging
 from fedsender.streams import RedactionRow
 
@@ -484,6 +485,32 @@ async def test_a_server_kicked_while_it_was_down_gets_the_kick_and_no_more(
         await settle()
 
     assert server.got == ["before", "a.example leaves"]
+
+
+async def test_a_server_that_a_list_leaves_out_gets_what_it_was_owed_and_no_more(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I6: the list holds for events after it. What the server was to get before, it gets."""
+    world.settings["destinations"] = {"defaults": {"catch_up_gap_events": 0}}
+    server, other = world.server(A), world.server(B)
+    async with world.run() as sender:
+        await world.join(R1, A, B)
+        await world.say(R1, "before")
+        await settle()
+        server.down = True
+        await world.say(R1, "missed")
+        await world.apply(ServersRow(R1, (B,)))
+        await world.say(R1, "secret")
+        await settle(8000)
+        server.down = False
+        sender.wake([A], by_admin=True)
+        await settle()
+        await world.apply(ServersRow(R1, (A, B)))
+        await world.say(R1, "again")
+        await settle()
+
+    assert server.got == ["before", "missed", "again"]
+    assert other.got == ["before", "missed", "secret", "again"]
 
 
 async def test_lagging_servers_come_back_at_the_ramp_and_not_one_each_five_seconds(

@@ -6,7 +6,13 @@ from sqlalchemy import Connection, text
 
 from fedsender.store import tables
 
-EMBEDDED_ONLY = {"room_servers", "event_servers", "stream_epoch", "generation_marks"}
+EMBEDDED_ONLY = {
+    "room_servers",
+    "room_servers_told",
+    "event_servers",
+    "stream_epoch",
+    "generation_marks",
+}
 
 # Synapse's own has these keys; the other tables come from our description of them.
 DESTINATION_ROOMS = """

@@ -126,6 +126,17 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("event_id"),
     )
     op.create_table(
+        "room_servers_told",
+        sa.Column("room_id", sa.Text(), nullable=False),
+        sa.Column(
+            "token",
+            sa.BigInteger(),
+            nullable=False,
+            comment="of the last row about its servers",
+        ),
+        sa.PrimaryKeyConstraint("room_id"),
+    )
+    op.create_table(
         "room_servers",
         sa.Column("room_id", sa.Text(), nullable=False),
         sa.Column("server", sa.Text(), nullable=False),
@@ -170,6 +181,7 @@ def downgrade() -> None:
     op.drop_table("stream_epoch")
     op.drop_table("rooms")
     op.drop_table("room_servers")
+    op.drop_table("room_servers_told")
     op.drop_table("rejections")
     op.drop_table("redactions")
     op.drop_table("generation_marks")

@@ -14,17 +14,25 @@ import json
 import random
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import anyio
 import httpx
 
 from fedsender.config.values import UnixAddress, parse_http_peer
-from fedsender.intake.rows import EPHEMERAL_STREAMS
+from fedsender.intake.rows import EPHEMERAL_STREAMS, MAX_RECORD_BYTES, MAX_ROWS, RoomServers
 from fedsender.replication.commands import Json
 
 T = TypeVar("T")
@@ -37,6 +45,8 @@ TIMEOUT_S: Final = 90.0
 OUTCOMES_WAIT_S: Final = 30
 MAX_APPENDS: Final = 1000
 """Records in one call."""
+SERVERS_IN_ROW: Final = 1000
+"""So many names fit into a row, however long they are."""
 
 
 class Refused(Exception):
@@ -120,6 +130,18 @@ class Outcomes:
     cursor: str
 
 
+class ServersOutdated(Refused):
+    """Later rows are about the servers of rooms that were read `as_of` an older token.
+
+    Attributes:
+        rooms: what is stored of these rooms, of the first of them.
+    """
+
+    def __init__(self, status: int, errcode: str, error: str, rooms: Sequence[RoomServers]) -> None:
+        super().__init__(status, errcode, error)
+        self.rooms = rooms
+
+
 @dataclass(frozen=True, slots=True)
 class NewRecord:
     """A record to append: rows that belong together.
@@ -192,7 +214,7 @@ class IntakeClient:
         Raises:
             Refused: a row that the relay does not take, an id that came with other rows, a token
                 that is not the relay's; none of them is there then, unless the id was.
-            ReservationLost.
+            ReservationLost, ServersOutdated.
         """
         tokens: list[int | None] = (await self._append(records))["tokens"]
         return tokens
@@ -207,6 +229,34 @@ class IntakeClient:
 
     async def _append(self, records: Sequence[NewRecord]) -> dict[str, Any]:
         return await self._until_done("append", {"appends": [each.as_json() for each in records]})
+
+    async def set_servers(
+        self, rooms: Mapping[str, Collection[str]], *, as_of: int | None = None
+    ) -> None:
+        """Say which servers are in each of the rooms: these and no others, for what follows.
+
+        In one record, or in several if there are more rooms than one holds.
+
+        Args:
+            as_of: the newest token, by `position`, before the rooms were read.
+
+        Raises:
+            ServersOutdated: some records may be stored. Ask for the position and read the rooms
+                again.
+            Refused.
+        """
+        for rows in _records_of(rooms, as_of):
+            await self.append(rows)
+
+    async def room_servers(self, room_id: str) -> RoomServers | None:
+        """What is stored of a room; None: no row was about its servers. Raises Refused."""
+        try:
+            found = await self._until_done(f"rooms/{quote(room_id, safe='')}", None)
+        except Refused as refused:
+            if refused.errcode == "M_NOT_FOUND":
+                return None
+            raise
+        return _room_of(found)
 
     async def reserve(self, writer: str, count: int = 1) -> list[str]:
         """Reserve places for work that begins. Raises Refused."""
@@ -280,6 +330,9 @@ class IntakeClient:
         errcode, error_text = str(said.get("errcode")), str(said.get("error"))
         if errcode == "FEDSENDER_GAP":
             raise OutcomesLost(response.status_code, errcode, error_text, said.get("oldest"))
+        if errcode == "FEDSENDER_SERVERS_OUTDATED":
+            rooms = [_room_of(room) for room in said["rooms"]]
+            raise ServersOutdated(response.status_code, errcode, error_text, rooms)
         kind = ReservationLost if errcode == "FEDSENDER_RESERVATION_GONE" else Refused
         raise kind(response.status_code, errcode, error_text)
 
@@ -322,6 +375,37 @@ class _Pages:
                 self._after = cursor = answer["cursor"]
                 said = [_known(EventOutcome, each) for each in answer["outcomes"]]
                 return Outcomes(said, cursor)
+
+
+def _room_of(said: Mapping[str, Any]) -> RoomServers:
+    return RoomServers(said["room_id"], said["token"], said["servers"])
+
+
+def _records_of(
+    rooms: Mapping[str, Collection[str]], as_of: int | None
+) -> Iterator[list[list[Json]]]:
+    """Rows that say who is in the rooms, in records of allowed size; a room is in one of them."""
+    record: list[list[Json]] = []
+    size = 0
+    for room_id, servers in rooms.items():
+        rows = _rows_of(room_id, sorted(servers), as_of)
+        added = sum(len(json.dumps(row, separators=(",", ":"))) for row in rows)
+        if record and (size + added > MAX_RECORD_BYTES or len(record) + len(rows) > MAX_ROWS):
+            yield record
+            record, size = [], 0
+        record += rows
+        size += added
+    if record:
+        yield record
+
+
+def _rows_of(room_id: str, servers: list[str], as_of: int | None) -> list[list[Json]]:
+    """What does not fit into the first row joins it."""
+    about: list[Json] = [] if as_of is None else [{"as_of": as_of}]
+    rows: list[list[Json]] = [["servers", [room_id, servers[:SERVERS_IN_ROW], *about]]]
+    for start in range(SERVERS_IN_ROW, len(servers), SERVERS_IN_ROW):
+        rows.append(["hosts", [room_id, servers[start : start + SERVERS_IN_ROW], []]])
+    return rows
 
 
 class _Body(httpx.AsyncByteStream):

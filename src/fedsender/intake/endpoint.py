@@ -14,7 +14,7 @@ from starlette.responses import Response
 from fedsender.admin.app import new_app
 from fedsender.admin.bodies import Body
 from fedsender.admin.http1 import Bounds
-from fedsender.admin.refusal import Error, Refusal, bad_param, json_answer
+from fedsender.admin.refusal import Error, Refusal, bad_param, json_answer, not_found
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Address
 from fedsender.intake.feedback import BadCursor, Cursor, Feedback, Gap
@@ -27,12 +27,13 @@ from fedsender.intake.intake import (
     Full,
     Intake,
     KeyReused,
+    Outdated,
     ReservationGone,
     Waiting,
 )
 from fedsender.intake.rows import EPHEMERAL_STREAMS, MAX_ROWS
 from fedsender.outside import Outside
-from fedsender.replication.rows import BadRow
+from fedsender.replication.rows import BadRow, id_of
 
 T = TypeVar("T")
 
@@ -64,6 +65,7 @@ class OneAppend(Body):
         max_length=MAX_ROWS,
         description='["pdu", [room_id, event_id, event, {"room_version", "plus", "minus", '
         '"internal_metadata"}]], ["hosts", [room_id, [joined], [left]]], '
+        '["servers", [room_id, [all servers], {"as_of": token}]] (as_of may be left out), '
         '["redaction", [event_id, target]], '
         '["edu", ["to_device", server, message_id, content]], '
         '["edu", ["device_list", server, user_id, device_id, content or null]] or '
@@ -131,7 +133,9 @@ async def append(request: Appends, intake: Reach) -> Response:
 
     After anything but a 200, or none, some may be there: send the same again, with the same ids.
     409 FEDSENDER_RESERVATION_GONE: reserve again. 409 FEDSENDER_ID_REUSED: an id came with other
-    rows before. 503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later.
+    rows before. 409 FEDSENDER_SERVERS_OUTDATED: rooms have later rows than `as_of`; nothing of the
+    record is stored, and `rooms` has what is stored of the first of them, `others` counts the rest.
+    503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later.
     """
     appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
     epoch = intake.recorder.epoch
@@ -222,6 +226,20 @@ async def outcomes(
     return json_answer({"outcomes": page.outcomes, "cursor": at})
 
 
+@router.get("/rooms/{room_id:path}", summary="Which servers are in a room, as far as it was said")
+async def room(room_id: str, intake: Reach) -> Response:
+    """`{"epoch": "...", "room_id": "!r:hs.example", "token": 17, "servers": [...]}`: who gets the
+    room's next event, and the token of the last `hosts` or `servers` row about it. 404: none came.
+    """
+    find = intake.room
+    if find is None:
+        raise Refusal(404, "M_UNRECOGNIZED", "a relay does not say who is in a room")
+    found = await _taken(lambda: find(id_of(room_id, "room id")))
+    if found is None:
+        raise not_found("no row has said who is in this room")
+    return json_answer({"epoch": intake.recorder.epoch, **found._asdict()})
+
+
 async def _taken(take: Callable[[], Awaitable[T]]) -> T:
     """What `take` gives, its errors as refusals."""
     later = {"retry_after_ms": RETRY_AFTER_MS}
@@ -231,6 +249,10 @@ async def _taken(take: Callable[[], Awaitable[T]]) -> T:
         raise Refusal(400, "M_BAD_JSON", str(bad)) from bad
     except KeyReused as reused:
         raise Refusal(409, "FEDSENDER_ID_REUSED", str(reused)) from reused
+    except Outdated as outdated:
+        rooms = [each._asdict() for each in outdated.rooms]
+        more = {"rooms": rooms, "others": outdated.others}
+        raise Refusal(409, "FEDSENDER_SERVERS_OUTDATED", str(outdated), more) from outdated
     except ReservationGone as gone:
         raise Refusal(409, "FEDSENDER_RESERVATION_GONE", str(gone)) from gone
     except Waiting as waiting:

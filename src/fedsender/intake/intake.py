@@ -13,14 +13,21 @@ What was appended is known by the caller's id, which the log keeps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import structlog
 import trio
 
-from fedsender.intake.rows import Ephemeral, Prepared, prepare, prepare_ephemeral
+from fedsender.intake.rows import (
+    Ephemeral,
+    Prepared,
+    RoomServers,
+    ServersRow,
+    prepare,
+    prepare_ephemeral,
+)
 from fedsender.matrix import JsonObject
 from fedsender.outside import Outside
 from fedsender.replication.commands import Json
@@ -36,6 +43,23 @@ KEY_BYTES: Final = 16
 
 class KeyReused(ValueError):
     """An id that already stands for other rows."""
+
+
+class Outdated(ValueError):
+    """A record says who is in rooms as of a token, and later rows say it, too. It was not kept.
+
+    Attributes:
+        rooms: what is stored of these rooms, of the first of them.
+        others: how many more there are.
+    """
+
+    def __init__(self, rooms: Sequence[RoomServers], others: int) -> None:
+        super().__init__(
+            f"rooms of the record have a row after its as_of, or as_of is above the newest token:"
+            f" {len(rooms) + others}, the first is {rooms[0].room_id}, at token {rooms[0].token}"
+        )
+        self.rooms = rooms
+        self.others = others
 
 
 class Full(Exception):
@@ -199,6 +223,8 @@ class Intake:
     Args:
         publish: hands what is of use only now to whoever is connected; returns at once.
         signer: completes events, which come without hashes and signatures then.
+        room: finds out what is stored of a room; None for one of which nothing was said. Without
+            it `servers` rows are not taken.
     """
 
     def __init__(
@@ -208,9 +234,11 @@ class Intake:
         publish: Callable[[Ephemeral], None],
         settings: IntakeSettings | None = None,
         signer: Signer | None = None,
+        room: Callable[[str], Awaitable[RoomServers | None]] | None = None,
     ) -> None:
         self.recorder = recorder
         self.signer = signer
+        self.room = room
         self.publish = publish
         self.settings = settings or IntakeSettings()
         # A place of an earlier life of the relay must not be taken for one of ours.
@@ -279,7 +307,7 @@ class Intake:
 
         Raises:
             BadRow, ReservationGone: something is wrong with one of them; none was taken.
-            KeyReused: an id came with other rows before; the others may have been taken.
+            KeyReused, Outdated: one of them cannot be taken; the others may have been.
             Busy, Waiting, Full, Broken, OSError: not all are durable; send them all again.
         """
         return await self._append(await self._check(appends))
@@ -299,13 +327,14 @@ class Intake:
 
     async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, _Held | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
+        lists = self.room is not None
         if self.signer is None:
-            return [_checked(number, each) for number, each in enumerate(appends)]
+            return [_checked(number, each, lists) for number, each in enumerate(appends)]
         checked = []
         for number, each in enumerate(appends):
             # A thousand signatures take a while.
             await trio.lowlevel.checkpoint()
-            checked.append(_checked(number, each, self.signer.complete))
+            checked.append(_checked(number, each, lists, self.signer.complete))
         return checked
 
     async def _append(self, checked: Sequence[tuple[Append, _Held | None]]) -> list[int | None]:
@@ -399,14 +428,18 @@ class Intake:
 
 
 def _checked(
-    number: int, each: Append, complete: Callable[[Json], Json] = lambda row: row
+    number: int, each: Append, lists: bool, complete: Callable[[Json], Json] = lambda row: row
 ) -> tuple[Append, _Held | None]:
+    """`lists`: whether rows with all servers of a room are taken."""
     try:
         if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
             raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
         if not each.rows and each.reservation is not None:
             return each, None
-        return each, _Held(key_of(each.id), prepare(each.rows, complete))
+        record = prepare(each.rows, complete)
+        if not lists and any(isinstance(row, ServersRow) for row in record.parsed):
+            raise BadRow("a servers row, and a relay takes only hosts rows")
+        return each, _Held(key_of(each.id), record)
     except UnicodeEncodeError as bad:
         raise BadRow(f"append {number}: the id is not Unicode") from bad
     except BadRow as bad:

@@ -1,8 +1,10 @@
 """What a homeserver may tell the relay, and what becomes of it.
 
 A *record* is one token of the `events` stream: one or more rows that belong together. Its rows are
-those of `replication.rows` (pdu, hosts, redaction) and durable EDUs for one named server each:
+those of `replication.rows` (pdu, hosts, redaction), lists of all servers in a room, and durable
+EDUs for one named server each:
 
+["servers", [room_id, [servers]]]    or    ["servers", [room_id, [servers], {"as_of": token}]]
 ["edu", ["to_device", destination, message_id, content]]
 ["edu", ["device_list", destination, user_id, device_id, content]]    content null: resync
 ["edu", ["signing_key", destination, user_id, {"master_key": {...}, "self_signing_key": {...}}]]
@@ -22,12 +24,12 @@ import json
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from fedsender.matrix import canonical_json, is_server_name
 from fedsender.replication.commands import Json
 from fedsender.replication.protocol import OWN_MAX_LINE
-from fedsender.replication.rows import BadRow, id_of, parse_row
+from fedsender.replication.rows import BadRow, id_of, parse_row, servers_of, token_of
 from fedsender.streams import FeedRow, PduRow
 
 STREAM: Final = "events"
@@ -81,14 +83,43 @@ class SigningKeyRow:
     public_key: str
 
 
+@dataclass(frozen=True, slots=True)
+class ServersRow:
+    """All servers that are in a room, for events above this row's token.
+
+    Attributes:
+        as_of: the newest token when the homeserver read them: if a row about the room's servers
+            came later, this one is refused.
+    """
+
+    room_id: str
+    servers: tuple[str, ...]
+    as_of: int | None = None
+
+
+class RoomServers(NamedTuple):
+    """What is stored of a room's servers, and the token of the last row about them."""
+
+    room_id: str
+    token: int
+    servers: Sequence[str]
+
+
 EduRow = ToDeviceRow | DeviceListRow | SigningKeyRow
-RelayRow = FeedRow | EduRow
+RelayRow = FeedRow | ServersRow | EduRow
 _CROSS_SIGNING: Final = ("master_key", "self_signing_key")
 
 
 def parse_relay_row(row: Json) -> RelayRow:
     """The meaning of one row of the relay's `events` stream. Raises BadRow."""
     match row:
+        case ["servers", [room_id, servers]]:
+            return ServersRow(id_of(room_id, "room id"), servers_of(servers))
+        case ["servers", [room_id, servers, {"as_of": as_of, **more}]] if not more:
+            read_at = token_of(as_of, "as_of")
+            return ServersRow(id_of(room_id, "room id"), servers_of(servers), read_at)
+        case ["servers", *_]:
+            raise BadRow("a servers row with other fields than it should have")
         case ["edu", ["to_device", destination, message_id, dict(content)]]:
             message = id_of(message_id, "message id")
             return ToDeviceRow(_server(destination), message, _sendable(content))

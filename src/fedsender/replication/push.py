@@ -17,7 +17,7 @@ import trio
 from sqlalchemy.exc import DataError, IntegrityError
 
 from fedsender.intake.intake import Call, Full, Intake, KeyReused, Signer
-from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, ToDeviceRow
+from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, RoomServers, ToDeviceRow
 from fedsender.outside import Outside
 from fedsender.replication.embedded import redacted_in
 from fedsender.replication.relay_rows import tell_ephemeral
@@ -49,6 +49,7 @@ class PushStore(Protocol):
     async def forget_appends(self) -> int: ...
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
     async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
+    async def room_servers(self, room_id: str) -> RoomServers | None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +81,9 @@ class PushFeed(Feed):
         self._sink = sink
         self.epoch = outside.entropy(8).hex()
         self.head = 0
-        self.intake = Intake(self, outside, self._take_ephemeral, signer=signer)
+        self.intake = Intake(
+            self, outside, self._take_ephemeral, signer=signer, room=self._room_servers
+        )
         self._queue: deque[_Waiting] = deque()
         self._by_key: dict[bytes, _Waiting] = {}
         self._bytes = 0
@@ -160,6 +163,12 @@ class PushFeed(Feed):
         self._arrived.set()
         return call
 
+    async def _room_servers(self, room_id: str) -> RoomServers | None:
+        try:
+            return await self._store.room_servers(room_id)
+        except StoreError as error:
+            raise Full(str(error)) from error
+
     def _take_ephemeral(self, row: Ephemeral) -> None:
         if row.stream == SERVER_UP:
             self._sink.server_up(row.value)
@@ -204,9 +213,14 @@ class PushFeed(Feed):
             answers = [BadRow(str(error)) if wrong else Full(str(error))]
         newest = max((token for token in answers if isinstance(token, int)), default=0)
         if newest > self.head:
-            self.note_rows("events", sum(len(record.rows) for record in records))
+            rows = [
+                row
+                for record, answer in zip(records, answers, strict=True)
+                if isinstance(answer, int)
+                for row in record.rows
+            ]
+            self.note_rows("events", len(rows))
             self.head = newest
-            rows = [row for record in records for row in record.rows]
             self._sink.redacted(redacted_in(rows))
             self._sink.edus.device_lists.advance(newest)
             self._sink.events.advance(newest)

@@ -31,7 +31,7 @@ def parse_row(row: Json) -> FeedRow:
         case ["pdu", [room_id, event_id, dict(event), dict(about)]]:
             return _pdu(room_id, event_id, event, about)
         case ["hosts", [room_id, joined, left]]:
-            return HostsRow(id_of(room_id, "room id"), _servers(joined), _servers(left))
+            return HostsRow(id_of(room_id, "room id"), servers_of(joined), servers_of(left))
         case ["redaction", [event_id, target]]:
             return RedactionRow(id_of(event_id, "redaction"), id_of(target, "target"))
         case [str(kind), *_] if kind in ("pdu", "hosts", "redaction"):
@@ -51,8 +51,8 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
         json=json.dumps(event, separators=(",", ":")),
         event=event,
         room_version=_text(about.get("room_version"), "room_version", MAX_VERSION_BYTES),
-        plus=_servers(about.get("plus", [])),
-        minus=_servers(about.get("minus", [])),
+        plus=servers_of(about.get("plus", [])),
+        minus=servers_of(about.get("minus", [])),
         internal_metadata=metadata,
     )
     # What a store keeps in columns of its own it can hold.
@@ -90,7 +90,15 @@ def _number(value: Json, what: str) -> None:
         raise BadRow(f"{what} is not an integer of 64 bits")
 
 
-def _servers(value: Json) -> tuple[str, ...]:
+def token_of(value: Json, what: str) -> int:
+    """A token, or 0 for what was before the first. Raises BadRow, which calls it `what`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_BIGINT:
+        raise BadRow(f"{what} is not a token")
+    return value
+
+
+def servers_of(value: Json) -> tuple[str, ...]:
+    """A list of server names. Raises BadRow."""
     if not isinstance(value, list):
         raise BadRow("servers are not a list")
     if not all(isinstance(server, str) and is_server_name(server) for server in value):

@@ -9,17 +9,20 @@ from typing import Final, NamedTuple
 
 from sqlalchemy import Connection, delete, select
 
-from fedsender.intake.intake import KeyReused
-from fedsender.intake.rows import RelayRow
-from fedsender.store import embedded, positions, tables
+from fedsender.intake.intake import KeyReused, Outdated
+from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
+from fedsender.store import embedded, positions, room_servers, tables
 from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
 from fedsender.store.rows import insert_rows
 
 KEPT_MS: Final = 24 * 3600 * 1000
 """A key is known for so long at least."""
 _FORGOTTEN_AT_ONCE: Final = 10_000
+MAX_OUTDATED: Final = 100
+MAX_OUTDATED_SERVERS: Final = 10_000
+"""What is stored is told of so many rooms, and of no more once so many servers were named."""
 
-Appended = int | KeyReused
+Appended = int | KeyReused | Outdated
 
 
 class NewRecord(NamedTuple):
@@ -35,7 +38,8 @@ def append_records(
 ) -> list[Appended]:
     """Store records in this order; for each its token, which it may have had before.
 
-    A record whose key came with other rows before is not stored, and the others are.
+    A record is not stored whose key came with other rows before, or which says who is in a room
+    as of a token after which other rows did; the others are.
     """
     known = find_appends(connection, (record.key for record in records))
     head = max(0, positions.read_position(connection, "feed", instance))
@@ -44,6 +48,14 @@ def append_records(
     answers: list[Appended] = []
     for record in records:
         if record.key not in known:
+            if any(isinstance(row, ServersRow) and row.as_of is not None for row in record.rows):
+                # What stands before it counts.
+                rows.store(connection)
+                rows = embedded.Rows(now_ms)
+                outdated = _outdated(connection, record.rows, head)
+                if outdated is not None:
+                    answers.append(outdated)
+                    continue
             head += 1
             rows.add(head, record.rows)
             known[record.key] = head, record.checksum
@@ -64,6 +76,34 @@ def append_records(
             insert_rows(connection, tables.appends, chunk)
         positions.set_position(connection, "feed", instance, head)
     return answers
+
+
+def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Outdated | None:
+    """The rooms about whose servers a row came after what `rows` say they were read at.
+
+    Nor can anything have been read at a token above `head`: it is of another store.
+    """
+    read_at: dict[str, int] = {}
+    for row in rows:
+        if isinstance(row, ServersRow) and row.as_of is not None:
+            read_at[row.room_id] = min(row.as_of, read_at.get(row.room_id, row.as_of))
+    last = room_servers.last_told(connection, read_at)
+    outdated = [
+        room_id
+        for room_id, as_of in read_at.items()
+        if last.get(room_id, 0) > as_of or as_of > head
+    ]
+    if not outdated:
+        return None
+    named = 0
+    rooms: list[RoomServers] = []
+    for room_id in outdated[:MAX_OUTDATED]:
+        found = room_servers.embedded_room(connection, room_id) or RoomServers(room_id, 0, ())
+        rooms.append(found)
+        named += len(found.servers)
+        if named >= MAX_OUTDATED_SERVERS:
+            break
+    return Outdated(rooms, len(outdated) - len(rooms))
 
 
 def find_appends(connection: Connection, keys: Iterable[bytes]) -> dict[bytes, tuple[int, int]]:

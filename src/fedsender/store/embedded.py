@@ -5,12 +5,13 @@ the feed goes on from there, with nothing missing and nothing twice.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, tuple_, update
 
-from fedsender.intake.rows import DeviceListRow, RelayRow, SigningKeyRow, ToDeviceRow
+from fedsender.intake.rows import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
 from fedsender.store import edu_rows, positions, tables
 from fedsender.store.engine import StoreError
 from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
@@ -63,7 +64,7 @@ class Rows:
         self._texts: list[dict[str, Any]] = []
         self._exceptions: list[dict[str, Any]] = []
         self._redactions: list[dict[str, Any]] = []
-        self._moves: list[Move] = []
+        self._hosts: list[tuple[int, HostsRow | ServersRow]] = []
         self._to_device: list[tuple[str, int, str, Mapping[str, object]]] = []
         self._device_lists: list[tuple[int, DeviceListRow | SigningKeyRow]] = []
 
@@ -79,8 +80,9 @@ class Rows:
                 self._add_pdu(row, token)
             elif isinstance(row, RedactionRow):
                 self._add_redaction(row)
-            elif isinstance(row, HostsRow):
-                self._add_hosts(row, token)
+            elif isinstance(row, HostsRow | ServersRow):
+                self._rooms.setdefault(row.room_id, None)
+                self._hosts.append((token, row))
             elif isinstance(row, ToDeviceRow):
                 message = (row.destination, token, row.message_id, row.content)
                 self._to_device.append(message)
@@ -104,13 +106,6 @@ class Rows:
             }
         )
 
-    def _add_hosts(self, row: HostsRow, token: int) -> None:
-        self._rooms.setdefault(row.room_id, None)
-        for server in row.left:
-            self._moves.append(Move(row.room_id, server, token, joins=False))
-        for server in row.joined:
-            self._moves.append(Move(row.room_id, server, token, joins=True))
-
     def store(self, connection: Connection) -> None:
         """Write all of it."""
         store_rooms(connection, self._rooms)
@@ -122,7 +117,7 @@ class Rows:
             for chunk in in_chunks(rows):
                 insert_rows(connection, table, chunk)
         store_exceptions(connection, self._exceptions)
-        store_moves(connection, self._moves)
+        store_hosts(connection, self._hosts)
         edu_rows.store_to_device(connection, self._to_device, self._now_ms)
         for token, row in self._device_lists:
             store_device_list(connection, token, row, resync=False)
@@ -208,50 +203,63 @@ def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> N
         connection.execute(statement, known)
 
 
-class Move(NamedTuple):
-    """A server's first user joins a room, or its last one leaves, at a token."""
-
-    room_id: str
-    server: str
-    token: int
-    joins: bool
-
-
-def store_moves(connection: Connection, moves: Sequence[Move]) -> None:
+def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]) -> None:
     """Close the stays of those that left, open one for each that joined and is not there.
 
-    `moves` in their order. A stay holds for events above the token of its coming, up to and with
-    that of its going.
+    `told`: (token, row) in their order. A stay holds for events above the token of its coming, up
+    to and with that of its going.
     """
-    stays = _open_stays(connection, {(move.room_id, move.server) for move in moves})
+    stays = _open_stays(connection, told)
     changed: dict[tuple[str, str, int], int | None] = {}
-    for move in moves:
-        place = (move.room_id, move.server)
-        if not move.joins:
-            changed.update({(*place, joined): move.token for joined in stays.pop(place, ())})
-        elif place not in stays:
-            stays[place] = [move.token]
-            changed[*place, move.token] = None
+    for token, row in told:
+        here = stays[row.room_id]
+        if isinstance(row, ServersRow):
+            joined, left = row.servers, tuple(sorted(here.keys() - set(row.servers)))
+        else:
+            joined, left = row.joined, row.left
+        for server in left:
+            stay = (row.room_id, server)
+            changed.update({(*stay, since): token for since in here.pop(server, ())})
+        for server in joined:
+            if server not in here:
+                here[server] = [token]
+                changed[row.room_id, server, token] = None
     rows = [
         {"room_id": room_id, "server": server, "joined": joined, "left": left}
         for (room_id, server, joined), left in changed.items()
     ]
     for chunk in in_chunks(rows):
         insert_rows(connection, tables.room_servers, chunk, replacing="left")
+    store_told(connection, {row.room_id: token for token, row in told})
+
+
+def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:
+    """Note by room the token of the last row about its servers, though it may change nothing."""
+    rows = [{"room_id": room_id, "token": tokens[room_id]} for room_id in sorted(tokens)]
+    for chunk in in_chunks(rows):
+        insert_rows(connection, tables.room_servers_told, chunk, replacing="token")
 
 
 def _open_stays(
-    connection: Connection, places: Collection[tuple[str, str]]
-) -> dict[tuple[str, str], list[int]]:
-    """(room, server) -> since when the server is there."""
-    found: dict[tuple[str, str], list[int]] = {}
+    connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]
+) -> defaultdict[str, dict[str, list[int]]]:
+    """room -> server -> since when it is there: those that the rows name, or may close."""
+    whole = {row.room_id for _, row in told if isinstance(row, ServersRow)}
+    places = {
+        (row.room_id, server)
+        for _, row in told
+        if isinstance(row, HostsRow) and row.room_id not in whole
+        for server in (*row.joined, *row.left)
+    }
     stay = tables.room_servers.c
-    for chunk in in_chunks(sorted(places), MAX_PARAMETERS // 2):
-        query = (
-            select(stay.room_id, stay.server, stay.joined)
-            .where(tuple_(stay.room_id, stay.server).in_(chunk))
-            .where(stay.left.is_(None))
-        )
+    which = [stay.room_id.in_(chunk) for chunk in in_chunks(sorted(whole))]
+    which += [
+        tuple_(stay.room_id, stay.server).in_(chunk)
+        for chunk in in_chunks(sorted(places), MAX_PARAMETERS // 2)
+    ]
+    found: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
+    for condition in which:
+        query = select(stay.room_id, stay.server, stay.joined).where(condition, stay.left.is_(None))
         for room_id, server, joined in connection.execute(query):
-            found.setdefault((room_id, server), []).append(joined)
+            found[room_id].setdefault(server, []).append(joined)
     return found

@@ -5,14 +5,14 @@ fills. Every method is one hop into a worker thread; the functions of a connecti
 there stand in the modules beside this one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 from sqlalchemy import Connection
 
-from fedsender.intake.rows import RelayRow
+from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
 from fedsender.store import (
     appends,
     delivery,
@@ -356,7 +356,7 @@ class HomeserverStore(EventStore):
         def apply(connection: Connection) -> None:
             embedded.apply_tokens(connection, instance, batch, now_ms)
 
-        if any(isinstance(row, HostsRow) for _, rows in batch for row in rows):
+        if _move_hosts(row for _, rows in batch for row in rows):
             with self._hosts_moving():
                 await self._database.write(apply)
         else:
@@ -369,10 +369,14 @@ class HomeserverStore(EventStore):
         def append(connection: Connection) -> list[Appended]:
             return appends.append_records(connection, instance, records, now_ms)
 
-        if any(isinstance(row, HostsRow) for record in records for row in record.rows):
+        if _move_hosts(row for record in records for row in record.rows):
             with self._hosts_moving():
                 return await self._database.write(append)
         return await self._database.write(append)
+
+    async def room_servers(self, room_id: str) -> RoomServers | None:
+        """The servers that are in a room by what the feed brought; None: it said nothing of it."""
+        return await self._database.read(partial(room_servers.embedded_room, room_id=room_id))
 
     async def find_appends(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
         """Key -> (token, checksum) of the records that are stored."""
@@ -423,3 +427,7 @@ class HomeserverStore(EventStore):
                 connection, destination, stream_id, messages, now_ms
             )
         )
+
+
+def _move_hosts(rows: Iterable[RelayRow]) -> bool:
+    return any(isinstance(row, HostsRow | ServersRow) for row in rows)

@@ -164,6 +164,9 @@ class _Loading:
                 for server, stay in changes.opened:
                     opened.append({"room_id": room_id, "server": server, **stay._asdict()})
         self._change_stays(closed, opened)
+        # It says nothing of when servers came and went that are there no more, or again.
+        upto = self.snapshot.token + self.snapshot.history.base
+        embedded.store_told(self.connection, dict.fromkeys({*here, *hosts}, upto))
         self._store_events(events)
 
     def _hosts(self, part: int) -> dict[str, _Hosts]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, func, or_, select
 
+from fedsender.intake.rows import RoomServers
 from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.event_rows import in_chunks, json_object, membership_in
@@ -110,6 +111,25 @@ def embedded_servers_now(
         for room_id, server in connection.execute(query):
             found[room_id].add(server)
     return {room_id: frozenset(servers) for room_id, servers in found.items()}
+
+
+def embedded_room(connection: Connection, room_id: str) -> RoomServers | None:
+    """The servers in the room after all that the feed brought; None: no row was about them."""
+    token = last_told(connection, [room_id]).get(room_id)
+    if token is None:
+        return None
+    servers = embedded_servers_now(connection, [room_id])[room_id]
+    return RoomServers(room_id, token, sorted(servers))
+
+
+def last_told(connection: Connection, room_ids: Iterable[str]) -> dict[str, int]:
+    """Per room the token of the last row about its servers, where there was one."""
+    table = tables.room_servers_told.c
+    found: dict[str, int] = {}
+    for chunk in in_chunks(sorted(set(room_ids))):
+        query = select(table.room_id, table.token).where(table.room_id.in_(chunk))
+        found.update((room_id, token) for room_id, token in connection.execute(query))
+    return found
 
 
 def embedded_rooms_shared_with(connection: Connection, server: str) -> list[str]:

@@ -182,6 +182,12 @@ room_servers = Table(
     ),
     Column("left", BigInteger, comment="and up to this one, itself included; NULL: still there"),
 )
+room_servers_told = Table(
+    "room_servers_told",
+    homeserver,
+    Column("room_id", Text, primary_key=True),
+    Column("token", BigInteger, nullable=False, comment="of the last row about its servers"),
+)
 event_servers = Table(
     "event_servers",
     homeserver,
