@@ -115,7 +115,7 @@ def sender_store(directory: Path, records: Records) -> str:
         positions.set_feed_history(connection, History("0" * 16, 0))
         for token, rows in enumerate(records, 1):
             facts = [(token, parse_record(token, rows, lambda _: True))]
-            embedded.apply_tokens(connection, INSTANCE, facts, MS + 1_000 * token)
+            embedded.apply_tokens(connection, facts, MS + 1_000 * token)
     engine.dispose()
     return url
 
@@ -356,7 +356,7 @@ def take_snapshot(url: str, info: SnapshotInfo, history: History) -> None:
     engine = sa.create_engine(url)
     taken = relay_source._Snapshot(info, history, RealDisk())
     with engine.begin() as connection:
-        relay_load.load(connection, INSTANCE, taken, lambda _: True, MS)
+        relay_load.load(connection, taken, lambda _: True, MS)
     engine.dispose()
 
 
@@ -366,7 +366,7 @@ def follow(url: str, records: Records, after: int, base: int) -> None:
     with engine.begin() as connection:
         for token, rows in list(enumerate(records, 1))[after:]:
             facts = [(token + base, parse_record(token, rows, lambda _: True))]
-            embedded.apply_tokens(connection, INSTANCE, facts, MS)
+            embedded.apply_tokens(connection, facts, MS)
     engine.dispose()
 
 

@@ -259,7 +259,7 @@ async def test_a_batch_takes_few_statements_however_long_it_is(new_url: NewUrl) 
 
         def apply(connection: Connection) -> None:
             event.listen(connection, "before_cursor_execute", note)
-            apply_tokens(connection, "fed1", [(token, rows(token)) for token in range(1, 301)], 5)
+            apply_tokens(connection, [(token, rows(token)) for token in range(1, 301)], 5)
 
         await database.write(apply)
     assert len(statements) < 25

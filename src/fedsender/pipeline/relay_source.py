@@ -191,7 +191,7 @@ class _Follower:
     def _enter(self, history: History, upto: int, told: Followed) -> None:
         """Have all that was before the sender's present history, which the relay cannot tell."""
         with self.engine.begin() as connection:
-            at = max(0, positions.read_position(connection, "feed", self.instance))
+            at = max(0, positions.feed_position(connection))
             known = positions.feed_history(connection) or History("", 0)
         if known.base == history.base:
             return
@@ -211,7 +211,7 @@ class _Follower:
     ) -> int:
         """Up to where the store is, after a snapshot if the log does not join on to it."""
         with self.engine.begin() as connection:
-            at = max(base, positions.read_position(connection, "feed", self.instance))
+            at = max(base, positions.feed_position(connection))
             known = positions.feed_history(connection)
             if known is not None and at - base > _shared(epoch).get(known.epoch, -1):
                 raise PipelineError(
@@ -244,8 +244,8 @@ class _Follower:
                 facts = self._new(snapshot.history.base, snapshot.heads(part, at))
                 with self.engine.begin() as connection:
                     created_ms = snapshot.info.created_ms
-                    embedded.apply_tokens(connection, self.instance, facts, created_ms)
-                    positions.set_position(connection, "feed", self.instance, at)
+                    embedded.apply_tokens(connection, facts, created_ms)
+                    positions.set_feed_position(connection, at)
         reached = min(target, upto)
         if reached > at:
             told.from_sender += relay_store.take_over(
@@ -254,7 +254,7 @@ class _Follower:
         if target <= upto:
             with self.engine.begin() as connection:
                 created_ms = snapshot.info.created_ms
-                relay_load.load(connection, self.instance, snapshot, _handles_none, created_ms)
+                relay_load.load(connection, snapshot, _handles_none, created_ms)
                 positions.set_position(connection, "events", self.instance, reached)
         return reached
 
@@ -273,7 +273,7 @@ class _Follower:
         last = batch[-1].token + base
         table = tables.events
         with self.engine.begin() as connection:
-            embedded.apply_tokens(connection, self.instance, facts, batch[-1].ms)
+            embedded.apply_tokens(connection, facts, batch[-1].ms)
             connection.execute(
                 table.update()
                 .where(table.c.stream_ordering == sa.bindparam("token"))

@@ -49,7 +49,7 @@ def take_over(engine: Engine, sender: Source, instance: str, after: int, upto: i
         taken += len(rows)
     _take_over_stays(engine, sender, after, upto)
     with engine.begin() as connection:
-        positions.set_position(connection, "feed", instance, upto)
+        positions.set_feed_position(connection, upto)
         positions.set_position(connection, "events", instance, upto)
     return taken
 

@@ -14,7 +14,6 @@ import trio
 from sqlalchemy import URL, Connection, inspect, text
 
 from fedsender.outside import Outside
-from fedsender.store.connections import checked_url
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import (
     Database,
@@ -136,8 +135,7 @@ async def open_store(
         await own.read(_refuse_a_synapses)
         await bring_up_to_date(own, "sender", _lock(own.url, outside))
         if embedded:
-            # A daemon takes its share of the tables in its own database only.
-            await bring_up_to_date(main, "homeserver", _lock(own.url, outside))
+            await bring_up_to_date(main, "homeserver", _lock(main.url, outside))
         homeserver = HomeserverStore(main, outside, config.homeserver, state_database=state)
         await homeserver.check_schema()
         lock = InstanceLock(await _locks(own, main, outside, embedded=embedded))
@@ -166,7 +164,7 @@ async def upgrade_databases(config: StoreConfig, outside: Outside) -> None:
         async with open_database(url, outside, name=line) as database:
             if line == "sender":
                 await database.read(_refuse_a_synapses)
-            await bring_up_to_date(database, line, _lock(checked_url(config.sender_url), outside))
+            await bring_up_to_date(database, line, _lock(database.url, outside))
 
 
 def _refuse_a_synapses(connection: Connection) -> None:
@@ -183,13 +181,15 @@ def _lock(url: URL, outside: Outside) -> Lock:
 
 
 async def _locks(own: Database, main: Database, outside: Outside, *, embedded: bool) -> list[Lock]:
-    """A lock in each of the databases that could be shared: on a Synapse, in the Synapse's too.
+    """A lock in each of the databases that could be shared: in the homeserver's too.
 
-    A homeserver's SQLite is left alone: a file of ours beside it would be a surprise.
+    A Synapse's SQLite is left alone: a file of ours beside it would be a surprise. One of our own
+    is one sender's.
     """
     ours = _lock(own.url, outside)
-    if embedded or main.dialect != "postgresql":
-        return [ours]
+    if main.dialect != "postgresql":
+        path = Path(main.url.database or "")
+        return [ours, FileLock(path, of_one=True)] if embedded else [ours]
     if own.dialect == "postgresql" and await own.read(_place) == await main.read(_place):
         return [ours]  # In another schema of the same database: the lock is seen by all.
     return [ours, AdvisoryLock(main.url, outside)]

@@ -34,7 +34,7 @@ class NewRecord(NamedTuple):
 
 
 def append_records(
-    connection: Connection, instance: str, records: Sequence[NewRecord], now_ms: int
+    connection: Connection, records: Sequence[NewRecord], now_ms: int
 ) -> list[Appended]:
     """Store records in this order; for each its token, which it may have had before.
 
@@ -42,7 +42,7 @@ def append_records(
     as of a token after which other rows did; the others are.
     """
     known = find_appends(connection, (record.key for record in records))
-    head = max(0, positions.read_position(connection, "feed", instance))
+    head = max(0, positions.feed_position(connection))
     rows = embedded.Rows(now_ms)
     fresh = []
     answers: list[Appended] = []
@@ -74,7 +74,7 @@ def append_records(
         rows.store(connection)
         for chunk in in_chunks(fresh):
             insert_rows(connection, tables.appends, chunk)
-        positions.set_position(connection, "feed", instance, head)
+        positions.set_feed_position(connection, head)
     return answers
 
 

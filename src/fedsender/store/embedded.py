@@ -30,7 +30,6 @@ class FeedError(StoreError):
 
 def apply_tokens(
     connection: Connection,
-    instance: str,
     batch: Sequence[tuple[int, Sequence[RelayRow]]],
     now_ms: int,
 ) -> None:
@@ -39,7 +38,7 @@ def apply_tokens(
     Nor is an event stored again that is there under another token, of another history. Rows are
     written table by table, so that a batch takes a few statements however many rows it has.
     """
-    stored = positions.read_position(connection, "feed", instance)
+    stored = positions.feed_position(connection)
     newest = stored
     rows = Rows(now_ms)
     for token, told in batch:
@@ -48,7 +47,7 @@ def apply_tokens(
             newest = token
     if newest > stored:
         rows.store(connection)
-        positions.set_position(connection, "feed", instance, newest)
+        positions.set_feed_position(connection, newest)
 
 
 class Rows:

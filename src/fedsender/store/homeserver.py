@@ -351,10 +351,10 @@ class HomeserverStore(EventStore):
 
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
         """The same for several tokens, ascending, in one transaction."""
-        instance, now_ms = self._settings.instance, self._now_ms()
+        now_ms = self._now_ms()
 
         def apply(connection: Connection) -> None:
-            embedded.apply_tokens(connection, instance, batch, now_ms)
+            embedded.apply_tokens(connection, batch, now_ms)
 
         if _move_hosts(row for _, rows in batch for row in rows):
             with self._hosts_moving():
@@ -364,10 +364,10 @@ class HomeserverStore(EventStore):
 
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
         """Store records in this order, in one transaction; see `appends`."""
-        instance, now_ms = self._settings.instance, self._now_ms()
+        now_ms = self._now_ms()
 
         def append(connection: Connection) -> list[Appended]:
-            return appends.append_records(connection, instance, records, now_ms)
+            return appends.append_records(connection, records, now_ms)
 
         if _move_hosts(row for record in records for row in record.rows):
             with self._hosts_moving():
@@ -388,9 +388,7 @@ class HomeserverStore(EventStore):
 
     async def feed_position(self) -> int:
         """The token up to which the feed is stored; -1 before the first one."""
-        return await self._database.read(
-            lambda connection: positions.read_position(connection, "feed", self._settings.instance)
-        )
+        return await self._database.read(positions.feed_position)
 
     async def feed_history(self) -> History | None:
         """The history that the feed's tokens belong to; None: not known yet."""
@@ -413,10 +411,10 @@ class HomeserverStore(EventStore):
 
         Raises FeedError, and what `snapshot.read` raises.
         """
-        instance, now_ms = self._settings.instance, self._now_ms()
+        now_ms = self._now_ms()
         with self._hosts_moving():
             return await self._database.write(
-                lambda connection: relay_load.load(connection, instance, snapshot, handles, now_ms)
+                lambda connection: relay_load.load(connection, snapshot, handles, now_ms)
             )
 
     async def queue_to_device(self, destination: str, stream_id: int, messages: str) -> None:

@@ -71,10 +71,15 @@ class Lock(Protocol):
 
 
 class FileLock:
-    """Locks on files beside an SQLite database: for daemons of one machine."""
+    """Locks on files beside an SQLite database: for daemons of one machine.
 
-    def __init__(self, database: Path) -> None:
+    Args:
+        of_one: whether the database is one daemon's, whatever its instance name.
+    """
+
+    def __init__(self, database: Path, *, of_one: bool = False) -> None:
         self._database = database
+        self._of_one = of_one
         self._files: list[int] = []
 
     async def take(self, instance: str) -> None:
@@ -84,9 +89,15 @@ class FileLock:
         if not self._lock("schema", fcntl.LOCK_SH):
             raise LockUnknown(f"the tables in {self._database} are being migrated")
         digest = hashlib.sha256(instance.encode()).hexdigest()[:16]
-        if not self._lock(digest, fcntl.LOCK_EX):
+        name = "sender" if self._of_one else digest
+        if not self._lock(name, fcntl.LOCK_EX):
             await self.release()
-            raise LockHeld(f"another daemon runs as {instance!r} (it holds {self._path(digest)})")
+            if self._of_one:
+                raise LockHeld(
+                    f"another daemon runs on {self._database} (it holds {self._path(name)}):"
+                    " an SQLite as homeserver.database feeds one sender"
+                )
+            raise LockHeld(f"another daemon runs as {instance!r} (it holds {self._path(name)})")
 
     async def take_tables(self) -> None:
         await trio.lowlevel.checkpoint()

@@ -3,7 +3,8 @@
 A row of type `events` is Synapse's own: up to there everything is recorded in `destination_rooms`.
 Nothing reads the rows of type `federation` any more. We write our events position there too, in
 the same transaction: when the two differ, somebody else has moved one of them, a Synapse sender for
-instance. An embedded store also has a row of type `feed`: the token up to which it has facts.
+instance. An embedded store also has a row of type `feed`, which is nobody's: the token up to which
+it has facts, whoever stored them.
 """
 
 from collections.abc import Collection, Sequence
@@ -172,6 +173,19 @@ def _has_table(connection: Connection, name: str) -> bool:
 
 
 # --- the feed of an embedded store ----------------------------------------------------------------
+
+
+_OF_THE_STORE = ""
+
+
+def feed_position(connection: Connection) -> int:
+    """The token up to which the feed is stored; -1 before the first one."""
+    return read_position(connection, "feed", _OF_THE_STORE)
+
+
+def set_feed_position(connection: Connection, token: int) -> None:
+    """Store it, whatever it was."""
+    set_position(connection, "feed", _OF_THE_STORE, token)
 
 
 def feed_history(connection: Connection) -> History | None:

@@ -77,14 +77,13 @@ class Loaded:
 
 def load(
     connection: Connection,
-    instance: str,
     snapshot: LoadedSnapshot,
     handles: Handles,
     now_ms: int,
 ) -> Loaded:
     """See the module. Raises FeedError for rows that cannot be stored."""
     loading = _Loading(connection, snapshot, handles, now_ms)
-    loading.position = max(0, positions.read_position(connection, "feed", instance))
+    loading.position = max(0, positions.feed_position(connection))
     here = loading.rooms_here()
     try:
         for part in range(PARTS):
@@ -98,7 +97,7 @@ def load(
         raise embedded.FeedError(
             f"the snapshot ends at {position}, and {loading.position} is stored"
         )
-    positions.set_position(connection, "feed", instance, position)
+    positions.set_feed_position(connection, position)
     positions.set_feed_history(connection, snapshot.history)
     told = frozenset(loading.to_device), frozenset(loading.redacted)
     return Loaded(position, loading.events, *told)
