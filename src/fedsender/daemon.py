@@ -125,6 +125,7 @@ def store_config(config: Config) -> StoreConfig:
             instances,
             homeserver.event_writers,
             homeserver.device_names,
+            shared=config.feed.kind == "push",
         ),
         homeserver_url=database_url(homeserver.database, password),
         sender_url=database_url(config.sender_database, config.sender_database_password_file),

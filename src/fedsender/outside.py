@@ -411,8 +411,8 @@ async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:
     return list(await trio.open_tcp_listeners(port, host=host))
 
 
-async def listen_unix(path: Path) -> trio.SocketListener:
-    """Listen on a Unix socket that only our user may open (mode 0600).
+async def listen_unix(path: Path, mode: int = 0o600) -> trio.SocketListener:
+    """Listen on a Unix socket that only our user may open, or whom `mode` lets.
 
     A socket file that nobody listens on any more is replaced. Raises OSError (EADDRINUSE while
     somebody does).
@@ -424,7 +424,7 @@ async def listen_unix(path: Path) -> trio.SocketListener:
         await trio.Path(path).unlink()
     sock = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
     await sock.bind(str(path))
-    await trio.Path(path).chmod(0o600)
+    await trio.Path(path).chmod(mode)
     sock.listen(100)
     return trio.SocketListener(sock)
 

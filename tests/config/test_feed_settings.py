@@ -55,6 +55,22 @@ def test_what_contradicts_itself_is_named(feed: dict[str, Any], error: str) -> N
     assert error in str(caught.value)
 
 
+@pytest.mark.parametrize("database", ["sqlite:///hs.db", "postgresql://db/hs"])
+def test_several_senders_are_pushed_to_on_postgresql_only(database: str) -> None:
+    values = {
+        "server_name": "hs.example",
+        "signing_key": "key",
+        "instance_name": "a",
+        "homeserver": {"database": database, "federation_sender_instances": ["a", "b"]},
+        "feed": {"kind": "push", "push": {"token_file": "x"}},
+    }
+    if database.startswith("sqlite"):
+        with pytest.raises(ConfigError, match=r"push they need a PostgreSQL"):
+            from_values(values, directory=Path("/etc/fedsender"))
+    else:
+        from_values(values, directory=Path("/etc/fedsender"))
+
+
 @pytest.mark.parametrize("address", ["unix:/x", "127.0.0.1:9092", "[::1]:1", "localhost:9092"])
 def test_a_secret_needs_no_tls_where_nobody_listens(address: str) -> None:
     assert load({"tcp": {"address": address, "secret_file": "x"}}).feed.tcp.secret_file is not None

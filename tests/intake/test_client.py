@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import ssl
+import stat
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -84,6 +85,7 @@ async def test_over_a_unix_socket(tmp_path: Path) -> None:
         serving(tmp_path, listen) as (intake, address),
         IntakeClient.at(address, TOKEN) as relay,
     ):
+        assert stat.S_IMODE(listen.path.stat().st_mode) == 0o660, "a homeserver is another user"
         assert await relay.append([row]) == 1
         await log_of(intake).seal()
         assert next(iter(log_of(intake).records(0, 1))).rows == (row,)

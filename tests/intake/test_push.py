@@ -353,6 +353,7 @@ def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
 
     async def store_all() -> None:
         async with open_store(config, real_outside()) as store:
+            assert await store.homeserver.begin_intake("0" * 16)
             for batch in wanted:
                 answers = await store.homeserver.append_records(batch)
                 assert all(isinstance(each, int | Outdated) for each in answers)

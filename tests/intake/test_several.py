@@ -1,31 +1,48 @@
 """Several senders of one homeserver that appends: one takes the appends, and all of them send."""
 
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from tests.intake.test_push import config as config
+import trio
 from tests.intake.test_push import pushed_to, record, stored
+from tests.relay.log_support import hosts, pdu, to_device
+from tests.replication.support import RecordingSink, until
+from tests.servers import Databases
 
-from fedsender.config import Config, from_values
-from fedsender.daemon import open_core
+from fedsender.config import Config, UnixAddress, from_values
+from fedsender.daemon import Daemon, open_core
+from fedsender.demo.events import Signer, new_timeline
 from fedsender.demo.process import write_signing_key
+from fedsender.demo.receivers import open_receivers
+from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.intake.client import IntakeClient
+from fedsender.intake.endpoint import PREFIX, serve_intake
+from fedsender.intake.intake import Append, Elsewhere, ReservationGone
+from fedsender.matrix import ROOM_VERSIONS
 from fedsender.outside import real_outside
-from fedsender.store import HomeserverSettings, LockHeld, StoreConfig
+from fedsender.replication.push import PushFeed
+from fedsender.store import HomeserverSettings, LockHeld, Store, StoreConfig, open_store
+from fedsender.store.records import PresenceState
+
+HS = "hs.example"
+NAMES = ("a", "b")
 
 
-def named(config: StoreConfig, name: str) -> StoreConfig:
-    """The same store, of a sender of this name, whose own database is another one."""
-    of = HomeserverSettings("embedded", name, (name,))
-    return StoreConfig(of, config.homeserver_url, f"{config.sender_url}{name}", synchronous="OFF")
+# --- one SQLite, one sender -----------------------------------------------------------------------
 
 
-def daemon_config(directory: Path, name: str, **homeserver: Any) -> Config:
+def daemon_config(directory: Path, name: str, **more: Any) -> Config:
     values: dict[str, Any] = {
-        "server_name": "hs.example",
+        "server_name": HS,
         "instance_name": name,
         "signing_key": str(directory / "signing.key"),
-        "homeserver": {"database": f"sqlite:///{directory}/homeserver.db"} | homeserver,
+        "homeserver": {"database": f"sqlite:///{directory}/homeserver.db"},
         "sender_database": f"sqlite:///{directory}/{name}.db",
         "feed": {
             "kind": "push",
@@ -33,7 +50,7 @@ def daemon_config(directory: Path, name: str, **homeserver: Any) -> Config:
         },
         "ledger": {"directory": str(directory / f"ledger-{name}")},
     }
-    return from_values(values, directory=directory)
+    return from_values(values | more, directory=directory)
 
 
 async def test_an_sqlite_feeds_one_sender(tmp_path: Path) -> None:
@@ -48,13 +65,320 @@ async def test_an_sqlite_feeds_one_sender(tmp_path: Path) -> None:
         pass
 
 
+def config_of(homeserver: str, sender: str, name: str, names: Sequence[str] = ()) -> StoreConfig:
+    of = HomeserverSettings("embedded", name, tuple(names) or (name,), shared=True)
+    return StoreConfig(of, homeserver, sender, synchronous="OFF")
+
+
 async def test_tokens_are_the_stores_and_not_a_senders(tmp_path: Path) -> None:
     """Who takes over from a sender of another name goes on where that one was."""
     homeserver, sender = (f"sqlite:///{tmp_path}/{name}.db" for name in ("homeserver", "sender"))
-    of = HomeserverSettings("embedded", "fedsender", ("fedsender",))
-    config = StoreConfig(of, homeserver, sender, synchronous="OFF")
-    async with pushed_to(named(config, "a")) as (feed, _):
+    async with pushed_to(config_of(homeserver, sender, "a")) as (feed, _):
         assert await feed.intake.append([record(1), record(2)]) == [1, 2]
-    async with pushed_to(named(config, "b")) as (feed, store):
+    async with pushed_to(config_of(homeserver, sender, "b")) as (feed, store):
         assert await feed.intake.append([record(2), record(3)]) == [2, 3]
         assert await stored(store) == [(1, "$e1"), (2, "$e2"), (3, "$e3")]
+
+
+# --- one PostgreSQL, several ----------------------------------------------------------------------
+
+
+class Gate:
+    """Where a thread of a sender's waits before it commits, while the gate is shut."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self.reached = threading.Event()
+
+    def shut(self) -> None:
+        self.reached.clear()
+        self._open.clear()
+
+    def open(self) -> None:
+        self._open.set()
+
+    def __call__(self, point: str) -> None:
+        if point == "homeserver: before commit" and not self._open.is_set():
+            self.reached.set()
+            self._open.wait(30)
+
+
+@dataclass
+class Sender:
+    """A feed on the store that all share, and what it tells its sender."""
+
+    feed: PushFeed
+    store: Store
+    sink: RecordingSink
+    gate: Gate
+    scope: trio.CancelScope
+
+    @property
+    def takes_appends(self) -> bool:
+        return self.feed.intake.closed is None
+
+    async def append(self, *appends: Append) -> list[int | None]:
+        return await self.feed.intake.append(appends)
+
+    def end(self) -> None:
+        self.scope.cancel()
+
+
+class Site:
+    """A PostgreSQL, and the senders on it."""
+
+    def __init__(self, directory: Path, postgres: Databases, nursery: trio.Nursery) -> None:
+        self.homeserver = postgres.create_database()
+        self._directory = directory
+        self._postgres = postgres
+        self._nursery = nursery
+
+    async def start(self, name: str) -> Sender:
+        sender: Sender = await self._nursery.start(self._run, name)
+        return sender
+
+    async def _run(self, name: str, *, task_status: trio.TaskStatus[Sender]) -> None:
+        own = f"sqlite:///{self._directory}/{name}.db"
+        config = config_of(self.homeserver, own, name, NAMES)
+        gate, sink, outside = Gate(), RecordingSink(), real_outside()
+        with trio.CancelScope() as scope:
+            async with open_store(config, outside, faults=gate) as store:
+                feed = PushFeed(outside, store.homeserver, sink)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(feed.run)
+                    await feed.connected.wait()
+                    task_status.started(Sender(feed, store, sink, gate, scope))
+
+    def break_locks(self) -> None:
+        """End the connections that hold locks, and no others."""
+        database = self.homeserver.rpartition("/")[2]
+        with self._postgres.server.connect("postgres") as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = %s AND application_name = 'fedsender lock'",
+                (database,),
+            )
+
+
+@pytest.fixture
+async def site(tmp_path: Path, postgres: Databases, nursery: trio.Nursery) -> Site:
+    return Site(tmp_path, postgres, nursery)
+
+
+async def test_one_takes_the_appends_and_the_others_see_them(site: Site) -> None:
+    a, b = await site.start("a"), await site.start("b")
+    with pytest.raises(Elsewhere) as refused:
+        await b.append(record(1))
+    assert refused.value.instance == "a"
+    redaction = ["redaction", ["$elsewhere", "$e1"]]
+    tokens = await a.append(record(1), record(2, hosts(1), pdu(2), to_device(3), redaction))
+    assert tokens == [1, 2]
+    await until(lambda: b.sink.events.value == 2)
+    assert b.sink.edus.device_lists.value == 2
+    assert b.sink.to_device == ["b.example"]
+    assert b.sink.redactions == ["$e1"]
+    assert await stored(b.store) == [(1, "$e1"), (2, "$e2")]
+    a.feed.intake.ephemeral(
+        [
+            ("typing", ["!r:hs.example", ["@a:hs.example"]]),
+            ("presence", ["@a:hs.example", "online", 5, None, True, ["c.example"]]),
+            ("server_up", "d.example"),
+            ("receipts", ["!r:hs.example", "m.read", "@a:hs.example", "$e1", None, {"ts": 5}]),
+        ]
+    )
+    await until(lambda: b.sink.edus.receipts.value == a.sink.edus.receipts.value == 1)
+    for each in (a, b):
+        typed = [row[:2] for row in each.sink.edus.typed[1:]]
+        assert typed == [("!r:hs.example", ["@a:hs.example"])]
+        assert each.sink.edus.states == [PresenceState("@a:hs.example", "online", 5, None, True)]
+        assert each.sink.up == ["d.example"]
+        assert each.sink.edus.wanted == [("c.example", "@a:hs.example")]
+
+
+async def test_who_is_in_a_room_is_read_again_when_another_sender_stored_it(site: Site) -> None:
+    a, b = await site.start("a"), await site.start("b")
+    for number in (1, 2):
+        await a.append(record(number, hosts(number)))
+        await until(lambda upto=number: b.sink.events.value == upto)  # type: ignore[misc]
+        there = await b.store.homeserver.servers_now(["!r:hs.example"])
+        assert len(there["!r:hs.example"]) == number
+
+
+async def test_another_one_takes_over_from_one_that_ends(site: Site) -> None:
+    """What was appended before is known to it by its id; nothing is stored twice."""
+    a, b = await site.start("a"), await site.start("b")
+    assert await a.append(record(1), record(2, to_device(2))) == [1, 2]
+    a.end()
+    await until(lambda: b.takes_appends)
+    assert b.sink.to_device == ["b.example"], "all that it had not seen before it took over"
+    assert await b.append(record(1), record(3)) == [1, 3]
+    assert await stored(b.store) == [(1, "$e1"), (3, "$e3")]
+    again = await site.start("a")
+    assert not again.takes_appends
+    assert again.sink.events.value == 3
+
+
+async def test_who_was_taken_over_stores_nothing_and_says_so(site: Site) -> None:
+    """Its connections to the tables are whole: only the lock's broke, without its knowing."""
+    a, b = await site.start("a"), await site.start("b")
+    assert await a.append(record(1)) == [1]
+    (place,) = a.feed.intake.reserve("writer", 1)
+    epoch = a.feed.epoch
+    answers: list[Exception] = []
+
+    async def wait() -> None:
+        try:
+            await a.append(record(8))
+        except ReservationGone as gone:
+            answers.append(gone)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait)
+        site.break_locks()
+        await until(lambda: b.takes_appends)
+    # Either it has looked by now, or the transaction tells it.
+    with pytest.raises((Elsewhere, ReservationGone)):
+        await a.append(Append("late", [pdu(9)], place))
+    await until(lambda: not a.takes_appends)
+    with pytest.raises(Elsewhere) as refused:
+        await a.append(record(2))
+    assert refused.value.instance == "b"
+    assert len(answers) == 1
+    await until(lambda: a.feed.epoch == b.feed.epoch != epoch)
+    assert await b.append(record(2)) == [2]
+    await until(lambda: a.sink.events.value == 2)
+    assert await stored(a.store) == [(1, "$e1"), (2, "$e2")]
+
+
+async def test_a_transaction_under_way_ends_before_another_sender_begins(site: Site) -> None:
+    """Paused between its look at the lock and its commit, for as long as it likes."""
+    a, b = await site.start("a"), await site.start("b")
+    answers: list[Any] = []
+
+    async def append() -> None:
+        answers.extend(await a.append(record(1), record(2)))
+
+    async with trio.open_nursery() as nursery:
+        a.gate.shut()
+        nursery.start_soon(append)
+        await trio.to_thread.run_sync(a.gate.reached.wait)
+        site.break_locks()
+        await trio.sleep(4)
+        assert not b.takes_appends
+        a.gate.open()
+        await until(lambda: b.takes_appends)
+    assert answers == [1, 2]
+    assert await b.append(record(3), record(2)) == [3, 2]
+    assert b.sink.events.value == 3
+
+
+async def test_the_endpoint_of_the_others_names_the_one(site: Site, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    a = await site.start("a")
+    await a.append(record(1))
+    b = await site.start("b")
+    listen = UnixAddress(tmp_path / "b.sock")
+    serving = serve_intake(b.feed.intake, listen, tmp_path / "token", real_outside())
+    transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "b.sock"))
+    headers = {"Authorization": "Bearer secret"}
+    async with serving, httpx.AsyncClient(transport=transport, headers=headers) as http:
+        for answer in (
+            await http.post(
+                f"http://b{PREFIX}/append", json={"appends": [{"id": "1", "rows": []}]}
+            ),
+            await http.post(f"http://b{PREFIX}/reserve", json={"writer": "x"}),
+            await http.post(f"http://b{PREFIX}/ephemeral", json={}),
+        ):
+            assert answer.status_code == 503
+            assert answer.json()["errcode"] == "FEDSENDER_ELSEWHERE"
+            assert answer.json()["instance"] == "a"
+        position = (await http.get(f"http://b{PREFIX}/position")).json()
+        assert (position["epoch"], position["stored"]) == (a.feed.epoch, 1)
+
+
+async def test_the_client_finds_the_one_and_its_successor(site: Site, tmp_path: Path) -> None:
+    """With the addresses of all of them."""
+    (tmp_path / "token").write_text("secret")
+    senders = {name: await site.start(name) for name in NAMES}
+
+    def serving(name: str) -> AbstractAsyncContextManager[Any]:
+        listen, intake = UnixAddress(tmp_path / f"{name}.sock"), senders[name].feed.intake
+        return serve_intake(intake, listen, tmp_path / "token", real_outside())
+
+    addresses = [f"unix:{tmp_path}/{name}.sock" for name in reversed(NAMES)]
+    async with serving("b"), IntakeClient.at(addresses, "secret") as client:
+        async with serving("a"):
+            assert await client.append([pdu(1)], id="1") == 1
+        senders["a"].end()
+        assert await client.append([pdu(2)], id="2") == 2
+        assert await client.append([pdu(1)], id="1") == 1
+        assert senders["b"].takes_appends
+
+
+# --- whole daemons --------------------------------------------------------------------------------
+
+
+async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Databases) -> None:
+    """Of what one of them took in; and all goes on when that one ends."""
+    key_id, key = write_signing_key(tmp_path, b"s" * 32)
+    signer = Signer(HS, key_id, key)
+    user = f"@a:{HS}"
+    timeline = new_timeline(ROOM_VERSIONS["10"], "r", user)
+    outside = real_outside()
+    database, own = postgres.create_database(), postgres.create_database()
+    timeline.append(
+        "m.room.create", user, {"room_version": "10"}, signer=signer, now_ms=0, state_key=""
+    )
+    receiving = open_receivers(
+        12,
+        [Origin(HS, {key_id: key.public_key()})],
+        pdu_reader(lambda _: "10"),
+        directory=tmp_path,
+        now_ms=outside.now_ms(),
+    )
+
+    def say(number: int) -> Append:
+        event = timeline.append(
+            "m.room.message", user, {"n": number}, signer=signer, now_ms=outside.now_ms()
+        )
+        row = ["pdu", [event.room_id, event.event_id, event.content, {"room_version": "10"}]]
+        return Append(event.event_id, [row])
+
+    async with receiving as receivers, trio.open_nursery() as nursery:
+        servers = sorted(receivers.servers)
+
+        async def run(name: str, *, task_status: trio.TaskStatus[Any]) -> None:
+            more = {
+                "homeserver": {"database": database, "federation_sender_instances": list(NAMES)},
+                "sender_database": own,
+                "federation": {"ip_allow": ["127.0.0.0/8"], "ca_file": str(receivers.ca_file)},
+            }
+            with trio.CancelScope() as scope:
+                async with open_core(daemon_config(tmp_path, name, **more), outside) as daemon:
+                    await daemon.feed.connected.wait()
+                    task_status.started((daemon, scope))
+                    await trio.sleep_forever()
+
+        def intake_of(daemon: Daemon) -> Any:
+            assert isinstance(daemon.feed, PushFeed)
+            return daemon.feed.intake
+
+        def all_have(count: int) -> Callable[[], bool]:
+            return lambda: all(len(each.received) == count for each in receivers.servers.values())
+
+        one, ended = await nursery.start(run, "a")
+        two, _ = await nursery.start(run, "b")
+        shares = [{name for name in servers if each.config.handles(name)} for each in (one, two)]
+        assert all(shares)
+        joins = Append("joins", [["hosts", [timeline.room_id, servers, []]]])
+        assert await intake_of(one).append([joins, say(1), say(2)]) == [1, 2, 3]
+        await until(all_have(2))
+        ended.cancel()
+        await until(lambda: intake_of(two).closed is None)
+        assert await intake_of(two).append([say(3)]) == [4]
+        one, _ = await nursery.start(run, "a")
+        await until(all_have(3))
+        assert intake_of(one).closed is not None
+        assert not receivers.violations.first
+        nursery.cancel_scope.cancel()

@@ -196,6 +196,19 @@ class SynapseTables(Tables):
     async def events_by_id(self, event_ids: Any) -> Any:
         raise NotImplementedError
 
+    @property
+    def alone(self) -> bool:
+        raise NotImplementedError
+
+    async def begin_intake(self, epoch: str) -> bool:
+        raise NotImplementedError
+
+    async def feed_news(self, after: Any) -> Any:
+        raise NotImplementedError
+
+    async def store_ephemeral(self, receipts: Any, notices: Any) -> int | None:
+        raise NotImplementedError
+
     async def find_appends(self, keys: Any) -> Any:
         raise NotImplementedError
 

@@ -231,6 +231,8 @@ async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) 
         async with open_store(settings, real_outside()) as second:
             with pytest.raises(LockHeld, match="fed1"):
                 await second.sender.take_lock("fed1", "boot2")
+        other = replace(settings, homeserver_url=f"sqlite:///{tmp_path}/other.db")
+        async with open_store(other, real_outside()) as second:
             await second.sender.take_lock("fed2", "boot2")
             assert await first.sender.renew_lock()
             await first.sender.release_lock()

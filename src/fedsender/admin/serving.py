@@ -60,6 +60,7 @@ async def serve_app(
     name: str,
     bounds: Bounds = OPERATORS,
     tls: ssl.SSLContext | None = None,
+    socket_mode: int = 0o600,
 ) -> AsyncIterator[Admin]:
     """The application, answering until the body is left.
 
@@ -68,12 +69,13 @@ async def serve_app(
         name: what it is called in the log and in errors.
         bounds: what it takes on, if that is not what an operator's endpoint does.
         tls: what a TCP listener proves itself with.
+        socket_mode: of a Unix socket: who may open it.
 
     Raises:
         ConfigError: the token's file cannot be read.
         CannotListen: the address cannot be listened on.
     """
-    listeners = await _listen(listen, name)
+    listeners = await _listen(listen, name, socket_mode)
     admin = Admin(_taken(listen, listeners), token_file, outside)
 
     def make() -> "ASGIApp":
@@ -120,10 +122,10 @@ class _Once:
             return self._made
 
 
-async def _listen(address: Address, name: str) -> list[trio.SocketListener]:
+async def _listen(address: Address, name: str, socket_mode: int) -> list[trio.SocketListener]:
     try:
         if isinstance(address, UnixAddress):
-            return [await listen_unix(address.path)]
+            return [await listen_unix(address.path, socket_mode)]
         return await listen_tcp(address.host, address.port)
     except OSError as error:
         text = f"the {name} cannot listen there: {error.strerror or error}"

@@ -308,9 +308,10 @@ class Config(Section):
         if self.homeserver.kind == "synapse" and self.feed.kind in ("relay", "push"):
             place = ("feed", "kind")
             yield place, f"{self.feed.kind} fills tables of ours: homeserver.kind must be embedded"
-        if self.feed.kind == "push" and len(self.homeserver.federation_sender_instances) > 1:
+        several = len(self.homeserver.federation_sender_instances) > 1
+        if self.feed.kind == "push" and several and _file_of(self.homeserver.database) is not None:
             place = ("homeserver", "federation_sender_instances")
-            yield place, "has several senders, and feed.kind push feeds one"
+            yield place, "has several senders: with feed.kind push they need a PostgreSQL database"
         if self.pipeline.relay is not None and self.feed.kind != "relay":
             yield ("pipeline", "relay"), "is of use where feed.kind is relay"
         senders = self.homeserver.federation_sender_instances

@@ -4,8 +4,8 @@
         token = await relay.append([["pdu", [room_id, event_id, event, about]]], id=event_id)
 
 When `append` returns, the rows are on the relay's disk. It tries again, with the same id, for as
-long as the relay is away or its disk is full: cancel it to stop waiting. It runs on Trio and on
-asyncio.
+long as the relay is away or its disk is full: cancel it to stop waiting. Of several senders on one
+store it finds the one that takes the appends. It runs on Trio and on asyncio.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, urlencode
 
 import anyio
 import httpx
 
-from fedsender.config.values import UnixAddress, parse_http_peer
+from fedsender.config.values import HttpPeer, UnixAddress, parse_http_peer
 from fedsender.intake.rows import EPHEMERAL_STREAMS, MAX_RECORD_BYTES, MAX_ROWS, RoomServers
 from fedsender.replication.commands import Json
 
@@ -166,34 +167,30 @@ class NewRecord:
 class IntakeClient:
     """Appends to one relay; for any number of tasks. See the module."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
+    def __init__(self, https: Sequence[httpx.AsyncClient]) -> None:
+        """`https`: one for each address."""
+        self._https = https
+        self._at = 0
 
     @classmethod
     @asynccontextmanager
     async def at(
-        cls, address: str, token: str, *, ca_file: str | None = None
+        cls, addresses: str | Sequence[str], token: str, *, ca_file: str | None = None
     ) -> AsyncIterator[IntakeClient]:
-        """The client of the relay that listens at `host:port`, `https://host:port` or `unix:/path`.
+        """The client of what listens at `host:port`, `https://host:port` or `unix:/path`: a relay,
+        or a sender, or at several addresses senders that share a store.
 
         Args:
             ca_file: certificates to trust there; None takes the system's.
 
         Raises ValueError for an address that is none, and OSError for the file.
         """
-        peer = parse_http_peer(address)
-        where = peer.address
-        path = str(where.path) if isinstance(where, UnixAddress) else None
-        base = str(peer) if peer.tls else f"http://{'relay' if path else where}"
-        verify = ssl.create_default_context(cafile=ca_file) if peer.tls else False
-        async with httpx.AsyncClient(
-            base_url=base,
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            timeout=TIMEOUT_S,
-            transport=httpx.AsyncHTTPTransport(uds=path, verify=verify),
-            trust_env=False,
-        ) as http:
-            yield cls(http)
+        async with AsyncExitStack() as stack:
+            https = []
+            for address in [addresses] if isinstance(addresses, str) else addresses:
+                http = _http_client(parse_http_peer(address), token, ca_file)
+                https.append(await stack.enter_async_context(http))
+            yield cls(https)
 
     async def append(
         self, rows: Sequence[Json], *, id: str | None = None, reservation: str | None = None
@@ -284,15 +281,17 @@ class IntakeClient:
             return
 
     async def ephemeral(self, **rows: Sequence[Json]) -> None:
-        """Hand on rows of `EPHEMERAL_STREAMS`; tried once, lost if that fails.
+        """Hand on rows of `EPHEMERAL_STREAMS`; lost if no address takes them.
 
         Raises Refused.
         """
         if unknown := set(rows) - set(EPHEMERAL_STREAMS):
             raise ValueError(f"no such stream: {', '.join(sorted(unknown))}")
-        try:
-            await self._ask("ephemeral", {name: list(each) for name, each in rows.items()})
-        except _Later:
+        for _ in self._https:
+            try:
+                await self._ask("ephemeral", {name: list(each) for name, each in rows.items()})
+            except _Later:
+                continue
             return
 
     async def position(self) -> Position:
@@ -308,23 +307,29 @@ class IntakeClient:
 
     async def _until_done(self, what: str, body: dict[str, Json] | None) -> dict[str, Any]:
         wait_s = FIRST_WAIT_S
-        while True:
+        for tries in count(1):
             try:
                 return await self._ask(what, body)
             except _Later:
+                if tries % len(self._https):
+                    continue
                 # All who wait for the same relay must not come back at the same moment.
                 await anyio.sleep(wait_s * random.uniform(0.5, 1.5))
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        raise AssertionError
 
     async def _ask(self, what: str, body: dict[str, Json] | None) -> dict[str, Any]:
+        at = self._at
         try:
-            response = await self._http.send(self._request(what, body))
+            response = await self._https[at].send(self._request(self._https[at], what, body))
             answer = response.json() if response.status_code != 502 else {}
         except (httpx.TransportError, ValueError) as error:
+            self._leave(at)
             raise _Later from error
         if response.status_code == 200 and isinstance(answer, dict):
             return answer
         if response.status_code >= 500 or response.status_code == 408:
+            self._leave(at)
             raise _Later
         said = answer if isinstance(answer, dict) else {}
         errcode, error_text = str(said.get("errcode")), str(said.get("error"))
@@ -336,15 +341,34 @@ class IntakeClient:
         kind = ReservationLost if errcode == "FEDSENDER_RESERVATION_GONE" else Refused
         raise kind(response.status_code, errcode, error_text)
 
-    def _request(self, what: str, body: dict[str, Json] | None) -> httpx.Request:
+    def _leave(self, at: int) -> None:
+        """Go on to the next address, unless another task has done so."""
+        if self._at == at:
+            self._at = (at + 1) % len(self._https)
+
+    @staticmethod
+    def _request(http: httpx.AsyncClient, what: str, body: dict[str, Json] | None) -> httpx.Request:
         if body is None:
-            return self._http.build_request("GET", f"{PREFIX}/{what}")
+            return http.build_request("GET", f"{PREFIX}/{what}")
         # Our own text, since httpx's would not take half a surrogate pair.
         content = json.dumps(body, separators=(",", ":")).encode()
-        url = self._http.base_url.join(f"{PREFIX}/{what}")
+        url = http.base_url.join(f"{PREFIX}/{what}")
         size = {"Host": url.netloc.decode(), "Content-Length": str(len(content))}
-        headers = {**self._http.headers, **size}
+        headers = {**http.headers, **size}
         return httpx.Request("POST", url, headers=headers, stream=_Body(content))
+
+
+def _http_client(peer: HttpPeer, token: str, ca_file: str | None) -> httpx.AsyncClient:
+    where = peer.address
+    path = str(where.path) if isinstance(where, UnixAddress) else None
+    verify = ssl.create_default_context(cafile=ca_file) if peer.tls else False
+    return httpx.AsyncClient(
+        base_url=str(peer) if peer.tls else f"http://{'relay' if path else where}",
+        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        timeout=TIMEOUT_S,
+        transport=httpx.AsyncHTTPTransport(uds=path, verify=verify),
+        trust_env=False,
+    )
 
 
 def _known(kind: type[T], said: Mapping[str, Any]) -> T:

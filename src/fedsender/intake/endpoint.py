@@ -24,6 +24,7 @@ from fedsender.intake.intake import (
     Append,
     Broken,
     Busy,
+    Elsewhere,
     Full,
     Intake,
     KeyReused,
@@ -121,7 +122,16 @@ async def _intake_of(request: Request) -> Intake:
     return intake
 
 
-Reach = Annotated[Intake, Depends(_intake_of)]
+AnyReach = Annotated[Intake, Depends(_intake_of)]
+
+
+async def _open_intake(intake: AnyReach) -> Intake:
+    if intake.closed is not None:
+        raise _elsewhere(intake.closed)
+    return intake
+
+
+Reach = Annotated[Intake, Depends(_open_intake)]
 
 
 @router.post("/append", summary="Append records; 200: all are on disk")
@@ -136,6 +146,7 @@ async def append(request: Appends, intake: Reach) -> Response:
     rows before. 409 FEDSENDER_SERVERS_OUTDATED: rooms have later rows than `as_of`; nothing of the
     record is stored, and `rooms` has what is stored of the first of them, `others` counts the rest.
     503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later.
+    503 FEDSENDER_ELSEWHERE: `instance` takes the appends, of several senders.
     """
     appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
     epoch = intake.recorder.epoch
@@ -172,7 +183,7 @@ async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
 
 
 @router.get("/position", summary="How far the homeserver's events are")
-async def position(request: Request, intake: Reach) -> Response:
+async def position(request: Request, intake: AnyReach) -> Response:
     """`{"epoch": "...", "stored": 9, "fanned_out": 9, "delivered": 8, "servers": 42, "behind": 1}`:
     up to `stored` all is durable, and need not be kept for another try. Up to `delivered` all
     servers have answered, but `behind` of them: they fail, wait, or are held by an operator.
@@ -240,6 +251,11 @@ async def room(room_id: str, intake: Reach) -> Response:
     return json_answer({"epoch": intake.recorder.epoch, **found._asdict()})
 
 
+def _elsewhere(closed: Elsewhere) -> Refusal:
+    more = {"instance": closed.instance, "retry_after_ms": RETRY_AFTER_MS}
+    return Refusal(503, "FEDSENDER_ELSEWHERE", str(closed), more)
+
+
 async def _taken(take: Callable[[], Awaitable[T]]) -> T:
     """What `take` gives, its errors as refusals."""
     later = {"retry_after_ms": RETRY_AFTER_MS}
@@ -255,6 +271,8 @@ async def _taken(take: Callable[[], Awaitable[T]]) -> T:
         raise Refusal(409, "FEDSENDER_SERVERS_OUTDATED", str(outdated), more) from outdated
     except ReservationGone as gone:
         raise Refusal(409, "FEDSENDER_RESERVATION_GONE", str(gone)) from gone
+    except Elsewhere as closed:
+        raise _elsewhere(closed) from closed
     except Waiting as waiting:
         raise Refusal(503, "FEDSENDER_WAITING", str(waiting), later) from waiting
     except Busy as busy:
@@ -287,11 +305,12 @@ async def serve_intake(
 ) -> AsyncIterator[Admin]:
     """The endpoint, answering until the body is left. Raises ConfigError, CannotListen.
 
-    `feedback`: of the sender that takes the appends; None: there is a relay in between.
+    `feedback`: of the sender that takes the appends; None: there is a relay in between. Where a
+    token is asked for, our group may open a Unix socket: a homeserver is another user.
     """
-    app = build_app(intake, feedback)
+    app, mode = build_app(intake, feedback), 0o600 if token_file is None else 0o660
     async with serve_app(
-        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS, tls
+        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS, tls, mode
     ) as served:
         try:
             yield served

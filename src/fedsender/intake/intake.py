@@ -74,6 +74,18 @@ class ReservationGone(Exception):
     """There is no such place (any more): it lapsed, or the relay began anew. Reserve again."""
 
 
+class Elsewhere(Exception):
+    """Another instance of the sender takes the appends. Nothing was kept; append to that one.
+
+    Attributes:
+        instance: its name; None: it cannot be told now.
+    """
+
+    def __init__(self, instance: str | None) -> None:
+        super().__init__(f"instance {instance or 'of another name'} takes the appends")
+        self.instance = instance
+
+
 class Busy(Exception):
     """Too much is under way already. Try again later."""
 
@@ -240,16 +252,28 @@ class Intake:
         self.signer = signer
         self.room = room
         self.publish = publish
+        self._outside = outside
         self.settings = settings or IntakeSettings()
-        # A place of an earlier life of the relay must not be taken for one of ours.
-        self._life = outside.entropy(6).hex()
-        self._places = IdGenerator[_Held](0, (_WRITER,))
         # Not completed, oldest first; and what waits for one of them.
         self._open: dict[str, _Place] = {}
         self._held: dict[bytes, _Held] = {}
-        self._held_bytes = 0
+        self.begin_anew()
         self.lapsed = 0
         """Places that were given up."""
+        self.closed: Elsewhere | None = None
+        """Why nothing is taken here; None: it is."""
+
+    def begin_anew(self) -> None:
+        """Forget all places; what waits for one is told to come again."""
+        # A place of an earlier life must not be taken for one of ours.
+        self._life = self._outside.entropy(6).hex()
+        self._places = IdGenerator[_Held](0, (_WRITER,))
+        for held in self._held.values():
+            held.error = ReservationGone("the places before it are gone; reserve again")
+            held.submitted.set()
+        self._open.clear()
+        self._held.clear()
+        self._held_bytes = 0
 
     # --- places -----------------------------------------------------------------------------------
 
@@ -296,7 +320,7 @@ class Intake:
     def _submit(self, held: _Held) -> None:
         try:
             held.call = self.recorder.submit([(held.key, held.record)])
-        except (KeyReused, Full, Broken) as error:
+        except (KeyReused, Full, Broken, Elsewhere) as error:
             held.error = error
         held.submitted.set()
 
@@ -309,6 +333,7 @@ class Intake:
             BadRow, ReservationGone: something is wrong with one of them; none was taken.
             KeyReused, Outdated: one of them cannot be taken; the others may have been.
             Busy, Waiting, Full, Broken, OSError: not all are durable; send them all again.
+            Elsewhere: the same, to the other instance.
         """
         return await self._append(await self._check(appends))
 

@@ -2,12 +2,16 @@
 
 There is no log beside the store. A record's rows, its id and its token are written in one
 transaction, and requests that wait share it.
+
+Of several senders on one store one takes the appends: whoever gets the lock. The others look into
+the store ten times a second, send what is their share, and try to get the lock.
 """
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
@@ -16,16 +20,18 @@ import structlog
 import trio
 from sqlalchemy.exc import DataError, IntegrityError
 
-from fedsender.intake.intake import Call, Full, Intake, KeyReused, Signer
+from fedsender.intake.intake import Call, Elsewhere, Full, Intake, KeyReused, Signer
 from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, RoomServers, ToDeviceRow
 from fedsender.outside import Outside
+from fedsender.replication.commands import Json
 from fedsender.replication.embedded import redacted_in
 from fedsender.replication.relay_rows import tell_ephemeral
 from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import StoreError
-from fedsender.store.records import History, Receipt
+from fedsender.store.intake import REDACTED, News, Notice, Place
+from fedsender.store.records import Receipt
 
 log = structlog.get_logger()
 
@@ -36,18 +42,28 @@ WAITING_BYTES: Final = 32 * 2**20
 """Rows that wait for a transaction; who brings more waits before they are taken."""
 MAX_RECEIPTS: Final = 10_000
 """Receipts that wait to be stored; while there are so many, more are not taken."""
+MAX_NOTICES: Final = 1000
+"""Rows of typing and presence that wait to be told to other senders; what comes then is lost."""
 FORGET_EVERY_S: Final = 60.0
+LOOK_EVERY_S: Final = 0.1
+"""Between two looks at what another sender has stored."""
+TRY_EVERY_S: Final = 2.0
+"""Between two tries to take the appends, and two looks whether another sender does."""
 
 
 class PushStore(Protocol):
     """What the feed needs of the store."""
 
-    async def feed_position(self) -> int: ...
-    async def begin_history(self, history: History) -> None: ...
+    @property
+    def alone(self) -> bool: ...
+    async def begin_intake(self, epoch: str) -> bool: ...
+    async def feed_news(self, after: Place | None) -> News: ...
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]: ...
     async def find_appends(self, keys: Sequence[bytes]) -> Mapping[bytes, tuple[int, int]]: ...
     async def forget_appends(self) -> int: ...
-    async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
+    async def store_ephemeral(
+        self, receipts: Sequence[Receipt], notices: Sequence[Notice]
+    ) -> int | None: ...
     async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
     async def room_servers(self, room_id: str) -> RoomServers | None: ...
 
@@ -67,7 +83,8 @@ class PushFeed(Feed):
 
     Attributes:
         intake: what requests are handed to.
-        epoch: which life of this feed the answers are of; 16 hex digits.
+        epoch: of the sender that takes the appends: another one after each start of it, and each
+            time that one takes over; 16 hex digits.
         head: the newest stored token.
     """
 
@@ -80,18 +97,23 @@ class PushFeed(Feed):
         self._store = store
         self._sink = sink
         self.epoch = outside.entropy(8).hex()
-        self.head = 0
         self.intake = Intake(
             self, outside, self._take_ephemeral, signer=signer, room=self._room_servers
         )
+        self._place = Place(0, 0, 0)
         self._queue: deque[_Waiting] = deque()
         self._by_key: dict[bytes, _Waiting] = {}
         self._bytes = 0
         self._receipts: list[Receipt] = []
+        self._notices: list[Notice] = []
         self._typed = 0
         self._forget_at = 0.0
         self._arrived = trio.Event()
         self._room = trio.Event()
+
+    @property
+    def head(self) -> int:
+        return self._place.position
 
     def _status(self) -> FeedStatus:
         return FeedStatus(
@@ -104,23 +126,83 @@ class PushFeed(Feed):
         )
 
     async def run(self) -> None:
-        self.head = max(0, await self.insist(self._store.feed_position))
-        await self.insist(partial(self._store.begin_history, History(self.epoch, 0)))
-        self._sink.edus.device_lists.advance(self.head)
-        self._sink.events.advance(self.head)
         self._sink.edus.typing_reset()
-        self.note_connected()
+        self._learn(await self.insist(partial(self._store.feed_news, None)))
         try:
             while True:
-                with trio.move_on_after(FORGET_EVERY_S):
+                epoch = self._outside.entropy(8).hex()
+                if await self.insist(partial(self._store.begin_intake, epoch)):
+                    self.epoch = epoch
+                    await self._take_appends()
+                else:
+                    await self._follow()
+        finally:
+            self._fail(Full("the sender is stopping"))
+
+    async def _take_appends(self) -> None:
+        """Take appends until another sender does."""
+        # All that was stored by another one until now.
+        self._learn(await self.insist(partial(self._store.feed_news, self._place)))
+        self.intake.closed = None
+        self.note_connected()
+        log.info("takes_appends", epoch=self.epoch, position=self.head)
+        look_at = trio.current_time() + TRY_EVERY_S
+        try:
+            while True:
+                with trio.move_on_after(FORGET_EVERY_S if self._store.alone else TRY_EVERY_S):
                     await self._arrived.wait()
                 self._arrived = trio.Event()
                 while group := self._next_group():
                     await self._append(group)
-                await self._store_receipts()
+                await self._store_ephemeral()
                 await self._forget()
-        finally:
-            self._fail(Full("the sender is stopping"))
+                if not self._store.alone and trio.current_time() >= look_at:
+                    look_at = trio.current_time() + TRY_EVERY_S
+                    found = await self.insist(partial(self._store.feed_news, None))
+                    if found.epoch != self.epoch:
+                        raise Elsewhere(found.taker)
+        except Elsewhere as elsewhere:
+            log.warning("appends_taken_over", by=elsewhere.instance, position=self.head)
+            self._close(elsewhere)
+
+    async def _follow(self) -> None:
+        """Look at what another sender stores, until it may be our turn."""
+        try_at = trio.current_time() + TRY_EVERY_S * self._outside.random.uniform(0.5, 1.0)
+        while trio.current_time() < try_at:
+            found = await self.insist(partial(self._store.feed_news, self._place))
+            self._learn(found)
+            self._close(Elsewhere(found.taker))
+            self.epoch = found.epoch or self.epoch
+            if not self.connected.is_set():
+                self.note_connected()
+            await trio.sleep(LOOK_EVERY_S)
+
+    def _close(self, elsewhere: Elsewhere) -> None:
+        """Take no appends; who waits is told."""
+        if self.intake.closed is None:
+            self._fail(elsewhere)
+            self.intake.begin_anew()
+        self.intake.closed = elsewhere
+
+    def _learn(self, found: News) -> None:
+        """Let the sender see what another one has stored."""
+        redacted = set()
+        for stream, row in found.notices:
+            value = json.loads(row)
+            if stream == REDACTED:
+                redacted.add(value)
+            else:
+                self._tell(stream, value)
+        self._sink.redacted(redacted)
+        self._advance(found.place, found.to_device)
+        self._sink.edus.receipts.advance(found.place.receipts)
+
+    def _advance(self, place: Place, to_device: Iterable[str]) -> None:
+        self._place = place
+        self._sink.edus.device_lists.advance(place.position)
+        self._sink.events.advance(place.position)
+        for server in to_device:
+            self._sink.to_device_changed(server)
 
     # --- What the intake asks ---------------------------------------------------------------------
 
@@ -147,6 +229,8 @@ class PushFeed(Feed):
         """See `Recorder`."""
         if not self.connected.is_set():
             raise Full("the store is not open yet")
+        if self.intake.closed is not None:
+            raise self.intake.closed
         call = Call(len(records))
         checksums = [record.check() for _, record in records]
         before = {key: self._by_key[key].checksum for key, _ in records if key in self._by_key}
@@ -170,16 +254,23 @@ class PushFeed(Feed):
             raise Full(str(error)) from error
 
     def _take_ephemeral(self, row: Ephemeral) -> None:
-        if row.stream == SERVER_UP:
-            self._sink.server_up(row.value)
-            return
-        self._typed += 1
         if row.stream == "receipts" and len(self._receipts) >= MAX_RECEIPTS:
             raise Full(f"{MAX_RECEIPTS} receipts wait to be stored")
-        receipt = tell_ephemeral(self._sink.edus, row.stream, self._typed, row.value)
+        receipt = self._tell(row.stream, row.value)
         if receipt is not None:
             self._receipts.append(receipt)
             self._arrived.set()
+        elif not self._store.alone and len(self._notices) < MAX_NOTICES:
+            self._notices.append(Notice(row.stream, row.row.decode()))
+            self._arrived.set()
+
+    def _tell(self, stream: str, value: Json) -> Receipt | None:
+        """Tell the sink of what is of use only now; a receipt is returned, to be stored."""
+        if stream == SERVER_UP and isinstance(value, str):
+            self._sink.server_up(value)
+            return None
+        self._typed += 1
+        return tell_ephemeral(self._sink.edus, stream, self._typed, value)
 
     # --- What is stored ---------------------------------------------------------------------------
 
@@ -220,12 +311,9 @@ class PushFeed(Feed):
                 for row in record.rows
             ]
             self.note_rows("events", len(rows))
-            self.head = newest
             self._sink.redacted(redacted_in(rows))
-            self._sink.edus.device_lists.advance(newest)
-            self._sink.events.advance(newest)
-            for server in sorted({row.destination for row in rows if isinstance(row, ToDeviceRow)}):
-                self._sink.to_device_changed(server)
+            to_device = {row.destination for row in rows if isinstance(row, ToDeviceRow)}
+            self._advance(self._place._replace(position=newest), sorted(to_device))
         for waiting, answer in zip(group, answers, strict=True):
             self._queue.popleft()
             del self._by_key[waiting.key]
@@ -238,15 +326,16 @@ class PushFeed(Feed):
         self._room.set()
         self._room = trio.Event()
 
-    async def _store_receipts(self) -> None:
+    async def _store_ephemeral(self) -> None:
         receipts, self._receipts = self._receipts, []
-        if receipts:
+        notices, self._notices = self._notices, []
+        if receipts or notices:
             try:
-                stored = await self._store.store_receipts(receipts)
+                stored = await self._store.store_ephemeral(receipts, notices)
             except StoreError as error:
                 log.error("receipts_not_stored", count=len(receipts), reason=str(error))
             else:
-                self._sink.edus.receipts.advance(stored)
+                self._sink.edus.receipts.advance(stored or 0)
 
     async def _forget(self) -> None:
         """Let ids go that are old; what cannot be deleted now is there the next time."""
@@ -264,6 +353,9 @@ class PushFeed(Feed):
                 call.fail(error)
         self._queue.clear()
         self._by_key.clear()
+        self._bytes = 0
+        self._room.set()
+        self._room = trio.Event()
 
 
 def _same(checksum: int, other: int) -> None:

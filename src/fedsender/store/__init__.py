@@ -136,7 +136,12 @@ async def open_store(
         await bring_up_to_date(own, "sender", _lock(own.url, outside))
         if embedded:
             await bring_up_to_date(main, "homeserver", _lock(main.url, outside))
-        homeserver = HomeserverStore(main, outside, config.homeserver, state_database=state)
+        intake_lock = None
+        if embedded and main.dialect == "postgresql":
+            intake_lock = AdvisoryLock(main.url, outside)
+        homeserver = HomeserverStore(
+            main, outside, config.homeserver, state_database=state, intake_lock=intake_lock
+        )
         await homeserver.check_schema()
         lock = InstanceLock(await _locks(own, main, outside, embedded=embedded))
         try:
@@ -148,6 +153,8 @@ async def open_store(
             )
         finally:
             with trio.CancelScope(shield=True):
+                if intake_lock is not None:
+                    await intake_lock.release()
                 await lock.release()
 
 

@@ -23,6 +23,8 @@ again is in the system's own cache."""
 CONNECT_S = 10
 STATEMENT_MS = 60_000
 LOCK_MS = 10_000
+IDLE_MS = 30_000
+"""A transaction that nobody goes on with ends: its process is paused, and others wait for it."""
 
 
 class StoreError(Exception):
@@ -150,6 +152,7 @@ def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions)
         cursor = connection.cursor()
         cursor.execute(f"SET statement_timeout = {STATEMENT_MS}")
         cursor.execute(f"SET lock_timeout = {LOCK_MS}")
+        cursor.execute(f"SET idle_in_transaction_session_timeout = {IDLE_MS}")
         cursor.close()
         connection.commit()
 

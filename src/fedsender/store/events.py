@@ -31,6 +31,7 @@ class HomeserverSettings:
         instances: all configured senders, ourselves among them.
         event_writers: the instances that write the events stream.
         device_names: whether other servers are told the names of devices.
+        shared: whether `instances` all read one embedded store; a Synapse's they do in any case.
     """
 
     kind: Literal["embedded", "synapse"]
@@ -38,6 +39,7 @@ class HomeserverSettings:
     instances: tuple[str, ...]
     event_writers: tuple[str, ...] = ("master",)
     device_names: bool = False
+    shared: bool = False
 
 
 def _size(servers: frozenset[str]) -> int:

@@ -13,12 +13,14 @@ from typing import Literal
 from sqlalchemy import Connection
 
 from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
+from fedsender.outside import Outside
 from fedsender.store import (
     appends,
     delivery,
     device_lists,
     edu_rows,
     embedded,
+    intake,
     pages,
     positions,
     relay_load,
@@ -26,8 +28,10 @@ from fedsender.store import (
     tables,
 )
 from fedsender.store.appends import Appended, NewRecord
-from fedsender.store.engine import StoreError
+from fedsender.store.engine import Database, StoreError
 from fedsender.store.events import EventStore, HomeserverSettings
+from fedsender.store.intake import News, Notice, Place
+from fedsender.store.lock import Lock, LockHeld
 from fedsender.store.records import (
     Backoff,
     DestinationRoomsPage,
@@ -42,7 +46,7 @@ from fedsender.store.records import (
     Settlement,
 )
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
-from fedsender.streams import HostsRow
+from fedsender.streams import HostsRow, RedactionRow
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
@@ -58,6 +62,24 @@ SORTABLE = (
 class HomeserverStore(EventStore):
     """See the module. Errors: StoreError for what waiting does not cure."""
 
+    def __init__(
+        self,
+        database: Database,
+        outside: Outside,
+        settings: HomeserverSettings,
+        *,
+        state_database: Database | None = None,
+        intake_lock: Lock | None = None,
+    ) -> None:
+        """
+        Args:
+            state_database: where a Synapse keeps `state_groups_state` and its edges apart.
+            intake_lock: held while we take appends; None: nobody else can use this store.
+        """
+        super().__init__(database, outside, settings, state_database=state_database)
+        self._intake_lock = intake_lock
+        self._epoch: str | None = None
+
     # --- positions --------------------------------------------------------------------------------
 
     async def events_position(self) -> int:
@@ -68,7 +90,7 @@ class HomeserverStore(EventStore):
         settings = self._settings
         return await self._database.write(
             lambda connection: positions.reconcile(
-                connection, settings.instance, settings.instances, alone=self._embedded
+                connection, settings.instance, settings.instances, alone=self.alone
             )
         )
 
@@ -362,12 +384,48 @@ class HomeserverStore(EventStore):
         else:
             await self._database.write(apply)
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other sender reads this store."""
+        settings = self._settings
+        return self._embedded and not (settings.shared and len(settings.instances) > 1)
+
+    async def begin_intake(self, epoch: str) -> bool:
+        """Take the homeserver's appends under this epoch, unless another instance takes them."""
+        if self._intake_lock is not None:
+            try:
+                await self._intake_lock.take(await self._database.read(intake.store_key))
+            except LockHeld:
+                return False
+        self._epoch, instance = epoch, self._settings.instance
+        await self._database.write(lambda connection: intake.begin(connection, instance, epoch))
+        return True
+
+    async def feed_news(self, after: Place | None) -> News:
+        """What is new in the store since `after`; None: where everything stands."""
+        instance = self._settings.instance
+        found = await self._database.read(
+            lambda connection: intake.news(connection, instance, after)
+        )
+        if after is None or found.place.position > after.position:
+            with self._hosts_moving():
+                pass
+        return found
+
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
-        """Store records in this order, in one transaction; see `appends`."""
-        now_ms = self._now_ms()
+        """Store records in this order, in one transaction; see `appends`. Raises Elsewhere."""
+        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
 
         def append(connection: Connection) -> list[Appended]:
-            return appends.append_records(connection, records, now_ms)
+            intake.check(connection, epoch)
+            answers = appends.append_records(connection, records, now_ms)
+            if not self.alone:
+                rows = (row for record in records for row in record.rows)
+                told = [
+                    intake.redaction(row.target) for row in rows if isinstance(row, RedactionRow)
+                ]
+                intake.tell(connection, instance, told, now_ms)
+            return answers
 
         if _move_hosts(row for record in records for row in record.rows):
             with self._hosts_moving():
@@ -383,8 +441,31 @@ class HomeserverStore(EventStore):
         return await self._database.read(partial(appends.find_appends, keys=keys))
 
     async def forget_appends(self) -> int:
-        """Delete some of the keys that are old enough; returns how many."""
-        return await self._database.write(partial(appends.forget_appends, now_ms=self._now_ms()))
+        """Delete some of the keys that are old enough, and old notices; returns how many keys."""
+        now_ms = self._now_ms()
+
+        def forget(connection: Connection) -> int:
+            intake.forget(connection, now_ms)
+            return appends.forget_appends(connection, now_ms)
+
+        return await self._database.write(forget)
+
+    async def store_ephemeral(
+        self, receipts: Sequence[Receipt], notices: Sequence[Notice]
+    ) -> int | None:
+        """Keep receipts for those that do not answer now, and notices for other senders.
+
+        The newest stream id that the receipts got; None: there were none. Raises Elsewhere.
+        """
+        instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
+
+        def store(connection: Connection) -> int | None:
+            intake.check(connection, epoch)
+            if not self.alone:
+                intake.tell(connection, instance, notices, now_ms)
+            return edu_rows.store_receipts(connection, receipts) if receipts else None
+
+        return await self._database.write(store)
 
     async def feed_position(self) -> int:
         """The token up to which the feed is stored; -1 before the first one."""

@@ -234,6 +234,9 @@ class AdvisoryLock:
         try:
             self._connection = self._engine.connect()
             self._connection.execute(text("SET statement_timeout = 10000"))
+            # So soon it notices that a machine is gone, and lets others have its locks.
+            for name, value in (("idle", 5), ("interval", 2), ("count", 3)):
+                self._connection.execute(text(f"SET tcp_keepalives_{name} = {value}"))
         except DBAPIError as error:
             self._close()
             raise LockUnknown(f"the lock cannot be taken: {outages.words(error)}") from None

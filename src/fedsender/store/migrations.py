@@ -6,6 +6,7 @@ There are two version lines, `homeserver` (the embedded store's tables) and `sen
 ship inside the wheel.
 """
 
+import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,8 @@ Line = Literal["homeserver", "sender"]
 METADATA = {"homeserver": tables.homeserver, "sender": sender_tables.sender}
 # A migration takes seconds; who waits for longer waits for a daemon that runs.
 WAIT_SECONDS = 20.0
+# What Alembic migrates is a global of its own.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class SchemaDiffers(StoreError):
@@ -97,7 +100,8 @@ def upgrade(connection: Connection, line: Line, to: str = "head") -> None:
         connection.execute(text("SET LOCAL statement_timeout = 0"))
     config = alembic_config(line)
     config.attributes["connection"] = connection
-    command.upgrade(config, to)
+    with _ONE_AT_A_TIME:
+        command.upgrade(config, to)
 
 
 def revise(connection: Connection, line: Line, message: str) -> None:

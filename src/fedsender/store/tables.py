@@ -200,6 +200,16 @@ stream_epoch = Table(
     homeserver,
     Column("epoch", Text, primary_key=True, comment="the history that the feed's tokens belong to"),
     Column("base", BigInteger, nullable=False, comment="added to its tokens, they are ours"),
+    Column("instance_name", Text, comment="the sender that takes appends; NULL: nobody does"),
+)
+feed_notices = Table(
+    "feed_notices",
+    homeserver,
+    Column("id", RowId, primary_key=True),
+    Column("instance_name", Text, nullable=False, comment="who tells the others"),
+    Column("stream", Text, nullable=False),
+    Column("row", Text, nullable=False, comment="JSON"),
+    Column("told_ts", BigInteger, nullable=False),
 )
 appends = Table(
     "appends",
