@@ -102,6 +102,7 @@ def parts_of(world: World, standing: Standing) -> Parts:
             standing,
             world.sender.book.complete,
             world.sender.context.troubles,
+            world.sender.fan_out.standstill,
         ),
     )
 

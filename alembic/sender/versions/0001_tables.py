@@ -80,7 +80,7 @@ def upgrade() -> None:
             "content",
             sa.LargeBinary(),
             nullable=True,
-            comment="an EDU's bytes; a PDU stays with the homeserver",
+            comment="an EDU's, or an event's that was skipped",
         ),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("at_ms", sa.BigInteger(), nullable=False),

@@ -76,6 +76,12 @@ class Purge(Body):
     )
 
 
+class Skip(Body):
+    """The event to pass over."""
+
+    token: Annotated[StrictInt, Field(ge=1, le=MAX_INTEGER, description="Its stream ordering.")]
+
+
 class Ids(Body):
     """Items of the quarantine."""
 

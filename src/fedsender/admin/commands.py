@@ -152,6 +152,21 @@ def quarantine_drop(ids: Ids, config: ConfigFile, as_json: AsJson = False) -> in
     return DONE
 
 
+@app.command()
+def skip(
+    token: Annotated[int, typer.Argument(help="The one that /ready names.")],
+    config: ConfigFile,
+    as_json: AsJson = False,
+) -> int:
+    """Pass over the event that the fan-out stands at; it goes to quarantine."""
+    answer = _client(config).post("skip", body={"token": token})
+    if as_json:
+        say_json(answer)
+    else:
+        say(f"skipped: {answer['event_id']} of {answer['room_id']}; {answer['stood_at']}")
+    return DONE
+
+
 # --- telling --------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ from fedsender.admin.bodies import (
     Purge,
     Servers,
     ServersWithReason,
+    Skip,
 )
 from fedsender.admin.destinations import (
     UNKNOWN,
@@ -215,6 +216,34 @@ async def drop(request: Ids, parts: Reach) -> Dropped:
     await parts.sender.drop_quarantined(ids)
     log.info("quarantine dropped", dropped=ids[:20], n=len(ids))
     return Dropped(ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """The event that was passed over, and what the fan-out stood at."""
+
+    token: int
+    event_id: str
+    room_id: str
+    stood_at: str
+
+
+@router.post(
+    "/skip",
+    summary="Pass over the event that the fan-out stands at",
+    responses={409: {"description": "The fan-out does not stand at this one; nothing was done."}},
+)
+async def skip(request: Skip, parts: Reach) -> Skipped:
+    """It goes to quarantine, with its content and with all later events of its room."""
+    skipped = await parts.sender.skip(request.token)
+    if skipped is None:
+        stands = parts.sender.fan_out.standstill
+        now = stands or f"it is past token {parts.sender.fan_out.position} and goes on"
+        text = f"the fan-out does not stand at token {request.token}: {now}"
+        raise Refusal(409, "FEDSENDER_NOT_STANDING", text)
+    event = skipped.event
+    log.warning("skipped", token=request.token, event_id=event.event_id, stood_at=str(skipped))
+    return Skipped(request.token, event.event_id, event.room_id, str(skipped))
 
 
 # --- holding --------------------------------------------------------------------------------------

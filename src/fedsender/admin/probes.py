@@ -13,6 +13,7 @@ from fedsender.admin.refusal import json_answer
 from fedsender.admin.words import many
 from fedsender.replication.sink import FeedStatus
 from fedsender.sender.destination import Phase
+from fedsender.sender.fan_out import Standstill
 from fedsender.sender.sender import Sender
 from fedsender.telemetry import EXPOSITION_TYPE, Metrics
 
@@ -62,11 +63,13 @@ def doubts(
     gate: Gate,
     complete: trio.Event,
     troubles: Mapping[str, float],
+    standstill: Standstill | None,
 ) -> Iterator[str]:
     """Why the daemon is not ready, one sentence each; none: it is.
 
     `complete`: set once it is known which servers are owed something.
     `troubles`: loops of the sender that failed, and when (trio's clock, seconds).
+    `standstill`: of the fan-out.
     """
     yield from _feed_doubts(feed.status())
     if not homeserver.available:
@@ -80,9 +83,13 @@ def doubts(
     if gate.lack is not None:
         yield f"no server can be attempted, we lack file descriptors or memory: {gate.lack}"
     now = trio.current_time()
+    if standstill is not None:
+        token = standstill.event.stream_ordering
+        yield f"{standstill}. It is tried again; `fedsender skip {token}` passes over the event"
     failing = [name for name, at in sorted(troubles.items()) if now - at < TROUBLE_S]
     for name in failing:
-        yield f"{name} fails and is tried again: the log says why"
+        if name != "fan-out" or standstill is None:
+            yield f"{name} fails and is tried again: the log says why"
     if not failing and not complete.is_set():
         yield "the homeserver's database is still being asked which servers are owed something"
 
@@ -141,6 +148,11 @@ def _warnings(sender: Sender) -> Iterator[str]:
     if full:
         named = ", ".join(full[:NAMED]) + (" and others" if len(full) > NAMED else "")
         yield f"quarantine is full for {many(len(full), 'server')}: {named}"
+    if blocked := sender.fan_out.blocked:
+        rooms, first = many(len(blocked), "room"), min(blocked.values())
+        yield f"{rooms} held back behind events in quarantine, the oldest at token {first}"
+    if skipped := sender.fan_out.skipped:
+        yield f"an operator skipped an event since the start: {skipped}"
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)

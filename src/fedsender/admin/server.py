@@ -70,6 +70,7 @@ def parts_of(daemon: Daemon, outside: Outside) -> Parts:
             daemon.admission.gate,
             daemon.sender.book.complete,
             daemon.sender.context.troubles,
+            daemon.sender.fan_out.standstill,
         ),
     )
 

@@ -7,9 +7,17 @@ for a destination: a full queue gives up and catches up from the database.
 
 An event that cannot be sent is quarantined with the rest of its room behind it, durable before the
 position moves past it, and the other rooms go on (W16).
+
+Reading, routing or committing an event may raise again and again, for a reason that nobody foresaw.
+After an error events are taken one by one, until the one is known that the fan-out stands at; then
+an operator can have it passed over.
 """
 
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
@@ -19,6 +27,8 @@ import trio
 from fedsender.matrix import Pdu
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
 from fedsender.sender.window import Window
+from fedsender.store.engine import StoreError
+from fedsender.store.records import StoredEvent
 from fedsender.streams import Watermark
 
 log = structlog.get_logger()
@@ -34,11 +44,23 @@ Had = Callable[[str, int], bool]
 """Whether an event of this stream ordering was put down as owed to this server before."""
 
 
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """The event that the fan-out cannot pass, and why in words; never the event's content."""
+
+    event: StoredEvent
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the fan-out stands at token {self.event.stream_ordering}: {self.reason}"
+
+
 class Homeserver(Protocol):
     """What the fan-out asks of the store."""
 
     async def events_position(self) -> int: ...
     async def read_events(self, after: int, upto: int, limit: int) -> Sequence[Any]: ...
+    async def next_event(self, after: int, upto: int) -> StoredEvent | None: ...
     async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
     async def commit_fan_out(
         self, position: int, owed: Mapping[tuple[str, str], int], first: Mapping[str, int]
@@ -59,6 +81,8 @@ class FanOut:
 
     Attributes:
         position: up to here everything is fanned out.
+        standstill: what it stands at, None while it goes on; `skipped`: what an operator had passed
+            over last.
         handing_over: held from a commit until all that it made owed is offered.
     """
 
@@ -88,7 +112,12 @@ class FanOut:
         self._chunk = chunk
         self._window = window
         self._had = had
+        # Held by a step, and while an event is passed over.
+        self._turn = trio.Lock()
+        self._one_by_one = 0
         self.position = 0
+        self.standstill: Standstill | None = None
+        self.skipped: Standstill | None = None
         self.handing_over = trio.Lock()
 
     async def run(self, events: Watermark, position: int) -> None:
@@ -96,19 +125,55 @@ class FanOut:
 
         At start-up everything below the watermark goes out at once; no new event is needed (W1).
         """
-        self.position = position
+        # What was passed over after `position` was read stays so.
+        self.position = max(position, self.position)
+        await self.look_again()
         while True:
             upto = await events.wait_past(self.position)
-            await self.step(upto)
+            async with self._turn:
+                await self._step_or_stand(upto)
             # Reading, routing and committing all wait, but only if there is something to do.
             await trio.lowlevel.checkpoint()
 
-    async def step(self, upto: int) -> None:
-        """Fan out one chunk of the events above the position, at most up to `upto`."""
+    async def _step_or_stand(self, upto: int) -> None:
+        """One step; if it raises, and was for one event alone, that is what we stand at."""
+        before, limit = self.position, 1 if self._one_by_one else self._chunk
+        try:
+            await self._step(upto, limit)
+        except Exception as error:
+            self._one_by_one, event = self._chunk, None
+            # Else it is committed, and there is nothing to pass over.
+            if limit == 1 and self.position == before:
+                # A database that does not say which one it is may be what is wrong.
+                with suppress(StoreError):
+                    event = await self._homeserver.next_event(before, upto)
+            self.standstill = None if event is None else Standstill(event, _in_words(error))
+            raise
+        self._one_by_one = max(0, self._one_by_one - 1)
+        self.standstill = None
+
+    async def skip(self, token: int) -> Standstill | None:
+        """Pass over the event that we stand at, if it has this token: into quarantine, with its
+        content. Returns what we stood at; None: not at this one, and nothing was done."""
+        if self.standstill is None:
+            return None  # Nobody is kept waiting for a step that is under way.
+        async with self._turn:
+            stands = self.standstill
+            if stands is None or stands.event.stream_ordering != token:
+                return None
+            event, reason = stands.event, f"skipped by an operator: {stands}"
+            await self._sort_out([Bad(event.event_id, event.room_id, token, reason, event.json)])
+            await self._homeserver.commit_fan_out(token, {}, {})
+            self.position = token
+            self.standstill, self.skipped = None, stands
+            return stands
+
+    async def _step(self, upto: int, limit: int) -> None:
+        """Fan out the first `limit` events above the position, at most up to `upto`."""
         await self._look_at_quarantine()
         told = sorted(self._redacted)
-        rows = await self._homeserver.read_events(self.position, upto, self._chunk)
-        position = rows[-1].stream_ordering if len(rows) == self._chunk else upto
+        rows = await self._homeserver.read_events(self.position, upto, limit)
+        position = rows[-1].stream_ordering if len(rows) == limit else upto
         routed = await self._sort_out(await self._router.route(rows))
         await self._notice_redactions(rows, told)
         owed: dict[tuple[str, str], int] = {}
@@ -198,9 +263,25 @@ class FanOut:
             self._blocked = await self._blocked_rooms()
             self._looked = emptied
 
-    def look_again(self) -> None:
+    async def look_again(self) -> None:
         """Something has left quarantine: rooms that have nothing more there are free again."""
         self._emptied += 1
+        if not self._turn.locked():  # Else that step or the next one looks.
+            async with self._turn:
+                await self._look_at_quarantine()
+
+    @property
+    def blocked(self) -> Mapping[str, int]:
+        """Rooms whose events stay in quarantine -> the stream ordering of the first one."""
+        return self._blocked
+
+
+def _in_words(error: Exception) -> str:
+    """Why it failed. What other errors than our own say may quote the event."""
+    if isinstance(error, StoreError):
+        return str(error)
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} at {Path(at.filename).name}:{at.lineno}, see the log"
 
 
 def _content(row: EventRow) -> tuple[dict[str, Any], dict[str, Any]]:

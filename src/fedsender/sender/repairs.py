@@ -75,7 +75,7 @@ class Repairs:
         kept: list[Refusal] = []
         for item in await self._context.store.quarantined(ids):
             kept += await self._release_one(item)
-            self._fan_out.look_again()
+            await self._fan_out.look_again()
         return kept
 
     async def _release_one(self, item: Quarantined) -> list[Refusal]:
@@ -95,7 +95,7 @@ class Repairs:
         for item in items:
             self._context.ledger.record(_dropped(item, self._context.outside.now_ms()))
         await self._context.store.drop(ids)
-        self._fan_out.look_again()
+        await self._fan_out.look_again()
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send to this server."""

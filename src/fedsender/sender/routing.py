@@ -83,12 +83,17 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """An event that is ours to send but cannot be sent, with the reason in words."""
+    """An event that is ours to send but cannot be sent, with the reason in words.
+
+    Attributes:
+        content: its JSON, where nobody else may be able to read it.
+    """
 
     event_id: str
     room_id: str
     stream_ordering: int
     reason: str
+    content: bytes | None = None
 
 
 class _NotYet(Exception):

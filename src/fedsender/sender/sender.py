@@ -21,7 +21,7 @@ from fedsender.sender.book import Book, Policies, Progress, Status
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
-from fedsender.sender.fan_out import FanOut, Had
+from fedsender.sender.fan_out import FanOut, Had, Standstill
 from fedsender.sender.keep_going import attempted, keep_going
 from fedsender.sender.repairs import Refusal, Repairs
 from fedsender.sender.routing import Bad, Routed, Router
@@ -139,6 +139,7 @@ class Sender:
                 room_id=item.room_id,
                 stream_ordering=item.stream_ordering,
                 reason=item.reason,
+                content=item.content,
             )
 
     async def follow_events(self) -> None:
@@ -253,6 +254,10 @@ class Sender:
     async def drop_quarantined(self, ids: Sequence[int]) -> None:
         """Give quarantined items up for good."""
         await self._repairs.drop(ids)
+
+    async def skip(self, token: int) -> Standstill | None:
+        """Pass over the event that the fan-out stands at; None: it does not stand at this one."""
+        return await self.fan_out.skip(token)
 
     async def purge(self, server: str, *, force: bool = False) -> list[str]:
         """Forget this server and all it owes. The rooms shared with it, if they forbid that."""

@@ -6,11 +6,24 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Row, Select, inspect, literal, select, tuple_
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    LargeBinary,
+    Row,
+    Select,
+    cast,
+    func,
+    inspect,
+    literal,
+    select,
+    tuple_,
+)
 
 from fedsender.matrix import server_of
 from fedsender.store import tables
-from fedsender.store.records import EventRow
+from fedsender.store.records import EventRow, StoredEvent
 
 X = TypeVar("X")
 
@@ -74,6 +87,36 @@ def read_events(
     if room_id is not None:
         query = query.where(tables.events.c.room_id == room_id)
     return _event_rows(connection, connection.execute(query).all(), late=late)
+
+
+def next_event(connection: Connection, after: int, upto: int) -> StoredEvent | None:
+    """The first event with `after` < stream ordering <= `upto`, whatever stands in it."""
+    events, event_json = tables.events, tables.event_json
+
+    def raw(column: Column[str]) -> ColumnElement[bytes]:
+        # SQLite holds texts that are none, and whoever asks for those as texts gets an error.
+        if connection.dialect.name == "sqlite":
+            return cast(column, LargeBinary)
+        return func.convert_to(column, "UTF8", type_=LargeBinary)
+
+    query = (
+        select(
+            events.c.stream_ordering,
+            raw(events.c.event_id),
+            raw(events.c.room_id),
+            raw(event_json.c.json),
+        )
+        .select_from(events.outerjoin(event_json, event_json.c.event_id == events.c.event_id))
+        .where(events.c.stream_ordering > max(after, 0), events.c.stream_ordering <= upto)
+        .order_by(events.c.stream_ordering)
+        .limit(1)
+    )
+    row = connection.execute(query).first()
+    if row is None:
+        return None
+    token, *ids, text = row
+    event_id, room_id = (each.decode(errors="replace").replace("\0", "\ufffd") for each in ids)
+    return StoredEvent(token, event_id, room_id, text or b"")
 
 
 def events_by_id(

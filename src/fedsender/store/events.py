@@ -16,7 +16,7 @@ from sqlalchemy import Connection
 from fedsender.outside import Outside
 from fedsender.store import event_rows, positions, room_servers
 from fedsender.store.engine import Database
-from fedsender.store.records import EventRow, Hosts
+from fedsender.store.records import EventRow, Hosts, StoredEvent
 
 MAX_SERVERS_KNOWN = 200_000
 """Of an embedded store's rooms so many servers are remembered: some 20 MB if they all differ."""
@@ -96,6 +96,12 @@ class EventStore:
         """
         return await self._database.read(
             lambda connection: self._look(connection, after, upto, limit, None)
+        )
+
+    async def next_event(self, after: int, upto: int) -> StoredEvent | None:
+        """The first event of these, unread: for one that `read_events` raises at."""
+        return await self._database.read(
+            lambda connection: event_rows.next_event(connection, after, upto)
         )
 
     async def room_events(

@@ -78,7 +78,8 @@ def _is_of_connection(failed: "psycopg.Error | None") -> bool:
 
 
 def words(error: Exception) -> str:
-    """The driver's own first line: SQLAlchemy's text would add the statement."""
+    """The driver's own first line, without what it quotes: SQLAlchemy would add the statement, and
+    SQLite adds a text that is none."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     lines = str(cause).strip().splitlines() or [type(cause).__name__]
-    return lines[0][:300]
+    return lines[0].partition(" with text ")[0][:300]

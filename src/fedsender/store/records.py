@@ -33,6 +33,21 @@ class EventRow:
     redacted: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event as it is stored, whatever is wrong with it.
+
+    Attributes:
+        event_id, room_id: what is no text in them is replaced.
+        json: empty if the homeserver has none for it.
+    """
+
+    stream_ordering: int
+    event_id: str
+    room_id: str
+    json: bytes
+
+
 STANDS_ABOVE = "fedsender.stands_above"
 """In `internal_metadata`, in an embedded store only: see `stands_above`."""
 
@@ -314,7 +329,7 @@ class Quarantined:
     Attributes:
         destination: None: an event that no server got.
         kind: "pdu", or the EDU's type.
-        content: an EDU's bytes; a PDU stays with the homeserver.
+        content: an EDU's bytes, or an event's that was skipped; a PDU stays with the homeserver.
     """
 
     id: int

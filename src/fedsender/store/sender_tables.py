@@ -79,7 +79,7 @@ quarantine = Table(
     Column("event_id", Text),
     Column("room_id", Text, index=True),
     Column("stream_ordering", BigInteger),
-    Column("content", LargeBinary, comment="an EDU's bytes; a PDU stays with the homeserver"),
+    Column("content", LargeBinary, comment="an EDU's, or an event's that was skipped"),
     Column("reason", Text, nullable=False),
     Column("at_ms", BigInteger, nullable=False),
     UniqueConstraint("destination", "event_id"),
