@@ -430,6 +430,8 @@ def events(draw: st.DrawFn, version: int) -> dict[str, Any]:
         "sender": "@u:a.example",
         "room_id": "!r:a.example",
         "depth": draw(integers),
+        "prev_events": draw(st.lists(values, min_size=1, max_size=2)),
+        "auth_events": draw(st.lists(values, max_size=2)),
         "content": content,
         "unsigned": draw(st.dictionaries(st.sampled_from(["age_ts", "x", "replaces_state"]), text)),
     }

@@ -530,6 +530,11 @@ def _check_members(event: JsonObject, event_id: str, room_id: str, version: Room
     depth = event.get("depth")
     if type(depth) is not int or not -MAX_INTEGER <= depth <= MAX_INTEGER:
         raise BadEvent("depth is missing or not an integer within 53 bits")
+    for key in ("prev_events", "auth_events"):
+        if type(event.get(key)) is not list:
+            raise BadEvent(f"event without {key}")
+    if not event["prev_events"] and event["type"] != "m.room.create":
+        raise BadEvent("event without prev_events, and it creates no room")
     if version.event_format == 4 and event["type"] == "m.room.create" and "state_key" in event:
         if "room_id" in event:
             raise BadEvent("create event with a room_id, which its room version forbids")

@@ -2,7 +2,7 @@
 whatever is taken can be stored. On SQLite and on PostgreSQL."""
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sqlalchemy.exc import DataError
 from tests.intake.support import whole_daemon
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
@@ -29,6 +28,7 @@ from fedsender.store import (
     StoreConfig,
     StoreError,
     open_store,
+    tables,
 )
 from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
 from fedsender.store.homeserver import HomeserverStore
@@ -181,31 +181,53 @@ async def test_a_change_of_cross_signing_keys_arrives_under_both_names(tmp_path:
         assert server.transactions[0].edu_types == SIGNING_KEYS
 
 
-class _Stumbling:
-    """A store whose database says that this event's values are wrong."""
+async def _lacks_a_value(store: HomeserverStore) -> None:
+    await store._database.write(
+        lambda connection: connection.execute(tables.event_json.insert().values(event_id="$e3"))
+    )
 
-    def __init__(self, store: HomeserverStore, event_id: str, error: StoreError) -> None:
+
+async def _overflows(store: HomeserverStore) -> None:
+    raise OverflowError("Python int too large to convert to SQLite INTEGER")
+
+
+async def _is_odd(store: HomeserverStore) -> None:
+    raise StoreError("homeserver database: something that may pass")
+
+
+class _Stumbling:
+    """A store that fails whenever this event is among what is to be stored."""
+
+    def __init__(
+        self,
+        store: HomeserverStore,
+        event_id: str,
+        fail: Callable[[HomeserverStore], Awaitable[None]],
+    ) -> None:
         self._store = store
         self._event_id = event_id
-        self._error = error
+        self._fail = fail
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
         if any(getattr(row, "event_id", "") == self._event_id for r in records for row in r.rows):
-            raise self._error
+            await self._fail(self._store)
         return await self._store.append_records(records)
 
 
-@pytest.mark.parametrize("for_good", [True, False])
+@pytest.mark.parametrize(
+    ("fail", "answer"), [(_lacks_a_value, BadRow), (_overflows, BadRow), (_is_odd, Full)]
+)
 async def test_a_record_that_the_database_refuses_is_refused_alone(
-    config: StoreConfig, for_good: bool
+    config: StoreConfig,
+    fail: Callable[[HomeserverStore], Awaitable[None]],
+    answer: type[Exception],
 ) -> None:
-    error = StoreError("homeserver database: no")
-    error.__cause__ = DataError("x", {}, Exception("no")) if for_good else None
+    """For good where it is the record's fault: who is told to come again would do so for ever."""
     answers: dict[int, Any] = {}
-    around = partial(_Stumbling, event_id="$e3", error=error)
+    around = partial(_Stumbling, event_id="$e3", fail=fail)
     async with pushed_to(config, around=around) as (feed, store):
 
         async def append(number: int) -> None:
@@ -217,7 +239,7 @@ async def test_a_record_that_the_database_refuses_is_refused_alone(
         async with trio.open_nursery() as nursery:
             for number in range(1, 6):
                 nursery.start_soon(append, number)
-        assert answers[3] is (BadRow if for_good else Full)
+        assert answers[3] is answer
         assert len(await stored(store)) == 4
         assert sorted(answers[number] for number in (1, 2, 4, 5)) == [[1], [2], [3], [4]]
 

@@ -56,7 +56,7 @@ def message(number: int, **more: object) -> dict[str, Any]:
         "content": {"body": f"message {number}"},
         "depth": number,
         "origin_server_ts": 1_790_000_000_000 + number,
-        "prev_events": [],
+        "prev_events": ["$before"],
         "auth_events": [],
         **more,
     }

@@ -104,7 +104,8 @@ async def test_events_that_are_not_ours_to_send_stay_here(
         await world.say(R1, "theirs", sender="@x:b.example")
         await world.say(R1, "elsewhere", metadata={"out_of_band_membership": True})
         await world.say(R1, "kept back", metadata={"proactively_send": False})
-        await world.say(R1, "creation", extra={"prev_events": []})
+        creation = {"type": "m.room.create", "state_key": "", "extra": {"prev_events": []}}
+        await world.say(R1, "creation", **creation)
         await world.say(
             R1, "for b", sender="@x:b.example", metadata={"send_on_behalf_of": "b.example"}
         )

@@ -18,7 +18,6 @@ from typing import Any, Final, Protocol
 
 import structlog
 import trio
-from sqlalchemy.exc import DataError, IntegrityError
 
 from fedsender.intake.intake import Call, Elsewhere, Full, Intake, KeyReused, Signer
 from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, RoomServers, ToDeviceRow
@@ -29,7 +28,7 @@ from fedsender.replication.relay_rows import tell_ephemeral
 from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.store.appends import Appended, NewRecord
-from fedsender.store.engine import StoreError
+from fedsender.store.engine import StoreError, WrongValues
 from fedsender.store.intake import REDACTED, News, Notice, Place
 from fedsender.store.records import Receipt
 
@@ -287,21 +286,20 @@ class PushFeed(Feed):
     async def _append(self, group: Sequence[_Waiting]) -> None:
         """Store the oldest that wait, let the sender see them, and tell who waits.
 
-        A record that the database refuses for good is refused alone.
+        A record that can never be stored is refused alone, whatever is raised for it.
         """
         records = [NewRecord(each.key, each.checksum, each.record.parsed) for each in group]
         answers: Sequence[int | Exception]
         try:
             answers = await self._store.append_records(records)
-        except StoreError as error:
+        except Exception as error:
             if len(group) > 1:
                 for waiting in group:
                     await self._append([waiting])
                 return
             log.error("append_refused", reason=str(error))
-            # What the database holds to be wrong with the values it will never take.
-            wrong = isinstance(error.__cause__, DataError | IntegrityError)
-            answers = [BadRow(str(error)) if wrong else Full(str(error))]
+            wrong = isinstance(error, WrongValues) or not isinstance(error, StoreError)
+            answers = [BadRow(f"cannot be stored: {error}") if wrong else Full(str(error))]
         newest = max((token for token in answers if isinstance(token, int)), default=0)
         if newest > self.head:
             rows = [

@@ -24,7 +24,7 @@ import tenacity
 import trio
 from cachetools import TTLCache
 
-from fedsender.matrix import BadEvent, Pdu, make_pdu, prune, server_of
+from fedsender.matrix import BadEvent, Pdu, is_server_name, make_pdu, prune, server_of
 from fedsender.store.records import stands_above
 
 FIRST_WAIT_S = 0.1
@@ -136,9 +136,11 @@ def _target_outside(row: EventRow, membership_before: str | None, content: objec
     if content.get("membership") not in ("leave", "ban"):
         return None
     try:
-        return server_of(row.state_key)
+        server = server_of(row.state_key)
     except ValueError:
         return None
+    # A user id may be anything, and names of any length fit into no index.
+    return server if is_server_name(server) else None
 
 
 class Router:

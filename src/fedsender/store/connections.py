@@ -31,6 +31,10 @@ class StoreError(Exception):
     """The store cannot do what was asked; the text says why, in words, without content."""
 
 
+class WrongValues(StoreError):
+    """What is to be written is at fault, and not the database: it will never take it."""
+
+
 class WrongDatabase(StoreError):
     """There is no such database, or it does not let us in: the configuration names another one."""
 

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 import structlog
 import trio
 from sqlalchemy import URL, Connection, Engine
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from fedsender.outside import Outside
 from fedsender.store.connections import (
@@ -31,6 +31,7 @@ from fedsender.store.connections import (
     DatabaseOptions,
     StoreError,
     WrongDatabase,
+    WrongValues,
     checked_url,
     make_engine,
     prepare_file,
@@ -45,6 +46,7 @@ __all__ = [
     "StoreClosed",
     "StoreError",
     "WrongDatabase",
+    "WrongValues",
     "open_database",
 ]
 
@@ -217,7 +219,8 @@ class Database:
             self._note_away(lane, error)
             return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10))
         if isinstance(error, DBAPIError):
-            told = WrongDatabase if kind == "wrong" else StoreError
+            ours = isinstance(error, DataError | IntegrityError)
+            told = WrongDatabase if kind == "wrong" else WrongValues if ours else StoreError
             # Not from it: PostgreSQL quotes rows in what follows its first line (I10).
             raise told(f"{self.name} database: {words(error)}") from None
         raise error

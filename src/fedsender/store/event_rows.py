@@ -308,8 +308,8 @@ def _auth_event_ids(text: str) -> list[str]:
         entry[0] if isinstance(entry, list) and entry else entry
         for entry in (entries if isinstance(entries, list) else [])
     ]
-    # The specification allows 10 of them.
-    return [entry for entry in firsts if isinstance(entry, str)][:50]
+    # The specification allows 10 of them. PostgreSQL cannot even be asked for one with a NUL.
+    return [entry for entry in firsts if isinstance(entry, str) and "\0" not in entry][:50]
 
 
 def _member_events(

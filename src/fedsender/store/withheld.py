@@ -45,7 +45,8 @@ class WithheldStore:
             "room_id": room_id,
             "stream_ordering": stream_ordering,
             "content": content,
-            "reason": reason[:MAX_REASON],
+            # It may quote what no database holds.
+            "reason": reason.replace("\0", "\ufffd")[:MAX_REASON],
             "at_ms": self._now_ms(),
             "instance_name": self._instance,
         }
