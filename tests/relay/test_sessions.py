@@ -53,7 +53,7 @@ async def test_16_a_record_of_many_rows_needs_no_further_write_to_arrive(
     """16: nothing holds back the last rows; they are one token."""
     async with World().running() as world:
         hands = await world.follow("sender-1")
-        await world.append_rows(*(pdu(number) for number in range(21)))
+        await world.append_rows(*(to_device(number) for number in range(21)))
         lines = await hands.hear_lines(21)
         assert [str(line).split()[2] for line in lines] == ["batch"] * 20 + ["1"]
 
@@ -94,7 +94,7 @@ async def test_19_a_record_that_was_cut_off_comes_again_whole(autojump_clock: Cl
     """19: the connection ends inside a batch; what follows the last acknowledged token is sent."""
     async with World().running() as world:
         await world.append()
-        await world.append_rows(*(pdu(number) for number in range(100, 130)))
+        await world.append_rows(*(to_device(number) for number in range(100, 130)))
         first = world.connect(lockstep=True)
         await first.resume("sender-1", 0)
         await first.until("RDATA events 1 ")
