@@ -426,5 +426,5 @@ def simulate(context: typer.Context) -> int:
 
 @app.command(context_settings=_REST, add_help_option=False)
 def bench(context: typer.Context) -> int:
-    """Run a benchmark: floor, fanout, burst, restart, replay, memory, latency, relay-append ..."""
+    """Run a benchmark: floor, fanout, burst, restart, replay, memory, latency, append ..."""
     return _lazy("fedsender.bench", "main")(context.args)

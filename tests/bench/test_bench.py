@@ -92,6 +92,21 @@ def test_a_profile_is_written_where_it_was_asked_for(
     assert path.stat().st_size > 0
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_append_tells_the_rate_of_each_size_of_request(
+    kind: str, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    more: tuple[str, ...] = ()
+    if kind == "postgresql":
+        more = ("--database", request.getfixturevalue("postgres").create_schema())
+    figures = figures_of(capfd, "append", *tiny(1, 32), *more)
+    assert figures["database"] == kind
+    assert list(figures["groups"]) == ["1", "16", "128", "1000"]
+    for each in figures["groups"].values():
+        assert each["records_per_s"] > 0
+        assert 0 < each["p50_ms"] <= each["p99_ms"]
+
+
 def test_an_unknown_benchmark_is_a_usage_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
     assert "speed" in capfd.readouterr().err

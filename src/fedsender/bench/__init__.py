@@ -47,6 +47,8 @@ _BENCHES: Final = {
     "replay": _Bench("backlog", servers=415, events=4_500, rounds=1),
     "memory": _Bench("memory", servers=400, events=50, rounds=1),
     "pipeline": _Bench("pipeline", servers=10_000, events=1_000_000, rounds=1),
+    # Events: records per size of request.
+    "append": _Bench("append", servers=1, events=20_000, rounds=3),
     # Events: records per size of group; MiB of log.
     "relay-append": _Bench("relay", servers=1, events=50_000, rounds=3),
     "relay-recovery": _Bench("relay", servers=1, events=256, rounds=3),
@@ -62,6 +64,7 @@ def run_bench(
     servers: int | None = None,
     events: int | None = None,
     rounds: int | None = None,
+    database: str | None = None,
     profile: Path | None = None,
 ) -> int:
     """Run one benchmark and print its figures; its exit code.
@@ -70,6 +73,7 @@ def run_bench(
 
     Args:
         servers, events, rounds: its size, in place of the one its figure is quoted at.
+        database: URL of an empty PostgreSQL database, where the benchmark can use one.
         profile: where to write what cProfile saw of the event loop's thread. Figures of such a run
             are only good for comparing its parts.
     """
@@ -78,6 +82,7 @@ def run_bench(
         bench.servers if servers is None else servers,
         bench.events if events is None else events,
         bench.rounds if rounds is None else rounds,
+        database,
     )
     measure = getattr(import_module(f"fedsender.bench.{bench.module}"), name.replace("-", "_"))
     profiler = None if profile is None else cProfile.Profile()
@@ -114,7 +119,7 @@ def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
 
 _SOAK: Final = "soak"
 """It is measured in minutes, watches another process, and may fail."""
-_EVENTS: Final = "events (floor: exchanges; relay-*: records; relay-recovery: MiB) per round"
+_EVENTS: Final = "events (floor: exchanges; append, relay-*: records; relay-recovery: MiB) a round"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -131,6 +136,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--servers", type=_positive, help="receiving servers")
     parser.add_argument("--events", type=_positive, help=_EVENTS)
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")
+    parser.add_argument("--database", metavar="URL", help="append: an empty PostgreSQL database")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a cProfile there")
     try:
         options = parser.parse_args(arguments)
@@ -141,6 +147,7 @@ def main(arguments: Sequence[str]) -> int:
         servers=options.servers,
         events=options.events,
         rounds=options.rounds,
+        database=options.database,
         profile=options.profile,
     )
 

@@ -15,11 +15,16 @@ import trio
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The size of a benchmark; what an event is, and a round, is for each to say."""
+    """The size of a benchmark; what an event is, and a round, is for each to say.
+
+    Attributes:
+        database: URL of an empty PostgreSQL database, for those that can use one; None: SQLite.
+    """
 
     servers: int
     events: int
     rounds: int
+    database: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
