@@ -17,7 +17,7 @@ from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
 from tests.service import until
 
-from fedsender.intake.intake import Append, Full, Intake, KeyReused, Outdated, key_of
+from fedsender.intake.intake import Append, Elsewhere, Full, Intake, KeyReused, Outdated, key_of
 from fedsender.intake.rows import prepare
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
@@ -242,6 +242,21 @@ async def test_a_record_that_the_database_refuses_is_refused_alone(
         assert answers[3] is answer
         assert len(await stored(store)) == 4
         assert sorted(answers[number] for number in (1, 2, 4, 5)) == [[1], [2], [3], [4]]
+
+
+async def _is_taken_over(store: HomeserverStore) -> None:
+    raise Elsewhere("another")
+
+
+async def test_a_record_that_another_sender_is_to_take_is_not_refused_for_good(
+    config: StoreConfig,
+) -> None:
+    """Alone or with others: a homeserver that is told 400 sets it aside."""
+    around = partial(_Stumbling, event_id="$e3", fail=_is_taken_over)
+    for records in ([record(3)], [record(2), record(3)]):
+        async with pushed_to(config, around=around) as (feed, _):
+            with pytest.raises(Elsewhere):
+                await feed.intake.append(records)
 
 
 async def test_ids_are_forgotten_after_a_day_and_not_before(config: StoreConfig) -> None:

@@ -292,6 +292,8 @@ class PushFeed(Feed):
         answers: Sequence[int | Exception]
         try:
             answers = await self._store.append_records(records)
+        except Elsewhere:
+            raise
         except Exception as error:
             if len(group) > 1:
                 for waiting in group:
