@@ -61,8 +61,8 @@ class _Log:
     def __init__(self) -> None:
         self.taken: list[Prepared] = []
 
-    def knows(self, key: bytes, record: Prepared) -> bool:
-        return False
+    async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
+        return set()
 
     async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
         self.taken += [record for _, record in records]
