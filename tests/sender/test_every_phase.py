@@ -119,7 +119,7 @@ async def settled(scenes: list[Scene], phase: str) -> None:
             scene.server.down, scene.server.latency = False, 30
         scenes[0].sender.wake([scene.name for scene in scenes], by_admin=True)
         await trio.sleep(1)
-    await trio.sleep({"quarantined": 40.0, "idle": 3.0}.get(phase, 1.0))
+    await trio.sleep({"quarantined": 300.0, "idle": 3.0}.get(phase, 1.0))
     for scene in scenes:
         await IN_PHASE[phase](scene)
 

@@ -115,7 +115,7 @@ class FanOut:
         # Held by a step, and while an event is passed over.
         self._turn = trio.Lock()
         self._one_by_one = 0
-        self.position = 0
+        self.position = -1
         self.standstill: Standstill | None = None
         self.skipped: Standstill | None = None
         self.handing_over = trio.Lock()
