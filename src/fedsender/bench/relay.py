@@ -17,13 +17,14 @@ import trio
 
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.demo.children import BenchFailed
+from fedsender.intake.intake import KEY_BYTES
 from fedsender.intake.rows import Prepared, prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.files import LogFiles
 from fedsender.relay.log import LogSettings, open_log
 from fedsender.relay.recovery import Evidence, open_files
-from fedsender.relay.segment import FRAME_BYTES, KEY_BYTES
+from fedsender.relay.segment import FRAME_BYTES
 from fedsender.replication.commands import Json
 
 GROUPS: Final = (1, 16, 128, 1024)

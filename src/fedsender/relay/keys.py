@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from fedsender.intake.intake import KeyReused
+from fedsender.intake.intake import NO_KEY, KeyReused
 from fedsender.intake.rows import check_of, rows_of
 from fedsender.relay.cursor import read_range
 from fedsender.relay.disk import Disk
-from fedsender.relay.segment import NO_KEY, SegmentInfo
+from fedsender.relay.segment import SegmentInfo
 
 _CHECK_BITS: Final = 32
 

@@ -17,16 +17,16 @@ from typing import Final, TypeVar
 import structlog
 import trio
 
-from fedsender.intake.intake import Call, Full, KeyReused
+from fedsender.intake.appending import Appending, Item
+from fedsender.intake.intake import NO_KEY, Call, Full, KeyReused
 from fedsender.intake.rows import Prepared, prepare
 from fedsender.outside import Outside
-from fedsender.relay.appending import Appending, Item
 from fedsender.relay.cursor import Collected, Cursor, Piece, bounds, sealed_records
 from fedsender.relay.disk import Disk
 from fedsender.relay.files import LogBroken, LogFiles
 from fedsender.relay.keys import Keys, load_keys
 from fedsender.relay.recovery import Epoch, Evidence, open_files, read_epoch
-from fedsender.relay.segment import NO_KEY, DamagedSegment, Record, SegmentInfo
+from fedsender.relay.segment import DamagedSegment, Record, SegmentInfo
 from fedsender.replication.commands import Json
 from fedsender.streams import Watermark
 
@@ -91,7 +91,8 @@ class Log:
         self, files: LogFiles, keys: Keys, disk: Disk, outside: Outside, settings: LogSettings
     ) -> None:
         self._files = files
-        self._appending = Appending(keys, settings.waiting_bytes)
+        self._keys = keys
+        self._appending = Appending(settings.waiting_bytes, keys.token)
         self._disk = disk
         self._outside = outside
         self._settings = settings
@@ -198,18 +199,14 @@ class Log:
             if waiting.cancelled_caught:
                 await self._seal_old()
                 continue
-            group = self._appending.take(self._settings.group_records, self._settings.group_bytes)
+            group = self._appending.group(self._settings.group_records, self._settings.group_bytes)
             try:
                 await self._commit(group)
             except (Full, OSError) as error:
-                self._appending.fail(group, error)
+                self._appending.fail(error)
             except LogBroken as broken:
                 self._closed = broken
-                self._appending.fail(group, broken)
-                raise
-            except trio.Cancelled:
-                # The group is not in the queue any more, and who waits must not wait for ever.
-                self._appending.fail(group, Full("the log is closed"))
+                self._appending.fail(broken)
                 raise
 
     async def _commit(self, group: list[Item]) -> None:
@@ -231,7 +228,9 @@ class Log:
             first = await self._in_turn(write)
         finally:
             self._committing_since = None
-        self._appending.written(group, first)
+        for token, item in enumerate(group, first):
+            self._keys.add(item.key, token, item.check)
+        self._appending.answer(range(first, first + len(group)))
         self.moved.advance(first + len(group) - 1)
 
     def _seal_in_s(self) -> float:
@@ -297,7 +296,7 @@ class Log:
         """Seal, and refuse what comes later."""
         broken = isinstance(self._closed, LogBroken)
         self._closed = self._closed or Full("the log is closed")
-        self._appending.fail((), self._closed)
+        self._appending.fail(self._closed)
         try:
             if not broken:
                 await self._seal_old()

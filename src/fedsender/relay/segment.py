@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from fedsender.intake.intake import NO_KEY
 from fedsender.intake.rows import MAX_RECORD_BYTES, MAX_ROWS, rows_of
 from fedsender.relay.disk import File
 from fedsender.replication.commands import Json
 
 SUFFIX: Final = ".seg"
-KEY_BYTES: Final = 16
-NO_KEY: Final = bytes(KEY_BYTES)
 READ_BYTES: Final = 2**20
 MAX_PAYLOAD: Final = MAX_RECORD_BYTES + 64 * MAX_ROWS
 MAX_TOKEN: Final = 2**63 - 1

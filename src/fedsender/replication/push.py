@@ -10,15 +10,14 @@ the store ten times a second, send what is their share, and try to get the lock.
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
 import structlog
 import trio
 
+from fedsender.intake.appending import Appending, Item
 from fedsender.intake.intake import Call, Elsewhere, Full, Intake, KeyReused, Signer
 from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, RoomServers, ToDeviceRow
 from fedsender.outside import Outside
@@ -67,16 +66,6 @@ class PushStore(Protocol):
     async def room_servers(self, room_id: str) -> RoomServers | None: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A record that waits for a transaction, and who waits for it."""
-
-    key: bytes
-    record: Prepared
-    checksum: int
-    callers: list[tuple[Call, int]] = field(default_factory=list)
-
-
 class PushFeed(Feed):
     """See the module. It is also the `Recorder` of its intake.
 
@@ -100,15 +89,12 @@ class PushFeed(Feed):
             self, outside, self._take_ephemeral, signer=signer, room=self._room_servers
         )
         self._place = Place(0, 0, 0)
-        self._queue: deque[_Waiting] = deque()
-        self._by_key: dict[bytes, _Waiting] = {}
-        self._bytes = 0
+        self._waiting = Appending(WAITING_BYTES)
         self._receipts: list[Receipt] = []
         self._notices: list[Notice] = []
         self._typed = 0
         self._forget_at = 0.0
         self._arrived = trio.Event()
-        self._room = trio.Event()
 
     @property
     def head(self) -> int:
@@ -118,7 +104,7 @@ class PushFeed(Feed):
         return FeedStatus(
             kind="push",
             connected=self.connected.is_set(),
-            level=self.connected.is_set() and not self._queue,
+            level=self.connected.is_set() and not self._waiting,
             position=self.head,
             head=self.head,
             stopped=self.stopped,
@@ -136,7 +122,7 @@ class PushFeed(Feed):
                 else:
                     await self._follow()
         finally:
-            self._fail(Full("the sender is stopping"))
+            self._waiting.fail(Full("the sender is stopping"))
 
     async def _take_appends(self) -> None:
         """Take appends until another sender does."""
@@ -151,7 +137,7 @@ class PushFeed(Feed):
                 with trio.move_on_after(FORGET_EVERY_S if self._store.alone else TRY_EVERY_S):
                     await self._arrived.wait()
                 self._arrived = trio.Event()
-                while group := self._next_group():
+                while group := self._waiting.group(GROUP_RECORDS, GROUP_BYTES):
                     await self._append(group)
                 await self._store_ephemeral()
                 await self._forget()
@@ -179,7 +165,7 @@ class PushFeed(Feed):
     def _close(self, elsewhere: Elsewhere) -> None:
         """Take no appends; who waits is told."""
         if self.intake.closed is None:
-            self._fail(elsewhere)
+            self._waiting.fail(elsewhere)
             self.intake.begin_anew()
         self.intake.closed = elsewhere
 
@@ -207,21 +193,17 @@ class PushFeed(Feed):
 
     async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
         """See `Recorder`."""
-        found: set[bytes] = set()
-        checksums = {key: record.check() for key, record in records}
-        for key in checksums.keys() & self._by_key.keys():
-            _same(self._by_key[key].checksum, checksums[key])
-            found.add(key)
-        stored = await self._store.find_appends(list(checksums.keys() - found))
-        for key, (_, checksum) in stored.items():
-            _same(checksum, checksums[key])
+        found = {key for key, record in records if self._waiting.knows(key, record)}
+        checksums = {key: record.check() for key, record in records if key not in found}
+        for key, (_, checksum) in (await self._store.find_appends(list(checksums))).items():
+            if checksum != checksums[key]:
+                raise KeyReused("this id came with other rows before")
             found.add(key)
         return found
 
     async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
         """See `Recorder`."""
-        while self._bytes >= WAITING_BYTES:
-            await self._room.wait()
+        await self._waiting.room()
         return await self.submit(records).tokens_when_durable()
 
     def submit(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
@@ -230,19 +212,7 @@ class PushFeed(Feed):
             raise Full("the store is not open yet")
         if self.intake.closed is not None:
             raise self.intake.closed
-        call = Call(len(records))
-        checksums = [record.check() for _, record in records]
-        before = {key: self._by_key[key].checksum for key, _ in records if key in self._by_key}
-        for (key, _), checksum in zip(records, checksums, strict=True):
-            _same(before.setdefault(key, checksum), checksum)
-        for index, ((key, record), checksum) in enumerate(zip(records, checksums, strict=True)):
-            waiting = self._by_key.get(key)
-            if waiting is None:
-                waiting = self._by_key[key] = _Waiting(key, record, checksum)
-                self._queue.append(waiting)
-                self._bytes += record.size
-            waiting.callers.append((call, index))
-            call.left += 1
+        call = self._waiting.enqueue(records)
         self._arrived.set()
         return call
 
@@ -273,22 +243,12 @@ class PushFeed(Feed):
 
     # --- What is stored ---------------------------------------------------------------------------
 
-    def _next_group(self) -> list[_Waiting]:
-        group: list[_Waiting] = []
-        size = 0
-        for waiting in self._queue:
-            size += waiting.record.size
-            if group and (size > GROUP_BYTES or len(group) == GROUP_RECORDS):
-                break
-            group.append(waiting)
-        return group
-
-    async def _append(self, group: Sequence[_Waiting]) -> None:
+    async def _append(self, group: Sequence[Item]) -> None:
         """Store the oldest that wait, let the sender see them, and tell who waits.
 
         A record that can never be stored is refused alone, whatever is raised for it.
         """
-        records = [NewRecord(each.key, each.checksum, each.record.parsed) for each in group]
+        records = [NewRecord(each.key, each.check, each.record.parsed) for each in group]
         answers: Sequence[int | Exception]
         try:
             answers = await self._store.append_records(records)
@@ -296,8 +256,8 @@ class PushFeed(Feed):
             raise
         except Exception as error:
             if len(group) > 1:
-                for waiting in group:
-                    await self._append([waiting])
+                for item in group:
+                    await self._append([item])
                 return
             log.error("append_refused", reason=str(error))
             wrong = isinstance(error, WrongValues) or not isinstance(error, StoreError)
@@ -314,17 +274,7 @@ class PushFeed(Feed):
             self._sink.redacted(redacted_in(rows))
             to_device = {row.destination for row in rows if isinstance(row, ToDeviceRow)}
             self._advance(self._place._replace(position=newest), sorted(to_device))
-        for waiting, answer in zip(group, answers, strict=True):
-            self._queue.popleft()
-            del self._by_key[waiting.key]
-            self._bytes -= waiting.record.size
-            for call, index in waiting.callers:
-                if isinstance(answer, int):
-                    call.settle(index, answer)
-                else:
-                    call.fail(answer)
-        self._room.set()
-        self._room = trio.Event()
+        self._waiting.answer(answers)
 
     async def _store_ephemeral(self) -> None:
         receipts, self._receipts = self._receipts, []
@@ -346,18 +296,3 @@ class PushFeed(Feed):
             await self._store.forget_appends()
         except StoreError as error:
             log.error("old_ids_not_deleted", reason=str(error))
-
-    def _fail(self, error: Exception) -> None:
-        for waiting in self._queue:
-            for call, _ in waiting.callers:
-                call.fail(error)
-        self._queue.clear()
-        self._by_key.clear()
-        self._bytes = 0
-        self._room.set()
-        self._room = trio.Event()
-
-
-def _same(checksum: int, other: int) -> None:
-    if checksum != other:
-        raise KeyReused("this id came with other rows before")

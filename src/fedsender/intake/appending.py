@@ -1,17 +1,16 @@
-"""Records that wait to be written: in order, each key once, all who ask told the same."""
+"""Records that wait to be stored: in order, each key once, all who ask told the same."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import trio
 
-from fedsender.intake.intake import Call, KeyReused
+from fedsender.intake.intake import NO_KEY, Call, KeyReused
 from fedsender.intake.rows import Prepared
-from fedsender.relay.keys import Keys
-from fedsender.relay.segment import NO_KEY
 
 
 @dataclass(slots=True, eq=False)
@@ -24,17 +23,24 @@ class Item:
     callers: list[tuple[Call, int]] = field(default_factory=list)
 
 
+def not_known(key: bytes, check: int) -> None:
+    """For a writer that finds by itself what is stored."""
+
+
 class Appending:
-    """The queue in front of the writer.
+    """The queue in front of the writer. A record stays in it until it is answered.
 
     Args:
-        keys: of the records that are written.
         waiting_bytes: rows that may wait before `room` has to be waited for.
+        token_of: the token of a stored record, by its key and the check of its rows; None if there
+            is none. Raises KeyReused.
     """
 
-    def __init__(self, keys: Keys, waiting_bytes: int) -> None:
-        self._keys = keys
+    def __init__(
+        self, waiting_bytes: int, token_of: Callable[[bytes, int], int | None] = not_known
+    ) -> None:
         self._waiting_bytes = waiting_bytes
+        self._token_of = token_of
         self._queue: deque[Item] = deque()
         self._bytes = 0
         self._by_key: dict[bytes, Item] = {}
@@ -91,7 +97,7 @@ class Appending:
                 found.append(Item(key, record, 0))
                 continue
             check = record.check()
-            token = self._keys.token(key, check)
+            token = self._token_of(key, check)
             item = self._by_key.get(key) or fresh.get(key)
             if item is not None and item.check != check:
                 raise KeyReused("this id came with other rows, which are being written")
@@ -100,37 +106,37 @@ class Appending:
             found.append(item if token is None else token)
         return found
 
-    def take(self, max_records: int, max_bytes: int) -> list[Item]:
-        """The oldest that wait, at least one, and no more than that."""
+    def group(self, max_records: int, max_bytes: int) -> list[Item]:
+        """The oldest that wait, no more than that; at least one, if any does."""
         group: list[Item] = []
         size = 0
-        while self._queue and len(group) < max_records:
-            size += self._queue[0].record.size
+        for item in islice(self._queue, max_records):
+            size += item.record.size
             if group and size > max_bytes:
                 break
-            group.append(self._queue.popleft())
-        self._made_room(sum(item.record.size for item in group))
+            group.append(item)
         return group
 
-    def written(self, group: Sequence[Item], first: int) -> None:
-        """The group is durable, with tokens from `first` on."""
-        for token, item in enumerate(group, first):
+    def answer(self, answers: Sequence[int | Exception]) -> None:
+        """The oldest ones are stored, with these tokens, or will not be."""
+        size = 0
+        for answer in answers:
+            item = self._queue.popleft()
             self._by_key.pop(item.key, None)
-            self._keys.add(item.key, token, item.check)
+            size += item.record.size
             for call, index in item.callers:
-                call.settle(index, token)
+                if isinstance(answer, int):
+                    call.settle(index, answer)
+                else:
+                    call.fail(answer)
+        self._made_room(size)
 
-    def fail(self, group: Sequence[Item], error: Exception) -> None:
-        """Neither the group nor anything else that waits will be written.
+    def fail(self, error: Exception) -> None:
+        """Nothing that waits will be stored.
 
         All of it, because what was brought later must not come in before what is brought again.
         """
-        for item in (*group, *self._queue):
-            for call, _ in item.callers:
-                call.fail(error)
-        self._queue.clear()
-        self._by_key.clear()
-        self._made_room(self._bytes)
+        self.answer([error] * len(self._queue))
 
     def _made_room(self, size: int) -> None:
         self._bytes -= size
