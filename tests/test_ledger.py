@@ -2,6 +2,7 @@
 
 import os
 import random
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,26 @@ def outside() -> Outside:
         entropy=os.urandom,
         run_sync=inline,
         network=None,  # type: ignore[arg-type]  # there is none
+    )
+
+
+def a_daemons(
+    directory: Path,
+    *,
+    keep_days: float = 14,
+    keep_bytes: int = 10**9,
+    segment_bytes: int = 10**6,
+) -> AbstractAsyncContextManager[Ledger]:
+    return open_ledger(
+        directory,
+        "fed1",
+        "b00t",
+        outside(),
+        keep_days=keep_days,
+        keep_bytes=keep_bytes,
+        segment_seconds=3600,
+        segment_bytes=segment_bytes,
+        lost_lines=Count(),
     )
 
 
@@ -405,17 +426,7 @@ async def test_a_disk_that_has_room_again_is_seen_without_a_line(
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    async with open_ledger(
-        tmp_path,
-        "fed1",
-        "b00t",
-        outside(),
-        keep_days=14,
-        keep_bytes=10**9,
-        segment_seconds=3600,
-        segment_bytes=10**6,
-        lost_lines=Count(),
-    ) as opened:
+    async with a_daemons(tmp_path) as opened:
         opened.record(line("a"))
         for _ in range(2):
             with monkeypatch.context() as disk:
@@ -438,17 +449,7 @@ async def test_a_daemon_opens_and_closes_its_ledger(
     (tmp_path / "fed1.dead.000001.open").write_bytes(
         orjson.dumps({"destination": "a", "outcome": "delivered"}) + b"\n"
     )
-    async with open_ledger(
-        tmp_path,
-        "fed1",
-        "b00t",
-        outside(),
-        keep_days=14,
-        keep_bytes=10**9,
-        segment_seconds=3600,
-        segment_bytes=10**6,
-        lost_lines=Count(),
-    ) as opened:
+    async with a_daemons(tmp_path) as opened:
         assert list(opened.last_words) == ["a"]
         opened.record(line())
         opened.close_torn()
@@ -467,17 +468,7 @@ async def test_the_numbers_of_segments_are_the_order_of_their_lines(
     (tmp_path / "fed1.gone.000009.jsonl.old").write_bytes(b"")
     (tmp_path / "fed2.dead.000050.jsonl").write_bytes(b"")
     os.utime(tmp_path / "fed1.gone.000009.open", (1, 1))
-    async with open_ledger(
-        tmp_path,
-        "fed1",
-        "b00t",
-        outside(),
-        keep_days=36_500,
-        keep_bytes=10**9,
-        segment_seconds=3600,
-        segment_bytes=10**6,
-        lost_lines=Count(),
-    ) as opened:
+    async with a_daemons(tmp_path, keep_days=36_500) as opened:
         assert opened.last_words["a"]["lsso"] == 2
         opened.record(line())
 
@@ -489,17 +480,7 @@ async def test_old_segments_go_when_one_is_closed(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """A busy daemon may fill the disk long before an hour has passed."""
-    async with open_ledger(
-        tmp_path,
-        "fed1",
-        "b00t",
-        outside(),
-        keep_days=10**6,
-        keep_bytes=1500,
-        segment_seconds=3600,
-        segment_bytes=1000,
-        lost_lines=Count(),
-    ) as opened:
+    async with a_daemons(tmp_path, keep_days=10**6, keep_bytes=1500, segment_bytes=1000) as opened:
         for _ in range(100):
             opened.record(line())
             opened.settled("a.example")

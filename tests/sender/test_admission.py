@@ -1,7 +1,7 @@
 """Who waits for whom: lanes by how long a server takes, shares of neighbours, the line for new
 connections; and what that means for a whole sender. All on the virtual clock."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,19 @@ def a_leave(admission: Admission, name: str, *answers: float) -> Leave:
     for seconds in answers:
         leave.took(seconds)
     return leave
+
+
+def endable(leaves: Sequence[Leave]) -> list[Leave]:
+    """Let their attempts be ended; those that were, in their order."""
+    ended: list[Leave] = []
+
+    def end(leave: Leave) -> bool:
+        ended.append(leave)
+        return True
+
+    for leave in leaves:
+        leave.end = partial(end, leave)
+    return ended
 
 
 @asynccontextmanager
@@ -154,14 +167,7 @@ async def test_who_is_there_for_long_gives_way_if_the_slow_lane_has_no_room(
     admission = admission_of(40)
     quick = [a_leave(admission, f"a.quick{number}", 0.1) for number in range(31)]
     slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(5)]
-    ended: list[Leave] = []
-
-    def end(leave: Leave) -> bool:
-        ended.append(leave)
-        return True
-
-    for leave in quick:
-        leave.end = partial(end, leave)
+    ended = endable(quick)
     quick[0].end = not_now
     async with holding(*slow, *quick[:30]):
         assert len(admission.quick) == 30
@@ -186,14 +192,7 @@ async def test_known_servers_in_places_of_the_known_do_not_give_way_to_the_unkno
     known = [a_leave(admission, f"a.known{number}", 0.1) for number in range(3)]
     unknown = [admission.leave(f"new.new{number}") for number in range(33)]
     slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(5)]
-    ended: list[Leave] = []
-
-    def end(leave: Leave) -> bool:
-        ended.append(leave)
-        return True
-
-    for leave in known:
-        leave.end = partial(end, leave)
+    ended = endable(known)
     async with holding(*slow, *known[:2], *unknown[:27]):
         assert await waits(unknown[32], 100)
         assert not ended
