@@ -23,7 +23,7 @@ from fedsender.demo.receivers import open_receivers
 from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.intake.client import IntakeClient
 from fedsender.intake.endpoint import PREFIX, serve_intake
-from fedsender.intake.intake import Append, Elsewhere, ReservationGone
+from fedsender.intake.intake import Append, Elsewhere, KeyReused, ReservationGone
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
@@ -194,6 +194,16 @@ async def test_one_takes_the_appends_and_the_others_see_them(site: Site) -> None
         assert each.sink.edus.states == [PresenceState("@a:hs.example", "online", 5, None, True)]
         assert each.sink.up == ["d.example"]
         assert each.sink.edus.wanted == [("c.example", "@a:hs.example")]
+
+
+async def test_what_a_refused_record_redacts_is_told_to_nobody(site: Site) -> None:
+    a, b = await site.start("a"), await site.start("b")
+    await a.append(record(1), record(2))
+    with pytest.raises(KeyReused):
+        await a.append(record(1, ["redaction", ["$elsewhere", "$e1"]]))
+    assert await a.append(record(3, ["redaction", ["$elsewhere", "$e2"]])) == [3]
+    await until(lambda: b.sink.events.value == 3)
+    assert a.sink.redactions == b.sink.redactions == ["$e2"]
 
 
 async def test_who_is_in_a_room_is_read_again_when_another_sender_stored_it(site: Site) -> None:

@@ -26,7 +26,7 @@ from fedsender.replication.embedded import redacted_in
 from fedsender.replication.relay_rows import tell_ephemeral
 from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import Feed, FeedStatus, Sink
-from fedsender.store.appends import Appended, NewRecord
+from fedsender.store.appends import Appended, NewRecord, stored_rows
 from fedsender.store.engine import StoreError, WrongValues
 from fedsender.store.intake import REDACTED, News, Notice, Place
 from fedsender.store.records import Receipt
@@ -264,12 +264,7 @@ class PushFeed(Feed):
             answers = [BadRow(f"cannot be stored: {error}") if wrong else Full(str(error))]
         newest = max((token for token in answers if isinstance(token, int)), default=0)
         if newest > self.head:
-            rows = [
-                row
-                for record, answer in zip(records, answers, strict=True)
-                if isinstance(answer, int)
-                for row in record.rows
-            ]
+            rows = stored_rows(records, answers)
             self.note_rows("events", len(rows))
             self._sink.redacted(redacted_in(rows))
             to_device = {row.destination for row in rows if isinstance(row, ToDeviceRow)}

@@ -78,6 +78,16 @@ def append_records(
     return answers
 
 
+def stored_rows(records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> list[RelayRow]:
+    """The rows of those records that are stored: their answers are tokens."""
+    return [
+        row
+        for record, answer in zip(records, answers, strict=True)
+        if isinstance(answer, int)
+        for row in record.rows
+    ]
+
+
 def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Outdated | None:
     """The rooms about whose servers a row came after what `rows` say they were read at.
 

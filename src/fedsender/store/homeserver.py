@@ -420,9 +420,10 @@ class HomeserverStore(EventStore):
             intake.check(connection, epoch)
             answers = appends.append_records(connection, records, now_ms)
             if not self.alone:
-                rows = (row for record in records for row in record.rows)
                 told = [
-                    intake.redaction(row.target) for row in rows if isinstance(row, RedactionRow)
+                    intake.redaction(row.target)
+                    for row in appends.stored_rows(records, answers)
+                    if isinstance(row, RedactionRow)
                 ]
                 intake.tell(connection, instance, told, now_ms)
             return answers
