@@ -248,7 +248,9 @@ class PushFeed(Feed):
 
         A record that can never be stored is refused alone, whatever is raised for it.
         """
-        records = [NewRecord(each.key, each.check, each.record.parsed) for each in group]
+        records = [
+            NewRecord(each.key, each.check, each.record.parsed, each.record.rows) for each in group
+        ]
         answers: Sequence[int | Exception]
         try:
             answers = await self._store.append_records(records)

@@ -4,14 +4,14 @@ Each record is stored once, however often it comes: by the key of the id that th
 A record, its token and its key are written in one transaction.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from sqlalchemy import Connection, delete, select
 
 from fedsender.intake.intake import KeyReused, Outdated
 from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
-from fedsender.store import embedded, positions, room_servers, tables
+from fedsender.store import positions, room_servers, tables
 from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
 from fedsender.store.rows import insert_rows
 
@@ -26,15 +26,31 @@ Appended = int | KeyReused | Outdated
 
 
 class NewRecord(NamedTuple):
-    """A record to store: its key, the checksum of its rows, and the rows, parsed and checked."""
+    """A record to store: its key, the checksum of its rows, the rows, checked, and their texts."""
 
     key: bytes
     checksum: int
     rows: Sequence[RelayRow]
+    texts: Sequence[bytes] = ()
+
+
+class Rows(Protocol):
+    """What the rows of a batch of records come to in the store."""
+
+    def add(self, token: int, rows: Sequence[RelayRow], texts: Sequence[bytes]) -> None:
+        """Take the rows of a token, and their texts."""
+        ...
+
+    def store(self, connection: Connection) -> None:
+        """Write all of it."""
+        ...
 
 
 def append_records(
-    connection: Connection, records: Sequence[NewRecord], now_ms: int
+    connection: Connection,
+    records: Sequence[NewRecord],
+    now_ms: int,
+    make_rows: Callable[[], Rows],
 ) -> list[Appended]:
     """Store records in this order; for each its token, which it may have had before.
 
@@ -43,7 +59,7 @@ def append_records(
     """
     known = find_appends(connection, (record.key for record in records))
     head = max(0, positions.feed_position(connection))
-    rows = embedded.Rows(now_ms)
+    rows = make_rows()
     fresh = []
     answers: list[Appended] = []
     for record in records:
@@ -51,13 +67,13 @@ def append_records(
             if any(isinstance(row, ServersRow) and row.as_of is not None for row in record.rows):
                 # What stands before it counts.
                 rows.store(connection)
-                rows = embedded.Rows(now_ms)
+                rows = make_rows()
                 outdated = _outdated(connection, record.rows, head)
                 if outdated is not None:
                     answers.append(outdated)
                     continue
             head += 1
-            rows.add(head, record.rows)
+            rows.add(head, record.rows, record.texts)
             known[record.key] = head, record.checksum
             fresh.append(
                 {

@@ -115,7 +115,8 @@ def _sqlite_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> 
         f"cache_size = -{SQLITE_CACHE_KIB}",
     ]
     if options.ours:
-        pragmas.insert(0, "journal_mode = WAL")
+        # The first is for a file that has nothing in it yet, and must come before the second.
+        pragmas[:0] = ["auto_vacuum = INCREMENTAL", "journal_mode = WAL"]
     if kind == "read":
         pragmas.append("query_only = ON")
 

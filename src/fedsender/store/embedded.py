@@ -6,7 +6,7 @@ the feed goes on from there, with nothing missing and nothing twice.
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select, tuple_, update
@@ -67,8 +67,8 @@ class Rows:
         self._to_device: list[tuple[str, int, str, Mapping[str, object]]] = []
         self._device_lists: list[tuple[int, DeviceListRow | SigningKeyRow]] = []
 
-    def add(self, token: int, rows: Sequence[RelayRow]) -> None:
-        """Take the rows of a token."""
+    def add(self, token: int, rows: Sequence[RelayRow], texts: Sequence[bytes] = ()) -> None:
+        """Take the rows of a token; here their `texts` are of no use."""
         if not 0 < token <= _MAX_BIGINT:
             raise FeedError(f"token {token} is out of range")
         pdus = sum(isinstance(row, PduRow) for row in rows)
@@ -208,7 +208,14 @@ def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | Ser
     `told`: (token, row) in their order. A stay holds for events above the token of its coming, up
     to and with that of its going.
     """
-    stays = _open_stays(connection, told)
+    whole = {row.room_id for _, row in told if isinstance(row, ServersRow)}
+    places = {
+        (row.room_id, server)
+        for _, row in told
+        if isinstance(row, HostsRow) and row.room_id not in whole
+        for server in (*row.joined, *row.left)
+    }
+    stays = open_stays(connection, whole, places)
     changed: dict[tuple[str, str, int], int | None] = {}
     for token, row in told:
         here = stays[row.room_id]
@@ -239,19 +246,12 @@ def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:
         insert_rows(connection, tables.room_servers_told, chunk, replacing="token")
 
 
-def _open_stays(
-    connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]
+def open_stays(
+    connection: Connection, rooms: Collection[str], places: Collection[tuple[str, str]]
 ) -> defaultdict[str, dict[str, list[int]]]:
-    """room -> server -> since when it is there: those that the rows name, or may close."""
-    whole = {row.room_id for _, row in told if isinstance(row, ServersRow)}
-    places = {
-        (row.room_id, server)
-        for _, row in told
-        if isinstance(row, HostsRow) and row.room_id not in whole
-        for server in (*row.joined, *row.left)
-    }
+    """room -> server -> since when it is there: of whole rooms, and of (room, server) pairs."""
     stay = tables.room_servers.c
-    which = [stay.room_id.in_(chunk) for chunk in in_chunks(sorted(whole))]
+    which = [stay.room_id.in_(chunk) for chunk in in_chunks(sorted(rooms))]
     which += [
         tuple_(stay.room_id, stay.server).in_(chunk)
         for chunk in in_chunks(sorted(places), MAX_PARAMETERS // 2)

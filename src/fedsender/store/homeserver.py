@@ -418,7 +418,8 @@ class HomeserverStore(EventStore):
 
         def append(connection: Connection) -> list[Appended]:
             intake.check(connection, epoch)
-            answers = appends.append_records(connection, records, now_ms)
+            make_rows = partial(embedded.Rows, now_ms)
+            answers = appends.append_records(connection, records, now_ms, make_rows)
             if not self.alone:
                 told = [
                     intake.redaction(row.target)

@@ -226,6 +226,79 @@ generation_marks = Table(
     Column("mark", Text, nullable=False, comment="the mark that the sender's database holds too"),
 )
 
+# --- a relay's: its log, and what of the log its snapshots still name -----------------------------
+
+relay_state = Table(
+    "relay_state",
+    homeserver,
+    Column("id", RowId, primary_key=True, comment="1"),
+    Column("server_name", Text, nullable=False, comment="the homeserver that this log is of"),
+    Column("first", BigInteger, nullable=False, comment="the log is whole from this token on"),
+)
+relay_epochs = Table(
+    "relay_epochs",
+    homeserver,
+    Column("number", RowId, primary_key=True),
+    Column("epoch", Text, nullable=False),
+    Column("begun_after", BigInteger, nullable=False, comment="the token that it goes on behind"),
+)
+relay_log = Table(
+    "relay_log",
+    homeserver,
+    Column("token", RowId, primary_key=True, autoincrement=False),
+    Column("ms", BigInteger, nullable=False, comment="never less than the one before"),
+    Column("end", BigInteger, nullable=False, comment="bytes of lines since the beginning"),
+    Column("checksum", BigInteger, nullable=False, comment="CRC-32 of lines"),
+    Column("lines", LargeBinary, nullable=False, comment="RDATA lines, as a consumer gets them"),
+)
+relay_heads = Table(
+    "relay_heads",
+    homeserver,
+    Column("room_id", Text, primary_key=True),
+    Column("token", BigInteger, nullable=False, index=True, comment="newest event of our own"),
+)
+relay_departures = Table(
+    "relay_departures",
+    homeserver,
+    Column("room_id", Text, primary_key=True),
+    Column("server", Text, primary_key=True),
+    Column("joined", BigInteger, nullable=False),
+    Column("left_token", BigInteger, nullable=False),
+    Column("left_ms", BigInteger, nullable=False, index=True),
+    Column(
+        "event_token", BigInteger, nullable=False, index=True, comment="newest event it was to get"
+    ),
+)
+relay_edus = Table(
+    "relay_edus",
+    homeserver,
+    Column("token", RowId, primary_key=True, autoincrement=False),
+    Column("number", Integer, primary_key=True, comment="of the row in its record"),
+    Column("destination", Text, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("about", Text, nullable=False, comment="the user; empty for to-device messages"),
+    Column("resync", Boolean, nullable=False, comment="others before it may have been missed"),
+    Column("bytes", BigInteger, nullable=False),
+    Index("relay_edus_about", "destination", "kind", "about"),
+    Index("relay_edus_kind_token", "kind", "token"),
+)
+relay_consumers = Table(
+    "relay_consumers",
+    homeserver,
+    Column("name", Text, primary_key=True),
+    Column("acked", BigInteger, comment="NULL: never"),
+    Column("snapshot", Text, comment="the one that it was handed"),
+    Column("snapshot_token", BigInteger),
+    Column("lost", Boolean, nullable=False, comment="the log behind acked is not kept for it"),
+    Column("connected", Boolean, nullable=False),
+    Column("first_seen_ms", BigInteger, nullable=False),
+    Column("last_seen_ms", BigInteger, nullable=False),
+    Column("away_ms", BigInteger, nullable=False, comment="while the relay ran"),
+    Column("error", Text),
+    Column("full_syncs", JSON, nullable=False, comment="reason -> count"),
+    Column("shard", Text, comment="which servers it sends to; NULL: it did not say"),
+)
+
 # --- Synapse's alone: read where we run on a Synapse ----------------------------------------------
 
 synapse = MetaData()

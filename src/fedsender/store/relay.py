@@ -1,0 +1,1101 @@
+"""A relay's database: the log as a table, and the state that its records amount to.
+
+It is an embedded homeserver store with a log. A record, its id, its token, and what it changes of
+the state (who is in a room, each room's newest event, EDUs that a consumer may lack) are written in
+one transaction. What a snapshot names is text of the log: the log's oldest rows go, but for those
+that the state still names.
+
+A token is the number of a record, 1, 2, 3 and so on. An *epoch* names the history that tokens
+belong to: each relay that takes the database over begins one (`begin_intake`), and each append
+looks whether it is still the current one.
+
+For each (room, server) the state answers: which is the newest event that the server was to get? If
+it is in the room it is the room's newest of ours, provided that this came after the server. Else it
+is named in the server's departure: the one that made it leave, or the last one before.
+"""
+
+import enum
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, TypeVar
+from zlib import crc32
+
+import trio
+from sqlalchemy import (
+    URL,
+    Connection,
+    and_,
+    delete,
+    exists,
+    func,
+    literal,
+    null,
+    select,
+    tuple_,
+    union,
+    union_all,
+    update,
+)
+
+from fedsender.intake.rows import (
+    DeviceListRow,
+    EduRow,
+    RelayRow,
+    RoomServers,
+    ServersRow,
+    SigningKeyRow,
+    ToDeviceRow,
+    lines_of,
+    rows_of,
+)
+from fedsender.outside import Outside
+from fedsender.sender.routing import is_sent_by
+from fedsender.store import appends, embedded, intake, positions, room_servers, tables
+from fedsender.store.appends import Appended, NewRecord
+from fedsender.store.engine import (
+    Database,
+    DatabaseOptions,
+    Faults,
+    StoreError,
+    WrongDatabase,
+    open_database,
+)
+from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
+from fedsender.store.lock import AdvisoryLock, FileLock, Lock, LockHeld
+from fedsender.store.migrations import bring_up_to_date
+from fedsender.store.rows import insert_rows, replace_rows
+from fedsender.streams import HostsRow, PduRow, RedactionRow
+
+T = TypeVar("T")
+
+INSTANCE: Final = "relay"
+KEEP_LEFT_MS: Final = 30 * 86_400_000
+"""For so long a server that left is told of what made it leave, and a redaction is remembered."""
+MAX_EPOCHS: Final = 20_000
+ROWS_AT_ONCE: Final = 5_000
+"""One transaction deletes no more rows of a table, so that appends need not wait for long."""
+MAX_READ: Final = 1_000
+"""Records that are read at once."""
+PAGES_AT_ONCE: Final = 2_000
+
+_log, _state, _epochs = tables.relay_log, tables.relay_state, tables.relay_epochs
+_heads, _departures, _edus = tables.relay_heads, tables.relay_departures, tables.relay_edus
+_consumers, _stays = tables.relay_consumers, tables.room_servers
+
+
+class DamagedLog(StoreError):
+    """A record is missing, or is not what was written; the text names its token."""
+
+
+class LogRecord(NamedTuple):
+    """A record: `ms` is when it was taken in, `lines` are the RDATA lines that a consumer gets."""
+
+    token: int
+    ms: int
+    lines: bytes
+
+
+class LogBounds(NamedTuple):
+    """The oldest and the newest token of the log, its bytes, and when the newest came (ms).
+
+    `first` is `head` + 1 in a log without records.
+    """
+
+    first: int
+    head: int
+    bytes: int
+    ms: int
+
+
+# --- consumers ------------------------------------------------------------------------------------
+
+
+class State(enum.StrEnum):
+    """What a consumer is doing.
+
+    Attributes:
+        JOIN: it was handed a snapshot, and the log behind that is kept.
+        FOLLOW: it is connected and gets what is new.
+        STOPPED: it is not connected, and the log behind its pin is kept.
+        LOST: the log behind its pin is gone, or is not kept any more: it may need a snapshot.
+    """
+
+    JOIN = "JOIN"
+    FOLLOW = "FOLLOW"
+    STOPPED = "STOPPED"
+    LOST = "LOST"
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """The snapshot that a consumer was handed."""
+
+    snapshot: str
+    token: int
+
+
+@dataclass(slots=True)
+class Consumer:
+    """One consumer.
+
+    Attributes:
+        acked: what it last said it holds; None: it never did.
+        lost: what follows `acked` is not kept for it in the log any more.
+        following: one of them is being fed; not stored.
+        full_syncs: snapshots handed out, by why.
+        first_seen_ms, last_seen_ms: in ms since the epoch; the latter is kept while it is away.
+        away_ms: for so long it has been away while the relay ran.
+        shard: which servers it sends to, in its words; None: it did not say.
+    """
+
+    name: str
+    first_seen_ms: int
+    last_seen_ms: int
+    acked: int | None = None
+    handed: Handed | None = None
+    lost: bool = False
+    error: str | None = None
+    full_syncs: dict[str, int] = field(default_factory=dict)
+    away_ms: int = 0
+    shard: str | None = None
+    following: bool = False
+
+    @property
+    def state(self) -> State:
+        """What it is doing."""
+        if self.handed is not None:
+            return State.JOIN
+        if self.following:
+            return State.FOLLOW
+        return State.LOST if self.lost else State.STOPPED
+
+    @property
+    def pin(self) -> int | None:
+        """What follows this token is kept for it; None: nothing is."""
+        pins = [] if self.acked is None or self.lost else [self.acked]
+        if self.handed is not None:
+            pins.append(self.handed.token)
+        return min(pins, default=None)
+
+
+def _load_consumers(connection: Connection) -> list[Consumer]:
+    return [
+        Consumer(
+            name=row.name,
+            first_seen_ms=row.first_seen_ms,
+            last_seen_ms=row.last_seen_ms,
+            acked=row.acked,
+            handed=None if row.snapshot is None else Handed(row.snapshot, row.snapshot_token),
+            lost=row.lost,
+            error=row.error,
+            full_syncs=dict(row.full_syncs),
+            away_ms=row.away_ms,
+            shard=row.shard,
+        )
+        for row in connection.execute(select(_consumers).order_by(_consumers.c.name))
+    ]
+
+
+def _save_consumers(
+    connection: Connection,
+    changed: Sequence[Consumer],
+    connected: Collection[str],
+    removed: Collection[str],
+) -> None:
+    for chunk in in_chunks(sorted(removed)):
+        connection.execute(delete(_consumers).where(_consumers.c.name.in_(chunk)))
+    rows = [
+        {
+            "name": one.name,
+            "acked": one.acked,
+            "snapshot": None if one.handed is None else one.handed.snapshot,
+            "snapshot_token": None if one.handed is None else one.handed.token,
+            "lost": one.lost,
+            "connected": one.name in connected,
+            "first_seen_ms": one.first_seen_ms,
+            "last_seen_ms": one.last_seen_ms,
+            "away_ms": one.away_ms,
+            "error": one.error,
+            "full_syncs": one.full_syncs,
+            "shard": one.shard,
+        }
+        for one in changed
+    ]
+    if rows:
+        replace_rows(connection, _consumers, ("name",), rows)
+
+
+# --- what records change --------------------------------------------------------------------------
+
+
+class _Came(NamedTuple):
+    """An event of ours. `minus`: servers in the room that do not get it; `plus`: others that do."""
+
+    token: int
+    plus: tuple[str, ...]
+    minus: tuple[str, ...]
+
+
+_Told = _Came | tuple[int, HostsRow | ServersRow]
+_Place = tuple[str, str]
+
+
+class RelayRows:
+    """The rows of a batch of records, and what they change of the relay's tables."""
+
+    def __init__(self, server_name: str, now_ms: int) -> None:
+        self._server_name = server_name
+        self._now_ms = now_ms
+        self._records: list[tuple[int, bytes]] = []
+        self._rooms: defaultdict[str, list[_Told]] = defaultdict(list)
+        self._edus: list[dict[str, Any]] = []
+        self._redactions: list[dict[str, Any]] = []
+
+    def add(self, token: int, rows: Sequence[RelayRow], texts: Sequence[bytes]) -> None:
+        """Take the rows of a token, and their texts."""
+        self._records.append((token, lines_of(texts, token)))
+        hosts: list[HostsRow | ServersRow] = []
+        for number, row in enumerate(rows):
+            if isinstance(row, PduRow):
+                self._add_pdu(token, row)
+            elif isinstance(row, HostsRow | ServersRow):
+                hosts.append(row)
+            elif isinstance(row, RedactionRow):
+                self._redactions.append(self._redaction(row))
+            else:
+                self._edus.append(_edu(token, number, row, len(texts[number])))
+        # They are about what comes after their record.
+        for told in hosts:
+            self._rooms[told.room_id].append((token, told))
+
+    def _add_pdu(self, token: int, row: PduRow) -> None:
+        metadata = row.internal_metadata or {}
+        if not is_sent_by(self._server_name, str(row.event.get("sender")), metadata):
+            return
+        if not row.event.get("prev_events"):
+            return  # The room began with it, and nobody was there.
+        behalf = metadata.get("send_on_behalf_of")
+        minus = (*row.minus, behalf) if isinstance(behalf, str) else tuple(row.minus)
+        self._rooms[row.room_id].append(_Came(token, tuple(row.plus), minus))
+
+    def _redaction(self, row: RedactionRow) -> dict[str, Any]:
+        return {
+            "event_id": row.event_id,
+            "redacts": row.target,
+            "recheck": False,
+            "have_censored": False,
+            "received_ts": self._now_ms,
+        }
+
+    def store(self, connection: Connection) -> None:
+        """Write all of it."""
+        if self._records:
+            ms = self._store_log(connection)
+            if self._rooms:
+                _Rooms(connection, self._rooms, ms).store()
+            if self._edus:
+                _store_edus(connection, self._edus)
+            for chunk in in_chunks(self._redactions):
+                insert_rows(connection, tables.redactions, chunk)
+
+    def _store_log(self, connection: Connection) -> int:
+        """Append the records; when they were taken in. That time never goes back."""
+        newest = select(_log.c.ms, _log.c.end).order_by(_log.c.token.desc()).limit(1)
+        before = connection.execute(newest).first()
+        ms = self._now_ms if before is None else max(self._now_ms, before.ms)
+        end = 0 if before is None else before.end
+        rows = []
+        for token, lines in self._records:
+            end += len(lines)
+            row = {"token": token, "ms": ms, "end": end, "checksum": crc32(lines), "lines": lines}
+            rows.append(row)
+        for chunk in in_chunks(rows):
+            connection.execute(_log.insert(), chunk)
+        return ms
+
+
+def _edu(token: int, number: int, row: EduRow, size: int) -> dict[str, Any]:
+    kind, about, resync = "to_device", "", False
+    if isinstance(row, DeviceListRow):
+        kind, about, resync = "device_list", row.user_id, row.content is None
+    elif isinstance(row, SigningKeyRow):
+        # What is left out stays as it was: the newest of each kind of row is kept.
+        kind, about = f"signing_key {' '.join(row.keys)}", row.user_id
+    else:
+        assert isinstance(row, ToDeviceRow)
+    return {
+        "token": token,
+        "number": number,
+        "destination": row.destination,
+        "kind": kind,
+        "about": about,
+        "resync": resync,
+        "bytes": size + len(row.destination),
+    }
+
+
+def _store_edus(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
+    """Add EDUs. Of a user's device list, or keys, only the newest stays, for each server.
+
+    Who may have missed the one before is to ask for the whole list.
+    """
+    about = [(row["destination"], row["kind"], row["about"]) for row in rows if row["about"]]
+    newest: dict[tuple[str, str, str], tuple[int, int]] = {}
+    floor = 0
+    if about:
+        columns = (_edus.c.destination, _edus.c.kind, _edus.c.about)
+        for chunk in in_chunks(sorted(set(about)), MAX_PARAMETERS // 3):
+            query = select(*columns, _edus.c.token, _edus.c.number).where(
+                tuple_(*columns).in_(chunk)
+            )
+            for destination, kind, user, token, number in connection.execute(query):
+                newest[destination, kind, user] = (token, number)
+        acked = select(func.min(func.coalesce(_consumers.c.acked, 0)))
+        floor = connection.execute(acked).scalar() or 0
+    replaced: set[tuple[int, int]] = set()
+    kept: dict[tuple[int, int], dict[str, Any]] = {}
+    for row in rows:
+        at = (row["token"], row["number"])
+        if row["about"]:
+            key = (row["destination"], row["kind"], row["about"])
+            before = newest.get(key)
+            if before is not None:
+                row["resync"] = row["resync"] or before[0] > floor
+                if kept.pop(before, None) is None:
+                    replaced.add(before)
+            newest[key] = at
+        kept[at] = row
+    _delete_edus(connection, replaced)
+    for fresh in in_chunks(kept.values()):
+        connection.execute(_edus.insert(), fresh)
+
+
+def _delete_edus(connection: Connection, which: Iterable[tuple[int, int]]) -> None:
+    for chunk in in_chunks(sorted(which), MAX_PARAMETERS // 2):
+        connection.execute(delete(_edus).where(tuple_(_edus.c.token, _edus.c.number).in_(chunk)))
+
+
+class _Rooms:
+    """What happened in rooms, applied to what is stored of them."""
+
+    def __init__(
+        self, connection: Connection, stories: dict[str, list[_Told]], now_ms: int
+    ) -> None:
+        self._connection = connection
+        self._stories = stories
+        self._now_ms = now_ms
+        self._heads: dict[str, int] = {}
+        self._moved: set[str] = set()
+        # room -> server -> the token after which it is there: those that the stories name.
+        self._here: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self._before: dict[_Place, int] = {}
+        self._departures: dict[_Place, dict[str, Any]] = {}
+
+    def store(self) -> None:
+        """Read what the stories are about, apply them, write what has changed."""
+        self._load()
+        told: dict[str, int] = {}
+        for room_id, story in self._stories.items():
+            for what in story:
+                if isinstance(what, _Came):
+                    self._come(room_id, what)
+                else:
+                    told[room_id] = what[0]
+                    self._move(room_id, *what)
+        self._write(told)
+
+    def _load(self) -> None:
+        for chunk in in_chunks(sorted(self._stories)):
+            query = select(_heads.c.room_id, _heads.c.token).where(_heads.c.room_id.in_(chunk))
+            self._heads.update(
+                (room_id, token) for room_id, token in self._connection.execute(query)
+            )
+        whole: set[str] = set()
+        places: set[_Place] = set()
+        for room_id, story in self._stories.items():
+            for what in story:
+                if isinstance(what, _Came):
+                    places.update((room_id, server) for server in (*what.plus, *what.minus))
+                elif isinstance(what[1], ServersRow):
+                    whole.add(room_id)
+                else:
+                    hosts = what[1]
+                    places.update((room_id, server) for server in (*hosts.joined, *hosts.left))
+        wanted = {place for place in places if place[0] not in whole}
+        for room_id, here in embedded.open_stays(self._connection, whole, wanted).items():
+            for server, joined in here.items():
+                self._here[room_id][server] = self._before[room_id, server] = joined[0]
+
+    def _come(self, room_id: str, event: _Came) -> None:
+        """An event of ours: it is the newest of its room."""
+        here = self._here[room_id]
+        for server in event.minus:
+            if server in here:
+                # As if it had been away for this one event.
+                self._leave(room_id, server, event.token - 1)
+                here[server] = event.token
+        for server in event.plus:
+            if server not in here:
+                self._depart(room_id, server, event.token - 1, event.token, event.token)
+        self._heads[room_id] = event.token
+        self._moved.add(room_id)
+
+    def _move(self, room_id: str, token: int, row: HostsRow | ServersRow) -> None:
+        """Servers came and went."""
+        here = self._here[room_id]
+        if isinstance(row, ServersRow):
+            joined, left = row.servers, tuple(sorted(here.keys() - set(row.servers)))
+        else:
+            joined, left = tuple(row.joined), tuple(row.left)
+        for server in left:
+            if server in here:
+                self._leave(room_id, server, token)
+        for server in joined:
+            here.setdefault(server, token)
+
+    def _leave(self, room_id: str, server: str, token: int) -> None:
+        joined = self._here[room_id].pop(server)
+        head = self._heads.get(room_id, 0)
+        if head > joined:
+            self._depart(room_id, server, joined, token, head)
+
+    def _depart(self, room_id: str, server: str, joined: int, left: int, event: int) -> None:
+        self._departures[room_id, server] = {
+            "room_id": room_id,
+            "server": server,
+            "joined": joined,
+            "left_token": left,
+            "left_ms": self._now_ms,
+            "event_token": event,
+        }
+
+    def _write(self, told: dict[str, int]) -> None:
+        after = {
+            (room_id, server): joined
+            for room_id, here in self._here.items()
+            for server, joined in here.items()
+        }
+        ended = [place for place, joined in self._before.items() if after.get(place) != joined]
+        for chunk in in_chunks(ended, MAX_PARAMETERS // 2):
+            where = tuple_(_stays.c.room_id, _stays.c.server).in_(chunk)
+            self._connection.execute(delete(_stays).where(where))
+        begun = [
+            {"room_id": place[0], "server": place[1], "joined": joined, "left": None}
+            for place, joined in after.items()
+            if self._before.get(place) != joined
+        ]
+        for rows in in_chunks(begun):
+            insert_rows(self._connection, _stays, rows)
+        heads = [{"room_id": name, "token": self._heads[name]} for name in sorted(self._moved)]
+        for newest in in_chunks(heads):
+            insert_rows(self._connection, _heads, newest, replacing="token")
+        departures = [self._departures[place] for place in sorted(self._departures)]
+        if departures:
+            replace_rows(self._connection, _departures, ("room_id", "server"), departures)
+        embedded.store_told(self._connection, told)
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+def _bounds(connection: Connection) -> LogBounds:
+    first = connection.execute(select(_state.c.first)).scalar_one()
+    newest = select(_log.c.token, _log.c.ms, _log.c.end).order_by(_log.c.token.desc()).limit(1)
+    head = connection.execute(newest).first()
+    if head is None:
+        return LogBounds(first, first - 1, 0, 0)
+    return LogBounds(first, head.token, head.end - _begin(connection, first), head.ms)
+
+
+def _begin(connection: Connection, first: int) -> int:
+    """Bytes of all lines before this record."""
+    query = select(_log.c.end - func.length(_log.c.lines)).where(_log.c.token == first)
+    begin = connection.execute(query).scalar()
+    if begin is None:
+        raise DamagedLog(f"the log has no record {first}, with which it begins")
+    return int(begin)
+
+
+def _read_log(connection: Connection, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
+    if after >= upto:
+        return []
+    # An alias, or it would be taken for the table around it.
+    next_one = _log.alias("next_one")
+    limit = select(next_one.c.end).where(next_one.c.token == after + 1).scalar_subquery()
+    query = (
+        select(_log.c.token, _log.c.ms, _log.c.lines, _log.c.checksum)
+        .where(_log.c.token > after, _log.c.token <= min(upto, after + MAX_READ))
+        .where(_log.c.end <= limit + max_bytes)
+        .order_by(_log.c.token)
+    )
+    found: list[LogRecord] = []
+    for token, ms, lines, checksum in connection.execute(query):
+        if token != after + len(found) + 1:
+            break
+        if crc32(lines) != checksum:
+            if found:
+                return found  # What is good before it can be told.
+            raise DamagedLog(f"record {token} of the log is not what was written")
+        found.append(LogRecord(token, ms, lines))
+    if not found:
+        raise DamagedLog(f"the log has no record {after + 1}")
+    return found
+
+
+def _stand(connection: Connection, token: int) -> tuple[int, int]:
+    query = select(_log.c.ms, _log.c.end).where(_log.c.token == token)
+    row = connection.execute(query).first()
+    return (0, 0) if row is None else (row.ms, row.end)
+
+
+def _bisect(first: int, head: int, is_beyond: Callable[[int], bool]) -> int:
+    """The smallest token from `first` to `head` that is beyond; head + 1: none is."""
+    low, high = first, head + 1
+    while low < high:
+        middle = (low + high) // 2
+        if is_beyond(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _last_before(connection: Connection, ms: int) -> int:
+    bounds = _bounds(connection)
+    later = partial(_is_beyond, connection, 0, ms + 1)
+    return _bisect(bounds.first, bounds.head, later) - 1
+
+
+def _last_within(connection: Connection, size: int) -> int:
+    bounds = _bounds(connection)
+    if bounds.head < bounds.first:
+        return bounds.head
+    begin = _begin(connection, bounds.first)
+    enough = partial(_is_beyond, connection, 1, begin + size)
+    return min(bounds.head, _bisect(bounds.first, bounds.head, enough))
+
+
+def _is_beyond(connection: Connection, which: int, least: int, token: int) -> bool:
+    return _stand(connection, token)[which] >= least
+
+
+_NAMED = (
+    exists().where(_heads.c.token == _log.c.token)
+    | exists().where(_departures.c.event_token == _log.c.token)
+    | exists().where(_edus.c.token == _log.c.token)
+)
+"""The state names something that stands in this record."""
+
+
+def _move_first(connection: Connection, token: int) -> tuple[int, int]:
+    """Let the log begin behind this token, though never behind its newest record; from, to."""
+    bounds = _bounds(connection)
+    first = max(bounds.first, min(token + 1, bounds.head))
+    connection.execute(update(_state).values(first=first))
+    return bounds.first, first
+
+
+def _delete_between(connection: Connection, begin: int, end: int) -> None:
+    connection.execute(delete(_log).where(_log.c.token >= begin, _log.c.token < end, ~_NAMED))
+
+
+class Tidied(NamedTuple):
+    """What a look came to: EDUs that were dropped and that somebody may lack, where it ended."""
+
+    dropped: int
+    log_after: int
+    departures_after: _Place
+
+
+def _tidy(
+    connection: Connection,
+    now_ms: int,
+    edu_floor: int,
+    edu_bytes: int,
+    log_after: int,
+    departures_after: _Place,
+) -> Tidied:
+    """Delete some of what nobody needs; the next look goes on where this one ended."""
+    _tidy_old(connection, now_ms - KEEP_LEFT_MS)
+    departures_after = _tidy_departures(connection, departures_after)
+    known = (
+        select(_edus.c.token, _edus.c.number)
+        .where(_edus.c.kind == "to_device", _edus.c.token <= edu_floor)
+        .limit(ROWS_AT_ONCE)
+    )
+    _delete_edus(connection, [(row.token, row.number) for row in connection.execute(known)])
+    dropped = _bound_edus(connection, edu_floor, edu_bytes)
+    first = connection.execute(select(_state.c.first)).scalar_one()
+    kept = (
+        select(_log.c.token)
+        .where(_log.c.token > log_after, _log.c.token < first)
+        .order_by(_log.c.token)
+        .limit(ROWS_AT_ONCE)
+    )
+    tokens = connection.execute(kept).scalars().all()
+    if tokens:
+        _delete_between(connection, tokens[0], tokens[-1] + 1)
+    log_after = tokens[-1] if len(tokens) == ROWS_AT_ONCE else 0
+    return Tidied(dropped, log_after, departures_after)
+
+
+def _tidy_old(connection: Connection, before_ms: int) -> None:
+    old = (
+        select(_departures.c.room_id, _departures.c.server)
+        .where(_departures.c.left_ms < before_ms)
+        .limit(ROWS_AT_ONCE)
+    )
+    _delete_departures(connection, [(row[0], row[1]) for row in connection.execute(old)])
+    redactions = tables.redactions
+    gone = select(redactions.c.event_id).where(redactions.c.received_ts < before_ms)
+    some = gone.limit(ROWS_AT_ONCE)
+    connection.execute(delete(redactions).where(redactions.c.event_id.in_(some)))
+
+
+def _tidy_departures(connection: Connection, after: _Place) -> _Place:
+    place = (_departures.c.room_id, _departures.c.server)
+    page = (
+        select(*place, _IS_BACK.label("back"))
+        .where(tuple_(*place) > tuple_(literal(after[0]), literal(after[1])))
+        .order_by(*place)
+        .limit(ROWS_AT_ONCE)
+    )
+    rows = connection.execute(page).all()
+    _delete_departures(connection, [(row[0], row[1]) for row in rows if row.back])
+    return (rows[-1][0], rows[-1][1]) if len(rows) == ROWS_AT_ONCE else ("", "")
+
+
+def _delete_departures(connection: Connection, places: Sequence[_Place]) -> None:
+    for chunk in in_chunks(places, MAX_PARAMETERS // 2):
+        where = tuple_(_departures.c.room_id, _departures.c.server).in_(chunk)
+        connection.execute(delete(_departures).where(where))
+
+
+def _bound_edus(connection: Connection, edu_floor: int, edu_bytes: int) -> int:
+    """Drop EDUs until the others are no more than `edu_bytes`; those that somebody may lack.
+
+    Those that every consumer has go first, and then the oldest.
+    """
+    size = connection.execute(select(func.sum(_edus.c.bytes))).scalar() or 0
+    if size <= edu_bytes:
+        return 0
+    lacking = _edus.c.token > edu_floor
+    oldest = (
+        select(_edus.c.token, _edus.c.number, _edus.c.bytes)
+        .order_by(lacking, _edus.c.token, _edus.c.number)
+        .limit(ROWS_AT_ONCE)
+    )
+    going: list[tuple[int, int]] = []
+    for token, number, bytes_ in connection.execute(oldest):
+        if size <= edu_bytes:
+            break
+        size -= bytes_
+        going.append((token, number))
+    _delete_edus(connection, going)
+    return sum(token > edu_floor for token, _ in going)
+
+
+# --- snapshots ------------------------------------------------------------------------------------
+
+_IS_BACK = exists(
+    select(_stays.c.server)
+    .join(_heads, _heads.c.room_id == _stays.c.room_id)
+    .where(
+        _stays.c.room_id == _departures.c.room_id,
+        _stays.c.server == _departures.c.server,
+        _stays.c.left.is_(None),
+        _stays.c.joined < _heads.c.token,
+    )
+    .correlate(_departures)
+)
+"""The server is in the room again, and was to get a newer event."""
+_IS_WANTED = exists(
+    select(_stays.c.server)
+    .where(
+        _stays.c.room_id == _heads.c.room_id,
+        _stays.c.left.is_(None),
+        _stays.c.joined < _heads.c.token,
+    )
+    .correlate(_heads)
+)
+"""A server that is in the room was to get its newest event."""
+
+Rows = Iterator[tuple[Any, ...]]
+
+
+class SnapshotTables:
+    """What a snapshot holds, read in one transaction; rows as `relay.snapshot.COLUMNS` has them.
+
+    Attributes:
+        token: up to and with this one all that the log said is in it.
+        epoch: the history of the token.
+    """
+
+    def __init__(self, connection: Connection, now_ms: int) -> None:
+        self._connection = connection.execution_options(yield_per=1_000)
+        self._since_ms = now_ms - KEEP_LEFT_MS
+        self.token = max(0, positions.feed_position(connection))
+        epoch = connection.execute(select(tables.stream_epoch.c.epoch)).scalar()
+        self.epoch = epoch or ""
+
+    def rows(self, table: str) -> Rows:
+        """The rows of a table, by their key."""
+        read: dict[str, Callable[[], Rows]] = {
+            "hosts": self._hosts,
+            "heads": self._read_heads,
+            "events": self._events,
+            "edus": self._read_edus,
+            "redactions": self._redactions,
+        }
+        return read[table]()
+
+    def _left(self) -> Any:
+        return and_(_departures.c.left_ms >= self._since_ms, ~_IS_BACK)
+
+    def _hosts(self) -> Rows:
+        present = select(
+            _stays.c.room_id,
+            _stays.c.server,
+            _stays.c.joined,
+            null().label("left_token"),
+            null().label("left_ms"),
+            null().label("event_id"),
+            null().label("lines"),
+        ).where(_stays.c.left.is_(None))
+        gone = (
+            select(
+                _departures.c.room_id,
+                _departures.c.server,
+                _departures.c.joined,
+                _departures.c.left_token,
+                _departures.c.left_ms,
+                null(),
+                _log.c.lines,
+            )
+            .join(_log, _log.c.token == _departures.c.event_token)
+            .where(self._left())
+        )
+        query = union_all(present, gone).order_by("room_id", "server", "joined")
+        for room_id, server, joined, left, ms, _, lines in self._connection.execute(query):
+            event_id = None if lines is None else _pdu(lines)[0]
+            yield room_id, server, joined, left, ms, event_id
+
+    def _read_heads(self) -> Rows:
+        query = (
+            select(_heads.c.room_id, _heads.c.token, _log.c.lines)
+            .join(_log, _log.c.token == _heads.c.token)
+            .where(_IS_WANTED)
+            .order_by(_heads.c.room_id)
+        )
+        for room_id, token, lines in self._connection.execute(query):
+            yield room_id, token, _pdu(lines)[0]
+
+    def _events(self) -> Rows:
+        named = union(
+            select(_heads.c.room_id, _heads.c.token).where(_IS_WANTED),
+            select(_departures.c.room_id, _departures.c.event_token).where(self._left()),
+        ).subquery()
+        query = (
+            select(named.c.room_id, named.c.token, _log.c.lines)
+            .join(_log, _log.c.token == named.c.token)
+            .order_by(named.c.room_id, named.c.token)
+        )
+        for room_id, token, lines in self._connection.execute(query):
+            event_id, text = _pdu(lines)
+            yield event_id, room_id, token, text
+
+    def _read_edus(self) -> Rows:
+        query = (
+            select(
+                _edus.c.destination,
+                _edus.c.token,
+                _edus.c.number,
+                _edus.c.kind,
+                _edus.c.resync,
+                _log.c.lines,
+            )
+            .join(_log, _log.c.token == _edus.c.token)
+            .order_by(_edus.c.destination, _edus.c.token, _edus.c.number)
+        )
+        for destination, token, number, kind, resync, lines in self._connection.execute(query):
+            text = rows_of(lines)[number].decode()
+            yield destination, token, number, kind, bool(resync), text
+
+    def _redactions(self) -> Rows:
+        table = tables.redactions
+        query = (
+            select(table.c.redacts, table.c.event_id, table.c.received_ts)
+            .where(table.c.received_ts >= self._since_ms)
+            .order_by(table.c.redacts, table.c.event_id)
+        )
+        yield from (tuple(row) for row in self._connection.execute(query))
+
+
+def _pdu(lines: bytes) -> tuple[str, str]:
+    """The id of the event in a record, and its row as text."""
+    text = next(row for row in rows_of(lines) if row.startswith(b'["pdu",'))
+    event_id: str = json.loads(text)[1][1]
+    return event_id, text.decode()
+
+
+# --- the database ---------------------------------------------------------------------------------
+
+
+class RelayStore:
+    """The database of a relay; see `open_relay_store`. Errors: StoreError, as `Database` has them.
+
+    Attributes:
+        server_name: the homeserver's.
+    """
+
+    def __init__(
+        self, database: Database, outside: Outside, server_name: str, lock: Lock | None
+    ) -> None:
+        self.server_name = server_name
+        self._database = database
+        self._outside = outside
+        self._lock = lock
+        self._epoch: str | None = None
+        self._log_after = 0
+        self._departures_after: _Place = ("", "")
+
+    @property
+    def available(self) -> bool:
+        """False while the database is away."""
+        return self._database.available
+
+    # --- who writes -------------------------------------------------------------------------------
+
+    async def begin_intake(self, epoch: str) -> bool:
+        """Write from now on, under a new epoch; False: another relay holds the lock."""
+        if self._lock is not None:
+            try:
+                await self._lock.take(await self._database.read(intake.store_key))
+            except LockHeld:
+                return False
+        self._epoch = epoch
+
+        def begin(connection: Connection) -> None:
+            intake.begin(connection, INSTANCE, epoch)
+            if connection.execute(select(_epochs.c.epoch).where(_epochs.c.epoch == epoch)).first():
+                return  # It is run again: its COMMIT was not answered.
+            head = _bounds(connection).head
+            connection.execute(_epochs.insert().values(epoch=epoch, begun_after=head))
+            newest = connection.execute(select(func.max(_epochs.c.number))).scalar_one()
+            connection.execute(delete(_epochs).where(_epochs.c.number <= newest - MAX_EPOCHS))
+
+        await self._database.write(begin)
+        return True
+
+    async def holds(self) -> bool:
+        """Whether nobody else can have begun: the lock is still ours."""
+        return self._lock is None or await self._lock.held()
+
+    async def release(self) -> None:
+        """Let another relay begin."""
+        self._epoch = None
+        if self._lock is not None:
+            await self._lock.release()
+
+    async def epochs(self) -> list[tuple[str, int]]:
+        """The epochs, oldest first, each with the last token that it has in common with the next.
+
+        The last one is the current one, and has all that there is.
+        """
+
+        def read(connection: Connection) -> list[tuple[str, int]]:
+            query = select(_epochs.c.epoch, _epochs.c.begun_after).order_by(_epochs.c.number)
+            rows = connection.execute(query).all()
+            ends = [row.begun_after for row in rows[1:]] + [_bounds(connection).head]
+            return [(row.epoch, end) for row, end in zip(rows, ends, strict=bool(rows))]
+
+        return await self._database.read(read)
+
+    # --- appending --------------------------------------------------------------------------------
+
+    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+        """Store records in this order, in one transaction; see `appends`. Raises Elsewhere."""
+        epoch, now_ms = self._epoch, self._outside.now_ms()
+        make_rows = partial(RelayRows, self.server_name, now_ms)
+
+        def append(connection: Connection) -> list[Appended]:
+            intake.check(connection, epoch)
+            return appends.append_records(connection, records, now_ms, make_rows)
+
+        return await self._database.write(append)
+
+    async def find_appends(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
+        """Key -> (token, checksum) of the records that are stored."""
+        return await self._database.read(partial(appends.find_appends, keys=keys))
+
+    async def forget_appends(self, keep_ms: int = 0) -> int:
+        """Delete some of the ids older than a day, and than `keep_ms`; returns how many."""
+        now_ms = self._outside.now_ms() - max(0, keep_ms - appends.KEPT_MS)
+        return await self._database.write(
+            lambda connection: appends.forget_appends(connection, now_ms)
+        )
+
+    async def room_servers(self, room_id: str) -> RoomServers | None:
+        """The servers that are in a room; None: no row was about them."""
+        return await self._database.read(partial(room_servers.embedded_room, room_id=room_id))
+
+    # --- the log ----------------------------------------------------------------------------------
+
+    async def bounds(self) -> LogBounds:
+        """What the log holds. Raises DamagedLog."""
+        return await self._database.read(_bounds)
+
+    async def read_log(self, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
+        """Records with after < token <= upto, up to so many bytes of lines but at least one.
+
+        Raises DamagedLog: the next one is missing, or not what was written.
+        """
+        return await self._database.read(
+            lambda connection: _read_log(connection, after, upto, max_bytes)
+        )
+
+    async def stand(self, token: int) -> tuple[int, int]:
+        """When a record came (ms), and the bytes up to its end; (0, 0): it is not there."""
+        return await self._database.read(partial(_stand, token=token))
+
+    async def last_before(self, ms: int) -> int:
+        """The newest token that came at `ms` or before; first - 1: none did."""
+        return await self._database.read(partial(_last_before, ms=ms))
+
+    async def last_within(self, size: int) -> int:
+        """The smallest token so that what ends with it is at least `size` bytes; at most head."""
+        return await self._database.read(partial(_last_within, size=size))
+
+    async def drop_through(self, token: int) -> None:
+        """Let the log begin behind this token; the newest record stays.
+
+        Records go but for those that the state names, some at a time.
+        """
+        begin, end = await self._database.write(partial(_move_first, token=token))
+        while begin < end:
+            upto = min(end, begin + ROWS_AT_ONCE)
+            await self._database.write(partial(_delete_between, begin=begin, end=upto))
+            begin = upto
+
+    async def tidy(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
+        """Delete some of what nobody needs; returns how many EDUs went that somebody may lack.
+
+        Args:
+            edu_floor: every consumer has the EDUs up to this token.
+            edu_bytes: all EDUs together may be so large.
+        """
+        look = partial(
+            _tidy,
+            now_ms=now_ms,
+            edu_floor=edu_floor,
+            edu_bytes=edu_bytes,
+            log_after=self._log_after,
+            departures_after=self._departures_after,
+        )
+        tidied = await self._database.write(look)
+        self._log_after, self._departures_after = tidied.log_after, tidied.departures_after
+        return tidied.dropped
+
+    async def give_pages_back(self) -> None:
+        """Let the file shrink by what was deleted, some at a time. PostgreSQL does so by itself."""
+        if self._database.dialect != "sqlite":
+            return
+
+        def give(connection: Connection) -> int:
+            left = connection.exec_driver_sql("PRAGMA freelist_count").scalar_one()
+            # Python takes one step of it, and that frees one page.
+            cursor = connection.connection.cursor()
+            for _ in range(min(left, PAGES_AT_ONCE)):
+                cursor.execute("PRAGMA incremental_vacuum")
+            cursor.close()
+            return int(left)
+
+        while await self._database.write(give) > PAGES_AT_ONCE:
+            await trio.lowlevel.checkpoint()
+
+    # --- consumers and snapshots ------------------------------------------------------------------
+
+    async def consumers(self) -> list[Consumer]:
+        """Those that are stored, by name."""
+        return await self._database.read(_load_consumers)
+
+    async def save_consumers(
+        self,
+        changed: Sequence[Consumer],
+        connected: Collection[str] = (),
+        removed: Collection[str] = (),
+    ) -> None:
+        """Store these, and whether each is connected; delete others."""
+        await self._database.write(
+            lambda connection: _save_consumers(connection, changed, connected, removed)
+        )
+
+    async def with_tables(self, write: Callable[[SnapshotTables], T]) -> T:
+        """What `write` returns, run in a worker thread in one read transaction.
+
+        Raises what it raises.
+        """
+        now_ms = self._outside.now_ms()
+        return await self._database.read(
+            lambda connection: write(SnapshotTables(connection, now_ms))
+        )
+
+
+def _claim(connection: Connection, server_name: str) -> None:
+    """Have the database belong to this homeserver's relay. Raises WrongDatabase."""
+    owner = connection.execute(select(_state.c.server_name)).scalar()
+    if owner is None:
+        if positions.feed_position(connection) >= 0:
+            raise WrongDatabase(
+                "this is the store of a sender: a relay needs a database of its own"
+            )
+        connection.execute(_state.insert().values(id=1, server_name=server_name, first=1))
+    elif owner != server_name:
+        raise WrongDatabase(f"this is the database of the relay of {owner}, not of {server_name}")
+
+
+@asynccontextmanager
+async def open_relay_store(
+    url: str | URL,
+    outside: Outside,
+    server_name: str,
+    *,
+    synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL",
+    faults: Faults | None = None,
+) -> AsyncIterator[RelayStore]:
+    """The database of a relay, open while the body runs, its tables up to date and checked.
+
+    On SQLite no second one can be opened; on PostgreSQL only one may write (`begin_intake`).
+
+    Args:
+        url: `sqlite:///path` or `postgresql://...`.
+        synchronous: SQLite's setting. FULL survives a power cut, OFF is for simulations.
+        faults: called in the worker with "before commit" and "after commit", for simulations.
+
+    Raises LockHeld, SchemaDiffers, and WrongDatabase: it is another homeserver's, or a sender's.
+    """
+    options = DatabaseOptions(synchronous=synchronous)
+    async with open_database(
+        url, outside, name="relay", options=options, faults=faults
+    ) as database:
+        lock: Lock
+        if database.dialect == "postgresql":
+            lock = AdvisoryLock(database.url, outside)
+        else:
+            lock = FileLock(Path(database.url.database or ""), of_one=True)
+        await bring_up_to_date(database, "homeserver", lock)
+        try:
+            if database.dialect != "postgresql":
+                await lock.take(INSTANCE)
+            await database.write(partial(_claim, server_name=server_name))
+            yield RelayStore(
+                database, outside, server_name, lock if database.dialect == "postgresql" else None
+            )
+        finally:
+            with trio.CancelScope(shield=True):
+                await lock.release()

@@ -1,0 +1,451 @@
+"""A relay's database: the log, and what it says in sum."""
+
+import json
+import random
+import sqlite3
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from sqlalchemy import select, update
+from tests.store.conftest import NewUrl
+
+from fedsender.intake.intake import Elsewhere, KeyReused, Outdated
+from fedsender.intake.rows import check_of, prepare
+from fedsender.outside import Outside, real_outside
+from fedsender.replication.commands import Json
+from fedsender.store import tables
+from fedsender.store.appends import NewRecord
+from fedsender.store.connections import WrongDatabase
+from fedsender.store.engine import open_database
+from fedsender.store.lock import LockHeld
+from fedsender.store.relay import (
+    KEEP_LEFT_MS,
+    Consumer,
+    DamagedLog,
+    Handed,
+    RelayStore,
+    SnapshotTables,
+    open_relay_store,
+)
+
+SERVER = "hs.example"
+ROOMS = [f"!{number}:{SERVER}" for number in range(3)]
+SERVERS = [f"s{number}.example" for number in range(5)]
+DAY_MS = 86_400_000
+
+
+class Clock:
+    """A wall clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.ms = 1_790_000_000_000
+        real = real_outside()
+        self.outside = Outside(**{**vars_of(real), "now_ms": lambda: self.ms})
+
+
+def vars_of(outside: Outside) -> dict[str, Any]:
+    """The fields of an `Outside`."""
+    from dataclasses import fields
+
+    return {each.name: getattr(outside, each.name) for each in fields(outside)}
+
+
+def pdu(room_id: str, event_id: str, plus: Sequence[str] = (), minus: Sequence[str] = ()) -> Json:
+    """A row of an event of ours."""
+    event: dict[str, Json] = {
+        "type": "m.room.message",
+        "room_id": room_id,
+        "sender": f"@a:{SERVER}",
+        "content": {},
+        "prev_events": ["$before"],
+        "auth_events": [],
+        "depth": 1,
+        "origin_server_ts": 1,
+    }
+    about: dict[str, Json] = {"room_version": "10", "plus": list(plus), "minus": list(minus)}
+    return ["pdu", [room_id, event_id, event, about]]
+
+
+def record(key: str, *rows: Json) -> NewRecord:
+    """A record as the intake hands it on."""
+    prepared = prepare(rows)
+    return NewRecord(
+        key.encode().rjust(16, b"k")[-16:], check_of(prepared.rows), prepared.parsed, prepared.rows
+    )
+
+
+async def rows_of_snapshot(store: RelayStore) -> dict[str, list[tuple[Any, ...]]]:
+    """All tables of a snapshot of now."""
+
+    def read(snapshot: SnapshotTables) -> dict[str, list[tuple[Any, ...]]]:
+        names = ("hosts", "heads", "events", "edus", "redactions")
+        return {name: list(snapshot.rows(name)) for name in names}
+
+    return await store.with_tables(read)
+
+
+@dataclass
+class Model:
+    """What was told, said anew: for each room and server its newest event; the EDUs there are."""
+
+    token: int = 0
+    here: defaultdict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    due: dict[tuple[str, str], str] = field(default_factory=dict)
+    messages: list[tuple[str, int]] = field(default_factory=list)
+    lists: dict[tuple[str, str], tuple[int, bool]] = field(default_factory=dict)
+
+    def tell(self, rows: Sequence[Any], floor: int) -> None:
+        """One record."""
+        self.token += 1
+        for kind, row in sorted(rows, key=lambda row: row[0] != "pdu"):
+            if kind == "pdu":
+                room_id, event_id, _, about = row
+                for server in {*self.here[room_id], *about["plus"]} - {*about["minus"]}:
+                    self.due[room_id, server] = event_id
+                for server in {*about["minus"]} & self.here[room_id].keys():
+                    self.here[room_id][server] = self.token  # As if it came after this one.
+            elif kind == "hosts":
+                room_id, joined, left = row
+                for server in left:
+                    self.here[room_id].pop(server, None)
+                for server in joined:
+                    self.here[room_id].setdefault(server, self.token)
+            elif kind == "servers":
+                before = self.here[row[0]]
+                self.here[row[0]] = {name: before.get(name, self.token) for name in row[1]}
+            elif kind == "edu" and row[0] == "to_device":
+                self.messages.append((row[1], self.token))
+            elif kind == "edu":
+                known = self.lists.get((row[1], row[2]))
+                missed = known is not None and known[0] > floor
+                self.lists[row[1], row[2]] = (self.token, row[4] is None or missed)
+
+
+def told_by(found: dict[str, list[tuple[Any, ...]]]) -> dict[tuple[str, str], str]:
+    """For each room and server the newest event that it was to get, by a snapshot."""
+    heads = {room_id: (token, event_id) for room_id, token, event_id in found["heads"]}
+    bodies = {row[0]: (row[1], row[2]) for row in found["events"]}
+    due: dict[tuple[str, str], str] = {}
+    for room_id, server, joined, left, _, event_id in found["hosts"]:
+        if left is not None:
+            assert joined < bodies[event_id][1] <= left
+            due.setdefault((room_id, server), event_id)
+    for room_id, server, joined, left, _, _ in found["hosts"]:
+        if left is None and room_id in heads and joined < heads[room_id][0]:
+            assert (room_id, server) not in due, "a departure of one that is back"
+            due[room_id, server] = heads[room_id][1]
+    assert {event_id for _, event_id in heads.values()} <= bodies.keys()
+    return due
+
+
+def some_rows(rng: random.Random, number: int) -> list[Any]:
+    """The rows of a record, of any kind."""
+    room_id = rng.choice(ROOMS)
+    some = rng.sample(SERVERS, rng.randrange(3))
+    others = [server for server in SERVERS if server not in some][: rng.randrange(3)]
+    match rng.randrange(10):
+        case 0 | 1 | 2 | 3:
+            return [pdu(room_id, f"$e{number}")]
+        case 4:
+            return [pdu(room_id, f"$e{number}", some, others)]
+        case 5 | 6:
+            return [pdu(room_id, f"$e{number}"), ["hosts", [room_id, some, others]]]
+        case 7:
+            return [["servers", [room_id, some]]]
+        case 8:
+            return [["edu", ["to_device", rng.choice(SERVERS), f"m{number}", {"type": "x"}]]]
+        case _:
+            user = f"@u{rng.randrange(2)}:{SERVER}"
+            content = rng.choice([None, {"user_id": user, "device_id": "D"}])
+            return [["edu", ["device_list", rng.choice(SERVERS), user, "D", content]]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
+    seed: int, new_url: NewUrl
+) -> None:
+    rng = random.Random(seed)
+    model = Model()
+    floor = 0
+    async with open_relay_store(new_url(), real_outside(), SERVER, synchronous="OFF") as store:
+        assert await store.begin_intake("e" * 16)
+        number = 0
+        for _ in range(40):
+            group = [some_rows(rng, number + each) for each in range(rng.randrange(1, 9))]
+            tokens = await store.append_records(
+                [record(f"r{number + each}", *rows) for each, rows in enumerate(group)]
+            )
+            assert tokens == [model.token + each for each in range(1, len(group) + 1)]
+            number += len(group)
+            for rows in group:
+                model.tell(json.loads(json.dumps(rows)), floor)
+            if rng.random() < 0.3:
+                floor = rng.randrange(floor, model.token + 1)
+                await store.save_consumers([Consumer("c", 0, 0, acked=floor)])
+            if rng.random() < 0.3:
+                await store.drop_through(rng.randrange(model.token + 1))
+            if rng.random() < 0.3:
+                await store.tidy(real_outside().now_ms(), floor, 2**30)
+            bounds = await store.bounds()
+            assert bounds.head == model.token
+            kept = await store.read_log(bounds.first - 1, bounds.head, 2**20)
+            assert [each.token for each in kept] == list(range(bounds.first, bounds.head + 1))
+            assert bounds.bytes == sum(len(each.lines) for each in kept)
+            found = await rows_of_snapshot(store)
+            assert told_by(found) == model.due
+            here = {(row[0], row[1]): row[2] for row in found["hosts"] if row[3] is None}
+            assert here == {
+                (room_id, server): token
+                for room_id, servers in model.here.items()
+                for server, token in servers.items()
+            }
+            lacking = {
+                (row[0], row[1])
+                for row in found["edus"]
+                if row[3] == "to_device" and row[1] > floor
+            }
+            assert lacking == {each for each in model.messages if each[1] > floor}
+            lists = {
+                (row[0], json.loads(row[5])[1][2]): (row[1], row[4])
+                for row in found["edus"]
+                if row[3] == "device_list"
+            }
+            assert lists == model.lists
+
+
+async def test_what_nothing_names_goes_from_below_the_first_record(new_url: NewUrl) -> None:
+    """Of a hundred messages in a room, one is left; and none, once a newer one is there."""
+    url = new_url()
+    room_id, server = ROOMS[0], SERVERS[0]
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        await store.append_records([record("h", ["hosts", [room_id, [server], []]])])
+        await store.append_records([record(f"p{n}", pdu(room_id, f"$p{n}")) for n in range(100)])
+        await store.append_records([record("x", ["redaction", ["$r", "$t"]])])
+        await store.drop_through(101)
+        assert await _tokens(url) == [101, 102]
+        await store.append_records([record("q", pdu(room_id, "$q"))])
+        await store.tidy(real_outside().now_ms(), 0, 2**30)
+        assert await _tokens(url) == [102, 103]
+
+
+async def _tokens(url: str) -> list[int]:
+    async with open_database(url, real_outside(), name="test") as database:
+        query = select(tables.relay_log.c.token).order_by(tables.relay_log.c.token)
+        return await database.read(lambda connection: list(connection.execute(query).scalars()))
+
+
+async def test_departures_and_redactions_are_remembered_for_thirty_days(new_url: NewUrl) -> None:
+    clock = Clock()
+    async with open_relay_store(new_url(), clock.outside, SERVER) as store:
+        await store.begin_intake("e" * 16)
+        await store.append_records(
+            [
+                record("h", ["hosts", [ROOMS[0], [SERVERS[0]], []]]),
+                record("p", pdu(ROOMS[0], "$p"), ["hosts", [ROOMS[0], [], [SERVERS[0]]]]),
+                record("x", ["redaction", ["$r", "$t"]]),
+            ]
+        )
+        found = await rows_of_snapshot(store)
+        assert [row[5] for row in found["hosts"]] == ["$p"]
+        assert [row[:2] for row in found["redactions"]] == [("$t", "$r")]
+        clock.ms += KEEP_LEFT_MS + 1
+        assert await rows_of_snapshot(store) == {name: [] for name in found}
+        await store.append_records([record("n", ["redaction", ["$s", "$u"]])])
+        await store.drop_through(3)
+        await store.tidy(clock.ms, 0, 2**30)
+        found = await rows_of_snapshot(store)
+        assert [row[:2] for row in found["redactions"]] == [("$u", "$s")]
+
+
+async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: NewUrl) -> None:
+    """Nor does it matter for how many servers they are."""
+    async with open_relay_store(new_url(), real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        user = f"@u:{SERVER}"
+        listed = ["device_list", SERVERS[0], user, "D", None]
+        await store.append_records([record("l", ["edu", listed])])
+        text = "x" * 1_000
+        await store.append_records(
+            [
+                record(f"m{n}", ["edu", ["to_device", SERVERS[n % 5], f"m{n}", {"a": text}]])
+                for n in range(20)
+            ]
+        )
+        assert await store.tidy(0, 1, 15_000) == 6
+        edus = (await rows_of_snapshot(store))["edus"]
+        assert sorted(row[1] for row in edus) == list(range(8, 22))
+        assert await store.tidy(0, 1, 15_000) == 0
+
+
+async def test_each_record_is_stored_once_by_its_id(new_url: NewUrl) -> None:
+    clock = Clock()
+    first, other = record("a", pdu(ROOMS[0], "$a")), record("a", pdu(ROOMS[0], "$b"))
+    async with open_relay_store(new_url(), clock.outside, SERVER) as store:
+        await store.begin_intake("e" * 16)
+        assert await store.append_records([first, first]) == [1, 1]
+        assert await store.append_records([first]) == [1]
+        answers = await store.append_records([other, record("b", pdu(ROOMS[0], "$c"))])
+        assert isinstance(answers[0], KeyReused)
+        assert answers[1] == 2
+        clock.ms += 2 * DAY_MS
+        assert await store.forget_appends(keep_ms=3 * DAY_MS) == 0
+        assert await store.forget_appends(keep_ms=DAY_MS // 2) == 2
+        assert await store.append_records([first]) == [3]
+
+
+async def test_a_list_of_servers_as_of_an_older_token_is_refused(new_url: NewUrl) -> None:
+    async with open_relay_store(new_url(), real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        await store.append_records([record("a", ["hosts", [ROOMS[0], SERVERS[:2], []]])])
+        await store.append_records([record("b", ["hosts", [ROOMS[0], [], SERVERS[:1]]])])
+        answers = await store.append_records(
+            [
+                record("c", ["servers", [ROOMS[0], SERVERS[:2], {"as_of": 1}]]),
+                record("d", ["servers", [ROOMS[1], SERVERS[:2], {"as_of": 1}]]),
+            ]
+        )
+        assert isinstance(answers[0], Outdated)
+        assert answers[1] == 3
+        stored = await store.room_servers(ROOMS[0])
+        assert stored is not None
+        assert list(stored.servers) == [SERVERS[1]]
+
+
+async def test_a_record_that_is_spoiled_or_missing_is_named(new_url: NewUrl) -> None:
+    url = new_url()
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        await store.append_records([record(f"{n}", pdu(ROOMS[0], f"${n}")) for n in range(6)])
+        async with open_database(url, real_outside(), name="test") as database:
+            log = tables.relay_log
+            spoil = update(log).where(log.c.token == 3).values(lines=b"RDATA events 3 []\n")
+            await database.write(lambda connection: connection.execute(spoil) and None)
+            gone = log.delete().where(log.c.token == 5)
+            await database.write(lambda connection: connection.execute(gone) and None)
+        assert [each.token for each in await store.read_log(0, 6, 2**20)] == [1, 2]
+        with pytest.raises(DamagedLog, match="record 3 "):
+            await store.read_log(2, 6, 2**20)
+        assert [each.token for each in await store.read_log(3, 6, 2**20)] == [4]
+        with pytest.raises(DamagedLog, match="no record 5"):
+            await store.read_log(4, 6, 2**20)
+
+
+async def test_the_log_is_read_and_measured_by_bytes_and_by_time(new_url: NewUrl) -> None:
+    clock = Clock()
+    async with open_relay_store(new_url(), clock.outside, SERVER) as store:
+        assert await store.bounds() == (1, 0, 0, 0)
+        await store.begin_intake("e" * 16)
+        for number in range(10):
+            clock.ms += 1_000
+            if number == 5:
+                clock.ms -= 60_000  # The clock is set back; the log's does not go back.
+            await store.append_records([record(f"{number}", pdu(ROOMS[0], f"${number}"))])
+        whole = await store.read_log(0, 10, 2**20)
+        size = len(whole[0].lines)
+        assert [len(each.lines) for each in whole[:9]] == 9 * [size]
+        begun = whole[0].ms
+        assert [each.ms - begun for each in whole] == [0, 1000, 2000, 3000, *(6 * [4000])]
+        assert [each.token for each in await store.read_log(2, 10, 3 * size)] == [3, 4, 5, 6]
+        assert [each.token for each in await store.read_log(2, 4, 3 * size)] == [3, 4]
+        assert await store.last_before(begun + 2_500) == 3
+        assert await store.last_before(begun - 1) == 0
+        assert await store.last_before(begun + 9_000) == 10
+        await store.drop_through(4)
+        assert await store.last_within(1) == 5
+        assert await store.last_within(2 * size) == 6
+        assert await store.last_within(2**30) == 10
+        assert (await store.bounds()).bytes == sum(len(each.lines) for each in whole[4:])
+        await store.drop_through(10)  # The newest stays.
+        assert (await store.bounds())[:2] == (10, 10)
+        assert await store.stand(10) == (begun + 4_000, sum(len(each.lines) for each in whole))
+
+
+async def test_an_epoch_begins_with_each_writer_and_ends_the_one_before(new_url: NewUrl) -> None:
+    url = new_url()
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("a" * 16)
+        await store.append_records([record("a", pdu(ROOMS[0], "$a"))])
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("b" * 16)
+        await store.append_records([record("b", pdu(ROOMS[0], "$b"))])
+        assert await store.epochs() == [("a" * 16, 1), ("b" * 16, 2)]
+
+
+async def test_consumers_are_stored(new_url: NewUrl) -> None:
+    url = new_url()
+    one = Consumer("one", 1, 2, 3, Handed("s", 4), True, "gone", {"GAP": 2}, 5, "1 of 2")
+    two = Consumer("two", 6, 7)
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.save_consumers([two, one], {"one"})
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        assert await store.consumers() == [one, two]
+        one.handed, one.full_syncs = None, {}
+        await store.save_consumers([one], (), ["two"])
+        assert await store.consumers() == [one]
+
+
+async def test_only_one_relay_writes(new_url: NewUrl) -> None:
+    """On SQLite no second one opens it. On PostgreSQL it waits, and takes over at once."""
+    url = new_url()
+    outside = real_outside()
+    async with open_relay_store(url, outside, SERVER) as store:
+        await store.begin_intake("a" * 16)
+        if url.startswith("sqlite"):
+            with pytest.raises(LockHeld):
+                async with open_relay_store(url, outside, SERVER):
+                    pass
+            return
+        async with open_relay_store(url, outside, SERVER) as second:
+            assert not await second.begin_intake("b" * 16)
+            assert await store.holds()
+            async with open_database(url, outside, name="test") as database:
+                kill = (
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                    " WHERE application_name = 'fedsender lock'"
+                )
+                await database.write(lambda connection: connection.exec_driver_sql(kill) and None)
+            with trio.fail_after(10):
+                while not await second.begin_intake("b" * 16):  # noqa: ASYNC110
+                    await trio.sleep(0.05)
+            assert not await store.holds()
+            with pytest.raises(Elsewhere):
+                await store.append_records([record("a", pdu(ROOMS[0], "$a"))])
+            assert await second.append_records([record("b", pdu(ROOMS[0], "$b"))]) == [1]
+
+
+async def test_a_database_belongs_to_one_relay(new_url: NewUrl) -> None:
+    url = new_url()
+    async with open_relay_store(url, real_outside(), SERVER):
+        pass
+    with pytest.raises(WrongDatabase, match=r"relay of hs.example, not of other.example"):
+        async with open_relay_store(url, real_outside(), "other.example"):
+            pass
+
+
+async def test_the_file_shrinks_by_what_was_deleted(tmp_path: Path) -> None:
+    path = tmp_path / "relay.db"
+    async with open_relay_store(f"sqlite:///{path}", real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        text = "x" * 10_000
+        for group in range(10):
+            await store.append_records(
+                [
+                    record(f"{group}.{n}", ["edu", ["to_device", "a.example", "m", {"a": text}]])
+                    for n in range(100)
+                ]
+            )
+        await store.append_records([record("last", ["redaction", ["$r", "$t"]])])
+        with sqlite3.connect(path) as connection:
+            pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        await store.tidy(0, 1_001, 2**30)
+        await store.drop_through(1_000)
+        await store.give_pages_back()
+        with sqlite3.connect(path) as connection:
+            left = connection.execute("PRAGMA page_count").fetchone()[0]
+        assert left < pages / 10
