@@ -131,7 +131,9 @@ async def test_rows_that_share_a_transaction_are_seen_in_their_order(config: Sto
     async with pushed_to(config) as (feed, store):
         await say(feed, hosts(["a.example", "b.example"]))
         leaves, old_list, follow = (
-            feed.submit([(key(number + place), prepare(rows)) for place, rows in enumerate(each)])
+            feed.intake.recorder.submit(
+                [(key(number + place), prepare(rows)) for place, rows in enumerate(each)]
+            )
             for number, each in (
                 (0, [[hosts([], ["b.example"])]]),
                 (1, [[servers(["a.example", "b.example"], 1), pdu(1)]]),

@@ -17,27 +17,21 @@ from typing import Any, Final, Protocol
 import structlog
 import trio
 
-from fedsender.intake.appending import Appending, Item
-from fedsender.intake.intake import Call, Elsewhere, Full, Intake, KeyReused, Signer
-from fedsender.intake.rows import SERVER_UP, Ephemeral, Prepared, RoomServers, ToDeviceRow
+from fedsender.intake.intake import Elsewhere, Full, Intake, Signer
+from fedsender.intake.rows import SERVER_UP, Ephemeral, ToDeviceRow
+from fedsender.intake.writer import AppendStore, Writer
 from fedsender.outside import Outside
 from fedsender.replication.commands import Json
 from fedsender.replication.embedded import redacted_in
 from fedsender.replication.relay_rows import tell_ephemeral
-from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import Feed, FeedStatus, Sink
-from fedsender.store.appends import Appended, NewRecord, stored_rows
-from fedsender.store.engine import StoreError, WrongValues
+from fedsender.store.appends import NewRecord, stored_rows
+from fedsender.store.engine import StoreError
 from fedsender.store.intake import REDACTED, News, Notice, Place
 from fedsender.store.records import Receipt
 
 log = structlog.get_logger()
 
-GROUP_RECORDS: Final = 1024
-GROUP_BYTES: Final = 4 * 2**20
-"""What one transaction takes, at most."""
-WAITING_BYTES: Final = 32 * 2**20
-"""Rows that wait for a transaction; who brings more waits before they are taken."""
 MAX_RECEIPTS: Final = 10_000
 """Receipts that wait to be stored; while there are so many, more are not taken."""
 MAX_NOTICES: Final = 1000
@@ -49,34 +43,26 @@ TRY_EVERY_S: Final = 2.0
 """Between two tries to take the appends, and two looks whether another sender does."""
 
 
-class PushStore(Protocol):
+class PushStore(AppendStore, Protocol):
     """What the feed needs of the store."""
 
     @property
     def alone(self) -> bool: ...
     async def begin_intake(self, epoch: str) -> bool: ...
     async def feed_news(self, after: Place | None) -> News: ...
-    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]: ...
-    async def find_appends(self, keys: Sequence[bytes]) -> Mapping[bytes, tuple[int, int]]: ...
     async def forget_appends(self) -> int: ...
     async def store_ephemeral(
         self, receipts: Sequence[Receipt], notices: Sequence[Notice]
     ) -> int | None: ...
     async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
-    async def room_servers(self, room_id: str) -> RoomServers | None: ...
 
 
 class PushFeed(Feed):
-    """See the module. It is also the `Recorder` of its intake.
+    """See the module.
 
     Attributes:
         intake: what requests are handed to.
-        epoch: of the sender that takes the appends: another one after each start of it, and each
-            time that one takes over; 16 hex digits.
-        head: the newest stored token.
     """
-
-    first = None
 
     def __init__(
         self, outside: Outside, store: PushStore, sink: Sink, signer: Signer | None = None
@@ -84,27 +70,36 @@ class PushFeed(Feed):
         super().__init__(outside)
         self._store = store
         self._sink = sink
-        self.epoch = outside.entropy(8).hex()
+        self._writer = Writer(store, self._stored)
+        self._writer.epoch = outside.entropy(8).hex()
         self.intake = Intake(
-            self, outside, self._take_ephemeral, signer=signer, room=self._room_servers
+            self._writer,
+            outside,
+            self._take_ephemeral,
+            signer=signer,
+            room=self._writer.room_servers,
         )
         self._place = Place(0, 0, 0)
-        self._waiting = Appending(WAITING_BYTES)
         self._receipts: list[Receipt] = []
         self._notices: list[Notice] = []
         self._typed = 0
         self._forget_at = 0.0
-        self._arrived = trio.Event()
+
+    @property
+    def epoch(self) -> str:
+        """Of the sender that takes the appends: another one each time that one begins to."""
+        return self._writer.epoch
 
     @property
     def head(self) -> int:
+        """The newest stored token."""
         return self._place.position
 
     def _status(self) -> FeedStatus:
         return FeedStatus(
             kind="push",
             connected=self.connected.is_set(),
-            level=self.connected.is_set() and not self._waiting,
+            level=self.connected.is_set() and not self._writer,
             position=self.head,
             head=self.head,
             stopped=self.stopped,
@@ -117,28 +112,26 @@ class PushFeed(Feed):
             while True:
                 epoch = self._outside.entropy(8).hex()
                 if await self.insist(partial(self._store.begin_intake, epoch)):
-                    self.epoch = epoch
+                    self._writer.epoch = epoch
                     await self._take_appends()
                 else:
                     await self._follow()
         finally:
-            self._waiting.fail(Full("the sender is stopping"))
+            self._writer.close(Full("the sender is stopping"))
 
     async def _take_appends(self) -> None:
         """Take appends until another sender does."""
         # All that was stored by another one until now.
         self._learn(await self.insist(partial(self._store.feed_news, self._place)))
-        self.intake.closed = None
+        self.intake.closed = self._writer.closed = None
         self.note_connected()
         log.info("takes_appends", epoch=self.epoch, position=self.head)
         look_at = trio.current_time() + TRY_EVERY_S
         try:
             while True:
                 with trio.move_on_after(FORGET_EVERY_S if self._store.alone else TRY_EVERY_S):
-                    await self._arrived.wait()
-                self._arrived = trio.Event()
-                while group := self._waiting.group(GROUP_RECORDS, GROUP_BYTES):
-                    await self._append(group)
+                    await self._writer.news()
+                await self._writer.write()
                 await self._store_ephemeral()
                 await self._forget()
                 if not self._store.alone and trio.current_time() >= look_at:
@@ -157,7 +150,7 @@ class PushFeed(Feed):
             found = await self.insist(partial(self._store.feed_news, self._place))
             self._learn(found)
             self._close(Elsewhere(found.taker))
-            self.epoch = found.epoch or self.epoch
+            self._writer.epoch = found.epoch or self.epoch
             if not self.connected.is_set():
                 self.note_connected()
             await trio.sleep(LOOK_EVERY_S)
@@ -165,9 +158,9 @@ class PushFeed(Feed):
     def _close(self, elsewhere: Elsewhere) -> None:
         """Take no appends; who waits is told."""
         if self.intake.closed is None:
-            self._waiting.fail(elsewhere)
             self.intake.begin_anew()
         self.intake.closed = elsewhere
+        self._writer.close(elsewhere)
 
     def _learn(self, found: News) -> None:
         """Let the sender see what another one has stored."""
@@ -184,43 +177,13 @@ class PushFeed(Feed):
 
     def _advance(self, place: Place, to_device: Iterable[str]) -> None:
         self._place = place
+        self._writer.head = place.position
         self._sink.edus.device_lists.advance(place.position)
         self._sink.events.advance(place.position)
         for server in to_device:
             self._sink.to_device_changed(server)
 
-    # --- What the intake asks ---------------------------------------------------------------------
-
-    async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
-        """See `Recorder`."""
-        found = {key for key, record in records if self._waiting.knows(key, record)}
-        checksums = {key: record.check() for key, record in records if key not in found}
-        for key, (_, checksum) in (await self._store.find_appends(list(checksums))).items():
-            if checksum != checksums[key]:
-                raise KeyReused("this id came with other rows before")
-            found.add(key)
-        return found
-
-    async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
-        """See `Recorder`."""
-        await self._waiting.room()
-        return await self.submit(records).tokens_when_durable()
-
-    def submit(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
-        """See `Recorder`."""
-        if not self.connected.is_set():
-            raise Full("the store is not open yet")
-        if self.intake.closed is not None:
-            raise self.intake.closed
-        call = self._waiting.enqueue(records)
-        self._arrived.set()
-        return call
-
-    async def _room_servers(self, room_id: str) -> RoomServers | None:
-        try:
-            return await self._store.room_servers(room_id)
-        except StoreError as error:
-            raise Full(str(error)) from error
+    # --- What is of use only now ------------------------------------------------------------------
 
     def _take_ephemeral(self, row: Ephemeral) -> None:
         if row.stream == "receipts" and len(self._receipts) >= MAX_RECEIPTS:
@@ -228,10 +191,10 @@ class PushFeed(Feed):
         receipt = self._tell(row.stream, row.value)
         if receipt is not None:
             self._receipts.append(receipt)
-            self._arrived.set()
+            self._writer.wake()
         elif not self._store.alone and len(self._notices) < MAX_NOTICES:
             self._notices.append(Notice(row.stream, row.row.decode()))
-            self._arrived.set()
+            self._writer.wake()
 
     def _tell(self, stream: str, value: Json) -> Receipt | None:
         """Tell the sink of what is of use only now; a receipt is returned, to be stored."""
@@ -243,27 +206,8 @@ class PushFeed(Feed):
 
     # --- What is stored ---------------------------------------------------------------------------
 
-    async def _append(self, group: Sequence[Item]) -> None:
-        """Store the oldest that wait, let the sender see them, and tell who waits.
-
-        A record that can never be stored is refused alone, whatever is raised for it.
-        """
-        records = [
-            NewRecord(each.key, each.check, each.record.parsed, each.record.rows) for each in group
-        ]
-        answers: Sequence[int | Exception]
-        try:
-            answers = await self._store.append_records(records)
-        except Elsewhere:
-            raise
-        except Exception as error:
-            if len(group) > 1:
-                for item in group:
-                    await self._append([item])
-                return
-            log.error("append_refused", reason=str(error))
-            wrong = isinstance(error, WrongValues) or not isinstance(error, StoreError)
-            answers = [BadRow(f"cannot be stored: {error}") if wrong else Full(str(error))]
+    def _stored(self, records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> None:
+        """Let the sender see what was stored."""
         newest = max((token for token in answers if isinstance(token, int)), default=0)
         if newest > self.head:
             rows = stored_rows(records, answers)
@@ -271,7 +215,6 @@ class PushFeed(Feed):
             self._sink.redacted(redacted_in(rows))
             to_device = {row.destination for row in rows if isinstance(row, ToDeviceRow)}
             self._advance(self._place._replace(position=newest), sorted(to_device))
-        self._waiting.answer(answers)
 
     async def _store_ephemeral(self) -> None:
         receipts, self._receipts = self._receipts, []
