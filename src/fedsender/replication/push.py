@@ -18,7 +18,13 @@ import structlog
 import trio
 
 from fedsender.intake.intake import Elsewhere, Full, Intake, Signer
-from fedsender.intake.rows import SERVER_UP, Ephemeral, ToDeviceRow
+from fedsender.intake.rows import (
+    SERVER_UP,
+    DeviceListRow,
+    Ephemeral,
+    SigningKeyRow,
+    ToDeviceRow,
+)
 from fedsender.intake.writer import AppendStore, Writer
 from fedsender.outside import Outside
 from fedsender.replication.commands import Json
@@ -172,13 +178,13 @@ class PushFeed(Feed):
             else:
                 self._tell(stream, value)
         self._sink.redacted(redacted)
+        self._sink.edus.device_lists.advance(found.place.position)
         self._advance(found.place, found.to_device)
         self._sink.edus.receipts.advance(found.place.receipts)
 
     def _advance(self, place: Place, to_device: Iterable[str]) -> None:
         self._place = place
         self._writer.head = place.position
-        self._sink.edus.device_lists.advance(place.position)
         self._sink.events.advance(place.position)
         for server in to_device:
             self._sink.to_device_changed(server)
@@ -214,6 +220,8 @@ class PushFeed(Feed):
             self.note_rows("events", len(rows))
             self._sink.redacted(redacted_in(rows))
             to_device = {row.destination for row in rows if isinstance(row, ToDeviceRow)}
+            if any(isinstance(row, DeviceListRow | SigningKeyRow) for row in rows):
+                self._sink.edus.device_lists.advance(newest)
             self._advance(self._place._replace(position=newest), sorted(to_device))
 
     async def _store_ephemeral(self) -> None:

@@ -7,7 +7,7 @@ A record, its token and its key are written in one transaction.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, bindparam, delete, select
 
 from fedsender.intake.intake import KeyReused, Outdated
 from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
@@ -23,6 +23,11 @@ MAX_OUTDATED_SERVERS: Final = 10_000
 """What is stored is told of so many rooms, and of no more once so many servers were named."""
 
 Appended = int | KeyReused | Outdated
+
+# Statements that every append runs are made once: to make one costs as much as to run it.
+_APPENDED = select(tables.appends.c.key, tables.appends.c.token, tables.appends.c.checksum).where(
+    tables.appends.c.key.in_(bindparam("keys", expanding=True))
+)
 
 
 class NewRecord(NamedTuple):
@@ -134,13 +139,10 @@ def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Ou
 
 def find_appends(connection: Connection, keys: Iterable[bytes]) -> dict[bytes, tuple[int, int]]:
     """Key -> (token, checksum) of those that are stored."""
-    appended = tables.appends.c
     found: dict[bytes, tuple[int, int]] = {}
     for chunk in in_chunks(sorted(set(keys)), MAX_PARAMETERS):
-        query = select(appended.key, appended.token, appended.checksum).where(
-            appended.key.in_(chunk)
-        )
-        found.update({key: (token, checksum) for key, token, checksum in connection.execute(query)})
+        rows = connection.execute(_APPENDED, {"keys": chunk})
+        found.update({key: (token, checksum) for key, token, checksum in rows})
     return found
 
 

@@ -182,6 +182,13 @@ def store_exceptions(connection: Connection, rows: Sequence[Mapping[str, Any]]) 
         connection.execute(upsert(connection, table).on_conflict_do_nothing(), list(rows))
 
 
+_NOTE_VERSION = (
+    update(tables.rooms)
+    .where(tables.rooms.c.room_id == bindparam("at_room"), tables.rooms.c.room_version.is_(None))
+    .values(room_version=bindparam("version"))
+)
+
+
 def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> None:
     """Add rooms; a version that was not known is noted, one that was stays."""
     rows = [{"room_id": name, "room_version": versions[name]} for name in sorted(versions)]
@@ -193,13 +200,7 @@ def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> N
         if row["room_version"] is not None
     ]
     if known:
-        table = tables.rooms
-        statement = (
-            update(table)
-            .where(table.c.room_id == bindparam("at_room"), table.c.room_version.is_(None))
-            .values(room_version=bindparam("version"))
-        )
-        connection.execute(statement, known)
+        connection.execute(_NOTE_VERSION, known)
 
 
 def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]) -> None:

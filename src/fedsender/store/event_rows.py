@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from sqlalchemy import (
     LargeBinary,
     Row,
     Select,
+    bindparam,
     cast,
     func,
     inspect,
@@ -77,16 +79,22 @@ def read_events(
     late: LateSchema,
 ) -> list[EventRow]:
     """Events with `after` < stream ordering <= `upto`, ascending. Backfilled ones (< 1) never."""
-    query = (
-        _event_query()
-        .where(tables.events.c.stream_ordering > max(after, 0))
-        .where(tables.events.c.stream_ordering <= upto)
-        .order_by(tables.events.c.stream_ordering)
-        .limit(limit)
-    )
+    query, given = _events_between(), {"after": max(after, 0), "upto": upto, "most": limit}
     if room_id is not None:
         query = query.where(tables.events.c.room_id == room_id)
-    return _event_rows(connection, connection.execute(query).all(), late=late)
+    return _event_rows(connection, connection.execute(query, given).all(), late=late)
+
+
+@cache
+def _events_between() -> Select[Any]:
+    # Made once: to make it costs as much as to run it.
+    return (
+        _event_query()
+        .where(tables.events.c.stream_ordering > bindparam("after"))
+        .where(tables.events.c.stream_ordering <= bindparam("upto"))
+        .order_by(tables.events.c.stream_ordering)
+        .limit(bindparam("most"))
+    )
 
 
 def next_event(connection: Connection, after: int, upto: int) -> StoredEvent | None:
@@ -131,6 +139,7 @@ def events_by_id(
     return found
 
 
+@cache
 def _event_query() -> Select[Any]:
     events, event_json = tables.events, tables.event_json
     rooms, rejections = tables.rooms, tables.rejections
@@ -203,13 +212,8 @@ def _redacted(
     claims: list[tuple[str, str]] = []
     done: set[str] = set()
     for chunk in in_chunks(sorted(targets)):
-        redactions = tables.redactions
-        # Without the column each is looked at: its own metadata says what has to be checked.
-        recheck = redactions.c.recheck if late.recheck else literal(True)
-        query = select(redactions.c.event_id, redactions.c.redacts, recheck).where(
-            redactions.c.redacts.in_(chunk)
-        )
-        for redaction_id, target_id, unchecked in connection.execute(query):
+        found = connection.execute(_redactions_of(late.recheck), {"targets": chunk})
+        for redaction_id, target_id, unchecked in found:
             if unchecked:
                 claims.append((redaction_id, target_id))
             else:
@@ -218,6 +222,17 @@ def _redacted(
         claims.extend(_redacted_by_bans(connection, targets))
     done.update(_checked(connection, targets, [claim for claim in claims if claim[1] not in done]))
     return frozenset(done)
+
+
+@cache
+def _redactions_of(recheck: bool) -> Select[Any]:
+    redactions = tables.redactions
+    return select(
+        redactions.c.event_id,
+        redactions.c.redacts,
+        # Without the column each is looked at: its own metadata says what has to be checked.
+        redactions.c.recheck if recheck else literal(True),
+    ).where(redactions.c.redacts.in_(bindparam("targets", expanding=True)))
 
 
 def _redacted_by_bans(

@@ -182,8 +182,12 @@ class EventStore:
         try:
             yield
         finally:
-            self._moves += 1
-            self._here.clear()
+            self._hosts_moved()
+
+    def _hosts_moved(self) -> None:
+        """Servers have come to rooms, or left them: what was read before is not to be used."""
+        self._moves += 1
+        self._here.clear()
 
     async def auth_memberships(self, events: Sequence[EventRow]) -> dict[str, str]:
         """For memberships set by somebody else: the target's one in the event's auth events."""

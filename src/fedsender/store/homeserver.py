@@ -408,8 +408,7 @@ class HomeserverStore(EventStore):
             lambda connection: intake.news(connection, instance, after)
         )
         if after is None or found.place.position > after.position:
-            with self._hosts_moving():
-                pass
+            self._hosts_moved()
         return found
 
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:

@@ -69,12 +69,12 @@ def begin(connection: Connection, instance: str, epoch: str) -> None:
 
 def check(connection: Connection, epoch: str | None) -> None:
     """See that nobody has begun since, nor does until this transaction ends. Raises Elsewhere."""
-    query = select(_epoch.c.epoch, _epoch.c.instance_name).with_for_update(read=True)
-    rows = connection.execute(query).all()
+    rows = connection.execute(_TAKER).all()
     if [row.epoch for row in rows] != [epoch]:
         raise Elsewhere(rows[0].instance_name if rows else None)
 
 
+_TAKER = select(_epoch.c.epoch, _epoch.c.instance_name).with_for_update(read=True)
 _STATE = select(
     select(positions.positions.c.stream_id)
     .where(positions.positions.c.type == "feed")

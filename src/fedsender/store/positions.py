@@ -9,7 +9,7 @@ it has facts, whoever stored them.
 
 from collections.abc import Collection, Sequence
 
-from sqlalchemy import Connection, delete, func, select, text, update
+from sqlalchemy import Connection, bindparam, delete, func, select, text, update
 
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
@@ -62,12 +62,21 @@ def reconcile(
     return read_position(connection, "events", instance)
 
 
+# Made once: to make a statement costs as much as to run it.
+_POSITION = select(positions.c.stream_id).where(
+    positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")
+)
+_ADVANCE = (
+    update(positions)
+    .where(positions.c.type == "events", positions.c.instance_name == bindparam("instance"))
+    .where(positions.c.stream_id <= bindparam("position"))
+    .values(stream_id=bindparam("position"))
+)
+
+
 def read_position(connection: Connection, kind: str, instance: str) -> int:
     """The stored position; -1 if there is none."""
-    query = select(positions.c.stream_id).where(
-        positions.c.type == kind, positions.c.instance_name == instance
-    )
-    found = connection.execute(query).scalar()
+    found = connection.execute(_POSITION, {"kind": kind, "instance": instance}).scalar()
     return -1 if found is None else found
 
 
@@ -97,12 +106,7 @@ def give_up(connection: Connection, instance: str) -> None:
 
 def advance_events(connection: Connection, instance: str, position: int) -> None:
     """Move our events position up to `position`; raises StoreError if it stands beyond it."""
-    moved = connection.execute(
-        update(positions)
-        .where(positions.c.type == "events", positions.c.instance_name == instance)
-        .where(positions.c.stream_id <= position)
-        .values(stream_id=position)
-    )
+    moved = connection.execute(_ADVANCE, {"instance": instance, "position": position})
     if moved.rowcount != 1:
         raise StoreError(
             f"the events position of {instance!r} is gone or beyond {position}:"
