@@ -107,6 +107,15 @@ def test_append_tells_the_rate_of_each_size_of_request(
         assert 0 < each["p50_ms"] <= each["p99_ms"]
 
 
+def test_append_busy_tells_how_long_an_append_takes_while_servers_are_sent_to(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    figures = figures_of(capfd, "append-busy", *tiny(3, 30))
+    assert figures["messages"] >= 1
+    assert 0 < figures["p50_ms"] <= figures["p99_ms"]
+    assert figures["broken"] == []
+
+
 def test_an_unknown_benchmark_is_a_usage_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
     assert "speed" in capfd.readouterr().err

@@ -49,6 +49,8 @@ _BENCHES: Final = {
     "pipeline": _Bench("pipeline", servers=10_000, events=1_000_000, rounds=1),
     # Events: records per size of request.
     "append": _Bench("append", servers=1, events=20_000, rounds=3),
+    # Events: appends.
+    "append-busy": _Bench("append", servers=300, events=2_000, rounds=1),
     # Events: records per size of group; MiB of log.
     "relay-append": _Bench("relay", servers=1, events=50_000, rounds=3),
     "relay-recovery": _Bench("relay", servers=1, events=256, rounds=3),
@@ -119,7 +121,7 @@ def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
 
 _SOAK: Final = "soak"
 """It is measured in minutes, watches another process, and may fail."""
-_EVENTS: Final = "events (floor: exchanges; append, relay-*: records; relay-recovery: MiB) a round"
+_EVENTS: Final = "events (floor: exchanges; append*, relay-*: records; relay-recovery: MiB) a round"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -136,7 +138,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--servers", type=_positive, help="receiving servers")
     parser.add_argument("--events", type=_positive, help=_EVENTS)
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")
-    parser.add_argument("--database", metavar="URL", help="append: an empty PostgreSQL database")
+    parser.add_argument("--database", metavar="URL", help="append*: an empty PostgreSQL database")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a cProfile there")
     try:
         options = parser.parse_args(arguments)

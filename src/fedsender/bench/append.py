@@ -4,10 +4,12 @@ The daemon is the measured process, with feed.kind push. Its fan-out reads what 
 events of another server, which it does not send. The homeserver is a process of its own, which
 sends one request after the other over a Unix socket. The floor is the same rows in a table of two
 columns, one commit for each request, in a database of the same kind with the same settings.
+
+`append-busy` measures requests of one record while messages are sent to all servers of a room.
 """
 
-import statistics
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,8 +18,11 @@ from typing import Any, Final
 import trio
 from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
-from fedsender.bench.meter import Meter, Options, median
+from fedsender.bench.messages import ROOM_VERSION, Room, signer
+from fedsender.bench.meter import Meter, Options, median, percentile
 from fedsender.bench.relay import row
+from fedsender.bench.stage import VERIFY_EVERY, Servers, open_stage, quiet
+from fedsender.bench.steady import WARM_UP
 from fedsender.config import Config, Log, from_values
 from fedsender.daemon import open_core, open_intake
 from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
@@ -34,6 +39,8 @@ GROUPS: Final = (1, 16, 128, MAX_APPENDS)
 _MOST_REQUESTS: Final = 1_000
 _PATIENCE_S: Final = 600.0
 _TOKEN: Final = "of this run"
+_EVERY_S: Final = 0.5
+"""Between two messages to all servers."""
 
 
 async def append(options: Options) -> dict[str, Any]:
@@ -68,18 +75,61 @@ async def append(options: Options) -> dict[str, Any]:
     return {"database": kind, "record_bytes": prepare([row(1)]).size, "groups": groups}
 
 
+async def append_busy(options: Options) -> dict[str, Any]:
+    """Milliseconds per append of one record while a message to all servers goes out every 0.5 s.
+
+    The same requests, without messages, are measured before. `options.events` is how many.
+    """
+    async with open_stage([Servers(options.servers)], settings=WARM_UP) as stage:
+        directory = stage.directory
+        stage.values |= _push(directory, options.database)
+        async with (
+            stage.open_daemon() as daemon,
+            open_intake(daemon, stage.outside),
+            open_child("bench.append") as child,
+        ):
+            first = daemon.feed.status().head + 1
+            order = {"directory": str(directory), "group": 1}
+            room = {"seed": stage.seed, "servers": stage.names}
+            # Connections to everybody.
+            begun = await child.ask("append", first=first, requests=1, **room, **order)
+            before = begun["messages"] * options.servers
+            await stage.until(seconds=_PATIENCE_S, pdus=before)
+            await quiet(daemon)
+            order["requests"] = options.events
+            idle = await child.ask("append", first=first + 1, **order)
+            meter = Meter()
+            busy = await child.ask("append", first=first + 1 + options.events, **room, **order)
+            due = busy["messages"] * options.servers
+            got = await stage.until(seconds=_PATIENCE_S, pdus=before + due)
+            usage = meter.read()
+            await quiet(daemon)
+    return {
+        "database": checked_url(options.database or "sqlite:///x").get_backend_name(),
+        "servers": options.servers,
+        "messages": busy["messages"],
+        "pdus_per_s": round(due / usage.wall_s),
+        **{f"idle_{name}": round(idle[name], 2) for name in ("p50_ms", "p99_ms")},
+        **{name: round(busy[name], 2) for name in ("p50_ms", "p99_ms")},
+        "cpu_share": round(usage.cpu_s / usage.wall_s, 2),
+        "verify_every": VERIFY_EVERY,
+        "verified": got["verified"],
+        "broken": got["broken"],
+    }
+
+
 def _config(directory: Path, database: str | None) -> Config:
     write_signing_key(directory, bytes(32))
+    values = {"server_name": "hs.bench", "signing_key": "signing.key", **_push(directory, database)}
+    return from_values(values, directory=directory)
+
+
+def _push(directory: Path, database: str | None) -> dict[str, Any]:
+    """The configuration's sections of the store and its feed."""
     write_secret(directory / "token", _TOKEN)
     push = {"listen": f"unix:{directory}/append.sock", "token_file": "token"}
-    values: dict[str, Any] = {
-        "server_name": "hs.bench",
-        "signing_key": "signing.key",
-        "feed": {"kind": "push", "push": push},
-    }
-    if database is not None:
-        values["homeserver"] = {"database": database}
-    return from_values(values, directory=directory)
+    homeserver = {} if database is None else {"homeserver": {"database": database}}
+    return {"feed": {"kind": "push", "push": push}, **homeserver}
 
 
 async def _round(
@@ -129,10 +179,39 @@ def _floor(url: str, first: int, requests: int, group: int) -> float:
 # --- the homeserver's process ---------------------------------------------------------------------
 
 
-async def _append(directory: str, first: int, requests: int, group: int) -> Order:
+async def _append(
+    directory: str,
+    first: int,
+    requests: int,
+    group: int,
+    seed: str | None = None,
+    servers: Sequence[str] = (),
+) -> Order:
+    """Requests one after the other; meanwhile, with `servers`, messages to these."""
     seconds = []
-    async with IntakeClient.at(f"unix:{directory}/append.sock", _TOKEN) as client:
+    said = 0
+
+    async def talk(client: IntakeClient) -> None:
+        nonlocal said
+        assert seed is not None
+        room = Room(0, signer(seed), real_outside().now_ms())
+        await client.append([["servers", [room.room_id, list(servers)]]])
+        while True:
+            event = room.say()
+            about = {"room_version": ROOM_VERSION}
+            said += 1
+            # One that is cut off may be stored, too; so it is not.
+            with trio.CancelScope(shield=True):
+                await client.append([["pdu", [room.room_id, event.event_id, event.content, about]]])
+            await trio.sleep(_EVERY_S)
+
+    async with (
+        IntakeClient.at(f"unix:{directory}/append.sock", _TOKEN) as client,
+        trio.open_nursery() as nursery,
+    ):
         await client.position()
+        if servers:
+            nursery.start_soon(talk, client)
         begun = time.perf_counter()
         for request in range(requests):
             numbers = range(first + request * group, first + (request + 1) * group)
@@ -141,11 +220,12 @@ async def _append(directory: str, first: int, requests: int, group: int) -> Orde
             await client.append_all(records)
             seconds.append(time.perf_counter() - asked)
         took = time.perf_counter() - begun
-    ordered = sorted(seconds)
+        nursery.cancel_scope.cancel()
     return {
         "seconds": took,
-        "p50_ms": statistics.median(ordered) * 1000,
-        "p99_ms": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))] * 1000,
+        "messages": said,
+        "p50_ms": percentile(seconds, 0.5) * 1000,
+        "p99_ms": percentile(seconds, 0.99) * 1000,
     }
 
 
