@@ -89,7 +89,7 @@ LINES: Final = [
     b"JOIN events",
     b"SNAPSHOT events 00000000000000180000.9f1c0a77 180000 48 11423110 " + b"6b1f" * 16,
     b"FETCH 00000000000000180000.9f1c0a77 manifest.json 0",
-    b"FILE hosts-07-6b1f6b1f6b1f6b1f.parquet 65536 5214",
+    b"FILE hosts-07-6b1f6b1f6b1f6b1f.jsonl.gz 65536 5214",
     b"ERROR SLOW too slow",
     b"REMOTE_SERVER_UP b.example",
     *lines_of(prepare([pdu(1), hosts(1), to_device(1)]).rows, 184212).splitlines(),

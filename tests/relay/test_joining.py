@@ -234,7 +234,7 @@ async def test_a_snapshot_is_fetched_by_so_many_connections_at_once(
     autojump_clock: Clock, parallel: int
 ) -> None:
     """And no more, beside the one that asked for it; afterwards only that is left."""
-    world = World(settings={"fetch_bytes_per_second": 20_000})
+    world = World(settings={"fetch_bytes_per_second": 1000})
     async with world.running():
         for number in range(20):
             await world.append_rows(hosts(number), pdu(number, 3000, f"!r{number}:hs.example"))

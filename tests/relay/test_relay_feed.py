@@ -181,7 +181,7 @@ async def test_06_07_a_fetch_that_breaks_goes_on_where_it_was(
     it is verified."""
     await furnish(world, 40, size=30_000)
     shard = Shard(Line(world))
-    shard.line.after = [10**9, 10**9, 6_000, 20_000, 12_000, 9_000, 9_000, 9_000]
+    shard.line.after = [10**9, 10**9, 600, 2_000, 1_200, 900, 900, 900]
     async with shard.running():
         await shard.level(world.relay.log.head)
     assert store_of(shard).rows["events"] >= {f"$e{1000 + n}" for n in range(40)}

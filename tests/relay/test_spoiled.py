@@ -239,7 +239,7 @@ class Slow(RealDisk):
             await trio.sleep(0.005)
 
     def open(self, path: Path, *, write: bool = False, create: bool = False) -> File:
-        if create and path.suffix == ".parquet":
+        if create and path.suffix == ".gz":
             self.parts += 1
             time.sleep(0.02)
         return super().open(path, write=write, create=create)

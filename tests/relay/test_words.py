@@ -38,7 +38,7 @@ WORDS: list[tuple[str, Command]] = [
         Snapshot("events", "00000000000000180000.9f1c0a77", 180000, 48, 11423110, SHA256),
     ),
     ("FETCH 00180000.9f1c0a77 manifest.json 0", Fetch("00180000.9f1c0a77", "manifest.json", 0)),
-    ("FILE hosts-07-3fa9.parquet 10 5214", File("hosts-07-3fa9.parquet", 10, 5214)),
+    ("FILE hosts-07-3fa9.jsonl.gz 10 5214", File("hosts-07-3fa9.jsonl.gz", 10, 5214)),
 ]
 
 

@@ -55,7 +55,7 @@ def test_tokens_that_are_given_again_in_the_same_epoch(monkeypatch: pytest.Monke
     monkeypatch.setattr(LogFiles, "_sync", lambda *_: None)
     monkeypatch.setattr(Log, "begin_epoch", no_epoch)
 
-    assert goes_red("token", 2, 3, 1)
+    assert goes_red("token", 6, 2, 3)
 
 
 def test_a_feed_that_begins_behind_where_its_consumer_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,14 @@ from typing import Final
 
 import structlog
 
-from fedsender.relay.directories import UNFINISHED, is_whole, remove_directory, set_aside
+from fedsender.relay.directories import is_whole, remove_directory, set_aside
 from fedsender.relay.disk import Disk
 from fedsender.relay.history import Hosts, Pdu, Room, collect, load_rooms
 from fedsender.relay.segment import Record
 from fedsender.relay.snapshot import (
     MANIFEST,
     PARTS,
+    UNFINISHED,
     BadSnapshot,
     FileInfo,
     Row,
@@ -251,7 +252,7 @@ class _Making:
         if not rows:
             return
         self._check()
-        content = encode_table(table, rows)
+        content = encode_table(rows)
         digest = sha256(content).hexdigest()
         name = file_name(table, part, digest)
         _write(self._disk, self._unfinished / name, content)

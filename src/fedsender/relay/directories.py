@@ -18,13 +18,13 @@ from fedsender.relay.disk import Disk, read_file
 from fedsender.relay.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
+    UNFINISHED,
     BadSnapshot,
     SnapshotInfo,
     parse_manifest,
     read_checked,
 )
 
-UNFINISHED: Final = ".unfinished"
 DAMAGED: Final = ".damaged"
 _NAME: Final = re.compile(r"[0-9]{20}\.[0-9a-f]{8}")
 

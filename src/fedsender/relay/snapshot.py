@@ -1,13 +1,13 @@
 """Snapshots: what a sender must know that has none of the log, as of one token.
 
-A snapshot is a directory of Parquet files and a manifest that names each with its size and SHA-256.
-It never changes. Files are written first, the manifest last, and then the directory gets its name:
+A snapshot is a directory of files and a manifest that names each with its size and SHA-256. It
+never changes. Files are written first, the manifest last, and then the directory gets its name:
 one without a manifest is unfinished, and removed. A file's name holds the beginning of its hash, so
 that one that stayed the same from one snapshot to the next has the same name in both, and who has
-it need not fetch it again. It is a copy all the same: what spoils one must not spoil the other.
+it need not fetch it again. A file is lines of JSON, one array for each row, compressed with gzip.
 
 Tables, each cut into 16 parts by a hash of the room (of the destination for `edus`, of the target
-for `redactions`), ordered inside a part:
+for `redactions`). The rows of a room stand together in each of its tables:
 
 - `hosts`: who is in which room (`left_token` NULL), since after `joined_token`; and who was in it
   up to and with `left_token`, with the newest event that this server was to get until then.
@@ -20,59 +20,74 @@ for `redactions`), ordered inside a part:
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final, Protocol
+
+import orjson
 
 from fedsender.relay.disk import Disk, read_file
 
 MANIFEST: Final = "manifest.json"
-FORMAT: Final = 1
+UNFINISHED: Final = ".unfinished"
+"""What a directory's name ends with until it is a snapshot."""
+FORMAT: Final = 2
 PARTS: Final = 16
 MAX_MANIFEST_BYTES: Final = 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30
+"""Of a file, as it is and decompressed."""
+MAX_LINE_BYTES: Final = 2**20
+"""Of a row: a row of the log has up to 256 KiB, and as a JSON string up to twice as many."""
+ROWS_AT_ONCE: Final = 1000
+PIECE_BYTES: Final = 2**18
 
-COLUMNS: Final[Mapping[str, tuple[tuple[str, str, bool], ...]]] = {
+COLUMNS: Final[Mapping[str, tuple[tuple[str, type, bool], ...]]] = {
     "hosts": (
-        ("room_id", "string", False),
-        ("host", "string", False),
-        ("joined_token", "int64", False),
-        ("left_token", "int64", True),
-        ("left_ms", "int64", True),
-        ("left_event_id", "string", True),
+        ("room_id", str, False),
+        ("host", str, False),
+        ("joined_token", int, False),
+        ("left_token", int, True),
+        ("left_ms", int, True),
+        ("left_event_id", str, True),
     ),
     "heads": (
-        ("room_id", "string", False),
-        ("token", "int64", False),
-        ("event_id", "string", False),
+        ("room_id", str, False),
+        ("token", int, False),
+        ("event_id", str, False),
     ),
     "events": (
-        ("event_id", "string", False),
-        ("room_id", "string", False),
-        ("token", "int64", False),
-        ("pdu", "string", False),
+        ("event_id", str, False),
+        ("room_id", str, False),
+        ("token", int, False),
+        ("pdu", str, False),
     ),
     "edus": (
-        ("destination", "string", False),
-        ("token", "int64", False),
-        ("number", "int32", False),
-        ("kind", "string", False),
-        ("resync", "bool", False),
-        ("row", "string", False),
+        ("destination", str, False),
+        ("token", int, False),
+        ("number", int, False),
+        ("kind", str, False),
+        ("resync", bool, False),
+        ("row", str, False),
     ),
     "redactions": (
-        ("target", "string", False),
-        ("event_id", "string", False),
-        ("ms", "int64", False),
+        ("target", str, False),
+        ("event_id", str, False),
+        ("ms", int, False),
     ),
 }
-"""The columns of each table: name, type, whether it may be NULL.
+"""The columns of each table: name, type, whether it may be NULL. An int has 64 bits.
 
 Tokens are the relay's; `ms` are milliseconds since the epoch.
 """
+KEYS: Final[Mapping[str, int]] = {"hosts": 0, "heads": 0, "events": 1, "edus": 0, "redactions": 0}
+"""The column by which a table is cut into parts."""
 
 Row = tuple[Any, ...]
 
@@ -234,56 +249,104 @@ def _is_hex(text: str, digits: int) -> bool:
 
 def file_name(table: str, part: int, digest: str) -> str:
     """The name of a file by what is in it."""
-    return f"{table}-{part:02d}-{digest[:16]}.parquet"
+    return f"{table}-{part:02d}-{digest[:16]}.jsonl.gz"
 
 
 # --- files ----------------------------------------------------------------------------------------
 
 
-def _schema(table: str) -> Any:
-    import pyarrow as pa
-
-    return pa.schema(
-        [
-            pa.field(name, pa.type_for_alias(kind), nullable=nullable)
-            for name, kind, nullable in COLUMNS[table]
-        ]
-    )
+_GZIP: Final = 31
+"""What zlib calls a window of 32 KiB in gzip's format; its header then holds no time."""
 
 
-def encode_table(table: str, rows: Sequence[Row]) -> bytes:
-    """Rows, in their order, as a Parquet file: the same rows make the same bytes."""
-    # Here and below: who only follows a log need not hold these libraries in memory.
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    schema = _schema(table)
-    columns = zip(*rows, strict=True)
-    arrays = [
-        pa.array(column, type=kind.type) for column, kind in zip(columns, schema, strict=True)
-    ]
-    sink = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_arrays(arrays, schema=schema), sink, compression="zstd")
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+def _compressor() -> Any:
+    return zlib.compressobj(1, zlib.DEFLATED, _GZIP)
 
 
-def decode_table(table: str, content: bytes, where: Path) -> list[Row]:
-    """The rows of a Parquet file. Raises BadSnapshot."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def encode_table(rows: Iterable[Row]) -> bytes:
+    """Rows, in their order, as a file: the same rows make the same bytes."""
+    packer = _compressor()
+    pieces = [packer.compress(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)) for row in rows]
+    return b"".join([*pieces, packer.flush()])
 
-    schema = _schema(table)
+
+def decode_table(table: str, pieces: Iterable[bytes], where: Path) -> Iterator[Row]:
+    """The rows of a file that comes in pieces; holds one of them at a time. Raises BadSnapshot."""
+    columns = COLUMNS[table]
+    for line in _lines(pieces, where):
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise BadSnapshot(f"{where}: a line that is not JSON") from error
+        if not (isinstance(row, list) and len(row) == len(columns)):
+            raise BadSnapshot(f"{where}: a line that is no row of the table {table}")
+        for value, (name, kind, nullable) in zip(row, columns, strict=True):
+            if type(value) is not kind and not (nullable and value is None):
+                raise BadSnapshot(f"{where}: {name} is not of the type {kind.__name__}")
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                raise BadSnapshot(f"{where}: {name} is out of range")
+        yield tuple(row)
+
+
+def _lines(pieces: Iterable[bytes], where: Path) -> Iterator[bytes]:
+    unpacker = zlib.decompressobj(_GZIP)
+    rest, size = b"", 0
+    for piece in pieces:
+        packed = piece
+        while True:
+            try:
+                text = unpacker.decompress(packed, PIECE_BYTES)
+            except zlib.error as error:
+                raise BadSnapshot(f"{where}: not a file of rows: {error}") from error
+            packed = unpacker.unconsumed_tail
+            size += len(text)
+            *lines, rest = (rest + text).split(b"\n")
+            yield from lines
+            if len(rest) > MAX_LINE_BYTES or size > MAX_FILE_BYTES:
+                raise BadSnapshot(f"{where}: a row, or all of them, are too long")
+            if not packed and len(text) < PIECE_BYTES:
+                break
+        if unpacker.unused_data:
+            raise BadSnapshot(f"{where}: more bytes than its end")
+    if not unpacker.eof or rest:
+        raise BadSnapshot(f"{where}: it ends too early")
+
+
+def stream_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> Iterator[Row]:
+    """The rows of one file, read piece by piece.
+
+    Raises BadSnapshot: at a row that is none, or at the end if the hash or the number of rows is
+    not the manifest's. Raises OSError.
+    """
+    path = info.path(file.name)
+    digest = sha256()
+    opened = disk.open(path)
     try:
-        found = pq.ParquetFile(pa.BufferReader(content)).read(use_threads=False)
-        columns = [found.column(field.name).cast(field.type).to_pylist() for field in schema]
-    except (pa.ArrowException, KeyError, OSError, ValueError) as error:
-        what = f"not a file of the table {table}: {type(error).__name__}"
-        raise BadSnapshot(f"{where}: {what}") from error
-    for field, column in zip(schema, columns, strict=True):
-        if not field.nullable and None in column:
-            raise BadSnapshot(f"{where}: {field.name} without a value")
-    return list(zip(*columns, strict=True))
+
+        def pieces() -> Iterator[bytes]:
+            offset = 0
+            while piece := opened.pread(PIECE_BYTES, offset):
+                offset += len(piece)
+                digest.update(piece)
+                yield piece
+
+        rows = 0
+        for row in decode_table(file.table, pieces(), path):
+            rows += 1
+            if rows > file.rows:
+                break
+            yield row
+    finally:
+        opened.close()
+    if rows != file.rows:
+        raise BadSnapshot(f"{path}: not the {file.rows} rows that the manifest says")
+    if digest.hexdigest() != file.sha256:
+        raise BadSnapshot(f"{path}: its SHA-256 is not the manifest's")
+
+
+def read_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> list[Row]:
+    """All rows of one file. Raises BadSnapshot, also where the hash is another; OSError."""
+    return list(stream_part(disk, info, file))
 
 
 def read_checked(disk: Disk, info: SnapshotInfo, file: FileInfo) -> bytes:
@@ -295,10 +358,137 @@ def read_checked(disk: Disk, info: SnapshotInfo, file: FileInfo) -> bytes:
     return content
 
 
-def read_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> list[Row]:
-    """The rows of one file. Raises BadSnapshot, also where the hash is another; OSError."""
-    path = info.path(file.name)
-    rows = decode_table(file.table, read_checked(disk, info, file), path)
-    if len(rows) != file.rows:
-        raise BadSnapshot(f"{path}: {len(rows)} rows, and the manifest says {file.rows}")
-    return rows
+# --- making one -----------------------------------------------------------------------------------
+
+
+class SnapshotTables(Protocol):
+    """What a snapshot holds, as of one moment.
+
+    Attributes:
+        token: the newest record's.
+        epoch: the history that it belongs to, 16 hexadecimal digits.
+    """
+
+    @property
+    def token(self) -> int: ...
+    @property
+    def epoch(self) -> str: ...
+
+    def rows(self, table: str) -> Iterator[Row]:
+        """The rows of a table of COLUMNS, those of a room together, in an order that is always the
+        same. Blocks."""
+        ...
+
+
+def write_snapshot(
+    root: Path, tables: SnapshotTables, now_ms: int, check: Callable[[], None]
+) -> SnapshotInfo:
+    """Make a snapshot below `root`, in place of any of the same name. Blocks; for a worker thread.
+
+    Args:
+        root: the directory of all snapshots.
+        now_ms: milliseconds since the epoch, when it is made.
+        check: called again and again; what it raises ends the making.
+
+    Raises OSError, and what `check` and `tables` raise; then nothing was made.
+    """
+    directory = root / snapshot_id(tables.token, tables.epoch)
+    unfinished = directory.with_name(directory.name + UNFINISHED)
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _remove(unfinished)
+    unfinished.mkdir(mode=0o700)
+    try:
+        files = [
+            file for table in COLUMNS for file in _write_table(unfinished, table, tables, check)
+        ]
+        files.sort(key=lambda file: file.name)
+        manifest = format_manifest(tables.token, tables.epoch, now_ms, files)
+        with (unfinished / MANIFEST).open("xb") as target:
+            target.write(manifest)
+            _sync(target)
+        check()
+        _sync_directory(unfinished)
+        _remove(directory)
+        unfinished.rename(directory)
+    except BaseException:
+        # What cannot be removed now is removed at the next start.
+        with suppress(OSError):
+            _remove(unfinished)
+        raise
+    _sync_directory(root)
+    return parse_manifest(manifest, directory)
+
+
+def _write_table(
+    directory: Path, table: str, tables: SnapshotTables, check: Callable[[], None]
+) -> list[FileInfo]:
+    """The files of a table, made side by side in one pass over its rows."""
+    key, parts = KEYS[table], dict[int, _Part]()
+    rows = tables.rows(table)
+    with ExitStack() as opened:
+        while some := list(islice(rows, ROWS_AT_ONCE)):
+            check()
+            for row in some:
+                part = part_of(row[key])
+                if part not in parts:
+                    target = opened.enter_context((directory / f"{table}-{part:02d}").open("xb"))
+                    parts[part] = _Part(target)
+                parts[part].add(row)
+        files = []
+        for part, writing in sorted(parts.items()):
+            check()
+            digest, size = writing.finish()
+            name = file_name(table, part, digest)
+            (directory / f"{table}-{part:02d}").rename(directory / name)
+            files.append(FileInfo(name, table, part, writing.rows, size, digest))
+    return files
+
+
+class _Part:
+    """A file in the making. Attributes: rows: how many it has so far."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self.rows = 0
+        self._target = target
+        self._packer = _compressor()
+        self._digest = sha256()
+        self._waiting = bytearray()
+
+    def add(self, row: Row) -> None:
+        self.rows += 1
+        self._waiting += orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+        if len(self._waiting) >= PIECE_BYTES // 4:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._write(self._packer.compress(self._waiting))
+        self._waiting.clear()
+
+    def _write(self, packed: bytes) -> None:
+        self._digest.update(packed)
+        self._target.write(packed)
+
+    def finish(self) -> tuple[str, int]:
+        """Make the file durable; its SHA-256 and its size in bytes."""
+        self._flush()
+        self._write(self._packer.flush())
+        _sync(self._target)
+        return self._digest.hexdigest(), self._target.tell()
+
+
+def _sync(target: BinaryIO) -> None:
+    target.flush()
+    os.fdatasync(target.fileno())
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(directory: Path) -> None:
+    with suppress(FileNotFoundError):
+        shutil.rmtree(directory)

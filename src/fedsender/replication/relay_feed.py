@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import structlog
 import trio
@@ -27,6 +27,7 @@ import trio
 from fedsender.intake.rows import RelayRow, ToDeviceRow
 from fedsender.matrix import is_server_name
 from fedsender.outside import Outside
+from fedsender.relay.snapshot import BadSnapshot, Row
 from fedsender.replication.commands import (
     Ack,
     Command,
@@ -47,6 +48,7 @@ from fedsender.replication.embedded import redacted_in
 from fedsender.replication.endpoint import Disconnected, Pauses
 from fedsender.replication.parsing import BadLine
 from fedsender.replication.protocol import Batches
+from fedsender.replication.relay_fetch import Fetcher, FetchFailed, read_rows
 from fedsender.replication.relay_link import STREAM, SYNCING, RelaySettings, State, connect_relay
 from fedsender.replication.relay_rows import parse_record, tell_ephemeral
 from fedsender.replication.rows import BadRow
@@ -55,10 +57,6 @@ from fedsender.replication.wire import Wire
 from fedsender.store.embedded import FeedError
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
-
-if TYPE_CHECKING:
-    from fedsender.relay.snapshot import Row
-    from fedsender.replication.relay_fetch import Fetcher
 
 log = structlog.get_logger()
 
@@ -337,10 +335,6 @@ class RelayFeed(Feed):
         offer = await self._offer(wire)
         self._turn(State.FETCHING)
         fetcher = self._fetcher = self._fetcher or self._make_fetcher(self._settings, self._outside)
-        # Here, because who only follows need not have the libraries that read snapshots.
-        from fedsender.relay.snapshot import BadSnapshot
-        from fedsender.replication.relay_fetch import FetchFailed, read_rows
-
         try:
             info = await fetcher.fetch(offer)
             self._turn(State.LOADING)

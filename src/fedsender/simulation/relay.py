@@ -36,7 +36,7 @@ PER_HOUR: Final[Mapping[str, float]] = {
 AT_LEAST_ONCE: Final = (
     *("full disks", "disk errors", "restores", "orderly stops", "repetitions"),
     *("segments deleted for want of room", "consumers seen lost", "reservations gone"),
-    *(f"bits flipped: {what}" for what in (".seg", ".parquet", "fetched")),
+    *(f"bits flipped: {what}" for what in (".seg", ".gz", "fetched")),
 )
 
 
