@@ -362,10 +362,10 @@ async def open_intake(daemon: Daemon, outside: Outside) -> "AsyncIterator[list[A
     from fedsender.intake.feedback import Feedback
 
     push = daemon.config.feed.push
-    tls = daemon.config.server_tls("feed", "push")
+    make_tls = partial(daemon.config.server_tls, "feed", "push")
     feedback = Feedback(daemon.sender.progress, daemon.ledger, outside)
     async with serve_intake(
-        daemon.feed.intake, push.listen, push.token_file, outside, tls, feedback
+        daemon.feed.intake, push.listen, push.token_file, outside, make_tls, feedback
     ) as endpoint:
         yield [endpoint]
 
@@ -419,7 +419,7 @@ async def _announce_ready(daemon: Daemon, notifier: Notifier, ready: trio.Event)
 async def _reload_when_told(
     run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]", ready: trio.Event
 ) -> None:
-    """On SIGHUP, read the configuration and the admin endpoint's token again."""
+    """On SIGHUP, read the configuration and the endpoints' files again."""
     while True:
         await run.orders.told_to_reload()
         if not ready.is_set():
@@ -431,7 +431,8 @@ async def _reload_when_told(
 
 
 async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> str:
-    """Take over what can change while running: policies, allow and deny lists, the log, the token.
+    """Take over what can change while running: policies, allow and deny lists, the log, the tokens
+    and the append endpoint's certificate.
 
     A file that cannot be used changes nothing. Returns what to tell the operator.
     """
@@ -447,7 +448,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
         newer = await run.outside.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
         in_force = daemon.config.with_reloadable(newer)
         for endpoint in endpoints:
-            await endpoint.read_token()
+            await endpoint.read_files()
     except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))
         return "the configuration cannot be used; running on the old one"

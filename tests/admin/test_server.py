@@ -108,14 +108,14 @@ async def test_without_the_tokens_file_it_does_not_start(world: World) -> None:
 async def test_the_token_can_be_changed_while_it_runs(world: World) -> None:
     async with serving(world, "127.0.0.1:0") as admin:
         (world.directory / "token").write_text("another\n")
-        await admin.read_token()
+        await admin.read_files()
         async with client_of(admin) as http:
             checked(await http.get(f"{OURS}/destinations"), 401)
         async with client_of(admin, "another") as http:
             assert (await http.get(f"{OURS}/destinations")).is_success
         (world.directory / "token").unlink()
         with pytest.raises(ConfigError):
-            await admin.read_token()
+            await admin.read_files()
         async with client_of(admin, "another") as http:
             assert (await http.get(f"{OURS}/destinations")).is_success
 

@@ -44,7 +44,7 @@ async def serving(
     outside = real_outside()
     async with open_log(directory / "relay", RealDisk(), outside) as log:
         intake = Intake(log, outside, publish)
-        async with serve_intake(intake, listen, secret, outside, tls) as served:
+        async with serve_intake(intake, listen, secret, outside, lambda: tls) as served:
             yield intake, str(served.address)
 
 

@@ -98,7 +98,7 @@ async def serve_http(
     *,
     now_ms: Callable[[], int],
     most: int,
-    tls: ssl.SSLContext | None = None,
+    tls: Callable[[], ssl.SSLContext | None] = lambda: None,
 ) -> AsyncIterator[None]:
     """Answer whoever connects until the body is left; after that for `GRACE_SECONDS` at most.
 
@@ -107,13 +107,13 @@ async def serve_http(
         most: connections at once. One more takes the place of the one whose client has kept us
             waiting the longest. While there is none, it waits in the system's queue, and every
             answer is its connection's last: nobody can keep others out by asking without end.
-        tls: what we prove ourselves with; None: HTTP comes in clear.
+        tls: what we prove ourselves with, asked for each connection; None: HTTP comes in clear.
     """
     open_connections: set[_Connection] = set()
     places = trio.Semaphore(most)
 
     async def converse(stream: trio.abc.HalfCloseableStream) -> None:
-        connection = _Connection(stream, server, now_ms, places, tls)
+        connection = _Connection(stream, server, now_ms, places, tls())
         open_connections.add(connection)
         try:
             with connection.scope:

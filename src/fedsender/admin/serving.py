@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
+MakeTls = Callable[[], ssl.SSLContext | None]
+
 
 class Admin:
     """A served endpoint.
@@ -31,9 +33,17 @@ class Admin:
         address: where it is; with the port that was taken, where the configuration said 0.
     """
 
-    def __init__(self, address: Address, token_file: Path | None, outside: Outside) -> None:
+    def __init__(
+        self,
+        address: Address,
+        token_file: Path | None,
+        outside: Outside,
+        make_tls: MakeTls | None = None,
+    ) -> None:
         self.address = address
         self._token_file = token_file
+        self._make_tls = make_tls
+        self._tls: ssl.SSLContext | None = None
         self._outside = outside
         self._limiter = trio.CapacityLimiter(1)
         self._token: str | None = None
@@ -42,13 +52,20 @@ class Admin:
         """The access token; None: none is configured."""
         return self._token
 
-    async def read_token(self) -> None:
-        """Read the token's file (again); raises ConfigError and keeps the one it has."""
-        path = self._token_file
-        if path is not None:
-            self._token = await self._outside.run_sync(
-                lambda: read_secret(path), limiter=self._limiter, abandon=True
-            )
+    def tls(self) -> ssl.SSLContext | None:
+        """What a connection that begins now is given proof with; None: HTTP comes in clear."""
+        return self._tls
+
+    async def read_files(self) -> None:
+        """Read the files of token and TLS (again); raises ConfigError and keeps what it has."""
+        path, make_tls = self._token_file, self._make_tls
+
+        def read() -> tuple[str | None, ssl.SSLContext | None]:
+            return None if path is None else read_secret(path), make_tls and make_tls()
+
+        self._token, self._tls = await self._outside.run_sync(
+            read, limiter=self._limiter, abandon=True
+        )
 
 
 @asynccontextmanager
@@ -59,7 +76,7 @@ async def serve_app(
     outside: Outside,
     name: str,
     bounds: Bounds = OPERATORS,
-    tls: ssl.SSLContext | None = None,
+    make_tls: MakeTls | None = None,
     socket_mode: int = 0o600,
 ) -> AsyncIterator[Admin]:
     """The application, answering until the body is left.
@@ -68,15 +85,15 @@ async def serve_app(
         make_app: makes the application, in a worker thread, once somebody wants it.
         name: what it is called in the log and in errors.
         bounds: what it takes on, if that is not what an operator's endpoint does.
-        tls: what a TCP listener proves itself with.
+        make_tls: reads what a TCP listener proves itself with; may raise ConfigError.
         socket_mode: of a Unix socket: who may open it.
 
     Raises:
-        ConfigError: the token's file cannot be read.
+        ConfigError: the token's file cannot be read, or those of TLS cannot be used.
         CannotListen: the address cannot be listened on.
     """
     listeners = await _listen(listen, name, socket_mode)
-    admin = Admin(_taken(listen, listeners), token_file, outside)
+    admin = Admin(_taken(listen, listeners), token_file, outside, make_tls)
 
     def make() -> "ASGIApp":
         from fedsender.admin.access import Doorkeeper
@@ -85,14 +102,14 @@ async def serve_app(
 
     app = _Once(make, outside)
     try:
-        await admin.read_token()
+        await admin.read_files()
         async with serve_http(
             app.get,
             listeners,
             _server_of(admin.address),
             now_ms=outside.now_ms,
             most=bounds.connections,
-            tls=tls,
+            tls=admin.tls,
         ):
             log.info(name, address=str(admin.address), for_operators=admin.token() is not None)
             yield admin

@@ -1,6 +1,5 @@
 """The endpoint that a homeserver appends to, over HTTP."""
 
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from fedsender.admin.app import new_app
 from fedsender.admin.bodies import Body
 from fedsender.admin.http1 import Bounds
 from fedsender.admin.refusal import Error, Refusal, bad_param, json_answer, not_found
-from fedsender.admin.serving import Admin, serve_app
+from fedsender.admin.serving import Admin, MakeTls, serve_app
 from fedsender.config import Address
 from fedsender.intake.feedback import BadCursor, Cursor, Feedback, Gap
 from fedsender.intake.intake import (
@@ -300,7 +299,7 @@ async def serve_intake(
     listen: Address,
     token_file: Path | None,
     outside: Outside,
-    tls: ssl.SSLContext | None = None,
+    make_tls: MakeTls | None = None,
     feedback: Feedback | None = None,
 ) -> AsyncIterator[Admin]:
     """The endpoint, answering until the body is left. Raises ConfigError, CannotListen.
@@ -310,7 +309,7 @@ async def serve_intake(
     """
     app, mode = build_app(intake, feedback), 0o600 if token_file is None else 0o660
     async with serve_app(
-        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS, tls, mode
+        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS, make_tls, mode
     ) as served:
         try:
             yield served

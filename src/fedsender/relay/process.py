@@ -137,7 +137,7 @@ async def _reload_when_told(
         try:
             newer = load_config(path)
             for endpoint in endpoints:
-                await endpoint.read_token()
+                await endpoint.read_files()
         except ConfigError as error:
             log.error("configuration not reloaded", error=str(error))
             notifier.ready("the configuration cannot be used; running on the old one")

@@ -1,0 +1,189 @@
+"""Real daemons that a homeserver appends to, with signals, TLS and one PostgreSQL."""
+
+import os
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import trio
+import trustme
+from tests.intake.support import TOKEN
+from tests.replication.support import until
+from tests.servers import Databases, free_port
+
+from fedsender.config.policy import GAP_EVENTS
+from fedsender.demo import process
+from fedsender.demo.events import Signer, new_timeline
+from fedsender.demo.process import DaemonProcess, open_daemon_process
+from fedsender.demo.receivers import open_receivers
+from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.intake.client import IntakeClient
+from fedsender.matrix import ROOM_VERSIONS
+from fedsender.outside import real_outside
+
+HS = process.SERVER_NAME
+USER = f"@a:{HS}"
+VERSION = "10"
+NAMES = ("a", "b", "c")
+PATIENCE_S = 60.0
+
+
+@asynccontextmanager
+async def daemon_in(
+    directory: Path, push: Mapping[str, Any], ca_file: Path, **more: Any
+) -> AsyncIterator[DaemonProcess]:
+    """`more`: sections of its configuration, in place of those of the demo."""
+    process.write_secret(directory / "append.token", TOKEN)
+    feed = {"kind": "push", "push": {"token_file": "append.token", **push}}
+    values = dict(process.configuration(directory, feed, ca_file)) | more
+    # What an outage leaves is sent whole: nothing stands in for anything.
+    values["destinations"]["defaults"]["catch_up_gap_events"] = GAP_EVENTS
+    async with open_daemon_process(directory, values, "admin") as daemon:
+        yield daemon
+
+
+def issue(authority: trustme.CA, directory: Path) -> ssl.SSLContext:
+    """A new certificate in the daemon's files."""
+    cert = authority.issue_cert("localhost")
+    cert.private_key_pem.write_to_path(str(directory / "tls.key"))
+    cert.cert_chain_pems[0].write_to_path(str(directory / "tls.pem"))
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    return context
+
+
+async def test_a_renewed_certificate_is_taken_up_by_a_reload(tmp_path: Path) -> None:
+    """One that cannot be used is not, and says so; who is connected stays so."""
+    process.write_signing_key(tmp_path, b"k" * 32)
+    first, second = trustme.CA(), trustme.CA()
+    trusts_first, port = issue(first, tmp_path), free_port()
+    second.cert_pem.write_to_path(str(tmp_path / "second.pem"))
+    push = {
+        "listen": f"127.0.0.1:{port}",
+        "certificate_file": "tls.pem",
+        "private_key_file": "tls.key",
+    }
+
+    async def greeted(context: ssl.SSLContext) -> bool:
+        try:
+            stream = await trio.open_ssl_over_tcp_stream("localhost", port, ssl_context=context)
+            async with stream:
+                await stream.do_handshake()
+        except (OSError, trio.BrokenResourceError):
+            return False
+        return True
+
+    def says(event: str) -> Callable[[], bool]:
+        return lambda: daemon.count(event) == 1
+
+    async with daemon_in(tmp_path, push, tmp_path / "second.pem") as daemon:
+        await until(says("ready"))
+        assert await greeted(trusts_first)
+        (tmp_path / "tls.pem").write_text("no certificate")
+        os.kill(daemon.pid, signal.SIGHUP)
+        await until(says("configuration not reloaded"))
+        assert "feed.push.certificate_file" in daemon.last_words()
+        assert await greeted(trusts_first)
+        trusts_second = issue(second, tmp_path)
+        os.kill(daemon.pid, signal.SIGHUP)
+        await until(says("configuration reloaded"))
+        assert await greeted(trusts_second)
+        assert not await greeted(trusts_first)
+        async with IntakeClient.at(
+            f"https://localhost:{port}", TOKEN, ca_file=str(tmp_path / "second.pem")
+        ) as client:
+            assert (await client.position()).stored == 0
+
+
+async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
+    tmp_path: Path, postgres: Databases
+) -> None:
+    """Twice, of three; what is sent again by the same ids is stored once and in order."""
+    key_id, key = process.write_signing_key(tmp_path, b"k" * 32)
+    signer, timeline = Signer(HS, key_id, key), new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
+    outside = real_outside()
+    timeline.append(
+        "m.room.create", USER, {"room_version": VERSION}, signer=signer, now_ms=0, state_key=""
+    )
+    database, own = postgres.create_database(), postgres.create_database()
+    said: list[str] = []
+    stop = False
+    receiving = open_receivers(
+        6,
+        [Origin(HS, {key_id: key.public_key()})],
+        pdu_reader(lambda _: VERSION),
+        directory=tmp_path / "tls",
+        now_ms=outside.now_ms(),
+    )
+    async with AsyncExitStack() as stack:
+        receivers = await stack.enter_async_context(receiving)
+        daemons: dict[str, DaemonProcess] = {}
+        for name in NAMES:
+            directory = tmp_path / name
+            directory.mkdir()
+            process.write_signing_key(directory, b"k" * 32)
+            daemons[name] = await stack.enter_async_context(
+                daemon_in(
+                    directory,
+                    {"listen": f"unix:{directory}/append.sock"},
+                    receivers.ca_file,
+                    instance_name=name,
+                    homeserver={"database": database, "federation_sender_instances": list(NAMES)},
+                    sender_database=own,
+                )
+            )
+        addresses = [f"unix:{tmp_path}/{name}/append.sock" for name in NAMES]
+
+        async def talk(client: IntakeClient) -> None:
+            await client.append([["servers", [timeline.room_id, sorted(receivers.servers)]]])
+            while not stop:
+                event = timeline.append(
+                    "m.room.message",
+                    USER,
+                    {"n": len(said)},
+                    signer=signer,
+                    now_ms=outside.now_ms(),
+                )
+                about = {"room_version": VERSION}
+                row = ["pdu", [event.room_id, event.event_id, event.content, about]]
+                await client.append([row], id=event.event_id)
+                said.append(event.event_id)
+                await trio.sleep(0.01)
+
+        def more_than(count: int) -> bool:
+            return len(said) > count
+
+        def taken_over(times: int) -> bool:
+            return sum(each.count("takes_appends") for each in daemons.values()) > times
+
+        with trio.fail_after(PATIENCE_S):
+            async with IntakeClient.at(addresses, TOKEN) as client, trio.open_nursery() as nursery:
+                nursery.start_soon(talk, client)
+                for round_ in (1, 2):
+                    await until(partial(more_than, len(said) + 30))
+                    with psycopg.connect(database) as connection:
+                        found = connection.execute("SELECT instance_name FROM stream_epoch")
+                        ((holder,),) = found.fetchall()
+                    await daemons[holder].kill()
+                    receivers.origin_killed(HS)
+                    killed = len(said)
+                    await until(partial(taken_over, round_))
+                    await daemons[holder].start()
+                    await until(partial(more_than, killed + 30))
+                stop = True
+        with psycopg.connect(database) as connection:
+            query = "SELECT event_id FROM events ORDER BY stream_ordering"
+            assert [row[0] for row in connection.execute(query)] == said
+        with trio.fail_after(PATIENCE_S):
+            await until(
+                lambda: all(list(each.received) == said for each in receivers.servers.values())
+            )
+        assert not receivers.violations.first
+        assert [line for each in daemons.values() for line in each.errors()] == []
+        for each in daemons.values():
+            await each.stop()
