@@ -27,7 +27,7 @@ from fedsender.demo.receivers import Behaviour, Receivers, ReceivingServer, heal
 from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.ledger import NOTES, read_lines, segments
 from fedsender.outside import real_outside
-from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 
 TOKEN = "the admin endpoint's token"

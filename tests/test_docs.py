@@ -15,7 +15,7 @@ from fedsender.admin import access, http1
 from fedsender.cli import app
 from fedsender.config import Federation, Ledger, Sending, files
 from fedsender.federation import answer, client, discovery, places, transport
-from fedsender.replication import protocol, resp, tcp
+from fedsender.replication import protocol, resp, server
 from fedsender.sender import admission, aftermath, suspicion
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +133,6 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"a drain waits {http1.GRACE_SECONDS:.0f} s",
         f"{protocol.SYNAPSE_MAX_LINE // kib} KiB from Synapse and"
         f" {protocol.OWN_MAX_LINE // kib} KiB from our own kind, Redis replies of"
-        f" {resp.MAX_BULK // mib} MiB, {tcp.MAX_CLIENTS} clients",
+        f" {resp.MAX_BULK // mib} MiB, {server.MAX_CONNECTIONS} clients",
     ):
         assert text in page, text

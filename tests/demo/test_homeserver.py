@@ -15,7 +15,7 @@ from fedsender.matrix import ROOM_VERSIONS, make_pdu, redact
 from fedsender.outside import real_outside
 from fedsender.replication.commands import Position, Rdata
 from fedsender.replication.protocol import Connection
-from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 
 NAME = "hs.example:8448"

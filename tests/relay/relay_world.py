@@ -58,8 +58,9 @@ class Hands(Netcat):
     """A consumer by hand."""
 
     async def greet(self) -> list[str]:
-        """Read SERVER and RELAY; the words of the latter."""
+        """Read SERVER, ask for RELAY; the words of that."""
         assert await self.hear() == f"SERVER {SERVER}"
+        await self.say(f"SERVER {SERVER}")
         words = str(await self.hear()).split()
         assert words[:2] == ["RELAY", "1"]
         return words[2:]
@@ -67,7 +68,7 @@ class Hands(Netcat):
     async def introduce(self, name: str) -> str:
         """Be this consumer; the epoch."""
         epoch, *_ = await self.greet()
-        await self.say(f"SERVER {SERVER}", f"NAME {name}", "PING 1")
+        await self.say(f"NAME {name}", "PING 1")
         return epoch
 
     async def resume(self, name: str, token: int | str) -> str:
@@ -188,11 +189,11 @@ class World:
 
     # --- consumers --------------------------------------------------------------------------------
 
-    def connect(self, *, trusted: bool = True, lockstep: bool = False) -> Hands:
+    def connect(self, *, trusted: bool = True, lockstep: bool = False, peer: str = "") -> Hands:
         """A connection, by a Unix socket or not; `lockstep`: nothing is in between."""
         make = trio.testing.lockstep_stream_pair if lockstep else trio.testing.memory_stream_pair
         ours, theirs = make()
-        self.nursery.start_soon(partial(self.relay.hub.serve, theirs, trusted=trusted))
+        self.nursery.start_soon(partial(self.relay.hub.serve, theirs, trusted=trusted, peer=peer))
         return Hands.on(ours)
 
     async def follow(self, name: str, token: int | str = 0) -> Hands:

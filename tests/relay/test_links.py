@@ -23,6 +23,7 @@ from fedsender.intake.client import IntakeClient, NewRecord
 
 ROOMS = 24
 SECRET = "correct horse battery staple"
+MAKER_SECRET = "another horse battery staple"
 SLOW = {"fetch_bytes_per_second": 8_000}
 PATIENCE_S = 300.0
 
@@ -60,7 +61,10 @@ class Network:
         self.starts += 1
         relay = {
             "listen": ["127.0.0.1:0"],
-            "secret_file": "relay.secret",
+            "consumers": {
+                "sender-1": {"secret_file": "relay.secret"},
+                "maker": {"secret_file": "maker.secret"},
+            },
             "intake": f"unix:{self.hub}/intake.sock",
             "intake_token_file": "intake.token",
             "disk_reserve": 0,
@@ -85,7 +89,7 @@ class Network:
     async def _have_snapshot(self, port: int) -> None:
         """So that one that has nothing does not begin with the log."""
         hands = Hands.on(await trio.open_tcp_stream("127.0.0.1", port))
-        await hands.say(f"AUTH {SECRET}", f"SERVER {process.SERVER_NAME}", "NAME maker")
+        await hands.say(f"AUTH {MAKER_SECRET}", f"SERVER {process.SERVER_NAME}", "NAME maker")
         await hands.say("JOIN events")
         await hands.until("SNAPSHOT ")
         await hands.stream.aclose()
@@ -106,7 +110,11 @@ class Network:
     async def sender(self, door: Proxy) -> AsyncIterator[Service]:
         """The sender, which finds its relay behind this door."""
         host, port = door.address
-        where = {"address": f"{host}:{port}", "secret_file": "hub/relay.secret"}
+        where = {
+            "address": f"{host}:{port}",
+            "name": "sender-1",
+            "secret_file": "hub/relay.secret",
+        }
         feed = {"kind": "relay", "relay": {**where, "directory": str(self.fetched)}}
         values = process.configuration(self.directory, feed, self.world.receivers.ca_file)
         self.world.config.write_text(yaml.safe_dump(dict(values)))
@@ -136,6 +144,7 @@ async def network(directory: Path) -> AsyncIterator[Network]:
             found = Network(directory, world)
             found.hub.mkdir(mode=0o700)
             write_secret(found.hub / "relay.secret", SECRET)
+            write_secret(found.hub / "maker.secret", MAKER_SECRET)
             write_secret(found.hub / "intake.token", TOKEN)
             write_secret(found.hub / "admin.token", TOKEN)
             names = [server.name for server in world.servers]

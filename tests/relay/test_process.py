@@ -124,9 +124,9 @@ def test_only_one_relay_runs_in_a_directory(tmp_path: Path) -> None:
     ("settings", "said"),
     [
         ({"intake_token_file": None}, "relay.intake_token_file: must be set for a relay"),
-        ({"listen": ["127.0.0.1:0"]}, "relay.secret_file: must be set"),
+        ({"listen": ["127.0.0.1:0"]}, "relay.consumers: must be set"),
         (
-            {"listen": ["0.0.0.0:9000"], "secret_file": "admin.token"},
+            {"listen": ["0.0.0.0:9000"], "consumers": {"a": {"secret_file": "admin.token"}}},
             "relay.listen[0]: is no loopback IP, so certificate_file must be set",
         ),
         ({"intake": "192.0.2.1:9001"}, "relay.intake: must be a loopback IP or a Unix socket"),
@@ -136,7 +136,19 @@ def test_only_one_relay_runs_in_a_directory(tmp_path: Path) -> None:
             {"certificate_file": "admin.token", "private_key_file": "admin.token"},
             "relay.certificate_file: cannot be used",
         ),
-        ({"secret_file": "none"}, "relay.secret_file: "),
+        (
+            {"secret_file": "none"},
+            "unknown setting (did you mean relay.consumers.NAME.secret_file?)",
+        ),
+        ({"consumers": {"a": {"secret_file": "none"}}}, "relay.consumers.a.secret_file: "),
+        (
+            {"consumers": {"a": {"secret_file": "admin.token", "x_file": "x"}}},
+            "relay.consumers.a.x_file: unknown setting",
+        ),
+        (
+            {"consumers": {name: {"secret_file": "admin.token"} for name in "ab"}},
+            "relay.consumers.b.secret_file: is that of another consumer, too",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_configuration_is_one_line(

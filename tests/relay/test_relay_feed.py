@@ -19,6 +19,7 @@ from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
 from tests.replication.support import RecordingSink
 
 from fedsender.intake.rows import RelayRow
+from fedsender.relay import session
 from fedsender.relay.segment import DamagedSegment
 from fedsender.relay.snapshot import MANIFEST
 from fedsender.replication.commands import Json
@@ -462,3 +463,28 @@ async def test_a_wrong_homeserver_is_not_followed(world: World, autojump_clock: 
         await until(lambda: shard.feed.last_error is not None)
         assert "is the relay of hs.example" in str(shard.feed.last_error)
         assert store_of(shard).history is None
+
+
+@pytest.mark.parametrize(("version", "older"), [(2, "this sender"), (0, "the relay")])
+async def test_another_version_of_the_protocol_is_called_that_and_costs_nothing(
+    world: World, autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch, version: int, older: str
+) -> None:
+    """Not a bad line, not a reason for a snapshot; and once both are alike it goes on."""
+    shard = Shard(Line(world))
+    await world.append(3)
+    async with shard.running() as feed:
+        await shard.level(3)
+    monkeypatch.setattr(session, "RELAY_VERSION", version)
+    await world.append(2)
+    async with shard.running() as feed:
+        await trio.sleep(300)
+        said = (
+            f"the relay speaks version {version} and this sender version 1: upgrade {older} first"
+        )
+        assert str(feed.status().last_error).startswith(said)
+        assert feed.status().stopped is None
+        assert store_of(shard).position == 3
+        monkeypatch.undo()
+        await shard.level(5)
+    assert store_of(shard).applied == [1, 2, 3, 4, 5]
+    assert world.relay.hub.counts.full_syncs == {}

@@ -19,9 +19,9 @@ from tests.relay.shard import Line, MemoryStore, Shard
 
 from fedsender.relay.compaction import import_base
 from fedsender.relay.disk import File
-from fedsender.relay.hub import MAX_CONNECTIONS
 from fedsender.relay.shelf import SnapshotFailed
 from fedsender.relay.snapshot import MANIFEST, SnapshotInfo, read_part
+from fedsender.replication.server import MAX_CONNECTIONS
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 
 Clock = trio.testing.MockClock
@@ -283,8 +283,7 @@ class Handshaking(trio.abc.HalfCloseableStream):
 async def test_clients_that_stay_in_the_handshake_take_no_more_than_their_places(
     autojump_clock: Clock,
 ) -> None:
-    """They have not given the secret either: 32 of them, for ten seconds, and who has it gets
-    in meanwhile by another door."""
+    """They have not given a secret either: 32 of them, for ten seconds."""
     async with World().running() as world:
         hub = world.relay.hub
         for _ in range(MAX_CONNECTIONS):

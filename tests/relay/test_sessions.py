@@ -12,9 +12,10 @@ import pytest
 import trio
 import trio.testing
 from tests.relay.log_support import pdu, to_device
-from tests.relay.relay_world import SERVER, TouchyDisk, World
+from tests.relay.relay_world import TouchyDisk, World
 
 from fedsender.intake.rows import prepare_ephemeral
+from fedsender.relay.status import status_of
 from fedsender.replication.commands import Ping, Rdata
 from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.protocol import Batches, Connection
@@ -342,26 +343,24 @@ async def test_61_a_newer_position_than_the_stored_pin_moves_it_at_once(
         assert world.pin("sender-1") == 5
 
 
-async def test_66_a_plain_request_that_cannot_be_served_is_refused_and_counted(
+async def test_66_a_plain_client_that_is_ahead_is_told_where_the_log_ends(
     autojump_clock: Clock,
 ) -> None:
-    """66: the old protocol has only ERROR; no hang."""
+    """66: it sees that it has another history; the old protocol has no other word. No hang."""
     async with World().running() as world:
         await world.append(3)
         observer = world.connect()
         await observer.greet()
         await observer.say("REPLICATE events 9")
-        assert (await observer.error()).startswith("failed to handle replicate: ")
-        assert world.relay.hub.counts.refused == {"AHEAD": 1}
+        await observer.until("POSITION events 3")
 
 
 async def test_68_a_relay_follows_no_relay(autojump_clock: Clock) -> None:
     """68: one that is pointed at itself, or at another, is refused."""
     async with World().running() as world:
         hands = world.connect()
-        epoch, *rest = await hands.greet()
-        await hands.say(f"SERVER {SERVER}", f"RELAY 1 {epoch} {' '.join(rest)}")
-        assert (await hands.error()).startswith("PROTO ")
+        await hands.say(f"RELAY 1 {' '.join(await hands.greet())}")
+        assert await hands.error() == "invalid command: RELAY"
 
 
 # --- names and servers ----------------------------------------------------------------------------
@@ -403,7 +402,7 @@ async def test_who_expects_another_homeserver_is_turned_away(autojump_clock: Clo
         await wrong.say("SERVER other.example")
         assert (await wrong.error()).startswith("WRONG_SERVER ")
         silent = world.connect()
-        epoch, *_ = await silent.greet()
+        epoch = world.relay.log.epoch
         await silent.say("NAME sender-1", f"REPLICATE events 0 {epoch}")
         assert (await silent.error()).startswith("WRONG_SERVER ")
         assert world.state("sender-1") is None
@@ -418,7 +417,7 @@ async def test_a_consumer_has_a_plain_name(autojump_clock: Clock, name: str) -> 
         assert (await hands.error()).startswith("PROTO ")
 
 
-@pytest.mark.parametrize("line", ["REPLICATE ", "REPLICATE federation 0", "ABRACADABRA"])
+@pytest.mark.parametrize("line", ["REPLICATE federation 0", "ABRACADABRA"])
 async def test_what_a_relay_does_not_know_is_refused(autojump_clock: Clock, line: str) -> None:
     """And never repeated: a client that forgot AUTH may have sent the secret as a word."""
     async with World().running() as world:
@@ -460,3 +459,103 @@ async def test_a_consumer_that_lags_does_without_ephemeral_rows(autojump_clock: 
         for _ in range(3000):
             world.relay.hub.publish(prepare_ephemeral("typing", ["!r:hs.example", []]))
         assert world.relay.hub.counts.dropped_rows >= 1000
+
+
+# --- shares of several senders --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "overlap"),
+    [
+        ("0 1", "0 1", True),
+        ("0 2", "0 2", True),
+        ("0 2", "1 2", False),
+        ("0 2", "0 1", True),
+        ("1 2", "3 4", True),
+        ("1 2", "2 4", False),
+        ("0 2", "1 3", True),
+        (None, "0 1", False),
+    ],
+)
+async def test_who_sends_to_the_same_servers_as_a_connected_one_is_refused(
+    autojump_clock: Clock, first: str | None, second: str, overlap: bool
+) -> None:
+    """Both ways to begin; whoever says no share sends nothing that we know of."""
+    async with World().running() as world:
+        await world.append()
+        one = world.connect()
+        epoch = await one.introduce("sender-1")
+        await one.say(*([f"SHARD {first}"] if first else []), f"REPLICATE events 0 {epoch}")
+        await one.until("POSITION ")
+        for ask, answer in ((f"REPLICATE events 0 {epoch}", "POSITION "), ("JOIN events", "SNAP")):
+            two = world.connect()
+            await two.introduce("sender-2")
+            await two.say(f"SHARD {second}", ask)
+            if overlap:
+                assert (await two.error()).startswith("OVERLAP sender-1 is connected and sends to")
+                assert world.state("sender-2") is None
+            else:
+                await two.until(answer)
+            await two.leave()
+
+
+async def test_an_overlap_with_one_that_is_away_is_a_doubt(autojump_clock: Clock) -> None:
+    """It may come back: an operator is told, until one of them is forgotten."""
+    async with World().running() as world:
+        for name in ("sender-1", "sender-2"):
+            hands = world.connect()
+            epoch = await hands.introduce(name)
+            await hands.say("SHARD 0 1", f"REPLICATE events 0 {epoch}")
+            await hands.until("POSITION ")
+            await hands.leave()
+        (doubt,) = status_of(world.relay).doubts
+        assert doubt.startswith("sender-1 (share 0/1) and sender-2 (share 0/1) send to the same")
+    async with world.running():
+        assert len(status_of(world.relay).doubts) == 1
+        world.relay.registry.forget("sender-1")
+        assert status_of(world.relay).doubts == []
+
+
+# --- the plain protocol ---------------------------------------------------------------------------
+
+
+async def test_a_session_of_the_plain_protocol_works_as_it_is_written(
+    autojump_clock: Clock,
+) -> None:
+    """Raw bytes, as a person types them into netcat: no word but those of the old document."""
+    async with World().running() as world:
+        await world.append_rows(["redaction", ["$a", "$b"]])
+        await world.append_rows(["redaction", ["$c", "$d"]], ["redaction", ["$e", "$f"]])
+        netcat = world.connect().stream
+        told = bytearray()
+
+        async def listen() -> None:
+            async for data in netcat:
+                told.extend(data)
+
+        world.nursery.start_soon(listen)
+        await netcat.send_all(b"\n\r\nNAME a person\n \nREPLICATE events 1\n")
+        await trio.sleep(1000)
+        await world.append_rows(["redaction", ["$g", "$h"]])
+        await netcat.send_all(b"\n")
+        await trio.sleep(1)
+        lines = [line for line in told.decode().splitlines() if not line.startswith("PING ")]
+        assert lines == [
+            "SERVER hs.example",
+            'RDATA events batch ["redaction",["$c","$d"]]',
+            'RDATA events 2 ["redaction",["$e","$f"]]',
+            "POSITION events 2",
+            'RDATA events 3 ["redaction",["$g","$h"]]',
+        ]
+
+
+@pytest.mark.parametrize("asked", ["events NOW", "ALL NOW", "ALL now"])
+async def test_now_and_all_on_a_relay(autojump_clock: Clock, asked: str) -> None:
+    """What was is passed over."""
+    async with World().running() as world:
+        await world.append(5)
+        netcat = world.connect()
+        await netcat.say(f"REPLICATE {asked}")
+        assert await netcat.hear_lines(2) == ["SERVER hs.example", "POSITION events 5"]
+        await world.append()
+        assert str(await netcat.hear()).startswith("RDATA events 6 ")

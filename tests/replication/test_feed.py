@@ -16,7 +16,7 @@ from tests.servers import Valkey
 from fedsender.config import Config, from_values
 from fedsender.outside import listen_unix, real_outside
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore

@@ -32,7 +32,7 @@ from fedsender.replication.link import (
     TcpLinkSettings,
     open_tcp_link,
 )
-from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 
 SETTINGS = TcpLinkSettings(ANYWHERE, SERVER, "sender-1", kind=OWN_KIND)

@@ -22,7 +22,7 @@ from fedsender.config import Config, ConfigError, from_values
 from fedsender.outside import listen_tcp, listen_unix, real_outside
 from fedsender.replication.commands import Command, Json, RemoteServerUp
 from fedsender.replication.feed import Feed, open_feed
-from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 
 ALICE = "@alice:hs.example"
@@ -285,7 +285,7 @@ async def test_line_protocol_inside_tls_with_a_secret(tmp_path: Path) -> None:
             [trio.SSLListener(tcp, tls), unix],
             real_outside(),
             kind=OWN_KIND,
-            secret="s3cret",
+            secrets=lambda: {"fed1": "s3cret"},
             received=lambda name, command: received.append((name, command)),
         ),
     ):

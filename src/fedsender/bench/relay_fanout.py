@@ -5,6 +5,7 @@ count lines. The floor is the same bytes out of memory, sent in the same pieces 
 connections with nothing around it.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from fedsender.intake.rows import prepare
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk
-from fedsender.relay.hub import close, listen
+from fedsender.replication.server import close, listen
 from fedsender.replication.wire import SEND_PIECE
 from fedsender.telemetry import configure_logging
 
@@ -133,11 +134,11 @@ async def _follow(path: str, consumers: int, head: int) -> Order:
 async def _consume(path: str, name: str, head: int, counted: list[int]) -> None:
     """Read until level, and hold everything."""
     async with await trio.open_unix_socket(path) as stream:
+        await stream.send_all(f"SERVER {SERVER}\nNAME {name}\n".encode())
         greeting = b""
-        while greeting.count(b"\n") < 2:
+        while not (relay := re.search(rb"^RELAY 1 (\w+) .*\n", greeting, re.MULTILINE)):
             greeting += await stream.receive_some(4096)
-        epoch = greeting.split(b"\n")[1].split()[2].decode()
-        asked = f"SERVER {SERVER}\nNAME {name}\nREPLICATE events 0 {epoch}\n"
+        asked = f"REPLICATE events 0 {relay[1].decode()}\n"
         await stream.send_all(asked.encode())
         level, tail = b"POSITION events %d\n" % head, b"\n"
         while level not in tail:

@@ -21,12 +21,12 @@ from fedsender.demo.children import BenchFailed
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk
-from fedsender.relay.hub import listen
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.relay_link import RelaySettings, State, connect_relay
+from fedsender.replication.server import listen
 from fedsender.replication.wire import Wire
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore

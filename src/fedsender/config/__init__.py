@@ -29,7 +29,7 @@ from fedsender.config.feed import Feed, HttpFeed, RedisFeed, RelayFeed, TcpFeed
 from fedsender.config.files import problems_with_files, weak_files
 from fedsender.config.pipeline import Pipeline, Spark
 from fedsender.config.policy import Backoff, Destinations, EduKinds, Override, Policy, Section
-from fedsender.config.relay import Relay
+from fedsender.config.relay import Consumer, Relay
 from fedsender.config.sections import (
     Admin,
     Federation,
@@ -407,19 +407,24 @@ def _sentence(kind: str, context: Mapping[str, Any], message: str) -> str:
 
 
 def _suggestion(location: tuple[str | int, ...]) -> str:
+    if location == ("relay", "secret_file"):
+        return " (did you mean relay.consumers.NAME.secret_file?)"
     names = _names_at(location[:-1])
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+_OF_ITEMS: Mapping[str, type[Section]] = {"overrides": Override, "consumers": Consumer}
 
 
 def _names_at(location: tuple[str | int, ...]) -> list[str]:
     """The settings that the section at `location` knows."""
     section: type[Section] = Config
     for part in location:
-        if isinstance(part, int):
-            continue
-        if part == "overrides":
-            section = Override
+        if isinstance(part, int) or part not in section.model_fields:
+            continue  # An item of a list, or the name of a consumer.
+        if part in _OF_ITEMS:
+            section = _OF_ITEMS[part]
             continue
         default = section.model_fields[part].get_default(call_default_factory=True)
         section = type(default)

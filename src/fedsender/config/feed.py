@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedsender.config.policy import Contradictions, Section
+from fedsender.config.relay import CONSUMER_NAME
 from fedsender.config.values import (
     Address,
     FilePath,
@@ -66,7 +67,7 @@ class RelayFeed(TcpFeed):
     )
     name: InstanceName | None = Field(
         default=None,
-        pattern=r"^[a-z0-9_.-]{1,64}$",
+        pattern=CONSUMER_NAME,
         description="The name by which it remembers us; null takes instance_name.",
     )
     fetch_parallel: int = Field(

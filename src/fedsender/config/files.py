@@ -80,6 +80,9 @@ def _files(value: object, at: Location) -> Iterator[tuple[Location, Path]]:
     if isinstance(value, Section):
         for name in type(value).model_fields:
             yield from _files(getattr(value, name), (*at, name))
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _files(each, (*at, key))
     elif isinstance(value, tuple):
         for number, each in enumerate(value):
             yield from _files(each, (*at, number))

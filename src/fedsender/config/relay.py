@@ -1,7 +1,7 @@
 """The relay: where it takes facts in, who may follow it, how much it keeps."""
 
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import Field
 
@@ -20,6 +20,15 @@ from fedsender.config.values import (
 
 MIB: Final = 2**20
 GIB: Final = 2**30
+CONSUMER_NAME: Final = r"^[a-z0-9_.-]{1,64}$"
+
+
+class Consumer(Section):
+    """A sender that may follow the relay over TCP."""
+
+    secret_file: SecretPath = Field(
+        description="File with the secret that it gives, and no other sender."
+    )
 
 
 class Relay(Section):
@@ -34,8 +43,10 @@ class Relay(Section):
         max_length=16,
         description='For senders: "ip:port" or "unix:/path"; without TLS on loopback only.',
     )
-    secret_file: SecretPath | None = Field(
-        default=None, description="File with the secret that senders give, but on a Unix socket."
+    consumers: dict[Annotated[str, Field(pattern=CONSUMER_NAME)], Consumer] = Field(
+        default_factory=dict,
+        description="Senders that may come over TCP, by the name that each gives itself,"
+        " {sender-1: {secret_file: FILE}}; by a Unix socket any may come.",
     )
     certificate_file: FilePath | None = Field(
         default=None, description="Our certificate: every ip:port then speaks TLS."
@@ -93,6 +104,11 @@ class Relay(Section):
             yield ("private_key_file",), "goes with certificate_file: both or neither"
         for number, address in enumerate(self.listen):
             yield from self._reachable(number, address, tls)
+        files: set[Path] = set()
+        for name, one in self.consumers.items():
+            if one.secret_file in files:
+                yield ("consumers", name, "secret_file"), "is that of another consumer, too"
+            files.add(one.secret_file)
         if self.intake in self.listen:
             yield (
                 ("intake",),
@@ -106,8 +122,8 @@ class Relay(Section):
     def _reachable(self, number: int, address: Address, tls: bool) -> Contradictions:
         if isinstance(address, UnixAddress):
             return
-        if self.secret_file is None:
-            yield ("secret_file",), "must be set: not all of listen are Unix sockets"
+        if not self.consumers:
+            yield ("consumers",), "must be set: not all of listen are Unix sockets"
         if not tls and not is_loopback(address.host):
             yield ("listen", number), "is no loopback IP, so certificate_file must be set"
 

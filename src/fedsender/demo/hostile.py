@@ -31,7 +31,7 @@ from fedsender.demo.report import Report
 from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.demo.verdict import judge, read_ledger, still_owed
 from fedsender.outside import real_outside
-from fedsender.replication.tcp import open_replication_server
+from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 
 HOSTILE_PER_HONEST = 3

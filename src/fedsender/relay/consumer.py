@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 from fedsender.relay.disk import Disk, read_file
+from fedsender.replication.commands import Shard
 
 FILE: Final = "consumers.json"
 MAX_FILE_BYTES: Final = 16 * 2**20
@@ -53,6 +54,7 @@ class Consumer:
         lost: what follows `acked` is not kept for it in the log any more.
         following: one of them is being fed; not stored.
         full_syncs: snapshots handed out, by why.
+        shard: which servers it says that it sends to, as `str(Shard)`; None: it has not said.
         first_seen_ms, last_seen_ms: in ms since the epoch; the latter is kept while it is away.
     """
 
@@ -64,6 +66,7 @@ class Consumer:
     lost: bool = False
     error: str | None = None
     full_syncs: dict[str, int] = field(default_factory=dict)
+    shard: str | None = None
     following: bool = False
 
     @property
@@ -121,6 +124,7 @@ def to_json(records: Records) -> bytes:
                 "last_seen_ms": one.last_seen_ms,
                 "error": one.error,
                 "full_syncs": one.full_syncs,
+                "shard": one.shard,
                 "connected": connected,
             }
             for one, connected in records.consumers
@@ -159,4 +163,5 @@ def _consumer(record: dict[str, Any]) -> Consumer:
         lost=bool(record["lost"]),
         error=None if record["error"] is None else str(record["error"])[:ERROR_LENGTH],
         full_syncs={str(reason): int(count) for reason, count in record["full_syncs"].items()},
+        shard=None if record["shard"] is None else str(Shard.of_text(record["shard"])),
     )

@@ -22,11 +22,12 @@ from fedsender.outside import Outside
 from fedsender.relay.consumer import FILE, read_records
 from fedsender.relay.directories import list_snapshots
 from fedsender.relay.disk import Disk
-from fedsender.relay.hub import Door, Hub, HubSettings, open_hub
+from fedsender.relay.hub import Hub, HubSettings
 from fedsender.relay.log import DamagedSegment, Log, LogSettings, open_log, read_epoch
 from fedsender.relay.registry import Registry, Terms
 from fedsender.relay.retention import Limits, Retention
 from fedsender.relay.shelf import DIRECTORY, Shelf, open_shelf
+from fedsender.replication.server import Door, open_server
 from fedsender.replication.wire import OWN_KIND, PeerKind
 
 log = structlog.get_logger()
@@ -102,11 +103,12 @@ async def open_relay(
             settings.keep_min, settings.log_cap, settings.disk_reserve, settings.snapshot_every
         )
         retention = Retention(directory, opened, registry, shelf, disk, outside, limits)
+        secret_files = {name: one.secret_file for name, one in settings.consumers.items()}
         hub_settings = HubSettings(
-            config.server_name, settings.secret_file, kind, settings.fetch_bytes_per_second
+            config.server_name, secret_files, kind, settings.fetch_bytes_per_second
         )
         hub = Hub(opened, registry, shelf, retention, outside, hub_settings)
-        async with _running(retention), open_hub(hub, doors):
+        async with _running(retention), open_server(hub, [door.listener for door in doors]):
             intake = Intake(opened, outside, hub.publish)
             yield RelayDaemon(config, outside, opened, registry, shelf, retention, hub, intake)
 

@@ -19,7 +19,7 @@ from fedsender.outside import Outside, real_outside
 from fedsender.relay.admin_app import open_admin
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import Disk, RealDisk
-from fedsender.relay.hub import close, listen
+from fedsender.replication.server import close, listen
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging
 

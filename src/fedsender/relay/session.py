@@ -1,8 +1,9 @@
-"""One connection of a consumer, a fetcher or an observer.
+"""One connection of a consumer or of a fetcher, and what only these say; the rest of the protocol
+is in `replication.server`.
 
 A consumer gives its name and where it is, is fed from there, and says what it holds. What it gets
-is read from the log's files piece by piece, so nothing waits in memory for a slow one. PINGs have a
-task of their own, which nothing that reads a file can hold up.
+is read from the log piece by piece, so nothing waits in memory for a slow one. PINGs have a task of
+their own, which nothing that reads a file can hold up.
 
 Without an epoch a connection is an observer, as plain clients of the line protocol are: it is told
 of no EDUs, and nothing is kept for it.
@@ -17,93 +18,73 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import structlog
-import trio
 
-from fedsender.intake.rows import STREAM, without_edus
+from fedsender.intake.rows import STREAM
 from fedsender.relay.consumer import is_consumer_name
-from fedsender.relay.log import Collected, Cursor, Piece
+from fedsender.relay.log import Collected, Cursor
 from fedsender.relay.registry import TooManyConsumers
 from fedsender.relay.segment import DamagedSegment
 from fedsender.relay.shelf import SnapshotFailed
 from fedsender.replication.commands import (
+    RELAY_VERSION,
     Ack,
-    Auth,
     Command,
-    Error,
     Fetch,
     File,
     Join,
     Name,
-    Ping,
     Position,
     Reason,
     Relay,
     Replicate,
     Resync,
     Server,
+    Shard,
     Snapshot,
 )
-from fedsender.replication.conversation import Conversation, Refused
-from fedsender.replication.wire import PING_EVERY_S, SEND_PIECE, Wire
+from fedsender.replication.server import Refused
+from fedsender.replication.server import Session as LineSession
+from fedsender.replication.wire import SEND_PIECE, Wire
 
 if TYPE_CHECKING:
     from fedsender.relay.hub import Hub
 
 log = structlog.get_logger()
 
-VERSION: Final = 1
-AUTH_S: Final = 10.0
-MAX_WAITING: Final = 1000
-"""Ephemeral rows that a connection has not yet taken; more are dropped."""
-READ_PIECE: Final = 4 * SEND_PIECE
-"""Bytes of the log that are read at once, and are all that waits in memory for a consumer."""
 MAX_UNACKED: Final = 1000
 """Sent pieces whose age is known."""
+READ_PIECE: Final = 4 * SEND_PIECE
+"""Bytes of the log that are read at once, and are all that waits in memory for a consumer."""
 
 
-class Session(Conversation):
+class Session(LineSession):
     """One connection.
 
     Attributes:
         consumer: the name that it proved to be fit for a consumer; None: an observer, so far.
+        shard: which servers it says that it sends to; None: none that we know.
         follows: it is fed as a consumer.
         sent: the newest token that was sent.
         level: it has been told that it has everything.
-        proving: it has not yet given the secret.
-        turned_away: it is told that there are too many, and nothing else.
     """
 
     def __init__(self, hub: Hub, wire: Wire, *, trusted: bool) -> None:
-        super().__init__(wire)
+        super().__init__(hub, wire, trusted=trusted)
         self.consumer: str | None = None
+        self.shard: Shard | None = None
         self.follows = False
         self.sent = 0
         self.level = False
-        self.proving = False
-        self.turned_away = False
         self._hub = hub
-        self._trusted = trusted
         self._same_server = False
-        self._observes = False
         self._epoch = ""
         self._resync: Reason | None = None
         self._handed: int | None = None
-        self._feeding: trio.CancelScope | None = None
         self._unacked: deque[tuple[int, int]] = deque(maxlen=MAX_UNACKED)
-        self._rows: deque[bytes] = deque()
-        self._row_came = trio.Event()
 
     def oldest_unacked_ms(self) -> int | None:
         """When the relay took the oldest record that was sent and is not acknowledged; in ms."""
         return self._unacked[0][1] if self._unacked else None
-
-    def offer(self, line: bytes) -> bool:
-        """Have an ephemeral row sent; False: it has too many waiting, and this one is dropped."""
-        if len(self._rows) >= MAX_WAITING:
-            return False
-        self._rows.append(line)
-        self._row_came.set()
-        return True
 
     async def part(self, part: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -117,61 +98,36 @@ class Session(Conversation):
 
     # --- what the client says ---------------------------------------------------------------------
 
-    async def listen(self) -> None:
-        hub = self._hub
-        if self._trusted:
-            await self.wire.send(Server(hub.settings.server_name))
-        else:
-            await self._authenticate()
-        self._epoch = hub.log.epoch
-        first, head = hub.log.first, hub.log.head
-        await self.wire.send(Relay(VERSION, self._epoch, STREAM, first, head))
-        self.start(self._heart)
-        self.start(self._pump)
-        while True:
-            await self._obey(await self.wire.next_command())
-
-    async def _authenticate(self) -> None:
-        # Sending is in it too: with TLS that means the handshake, which waits for the client.
-        with trio.move_on_after(AUTH_S):
-            await self.wire.send(Server(self._hub.settings.server_name))
-            command = await self.wire.next_command()
-            if isinstance(command, Auth) and await self._hub.accepts(command.secret):
-                self.proving = False
-                return
-            await self._hub.wrong_secret()
-        raise Refused("AUTH a secret is needed, before anything else")
-
-    async def _obey(self, command: Command) -> None:
+    async def obey(self, command: Command) -> None:
         match command:
-            case Ping() | Auth():
-                pass
             case Server(name):
-                ours = self._hub.settings.server_name
-                if name != ours:
-                    raise Refused(f"WRONG_SERVER this is the relay of {ours}")
-                self._same_server = True
-            case Name(name):
+                await self._greet(name)
+            case Name() if self.consumer is not None:
+                raise Refused("PROTO the name was used already")
+            case Shard():
                 if self.consumer is not None:
-                    raise Refused("PROTO the name was used already")
-                self.name = name[:200]
+                    raise Refused("PROTO SHARD belongs before what a consumer asks for")
+                self.shard = command
             case Ack(stream, token) if stream == STREAM:
                 self._take_ack(token)
-            case Replicate(stream, token, None):
-                self._observe(stream, token)
-            case Replicate(stream, token, epoch) if stream == STREAM:
-                await self._resume(token, epoch or "")
+            case Replicate(stream, token, str(epoch)) if stream == STREAM:
+                await self._resume(token, epoch)
             case Join(stream) if stream == STREAM:
                 await self._join()
             case Fetch():
                 await self._fetch(command)
-            case Error(text):
-                log.warning("relay_client_error", consumer=self.name, text=text[:200])
-            case Relay():
-                raise Refused("PROTO a relay follows no relay")
             case _:
-                # Without the word: in a client that forgot AUTH it may be the secret.
-                raise Refused("PROTO not a command for a relay")
+                await super().obey(command)
+
+    async def _greet(self, name: str) -> None:
+        """Only who asks for it is told what is no word of the plain protocol."""
+        hub = self._hub
+        if name != hub.server_name:
+            raise Refused(f"WRONG_SERVER this is the relay of {hub.server_name}")
+        self._same_server = True
+        self._epoch = hub.log.epoch
+        first, head = hub.log.first, hub.log.head
+        await self.wire.send(Relay(RELAY_VERSION, self._epoch, STREAM, first, head))
 
     def _be_consumer(self) -> str:
         """The name, from a connection that may act for a consumer."""
@@ -187,32 +143,26 @@ class Session(Conversation):
     def _claim(self) -> str:
         """The name, from the only connection that is fed under it."""
         name = self._be_consumer()
-        if self._hub.owners.setdefault(name, self) is not self:
+        owners = self._hub.owners
+        if owners.get(name, self) is not self:
             self._hub.counts.refused["DUPLICATE"] += 1
             raise Refused(f"DUPLICATE {name} is connected already")
-        if self.follows or self._observes:
+        for other in owners.values():
+            if (
+                other is not self
+                and self.shard
+                and other.shard
+                and self.shard.overlaps(other.shard)
+            ):
+                self._hub.counts.refused["OVERLAP"] += 1
+                raise Refused(
+                    f"OVERLAP {other.name} is connected and sends to the same servers: its share"
+                    f" is {other.shard}, and this one is {self.shard}"
+                )
+        owners[name] = self
+        if self.follows:
             raise Refused("PROTO it follows already")
         return name
-
-    def _observe(self, stream: str | None, token: int | None) -> None:
-        """A plain client's `REPLICATE events 53`."""
-        if stream not in (STREAM, "ALL"):
-            raise Refused("failed to handle replicate: unknown stream")
-        if self._observes or self.follows:
-            raise Refused("failed to handle replicate: already subscribed")
-        hub = self._hub
-        at = hub.log.head if token is None else token
-        if not hub.log.first - 1 <= at <= hub.log.head:
-            self._refuse_observer(at)
-        self._observes = True
-        self._feed_from(at)
-
-    def _refuse_observer(self, at: int) -> None:
-        hub = self._hub
-        reason = Reason.AHEAD if at > hub.log.head else Reason.GAP
-        hub.counts.refused[reason] += 1
-        text = f"the log has {hub.log.first} to {hub.log.head}, and not what follows {at}"
-        raise Refused(f"failed to handle replicate: {text}")
 
     async def _resume(self, token: int | None, epoch: str) -> None:
         """`REPLICATE events 53 <epoch>`: nothing is registered before all tests have passed."""
@@ -224,13 +174,20 @@ class Session(Conversation):
         if reason is not None:
             await self._say_resync(reason, at, epoch)
             return
+        self.take_stream(STREAM)
         hub.registry.resume(name, at)
+        self._note_shard(name)
         self.follows = True
         self._resync = None
         self._feed_from(at)
         await hub.registry.save()
         hub.retention.look()
         log.info("relay_consumer_follows", consumer=name, at=at, head=hub.log.head)
+
+    def _note_shard(self, name: str) -> None:
+        """Have it written down with what has just been changed of this consumer."""
+        if record := self._hub.registry.get(name):
+            record.shard = None if self.shard is None else str(self.shard)
 
     def _check_epoch(self) -> None:
         """Raises Refused if the epoch of this life, which could not be saved before, has begun."""
@@ -302,6 +259,7 @@ class Session(Conversation):
             self._handed = info.token
         except SnapshotFailed as failed:
             raise Refused(f"BUSY there is no snapshot: {failed}") from failed
+        self._note_shard(name)
         hub.counts.full_syncs[reason] += 1
         log.info("relay_consumer_joins", consumer=name, snapshot=info.id, reason=reason)
         await hub.registry.save()
@@ -349,51 +307,29 @@ class Session(Conversation):
             finally:
                 cursor.close()
         except Collected:
-            if not self.follows or self.consumer is None:
-                self._refuse_observer(self.sent)
             self.follows = self.level = False
-            hub.registry.lose_feed(self.consumer or "")
+            self.leave_stream(STREAM)
+            hub.registry.lose_feed(self.name)
             await self._say_resync(Reason.GAP, self.sent, hub.log.epoch)
 
     async def _send_log(self, cursor: Cursor) -> None:
         while True:
             piece = await cursor.read(READ_PIECE)
             if piece.lines:
-                await self._send_piece(piece)
+                self._check_epoch()
+                self._unacked.append((piece.last, piece.ms))
+                # Before it is out: the answer may be faster than we are.
+                self.sent = piece.last
+                await self.wire.send_lines(piece.lines)
                 continue
             if not self.level:
                 self.level = True
                 await self.wire.send(Position(STREAM, None, self.sent, self.sent))
             await self._hub.log.moved.wait_past(self.sent)
 
-    async def _send_piece(self, piece: Piece) -> None:
-        if self.follows:
-            self._check_epoch()
-            self._unacked.append((piece.last, piece.ms))
-            lines = piece.lines
-        else:
-            lines = without_edus(piece.lines)
-            self.level = self.level and bool(lines)
-        # Before it is out: the answer may be faster than we are.
-        self.sent = piece.last
-        if lines:
-            await self.wire.send_lines(lines)
-
-    async def _heart(self) -> None:
-        """PING, and where the log stands; on a clock of its own, whatever else is sent."""
-        while True:
-            if not self._hub.hung():
-                beat: list[Command] = [Ping(str(self._hub.outside.now_ms()))]
-                if self.level:
-                    beat.append(Position(STREAM, None, self.sent, self.sent))
-                await self.wire.send(*beat)
-            await trio.sleep(PING_EVERY_S)
-
-    async def _pump(self) -> None:
-        """Send ephemeral rows; what comes meanwhile goes with the next ones."""
-        while True:
-            await self._row_came.wait()
-            self._row_came = trio.Event()
-            lines = b"".join(self._rows)
-            self._rows.clear()
-            await self.wire.send_lines(lines)
+    def beat(self) -> list[Command]:
+        if self._hub.hung():
+            return []
+        if not self.level:
+            return super().beat()
+        return [*super().beat(), Position(STREAM, None, self.sent, self.sent)]

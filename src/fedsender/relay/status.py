@@ -27,6 +27,7 @@ class ConsumerStatus:
     """One consumer.
 
     Attributes:
+        shard: which servers it says that it sends to, as index/number; None: it does not say.
         pin: what follows this token is kept for it; None: nothing is.
         acked: what it last said it holds; None: it never did.
         sent: the newest token that it was sent on this connection; None: it is not fed.
@@ -40,6 +41,7 @@ class ConsumerStatus:
     state: State
     connected: bool
     level: bool
+    shard: str | None
     pin: int | None
     acked: int | None
     sent: int | None
@@ -127,6 +129,7 @@ def status_of(relay: RelayDaemon) -> Status:
             "connections": counts.connections,
             "wrong_secrets": counts.wrong_secrets,
             "stale_acks": counts.stale_acks,
+            "evicted": counts.evicted,
             "slow": counts.slow,
             "dropped_rows": counts.dropped_rows,
             "fetched_files": counts.fetched_files,
@@ -152,6 +155,7 @@ def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> ConsumerSt
         state=consumer.state,
         connected=connected,
         level=fed and session is not None and session.level and session.sent >= log.head,
+        shard=consumer.shard,
         pin=consumer.pin,
         acked=consumer.acked,
         sent=session.sent if fed and session is not None else None,
@@ -200,6 +204,7 @@ def doubts(relay: RelayDaemon) -> Iterator[str]:
     if relay.shelf.makings.dropping:
         count = relay.shelf.makings.dropped_edus
         yield f"{count} messages to devices were dropped: no consumer took them in time"
+    yield from relay.hub.overlaps()
     for path in relay.shelf.damaged:
         yield f"a damaged snapshot was set aside: {path}; remove it when you do not need it"
 

@@ -7,8 +7,9 @@ the lines that they make.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 # What JSON parses to; rows stay untyped until the feed that understands them.
 Json = Any
@@ -183,6 +184,9 @@ class Sync:
 
 # --- between a relay and its consumers ------------------------------------------------------------
 
+RELAY_VERSION: Final = 1
+MAX_SHARDS: Final = 10_000
+
 
 class Reason(enum.StrEnum):
     """Why a position is refused, and a snapshot needed.
@@ -202,19 +206,42 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """The second line of a relay's greeting: which history it has, and what of it.
+    """A relay's answer to a consumer's SERVER: which history it has, and what of it.
 
     Attributes:
+        version: of what follows RELAY, and of what is said between the two from then on; the rest
+            is empty if it is another one than ours.
         epoch: 16 hexadecimal characters.
         first: the oldest token that the log still holds; head + 1 where it holds none.
         head: the newest durable token.
     """
 
     version: int
-    epoch: str
-    stream: str
-    first: int
-    head: int
+    epoch: str = ""
+    stream: str = ""
+    first: int = 0
+    head: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which servers a consumer sends to: those whose hash, divided by `of`, leaves `index`."""
+
+    index: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.of}"
+
+    @classmethod
+    def of_text(cls, text: str) -> Shard:
+        """What `str` made a text of."""
+        index, _, of = text.partition("/")
+        return cls(int(index), int(of))
+
+    def overlaps(self, other: Shard) -> bool:
+        """Whether some servers are in both."""
+        return (self.index - other.index) % math.gcd(self.of, other.of) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,6 +335,7 @@ Command = (
     | RemovePusher
     | Sync
     | Relay
+    | Shard
     | Ack
     | Resync
     | Join

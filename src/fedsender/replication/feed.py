@@ -29,6 +29,7 @@ from fedsender.config import (
 from fedsender.federation.signing import SigningKey
 from fedsender.intake.signing import EventSigner
 from fedsender.outside import Outside
+from fedsender.replication.commands import Shard
 from fedsender.replication.embedded import EmbeddedStore, TcpFeed
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.link import TcpLinkSettings
@@ -65,8 +66,8 @@ def tcp_settings(config: Config) -> TcpLinkSettings:
     )
 
 
-def relay_settings(config: Config) -> RelaySettings:
-    """Which relay, and who we are to it. Raises ConfigError."""
+def relay_settings(config: Config, *, sends: bool = True) -> RelaySettings:
+    """Which relay, and who we are to it; a shadow sends nothing. Raises ConfigError."""
     relay = config.feed.relay
     secret_file = relay.secret_file
 
@@ -79,11 +80,20 @@ def relay_settings(config: Config) -> RelaySettings:
         server_name=config.server_name,
         consumer=relay.name or config.instance_name,
         secret=secret,
+        shard=_shard(config) if sends else None,
         fetch_parallel=relay.fetch_parallel,
     )
 
 
-def _relay_feed(config: Config, outside: Outside, store: FeedStore, sink: Sink) -> RelayFeed:
+def _shard(config: Config) -> Shard:
+    """Which servers we send to, of all senders' (`Config.handles`)."""
+    senders = config.homeserver.federation_sender_instances or (config.instance_name,)
+    return Shard(senders.index(config.instance_name), len(senders))
+
+
+def _relay_feed(
+    config: Config, outside: Outside, store: FeedStore, sink: Sink, *, shadow: bool
+) -> RelayFeed:
     directory = config.feed.relay.directory
 
     def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
@@ -97,7 +107,7 @@ def _relay_feed(config: Config, outside: Outside, store: FeedStore, sink: Sink) 
         return Fetcher(directory, RealDisk(), outside, open_wire, settings.fetch_parallel)
 
     return RelayFeed(
-        relay_settings(config),
+        relay_settings(config, sends=not shadow),
         outside,
         store,
         sink,
@@ -171,7 +181,7 @@ def _make_feed(
     shadow: bool,
 ) -> Feed:
     if config.feed.kind == "relay":
-        return _relay_feed(config, outside, store, sink)
+        return _relay_feed(config, outside, store, sink, shadow=shadow)
     if config.feed.kind == "push":
         signs = config.feed.push.sign_events
         signer = EventSigner(config.server_name, keys, store.events_by_id) if signs else None

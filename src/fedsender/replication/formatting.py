@@ -29,6 +29,7 @@ from fedsender.replication.commands import (
     Replicate,
     Resync,
     Server,
+    Shard,
     Snapshot,
     Sync,
     Unknown,
@@ -42,6 +43,8 @@ class UnsendableCommand(ValueError):
 
 
 def _encode_json(value: Json) -> str:
+    if isinstance(value, bytes):  # JSON text already.
+        return value.decode()
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as bad:
@@ -147,6 +150,8 @@ def _format_relays(command: Command) -> str:
             return f"ACK {_name(stream)} {token}"
         case Resync(stream, reason, first, head):
             return f"RESYNC {_name(stream)} {reason} {first} {head}"
+        case Shard(index, of):
+            return f"SHARD {index} {of}"
         case Join(stream):
             return f"JOIN {_name(stream)}"
         case Snapshot(stream, name, token, files, size, sha256):

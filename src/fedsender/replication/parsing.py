@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from fedsender.replication.commands import (
+    MAX_SHARDS,
+    RELAY_VERSION,
     Ack,
     Auth,
     CancelTask,
@@ -34,6 +36,7 @@ from fedsender.replication.commands import (
     Replicate,
     Resync,
     Server,
+    Shard,
     Snapshot,
     Sync,
     Unknown,
@@ -194,9 +197,20 @@ def _count(text: str) -> int:
 
 
 def _parse_relay(rest: str) -> Relay:
-    version, epoch, stream, first, head = _fields(rest, 5)
+    version = _count(rest.split(" ", 1)[0])
+    if version != RELAY_VERSION:
+        # What else such a relay says here is nothing that we know.
+        return Relay(version)
+    _, epoch, stream, first, head = _fields(rest, 5)
     epoch = _matching(_EPOCH, epoch, "epoch")
-    return Relay(_count(version), epoch, stream, _count(first), _count(head))
+    return Relay(version, epoch, stream, _count(first), _count(head))
+
+
+def _parse_shard(rest: str) -> Shard:
+    index, of = map(_count, _fields(rest, 2))
+    if not index < of <= MAX_SHARDS:
+        raise BadLine("that is no share")
+    return Shard(index, of)
 
 
 def _parse_ack(rest: str) -> Ack:
@@ -263,6 +277,7 @@ _PARSERS_BY_DIALECT: Mapping[Dialect, Mapping[str, Parser]] = MappingProxyType(
             "SYNC": Sync,
             "RELAY": _parse_relay,
             "ACK": _parse_ack,
+            "SHARD": _parse_shard,
             "RESYNC": _parse_resync,
             "JOIN": lambda rest: Join(_word(rest)),
             "SNAPSHOT": _parse_snapshot,

@@ -11,7 +11,15 @@ import structlog
 import trio
 
 from fedsender.outside import Outside
-from fedsender.replication.commands import Auth, Error, Name, Relay, Server
+from fedsender.replication.commands import (
+    RELAY_VERSION,
+    Auth,
+    Error,
+    Name,
+    Relay,
+    Server,
+    Shard,
+)
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.parsing import BadLine
 from fedsender.replication.wire import OWN_KIND, Wire
@@ -20,7 +28,6 @@ log = structlog.get_logger()
 
 STREAM = "events"
 GREETING_S = 30.0
-VERSION = 1
 
 
 def _no_secret() -> None:
@@ -36,6 +43,7 @@ class RelaySettings:
         consumer: the name by which the relay remembers us.
         secret: reads what is sent as `AUTH`; asked at each connection, so that it may change.
             Raises ValueError or OSError.
+        shard: which servers we send to; None: to none.
         fetch_parallel: connections that fetch a snapshot.
     """
 
@@ -43,6 +51,7 @@ class RelaySettings:
     server_name: str
     consumer: str
     secret: Callable[[], str | None] = field(default=_no_secret, repr=False)
+    shard: Shard | None = None
     fetch_parallel: int = 4
 
 
@@ -99,11 +108,17 @@ async def _greet(wire: Wire, settings: RelaySettings, secret: str | None) -> Rel
     if secret is not None:
         await wire.send(Auth(secret))
     await wire.send(Server(settings.server_name), Name(settings.consumer))
+    if settings.shard is not None:
+        await wire.send(settings.shard)
     while True:
         match await wire.next_command():
-            case Relay(version, _, stream) as relay:
-                if version != VERSION or stream != STREAM:
-                    raise Disconnected(f"a relay of version {version}, stream {stream}")
+            case Relay(version) as relay:
+                if version != RELAY_VERSION:
+                    older = "this sender" if version > RELAY_VERSION else "the relay"
+                    raise Disconnected(
+                        f"the relay speaks version {version} and this sender version"
+                        f" {RELAY_VERSION}: upgrade {older} first; nothing is lost meanwhile"
+                    )
                 return relay
             case Error(text):
                 raise Disconnected(f"the relay says: {text[:200]}")

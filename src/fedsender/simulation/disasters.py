@@ -12,7 +12,7 @@ import trio
 
 from fedsender.outside import Outside
 from fedsender.replication.commands import RemoteServerUp
-from fedsender.replication.tcp import ReplicationServer, open_replication_server
+from fedsender.replication.server import StreamServer, open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Homeserver
@@ -34,7 +34,7 @@ class Replication:
         self.up = True
         self._homeserver = homeserver
         self._outside = outside
-        self._server: ReplicationServer | None = None
+        self._server: StreamServer | None = None
         self._streams: list[MemoryStream] = []
 
     def knock(self) -> str:

@@ -1,0 +1,661 @@
+"""The server of the line protocol: its listeners, who may come in, and streams to follow.
+
+Nothing is queued for a client. Each subscription is a cursor: it reads what lies between the cursor
+and the stream's position from the `StreamSource`, sends it, and waits for the position to move on.
+So a subscription has no moment at which a row could fall between "what you missed" and "what is
+new"; and a client that is too slow is cut off, comes back with its token, and gets the rest.
+
+A person with netcat is a good client: nobody is timed out before they have sent a PING.
+
+A `Session` is one connection. What else a server can be asked for is said by a subclass of both:
+see `relay.hub`, and `relay.session`.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import ipaddress
+import ssl
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+
+import structlog
+import trio
+
+from fedsender.admin import CannotListen
+from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
+from fedsender.outside import Outside, listen_tcp, listen_unix
+from fedsender.replication.commands import (
+    Auth,
+    ClearUserSync,
+    Command,
+    Error,
+    FederationAck,
+    InvalidateCache,
+    Json,
+    Name,
+    Ping,
+    Position,
+    Rdata,
+    RemoteServerUp,
+    RemovePusher,
+    Replicate,
+    Server,
+    Sync,
+    Unknown,
+    UserIp,
+    UserSync,
+)
+from fedsender.replication.endpoint import Disconnected
+from fedsender.replication.formatting import UnsendableCommand, format_command
+from fedsender.replication.parsing import BadLine, Dialect
+from fedsender.replication.wire import OTHERS, PING_EVERY_S, SEND_PIECE, PeerKind, TooSlow, Wire
+from fedsender.streams import Fact, Watermark
+
+log = structlog.get_logger()
+
+MAX_CONNECTIONS: Final = 256
+"""Connections that need no secret, or have given one."""
+MAX_PROVING: Final = 32
+"""Connections that have not yet given a secret; one more takes the place of one of them."""
+MAX_LEAVING: Final = 64
+"""Connections that are being told why they are closed; one more cuts the oldest of them short."""
+AUTH_S: Final = 10.0
+FIRST_PENANCE_S: Final = 0.5
+LONGEST_PENANCE_S: Final = 8.0
+FAREWELL_S: Final = 1.0
+MAX_WAITING: Final = 1000
+"""Lines beside the streams (`Session.offer`) that a connection has not yet taken."""
+PAGE_ROWS: Final = 50
+BUSY: Final = "BUSY too many connections"
+
+Secrets = Callable[[], Mapping[str, str]]
+"""Reads the secret of each name that may connect; called in a thread, whenever one is given."""
+
+# What a client may say without it meaning anything to us; the owner of the server may listen.
+_FROM_CLIENTS = (
+    FederationAck
+    | UserSync
+    | ClearUserSync
+    | UserIp
+    | InvalidateCache
+    | RemovePusher
+    | Sync
+    | RemoteServerUp
+)
+
+
+class Refused(Exception):
+    """The client gets an ERROR with this text and is disconnected."""
+
+
+class TooFarBehind(Exception):
+    """Raised by a `StreamSource`: the rows after that token are not to be had any more."""
+
+
+class StreamSource(Protocol):
+    """A stream that can be served.
+
+    Attributes:
+        watermark: its current position. Everything up to it can be read, and is final.
+    """
+
+    @property
+    def watermark(self) -> Watermark: ...
+
+    async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Json]]:
+        """The facts with after < id <= upto, oldest first: about `limit` rows, but whole facts.
+
+        Nothing means that there is no fact up to `upto`. A row that is bytes is JSON text already.
+        Raises TooFarBehind.
+        """
+        ...
+
+
+# --- one connection -------------------------------------------------------------------------------
+
+
+class Session:
+    """One connection, from the server's side: tasks that end together, and an ERROR as the last
+    word.
+
+    Attributes:
+        name: what the client calls itself.
+        peer: where it comes from, as far as shares go; see `peer_of`.
+        proving: it has not yet given a secret.
+        leaving: it has been refused, and takes nobody's place.
+        over: why it has ended; None: it has not.
+        slow: it has ended because the client took nothing.
+    """
+
+    def __init__(self, server: LineServer[Any], wire: Wire, *, trusted: bool) -> None:
+        self.name = "?"
+        self.peer = ""
+        self.proving = not trusted
+        self.leaving = False
+        self.over: str | None = None
+        self.slow = False
+        self.wire = wire
+        self._server = server
+        # The names whose secret it gave; None: any will do.
+        self._names: frozenset[str] | None = None
+        self._instance: str | None = None
+        self._subscribed: set[str] = set()
+        self._lines: deque[bytes] = deque()
+        self._line_came = trio.Event()
+        self._refusal: str | None = None
+        self._refused = trio.Event()
+
+    # Its life
+
+    async def run(self, refusal: str | None) -> None:
+        """From the greeting to the end, or just the refusal; raises nothing that is the client's
+        fault."""
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._leave)
+            if refusal is None:
+                self.start(self._listen)
+            else:
+                self.end(refusal)
+
+    def end(self, refusal: str) -> None:
+        """Stop with an ERROR, behind the line that is being sent."""
+        if self._refusal is None:
+            self.proving, self.leaving = False, True
+            self._refusal = refusal
+            self._refused.set()
+
+    def cut(self, why: str) -> None:
+        """Stop at once."""
+        if self.over is None:
+            self.over = why
+        self._nursery.cancel_scope.cancel()
+
+    def start(self, part: Callable[[], Awaitable[None]]) -> None:
+        """Run one of the connection's tasks; none ends but by an error, and then all do."""
+        self._nursery.start_soon(self.part, part)
+
+    async def part(self, part: Callable[[], Awaitable[None]]) -> None:
+        """One of the connection's tasks, and what its errors mean."""
+        try:
+            await part()
+        except Disconnected as gone:
+            log.debug("replication_client_gone", client=self.name, reason=str(gone))
+            self.slow |= isinstance(gone, TooSlow)
+            self.cut(str(gone))
+        except (BadLine, Refused) as refused:
+            self.end(str(refused))
+        except TooFarBehind as behind:
+            self.end(f"failed to handle replicate: {behind}")
+        except UnsendableCommand as unsendable:
+            # Ours to mend: the client will come back for it for ever.
+            log.error("replication_row_unsendable", client=self.name, reason=str(unsendable))
+            self.end("a row that cannot be sent")
+
+    async def _leave(self) -> None:
+        await self._refused.wait()
+        log.info("replication_client_refused", client=self.name, reason=self._refusal)
+        with trio.move_on_after(FAREWELL_S):
+            try:
+                await self.wire.send_last(Error(self._refusal or ""))
+            except (Disconnected, UnsendableCommand):
+                log.debug("replication_farewell_lost", client=self.name)
+        self.cut(self._refusal or "")
+
+    # What the client says
+
+    async def _listen(self) -> None:
+        if self.proving:
+            await self._prove()
+        else:
+            await self.wire.send(Server(self._server.server_name))
+        self.start(self._heart)
+        self.start(self._pump)
+        while True:
+            await self.obey(await self.wire.next_command())
+
+    async def _prove(self) -> None:
+        """Wait for a secret. Raises Refused."""
+        # Sending is in it too: with TLS that means the handshake, which waits for the client.
+        with trio.move_on_after(AUTH_S):
+            await self.wire.send(Server(self._server.server_name))
+            command = await self.wire.next_command()
+            names = frozenset[str]()
+            if isinstance(command, Auth):
+                names = await self._server.names_of(command.secret)
+            if names:
+                self._names = names
+                self._server.let_in(self)
+                return
+            await self._server.wrong_secret()
+        raise Refused("AUTH a secret is needed, before anything else")
+
+    async def obey(self, command: Command) -> None:
+        """Do what the client says. Raises Refused, BadLine."""
+        match command:
+            case Ping() | Auth():
+                pass
+            case Name(name):
+                if self._names is not None and name not in self._names:
+                    # The same for a name that there is, and for one that there is not.
+                    raise Refused("AUTH the secret that was given is not that of this name")
+                self.name = name[:200]
+            case Error(text):
+                log.warning("replication_client_error", client=self.name, text=text[:200])
+            case Replicate(None):
+                self._subscribe_today()
+            case Replicate(stream, token):
+                self._subscribe(stream, token)
+            case _ if isinstance(command, _FROM_CLIENTS):
+                self._server.receive(self, command)
+            case Unknown():
+                # Without the word: in a client that forgot AUTH it may be the secret.
+                raise BadLine("invalid command")
+            case _:
+                raise BadLine(f"invalid command: {type(command).__name__.upper()}")
+
+    def _subscribe(self, stream: str | None, token: int | None) -> None:
+        """`REPLICATE events 53`: what was missed, POSITION, and then what comes."""
+        names = list(self._server.streams) if stream == "ALL" else [stream or ""]
+        for name in names:
+            if name not in self._server.streams:
+                raise Refused(f"failed to handle replicate: unknown stream: {name}")
+            self.take_stream(name)
+            self.start(partial(self._follow, name, token))
+
+    def _subscribe_today(self) -> None:
+        """Bare `REPLICATE`: POSITION of every stream, then all that comes, with writers named."""
+        self.wire.speak(Dialect.TODAY)
+        self._instance = self._server.instance
+        for name in self._server.streams:
+            if name not in self._subscribed:
+                self.take_stream(name)
+                self.start(partial(self._follow, name, None))
+
+    def take_stream(self, name: str) -> None:
+        """Let nothing else of the connection follow this stream. Raises Refused."""
+        if name in self._subscribed:
+            raise Refused(f"failed to handle replicate: already subscribed: {name}")
+        self._subscribed.add(name)
+
+    def leave_stream(self, name: str) -> None:
+        """It may be followed again."""
+        self._subscribed.discard(name)
+
+    # What the client gets
+
+    def offer(self, line: bytes) -> bool:
+        """Have a line sent beside the streams; False: too many wait, and this one is dropped."""
+        if len(self._lines) >= MAX_WAITING:
+            return False
+        self._lines.append(line)
+        self._line_came.set()
+        return True
+
+    async def _pump(self) -> None:
+        """Send what is offered; what comes meanwhile goes with the next ones."""
+        while True:
+            await self._line_came.wait()
+            self._line_came = trio.Event()
+            lines = b"".join(self._lines)
+            self._lines.clear()
+            await self.wire.send_lines(lines)
+
+    async def _heart(self) -> None:
+        """A PING every few seconds; on a clock of its own, whatever else is sent."""
+        while True:
+            if beat := self.beat():
+                await self.wire.send(*beat)
+            await trio.sleep(PING_EVERY_S)
+
+    def beat(self) -> list[Command]:
+        """What is said every few seconds."""
+        return [Ping(str(self._server.outside.now_ms()))]
+
+    async def _follow(self, name: str, token: int | None) -> None:
+        """Send rows above `token` for ever; None is `NOW`."""
+        source = self._server.streams[name]
+        now = source.watermark.value
+        await self._send_rows(name, source, now if token is None else token, now)
+        await self.wire.send(Position(name, self._instance, now, now))
+        while True:
+            upto = await source.watermark.wait_past(now)
+            sent = await self._send_rows(name, source, now, upto)
+            if sent < upto:
+                await self.wire.send(Position(name, self._instance, sent, upto))
+            now = upto
+
+    async def _send_rows(self, name: str, source: StreamSource, after: int, upto: int) -> int:
+        """Send the rows in (after, upto]; returns the newest token that had any, or `after`."""
+        at = after
+        while at < upto and (facts := await source.read(at, upto, PAGE_ROWS)):
+            piece = bytearray()
+            for fact in facts:
+                for line in self._lines_of(name, fact):
+                    piece += line
+                    if len(piece) >= SEND_PIECE:
+                        await self.wire.send_lines(piece)
+                        piece = bytearray()
+            if piece:
+                await self.wire.send_lines(piece)
+            at = facts[-1].stream_id
+        return at
+
+    def _lines_of(self, stream: str, fact: Fact[Json]) -> list[bytes]:
+        """The lines of one fact: a row each, all but the last with `batch` for a token."""
+        writer = None if self._instance is None else fact.writer
+        tokens = [None] * (len(fact.rows) - 1) + [fact.stream_id]
+        return [
+            self.wire.encode(Rdata(stream, writer, token, row))
+            for token, row in zip(tokens, fact.rows, strict=True)
+        ]
+
+
+# --- all of them ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened since the start.
+
+    Attributes:
+        evicted: connections that had not given a secret, and made room for others.
+        slow: connections closed because nothing was taken.
+    """
+
+    connections: int = 0
+    wrong_secrets: int = 0
+    evicted: int = 0
+    slow: int = 0
+
+
+S = TypeVar("S", bound=Session)
+
+
+class LineServer(ABC, Generic[S]):
+    """Talks to the connections that it is given; see `open_server`.
+
+    Args:
+        secrets: for those that do not come by a Unix socket; None: on loopback none is needed.
+        kind: what clients are taken for.
+        instance: the writer that POSITION names in today's dialect.
+        received: told of every client's name and command that is not about the connection.
+
+    Attributes:
+        sessions: all connections, the oldest first.
+    """
+
+    farewell = "server shutting down"
+
+    def __init__(
+        self,
+        server_name: str,
+        streams: Mapping[str, StreamSource],
+        outside: Outside,
+        *,
+        secrets: Secrets | None = None,
+        kind: PeerKind = OTHERS,
+        instance: str = "master",
+        received: Callable[[str, Command], None] | None = None,
+    ) -> None:
+        self.server_name = server_name
+        self.streams = streams
+        self.outside = outside
+        self.secrets = secrets
+        self.kind = kind
+        self.instance = instance
+        self.sessions: dict[S, None] = {}
+        self.counts = Counts()
+        self._received = received
+        self._wrong_lately = 0
+        self._wrong_at = 0.0
+        self._limiter = trio.CapacityLimiter(1)
+
+    @abstractmethod
+    def make_session(self, wire: Wire, *, trusted: bool) -> S:
+        """A connection."""
+
+    @property
+    def clients(self) -> list[str]:
+        """What the connected clients call themselves."""
+        return sorted(session.name for session in self.sessions)
+
+    def announce(self, command: Command, *, but: Session | None = None) -> None:
+        """Send a command that is not a row to every client; one that lags too far is cut off."""
+        line = format_command(command).encode() + b"\n"
+        for session in list(self.sessions):
+            if session is not but and not session.proving and not session.offer(line):
+                session.end("Failed to keep up")
+
+    def receive(self, origin: Session, command: Command) -> None:
+        """Pass a client's command on: REMOTE_SERVER_UP to all the others, all to the owner."""
+        if isinstance(command, RemoteServerUp):
+            self.announce(command, but=origin)
+        if self._received is not None:
+            self._received(origin.name, command)
+
+    async def serve(
+        self, stream: trio.abc.Stream, *, trusted: bool = True, peer: str | None = None
+    ) -> None:
+        """Talk to one client until it leaves.
+
+        Args:
+            trusted: it needs no secret; others must begin with AUTH.
+            peer: where it comes from, if that is not to be asked of the stream.
+        """
+        wire = Wire(stream, self.kind, self.outside.now_ms)
+        session = self.make_session(wire, trusted=trusted)
+        session.peer = peer_of(stream) if peer is None else peer
+        self.counts.connections += 1
+        self.sessions[session] = None
+        try:
+            await session.run(self._make_room(session))
+        except Exception:
+            # The unit of isolation: one connection must not take down the others.
+            log.exception("replication_client_failed", client=session.name)
+        finally:
+            del self.sessions[session]
+            self.counts.slow += session.slow
+            self.gone(session)
+            await trio.aclose_forcefully(stream)
+
+    def gone(self, session: S) -> None:
+        """A connection has ended."""
+
+    def dismiss(self) -> None:
+        """Tell all clients that it is over; they are gone a moment later."""
+        for session in list(self.sessions):
+            session.end(self.farewell)
+
+    # --- who may come in --------------------------------------------------------------------------
+
+    def _make_room(self, new: Session) -> str | None:
+        """Let somebody else go for a connection that has just come; or why it cannot stay.
+
+        One that has yet to give a secret always gets a place: so nobody can keep others out by
+        being there. The place is that of the oldest from where the most come.
+        """
+        leaving = [session for session in self.sessions if session.leaving]
+        for session in leaving[:-MAX_LEAVING]:
+            session.cut("too many connections")
+        if not new.proving:
+            return BUSY if self._staying() > MAX_CONNECTIONS else None
+        proving = [session for session in self.sessions if session.proving]
+        if len(proving) > MAX_PROVING:
+            shares = Counter(session.peer for session in proving)
+            most = max(shares.values())
+            next(each for each in proving if shares[each.peer] == most).end(BUSY)
+            self.counts.evicted += 1
+        return None
+
+    def _staying(self) -> int:
+        return sum(not (session.proving or session.leaving) for session in self.sessions)
+
+    def let_in(self, session: Session) -> None:
+        """It has given a secret. Raises Refused."""
+        if self._staying() >= MAX_CONNECTIONS:
+            raise Refused(BUSY)
+        session.proving = False
+        self._wrong_lately = 0
+
+    async def names_of(self, secret: str) -> frozenset[str]:
+        """The names whose secret this is now; all are compared, in constant time."""
+        if self.secrets is None:
+            return frozenset()
+        secrets = await self.outside.run_sync(self.secrets, limiter=self._limiter)
+        given = sha256(secret.encode()).digest()
+        return frozenset(
+            [
+                name
+                for name, expected in secrets.items()
+                if hmac.compare_digest(given, sha256(expected.encode()).digest())
+            ]
+        )
+
+    async def wrong_secret(self) -> None:
+        """Count it, and take the longer to say so the more there were lately."""
+        now = trio.current_time()
+        if now - self._wrong_at > 10 * LONGEST_PENANCE_S:
+            self._wrong_lately = 0
+        self.counts.wrong_secrets += 1
+        self._wrong_at = now
+        pause = min(LONGEST_PENANCE_S, FIRST_PENANCE_S * 2.0 ** min(self._wrong_lately, 10))
+        self._wrong_lately += 1
+        log.warning("replication_wrong_secret", count=self.counts.wrong_secrets)
+        await trio.sleep(pause)
+
+
+class StreamServer(LineServer[Session]):
+    """Streams, and nothing else."""
+
+    def make_session(self, wire: Wire, *, trusted: bool) -> Session:
+        return Session(self, wire, trusted=trusted)
+
+
+# --- listening ------------------------------------------------------------------------------------
+
+
+Listener = trio.abc.Listener[trio.abc.Stream]
+
+
+class Door(NamedTuple):
+    """A listener, and where it is: with the port that was taken, where 0 was asked for."""
+
+    listener: Listener
+    address: Address
+
+
+async def listen(addresses: Sequence[Address], tls: ssl.SSLContext | None = None) -> list[Door]:
+    """Listen on all of these; TCP with `tls` if there is any.
+
+    Raises:
+        CannotListen: an address is taken, or can be reached from other machines without TLS.
+    """
+    doors: list[Door] = []
+    for address in addresses:
+        try:
+            for listener in await _listen_at(address, tls):
+                doors.append(Door(listener, _address_of(listener)))
+                if tls is None and not _is_local(doors[-1].address):
+                    raise OSError(errno.EACCES, "other machines can reach that, so it needs TLS")
+        except OSError as error:
+            await close(doors)
+            text = f"senders cannot be listened for there: {error.strerror or error}"
+            raise CannotListen(error.errno, text, str(address)) from error
+    return doors
+
+
+async def _listen_at(address: Address, tls: ssl.SSLContext | None) -> list[Listener]:
+    if isinstance(address, UnixAddress):
+        return [await listen_unix(address.path)]
+    plain = await listen_tcp(address.host, address.port)
+    return [each if tls is None else trio.SSLListener(each, tls) for each in plain]
+
+
+def _address_of(listener: Listener) -> Address:
+    below = listener.transport_listener if isinstance(listener, trio.SSLListener) else listener
+    assert isinstance(below, trio.SocketListener)
+    if below.socket.family == trio.socket.AF_UNIX:
+        return UnixAddress(Path(below.socket.getsockname()))
+    return TcpAddress(*below.socket.getsockname()[:2])
+
+
+def _is_local(address: Address) -> bool:
+    return isinstance(address, UnixAddress) or is_loopback(address.host)
+
+
+async def close(doors: Sequence[Door]) -> None:
+    """Stop listening; sockets in the file system go."""
+    for door in doors:
+        await trio.aclose_forcefully(door.listener)
+        if isinstance(door.address, UnixAddress):
+            await trio.Path(door.address.path).unlink(missing_ok=True)
+
+
+def peer_of(stream: trio.abc.Stream) -> str:
+    """Where a connection comes from: its address, of IPv6 the network of 64 bits; or nothing."""
+    below = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+    if not isinstance(below, trio.SocketStream):
+        return ""
+    try:
+        address = ipaddress.ip_address(below.socket.getpeername()[0].partition("%")[0])
+    except (OSError, ValueError, IndexError):
+        # It is gone already, or has no address.
+        return ""
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(address)
+
+
+@asynccontextmanager
+async def open_server(server: LineServer[S], listeners: Sequence[Listener]) -> AsyncIterator[None]:
+    """Serve who comes until the body is left; nobody is listened for any more then.
+
+    Who comes by a Unix socket needs no secret. Raises ValueError if there are no secrets, and other
+    machines can reach a listener.
+    """
+    async with trio.open_nursery() as clients, trio.open_nursery() as accepting:
+        for listener in listeners:
+            address = _address_of(listener)
+            if server.secrets is None and not _is_local(address):
+                raise ValueError(f"{address}: other machines can reach that, so it needs secrets")
+            trusted = server.secrets is None or isinstance(address, UnixAddress)
+            serve = partial(server.serve, trusted=trusted)
+            accepting.start_soon(
+                partial(trio.serve_listeners, serve, [listener], handler_nursery=clients)
+            )
+        yield
+        accepting.cancel_scope.cancel()
+        server.dismiss()
+        clients.cancel_scope.deadline = trio.current_time() + 2 * FAREWELL_S
+
+
+@asynccontextmanager
+async def open_replication_server(
+    server_name: str,
+    streams: Mapping[str, StreamSource],
+    listeners: Sequence[Listener],
+    outside: Outside,
+    *,
+    kind: PeerKind = OTHERS,
+    secrets: Secrets | None = None,
+    received: Callable[[str, Command], None] | None = None,
+) -> AsyncIterator[StreamServer]:
+    """Serve `streams` for as long as the body runs.
+
+    See `LineServer` for the arguments, and `open_server` for what is raised.
+    """
+    server = StreamServer(
+        server_name, streams, outside, kind=kind, secrets=secrets, received=received
+    )
+    async with open_server(server, listeners):
+        yield server
