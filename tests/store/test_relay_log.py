@@ -3,22 +3,24 @@
 import json
 import random
 import sqlite3
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
-from sqlalchemy import select, update
+from sqlalchemy import Connection, Select, func, select, update
 from tests.store.conftest import NewUrl
 
 from fedsender.intake.intake import Elsewhere, KeyReused, Outdated
 from fedsender.intake.rows import check_of, prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.commands import Json
-from fedsender.store import tables
+from fedsender.store import appends, relay, tables
 from fedsender.store.appends import NewRecord
 from fedsender.store.connections import WrongDatabase
 from fedsender.store.engine import open_database
@@ -234,6 +236,10 @@ async def test_what_nothing_names_goes_from_below_the_first_record(new_url: NewU
         assert await _tokens(url) == [102, 103]
 
 
+def _scalar(connection: Connection, query: Select[Any]) -> Any:
+    return connection.execute(query).scalar()
+
+
 async def _tokens(url: str) -> list[int]:
     async with open_database(url, real_outside(), name="test") as database:
         query = select(tables.relay_log.c.token).order_by(tables.relay_log.c.token)
@@ -281,6 +287,75 @@ async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: New
         edus = (await rows_of_snapshot(store))["edus"]
         assert sorted(row[1] for row in edus) == list(range(8, 22))
         assert await store.tidy(0, 1, 15_000) == 0
+
+
+async def test_a_record_for_many_servers_is_not_read_once_for_each_of_them(
+    new_url: NewUrl,
+) -> None:
+    """A user with a new device, in rooms with thousands of servers; and a room that all leave."""
+    servers = [f"s{number}.example" for number in range(4_000)]
+    user = f"@u:{SERVER}"
+    content = {"user_id": user, "device_id": "D", "keys": "x" * 200}
+    said = [["edu", ["device_list", server, user, "D", content]] for server in servers]
+    last = pdu(ROOMS[0], "$p", servers[:1])
+    last[1][2]["content"] = {"body": "x" * 60_000}
+    async with open_relay_store(new_url(), real_outside(), SERVER, synchronous="OFF") as store:
+        await store.begin_intake("e" * 16)
+        await store.append_records(
+            [
+                record("a", ["servers", [ROOMS[0], servers]]),
+                record("b", last, ["servers", [ROOMS[0], []]]),
+                record("c", *said),
+            ]
+        )
+        begun = time.perf_counter()
+        found = await rows_of_snapshot(store)
+        assert time.perf_counter() - begun < 10
+        assert len(found["edus"]) == len(found["hosts"]) == len(servers)
+        assert len(found["events"]) == 1
+
+
+async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
+    new_url: NewUrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "ROWS_AT_ONCE", 5)
+    monkeypatch.setattr(appends, "_FORGOTTEN_AT_ONCE", 5)
+    clock = Clock()
+    url = new_url()
+    places = [(f"!{number}:{SERVER}", SERVERS[0]) for number in range(23)]
+    async with open_relay_store(url, clock.outside, SERVER) as store:
+        await store.begin_intake("e" * 16)
+        came = [
+            record(f"h{room_id}", ["hosts", [room_id, [server], []]]) for room_id, server in places
+        ]
+        went = [
+            record(f"p{room_id}", pdu(room_id, f"$p{room_id}"), ["servers", [room_id, []]])
+            for room_id, _ in places
+        ]
+        said = [
+            record(f"m{n}", ["edu", ["to_device", SERVERS[n % 5], f"m{n}", {"a": "x"}]])
+            for n in range(23)
+        ]
+        await store.append_records([*came, *went, *said])
+        await store.append_records(
+            [record(f"r{n}", ["redaction", [f"$r{n}", "$t"]]) for n in range(23)]
+        )
+        await store.drop_through(200)
+        assert len(await _tokens(url)) == 23 + 1
+        assert await store.tidy(clock.ms, 0, 1) == 23
+        clock.ms += KEEP_LEFT_MS + 1
+        assert await store.tidy(clock.ms, 0, 2**30) == 0
+        async with open_database(url, real_outside(), name="test") as database:
+            for table in (tables.relay_departures, tables.redactions, tables.relay_edus):
+                count = select(func.count()).select_from(table)
+                assert await database.read(partial(_scalar, query=count)) == 0
+        # Each room's newest event is named by its head.
+        assert await store.forget_appends() == 92
+        await store.append_records(
+            [record(f"q{room_id}", pdu(room_id, f"$q{room_id}")) for room_id, _ in places]
+        )
+        await store.tidy(clock.ms, 0, 2**30)
+        assert await _tokens(url) == list(range(92, 116))
 
 
 async def test_each_record_is_stored_once_by_its_id(new_url: NewUrl) -> None:

@@ -57,6 +57,7 @@ def upgrade() -> None:
         "relay_heads",
         sa.Column("room_id", sa.Text(), nullable=False),
         sa.Column("token", sa.BigInteger(), nullable=False, comment="newest event of our own"),
+        sa.Column("event_id", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("room_id"),
     )
     op.create_index(op.f("relay_heads_token_idx"), "relay_heads", ["token"])
@@ -70,6 +71,7 @@ def upgrade() -> None:
         sa.Column(
             "event_token", sa.BigInteger(), nullable=False, comment="newest event it was to get"
         ),
+        sa.Column("event_id", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("room_id", "server"),
     )
     op.create_index(op.f("relay_departures_left_ms_idx"), "relay_departures", ["left_ms"])
@@ -86,11 +88,14 @@ def upgrade() -> None:
         sa.Column(
             "resync", sa.Boolean(), nullable=False, comment="others before it may have been missed"
         ),
-        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column(
+            "bytes", sa.BigInteger(), nullable=False, comment="of the text and the destination"
+        ),
+        sa.Column("text", sa.Text(), nullable=False, comment="the row, as JSON"),
         sa.PrimaryKeyConstraint("token", "number"),
     )
     op.create_index("relay_edus_about", "relay_edus", ["destination", "kind", "about"])
-    op.create_index("relay_edus_kind_token", "relay_edus", ["kind", "token"])
+    op.create_index("relay_edus_kind_token", "relay_edus", ["kind", "token", "number", "bytes"])
     op.create_table(
         "relay_consumers",
         sa.Column("name", sa.Text(), nullable=False),

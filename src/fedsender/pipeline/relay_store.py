@@ -90,7 +90,7 @@ def _take_over_stays(engine: Engine, sender: Source, after: int, upto: int) -> N
         with engine.begin() as connection:
             if closed:
                 connection.execute(close, closed)
-            insert_rows(connection, _stays, opened, replacing="left")
+            insert_rows(connection, _stays, opened, replacing=("left",))
 
 
 def without_older(

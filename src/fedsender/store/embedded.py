@@ -236,7 +236,7 @@ def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | Ser
         for (room_id, server, joined), left in changed.items()
     ]
     for chunk in in_chunks(rows):
-        insert_rows(connection, tables.room_servers, chunk, replacing="left")
+        insert_rows(connection, tables.room_servers, chunk, replacing=("left",))
     store_told(connection, {row.room_id: token for token, row in told})
 
 
@@ -244,7 +244,7 @@ def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:
     """Note by room the token of the last row about its servers, though it may change nothing."""
     rows = [{"room_id": room_id, "token": tokens[room_id]} for room_id in sorted(tokens)]
     for chunk in in_chunks(rows):
-        insert_rows(connection, tables.room_servers_told, chunk, replacing="token")
+        insert_rows(connection, tables.room_servers_told, chunk, replacing=("token",))
 
 
 def open_stays(

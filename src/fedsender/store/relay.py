@@ -2,8 +2,8 @@
 
 It is an embedded homeserver store with a log. A record, its id, its token, and what it changes of
 the state (who is in a room, each room's newest event, EDUs that a consumer may lack) are written in
-one transaction. What a snapshot names is text of the log: the log's oldest rows go, but for those
-that the state still names.
+one transaction. The events that a snapshot names are text of the log: the log's oldest rows go,
+but for those that the state still names.
 
 A token is the number of a record, 1, 2, 3 and so on. An *epoch* names the history that tokens
 belong to: each relay that takes the database over begins one (`begin_intake`), and each append
@@ -15,20 +15,20 @@ is named in the server's departure: the one that made it leave, or the last one 
 """
 
 import enum
-import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 from zlib import crc32
 
 import trio
 from sqlalchemy import (
     URL,
     Connection,
+    Executable,
     and_,
     delete,
     exists,
@@ -72,6 +72,7 @@ from fedsender.store.rows import insert_rows, replace_rows
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 T = TypeVar("T")
+Place = TypeVar("Place", int, tuple[str, str])
 
 INSTANCE: Final = "relay"
 KEEP_LEFT_MS: Final = 30 * 86_400_000
@@ -237,6 +238,7 @@ class _Came(NamedTuple):
     """An event of ours. `minus`: servers in the room that do not get it; `plus`: others that do."""
 
     token: int
+    event_id: str
     plus: tuple[str, ...]
     minus: tuple[str, ...]
 
@@ -268,7 +270,7 @@ class RelayRows:
             elif isinstance(row, RedactionRow):
                 self._redactions.append(self._redaction(row))
             else:
-                self._edus.append(_edu(token, number, row, len(texts[number])))
+                self._edus.append(_edu(token, number, row, texts[number].decode()))
         # They are about what comes after their record.
         for told in hosts:
             self._rooms[told.room_id].append((token, told))
@@ -281,7 +283,7 @@ class RelayRows:
             return  # The room began with it, and nobody was there.
         behalf = metadata.get("send_on_behalf_of")
         minus = (*row.minus, behalf) if isinstance(behalf, str) else tuple(row.minus)
-        self._rooms[row.room_id].append(_Came(token, tuple(row.plus), minus))
+        self._rooms[row.room_id].append(_Came(token, row.event_id, tuple(row.plus), minus))
 
     def _redaction(self, row: RedactionRow) -> dict[str, Any]:
         return {
@@ -319,7 +321,7 @@ class RelayRows:
         return ms
 
 
-def _edu(token: int, number: int, row: EduRow, size: int) -> dict[str, Any]:
+def _edu(token: int, number: int, row: EduRow, text: str) -> dict[str, Any]:
     kind, about, resync = "to_device", "", False
     if isinstance(row, DeviceListRow):
         kind, about, resync = "device_list", row.user_id, row.content is None
@@ -335,7 +337,8 @@ def _edu(token: int, number: int, row: EduRow, size: int) -> dict[str, Any]:
         "kind": kind,
         "about": about,
         "resync": resync,
-        "bytes": size + len(row.destination),
+        "bytes": len(text) + len(row.destination),
+        "text": text,
     }
 
 
@@ -389,7 +392,7 @@ class _Rooms:
         self._connection = connection
         self._stories = stories
         self._now_ms = now_ms
-        self._heads: dict[str, int] = {}
+        self._heads: dict[str, tuple[int, str]] = {}
         self._moved: set[str] = set()
         # room -> server -> the token after which it is there: those that the stories name.
         self._here: defaultdict[str, dict[str, int]] = defaultdict(dict)
@@ -411,10 +414,9 @@ class _Rooms:
 
     def _load(self) -> None:
         for chunk in in_chunks(sorted(self._stories)):
-            query = select(_heads.c.room_id, _heads.c.token).where(_heads.c.room_id.in_(chunk))
-            self._heads.update(
-                (room_id, token) for room_id, token in self._connection.execute(query)
-            )
+            query = select(_heads).where(_heads.c.room_id.in_(chunk))
+            for room_id, token, event_id in self._connection.execute(query):
+                self._heads[room_id] = (token, event_id)
         whole: set[str] = set()
         places: set[_Place] = set()
         for room_id, story in self._stories.items():
@@ -433,7 +435,7 @@ class _Rooms:
 
     def _come(self, room_id: str, event: _Came) -> None:
         """An event of ours: it is the newest of its room."""
-        here = self._here[room_id]
+        here, newest = self._here[room_id], (event.token, event.event_id)
         for server in event.minus:
             if server in here:
                 # As if it had been away for this one event.
@@ -441,8 +443,8 @@ class _Rooms:
                 here[server] = event.token
         for server in event.plus:
             if server not in here:
-                self._depart(room_id, server, event.token - 1, event.token, event.token)
-        self._heads[room_id] = event.token
+                self._depart(room_id, server, event.token - 1, event.token, newest)
+        self._heads[room_id] = newest
         self._moved.add(room_id)
 
     def _move(self, room_id: str, token: int, row: HostsRow | ServersRow) -> None:
@@ -460,18 +462,21 @@ class _Rooms:
 
     def _leave(self, room_id: str, server: str, token: int) -> None:
         joined = self._here[room_id].pop(server)
-        head = self._heads.get(room_id, 0)
-        if head > joined:
+        head = self._heads.get(room_id)
+        if head is not None and head[0] > joined:
             self._depart(room_id, server, joined, token, head)
 
-    def _depart(self, room_id: str, server: str, joined: int, left: int, event: int) -> None:
+    def _depart(
+        self, room_id: str, server: str, joined: int, left: int, event: tuple[int, str]
+    ) -> None:
         self._departures[room_id, server] = {
             "room_id": room_id,
             "server": server,
             "joined": joined,
             "left_token": left,
             "left_ms": self._now_ms,
-            "event_token": event,
+            "event_token": event[0],
+            "event_id": event[1],
         }
 
     def _write(self, told: dict[str, int]) -> None:
@@ -491,12 +496,16 @@ class _Rooms:
         ]
         for rows in in_chunks(begun):
             insert_rows(self._connection, _stays, rows)
-        heads = [{"room_id": name, "token": self._heads[name]} for name in sorted(self._moved)]
+        heads = [
+            {"room_id": name, "token": self._heads[name][0], "event_id": self._heads[name][1]}
+            for name in sorted(self._moved)
+        ]
         for newest in in_chunks(heads):
-            insert_rows(self._connection, _heads, newest, replacing="token")
+            insert_rows(self._connection, _heads, newest, replacing=("token", "event_id"))
         departures = [self._departures[place] for place in sorted(self._departures)]
-        if departures:
-            replace_rows(self._connection, _departures, ("room_id", "server"), departures)
+        ended_by = ("joined", "left_token", "left_ms", "event_token", "event_id")
+        for gone in in_chunks(departures):
+            insert_rows(self._connection, _departures, gone, replacing=ended_by)
         embedded.store_told(self._connection, told)
 
 
@@ -584,12 +593,10 @@ def _is_beyond(connection: Connection, which: int, least: int, token: int) -> bo
     return _stand(connection, token)[which] >= least
 
 
-_NAMED = (
-    exists().where(_heads.c.token == _log.c.token)
-    | exists().where(_departures.c.event_token == _log.c.token)
-    | exists().where(_edus.c.token == _log.c.token)
+_NAMED = exists().where(_heads.c.token == _log.c.token) | exists().where(
+    _departures.c.event_token == _log.c.token
 )
-"""The state names something that stands in this record."""
+"""The state names the event that stands in this record."""
 
 
 def _move_first(connection: Connection, token: int) -> tuple[int, int]:
@@ -600,64 +607,34 @@ def _move_first(connection: Connection, token: int) -> tuple[int, int]:
     return bounds.first, first
 
 
-def _delete_between(connection: Connection, begin: int, end: int) -> None:
-    connection.execute(delete(_log).where(_log.c.token >= begin, _log.c.token < end, ~_NAMED))
+def _delete_between(connection: Connection, begin: int, end: int) -> int:
+    unnamed = delete(_log).where(_log.c.token >= begin, _log.c.token < end, ~_NAMED)
+    return connection.execute(unnamed).rowcount
 
 
-class Tidied(NamedTuple):
-    """What a look came to: EDUs that were dropped and that somebody may lack, where it ended."""
+class _Page(NamedTuple, Generic[Place]):
+    """Where the next page begins, and how many rows of this one were deleted."""
 
-    dropped: int
-    log_after: int
-    departures_after: _Place
+    after: Place
+    deleted: int
 
 
-def _tidy(
-    connection: Connection,
-    now_ms: int,
-    edu_floor: int,
-    edu_bytes: int,
-    log_after: int,
-    departures_after: _Place,
-) -> Tidied:
-    """Delete some of what nobody needs; the next look goes on where this one ended."""
-    _tidy_old(connection, now_ms - KEEP_LEFT_MS)
-    departures_after = _tidy_departures(connection, departures_after)
-    known = (
-        select(_edus.c.token, _edus.c.number)
-        .where(_edus.c.kind == "to_device", _edus.c.token <= edu_floor)
-        .limit(ROWS_AT_ONCE)
-    )
-    _delete_edus(connection, [(row.token, row.number) for row in connection.execute(known)])
-    dropped = _bound_edus(connection, edu_floor, edu_bytes)
+def _tidy_log(connection: Connection, after: int) -> _Page[int]:
+    """Delete what the state has stopped naming, of what it kept below the first record."""
     first = connection.execute(select(_state.c.first)).scalar_one()
     kept = (
         select(_log.c.token)
-        .where(_log.c.token > log_after, _log.c.token < first)
+        .where(_log.c.token > after, _log.c.token < first)
         .order_by(_log.c.token)
         .limit(ROWS_AT_ONCE)
     )
     tokens = connection.execute(kept).scalars().all()
-    if tokens:
-        _delete_between(connection, tokens[0], tokens[-1] + 1)
-    log_after = tokens[-1] if len(tokens) == ROWS_AT_ONCE else 0
-    return Tidied(dropped, log_after, departures_after)
+    deleted = _delete_between(connection, tokens[0], tokens[-1] + 1) if tokens else 0
+    return _Page(tokens[-1] if len(tokens) == ROWS_AT_ONCE else 0, deleted)
 
 
-def _tidy_old(connection: Connection, before_ms: int) -> None:
-    old = (
-        select(_departures.c.room_id, _departures.c.server)
-        .where(_departures.c.left_ms < before_ms)
-        .limit(ROWS_AT_ONCE)
-    )
-    _delete_departures(connection, [(row[0], row[1]) for row in connection.execute(old)])
-    redactions = tables.redactions
-    gone = select(redactions.c.event_id).where(redactions.c.received_ts < before_ms)
-    some = gone.limit(ROWS_AT_ONCE)
-    connection.execute(delete(redactions).where(redactions.c.event_id.in_(some)))
-
-
-def _tidy_departures(connection: Connection, after: _Place) -> _Place:
+def _tidy_departures(connection: Connection, after: _Place) -> _Page[_Place]:
+    """Delete those of servers that are back, and were to get a newer event."""
     place = (_departures.c.room_id, _departures.c.server)
     page = (
         select(*place, _IS_BACK.label("back"))
@@ -666,8 +643,22 @@ def _tidy_departures(connection: Connection, after: _Place) -> _Place:
         .limit(ROWS_AT_ONCE)
     )
     rows = connection.execute(page).all()
-    _delete_departures(connection, [(row[0], row[1]) for row in rows if row.back])
-    return (rows[-1][0], rows[-1][1]) if len(rows) == ROWS_AT_ONCE else ("", "")
+    back = [(row[0], row[1]) for row in rows if row.back]
+    _delete_departures(connection, back)
+    next_after = (rows[-1][0], rows[-1][1]) if len(rows) == ROWS_AT_ONCE else ("", "")
+    return _Page(next_after, len(back))
+
+
+def _forget_departures(connection: Connection, before_ms: int) -> int:
+    """Delete some that are too old; how many."""
+    old = (
+        select(_departures.c.room_id, _departures.c.server)
+        .where(_departures.c.left_ms < before_ms)
+        .limit(ROWS_AT_ONCE)
+    )
+    places = [(row[0], row[1]) for row in connection.execute(old)]
+    _delete_departures(connection, places)
+    return len(places)
 
 
 def _delete_departures(connection: Connection, places: Sequence[_Place]) -> None:
@@ -676,28 +667,44 @@ def _delete_departures(connection: Connection, places: Sequence[_Place]) -> None
         connection.execute(delete(_departures).where(where))
 
 
-def _bound_edus(connection: Connection, edu_floor: int, edu_bytes: int) -> int:
-    """Drop EDUs until the others are no more than `edu_bytes`; those that somebody may lack.
+def _forget_redactions(connection: Connection, before_ms: int) -> int:
+    """Delete some that are too old; how many."""
+    table = tables.redactions.c
+    old = select(table.event_id).where(table.received_ts < before_ms).limit(ROWS_AT_ONCE)
+    gone = delete(tables.redactions).where(table.event_id.in_(old))
+    return connection.execute(gone).rowcount
 
-    Those that every consumer has go first, and then the oldest.
-    """
-    size = connection.execute(select(func.sum(_edus.c.bytes))).scalar() or 0
-    if size <= edu_bytes:
-        return 0
-    lacking = _edus.c.token > edu_floor
-    oldest = (
-        select(_edus.c.token, _edus.c.number, _edus.c.bytes)
-        .order_by(lacking, _edus.c.token, _edus.c.number)
+
+def _forget_messages(connection: Connection, floor: int) -> int:
+    """Delete some of the to-device messages that every consumer has; how many."""
+    known = (
+        select(_edus.c.token, _edus.c.number)
+        .where(_edus.c.kind == "to_device", _edus.c.token <= floor)
         .limit(ROWS_AT_ONCE)
     )
-    going: list[tuple[int, int]] = []
-    for token, number, bytes_ in connection.execute(oldest):
-        if size <= edu_bytes:
+    which = [(row.token, row.number) for row in connection.execute(known)]
+    _delete_edus(connection, which)
+    return len(which)
+
+
+def _size_of_edus(connection: Connection) -> int:
+    return int(connection.execute(select(func.sum(_edus.c.bytes))).scalar() or 0)
+
+
+def _oldest_edus(connection: Connection, size: int) -> list[tuple[int, int, int]]:
+    """Token, number and bytes of the oldest EDUs, so many that they are `size` bytes.
+
+    Those that every consumer has are the oldest.
+    """
+    at = (_edus.c.token, _edus.c.number)
+    query = select(*at, _edus.c.bytes).order_by(*at).limit(ROWS_AT_ONCE)
+    found: list[tuple[int, int, int]] = []
+    for token, number, bytes_ in connection.execute(query):
+        if size <= 0:
             break
         size -= bytes_
-        going.append((token, number))
-    _delete_edus(connection, going)
-    return sum(token > edu_floor for token, _ in going)
+        found.append((token, number, bytes_))
+    return found
 
 
 # --- snapshots ------------------------------------------------------------------------------------
@@ -765,82 +772,50 @@ class SnapshotTables:
             null().label("left_token"),
             null().label("left_ms"),
             null().label("event_id"),
-            null().label("lines"),
         ).where(_stays.c.left.is_(None))
-        gone = (
-            select(
-                _departures.c.room_id,
-                _departures.c.server,
-                _departures.c.joined,
-                _departures.c.left_token,
-                _departures.c.left_ms,
-                null(),
-                _log.c.lines,
-            )
-            .join(_log, _log.c.token == _departures.c.event_token)
-            .where(self._left())
-        )
-        query = union_all(present, gone).order_by("room_id", "server", "joined")
-        for room_id, server, joined, left, ms, _, lines in self._connection.execute(query):
-            event_id = None if lines is None else _pdu(lines)[0]
-            yield room_id, server, joined, left, ms, event_id
+        gone = select(
+            _departures.c.room_id,
+            _departures.c.server,
+            _departures.c.joined,
+            _departures.c.left_token,
+            _departures.c.left_ms,
+            _departures.c.event_id,
+        ).where(self._left())
+        return self._read(union_all(present, gone).order_by("room_id", "server", "joined"))
 
     def _read_heads(self) -> Rows:
-        query = (
-            select(_heads.c.room_id, _heads.c.token, _log.c.lines)
-            .join(_log, _log.c.token == _heads.c.token)
-            .where(_IS_WANTED)
-            .order_by(_heads.c.room_id)
-        )
-        for room_id, token, lines in self._connection.execute(query):
-            yield room_id, token, _pdu(lines)[0]
+        return self._read(select(_heads).where(_IS_WANTED).order_by(_heads.c.room_id))
 
     def _events(self) -> Rows:
         named = union(
-            select(_heads.c.room_id, _heads.c.token).where(_IS_WANTED),
-            select(_departures.c.room_id, _departures.c.event_token).where(self._left()),
+            select(_heads).where(_IS_WANTED),
+            select(_departures.c.room_id, _departures.c.event_token, _departures.c.event_id).where(
+                self._left()
+            ),
         ).subquery()
         query = (
-            select(named.c.room_id, named.c.token, _log.c.lines)
+            select(named.c.event_id, named.c.room_id, named.c.token, _log.c.lines)
             .join(_log, _log.c.token == named.c.token)
             .order_by(named.c.room_id, named.c.token)
         )
-        for room_id, token, lines in self._connection.execute(query):
-            event_id, text = _pdu(lines)
-            yield event_id, room_id, token, text
+        for event_id, room_id, token, lines in self._connection.execute(query):
+            pdu = next(row for row in rows_of(lines) if row.startswith(b'["pdu",'))
+            yield event_id, room_id, token, pdu.decode()
 
     def _read_edus(self) -> Rows:
-        query = (
-            select(
-                _edus.c.destination,
-                _edus.c.token,
-                _edus.c.number,
-                _edus.c.kind,
-                _edus.c.resync,
-                _log.c.lines,
-            )
-            .join(_log, _log.c.token == _edus.c.token)
-            .order_by(_edus.c.destination, _edus.c.token, _edus.c.number)
-        )
-        for destination, token, number, kind, resync, lines in self._connection.execute(query):
-            text = rows_of(lines)[number].decode()
-            yield destination, token, number, kind, bool(resync), text
+        edu = _edus.c
+        columns = (edu.destination, edu.token, edu.number, edu.kind, edu.resync, edu.text)
+        return self._read(select(*columns).order_by(edu.destination, edu.token, edu.number))
 
     def _redactions(self) -> Rows:
-        table = tables.redactions
-        query = (
-            select(table.c.redacts, table.c.event_id, table.c.received_ts)
-            .where(table.c.received_ts >= self._since_ms)
-            .order_by(table.c.redacts, table.c.event_id)
+        table = tables.redactions.c
+        query = select(table.redacts, table.event_id, table.received_ts).where(
+            table.received_ts >= self._since_ms
         )
+        return self._read(query.order_by(table.redacts, table.event_id))
+
+    def _read(self, query: Executable) -> Rows:
         yield from (tuple(row) for row in self._connection.execute(query))
-
-
-def _pdu(lines: bytes) -> tuple[str, str]:
-    """The id of the event in a record, and its row as text."""
-    text = next(row for row in rows_of(lines) if row.startswith(b'["pdu",'))
-    event_id: str = json.loads(text)[1][1]
-    return event_id, text.decode()
 
 
 # --- the database ---------------------------------------------------------------------------------
@@ -934,11 +909,13 @@ class RelayStore:
         return await self._database.read(partial(appends.find_appends, keys=keys))
 
     async def forget_appends(self, keep_ms: int = 0) -> int:
-        """Delete some of the ids older than a day, and than `keep_ms`; returns how many."""
+        """Delete the ids older than a day, and than `keep_ms`, some at a time; how many."""
         now_ms = self._outside.now_ms() - max(0, keep_ms - appends.KEPT_MS)
-        return await self._database.write(
-            lambda connection: appends.forget_appends(connection, now_ms)
-        )
+        forget = partial(appends.forget_appends, now_ms=now_ms)
+        forgotten = 0
+        while some := await self._database.write(forget):
+            forgotten += some
+        return forgotten
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
         """The servers that are in a room; None: no row was about them."""
@@ -983,23 +960,48 @@ class RelayStore:
             begin = upto
 
     async def tidy(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
-        """Delete some of what nobody needs; returns how many EDUs went that somebody may lack.
+        """Delete what nobody needs; returns how many EDUs went that somebody may lack.
+
+        What is only found by looking at all rows goes bit by bit, some with each call.
 
         Args:
             edu_floor: every consumer has the EDUs up to this token.
             edu_bytes: all EDUs together may be so large.
         """
-        look = partial(
-            _tidy,
-            now_ms=now_ms,
-            edu_floor=edu_floor,
-            edu_bytes=edu_bytes,
-            log_after=self._log_after,
-            departures_after=self._departures_after,
-        )
-        tidied = await self._database.write(look)
-        self._log_after, self._departures_after = tidied.log_after, tidied.departures_after
-        return tidied.dropped
+        before_ms = now_ms - KEEP_LEFT_MS
+        await self._repeat(partial(_forget_departures, before_ms=before_ms))
+        await self._repeat(partial(_forget_redactions, before_ms=before_ms))
+        await self._repeat(partial(_forget_messages, floor=edu_floor))
+        dropped = await self._bound_edus(edu_floor, edu_bytes)
+        self._departures_after = await self._go_on(_tidy_departures, self._departures_after)
+        self._log_after = await self._go_on(_tidy_log, self._log_after)
+        return dropped
+
+    async def _repeat(self, some: Callable[[Connection], int]) -> None:
+        """Delete some, a transaction each time, until there are fewer than one may delete."""
+        while await self._database.write(some) >= ROWS_AT_ONCE:
+            pass
+
+    async def _go_on(self, look: Callable[..., _Page[Place]], after: Place) -> Place:
+        """Look through the next page, and through more as long as much is found to delete."""
+        page = _Page(after, ROWS_AT_ONCE)
+        while 4 * page.deleted >= ROWS_AT_ONCE:
+            page = await self._database.write(partial(look, after=page.after))
+        return page.after
+
+    async def _bound_edus(self, floor: int, most_bytes: int) -> int:
+        """Drop the oldest beyond the bound; how many of them some consumer may lack."""
+        dropped = 0
+        excess = await self._database.read(_size_of_edus) - most_bytes
+        while excess > 0:
+            going = await self._database.read(partial(_oldest_edus, size=excess))
+            if not going:
+                break  # Newer ones have taken their place since.
+            which = [(token, number) for token, number, _ in going]
+            await self._database.write(partial(_delete_edus, which=which))
+            excess -= sum(size for *_, size in going)
+            dropped += sum(token > floor for token, _ in which)
+        return dropped
 
     async def give_pages_back(self) -> None:
         """Let the file shrink by what was deleted, some at a time. PostgreSQL does so by itself."""
@@ -1048,14 +1050,16 @@ class RelayStore:
 
 def _claim(connection: Connection, server_name: str) -> None:
     """Have the database belong to this homeserver's relay. Raises WrongDatabase."""
-    owner = connection.execute(select(_state.c.server_name)).scalar()
-    if owner is None:
+    query = select(_state.c.server_name)
+    if connection.execute(query).first() is None:
         if positions.feed_position(connection) >= 0:
             raise WrongDatabase(
                 "this is the store of a sender: a relay needs a database of its own"
             )
-        connection.execute(_state.insert().values(id=1, server_name=server_name, first=1))
-    elif owner != server_name:
+        # Another relay may do so at this moment.
+        insert_rows(connection, _state, [{"id": 1, "server_name": server_name, "first": 1}])
+    owner = connection.execute(query).scalar_one()
+    if owner != server_name:
         raise WrongDatabase(f"this is the database of the relay of {owner}, not of {server_name}")
 
 

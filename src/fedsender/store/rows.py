@@ -69,13 +69,13 @@ def insert_rows(
     rows: Sequence[Mapping[str, Any]],
     *,
     raising: str | None = None,
-    replacing: str | None = None,
+    replacing: tuple[str, ...] = (),
 ) -> None:
     """Insert rows, all with the same columns and each with another key.
 
     Where the key is there already: `raising` names a column that takes the new value if it holds a
-    smaller one or none, `replacing` one that takes it in any case; without them the row stays as
-    it is.
+    smaller one or none, `replacing` those that take it in any case; without them the row stays
+    as it is.
     """
     if not rows:
         return
@@ -98,7 +98,7 @@ def insert_rows(
 
 
 @cache
-def _sqlite_insert(table: Table, raising: str | None, replacing: str | None) -> Insert:
+def _sqlite_insert(table: Table, raising: str | None, replacing: tuple[str, ...]) -> Insert:
     # Made once: to make it costs as much as to run it.
     return _on_conflict(sqlite.insert(table), table, raising, replacing)
 
@@ -107,14 +107,17 @@ def _on_conflict(
     statement: Insert,
     table: Table,
     raising: str | None,
-    replacing: str | None,
+    replacing: tuple[str, ...],
 ) -> Insert:
-    name = raising or replacing
-    if name is None:
+    names = (raising,) if raising is not None else replacing
+    if not names:
         return statement.on_conflict_do_nothing()
-    stored, given = table.c[name], statement.excluded[name]
+    smaller = None
+    if raising is not None:
+        stored = table.c[raising]
+        smaller = or_(stored.is_(None), stored < statement.excluded[raising])
     return statement.on_conflict_do_update(
         index_elements=list(table.primary_key),
-        set_={name: given},
-        where=or_(stored.is_(None), stored < given) if raising is not None else None,
+        set_={name: statement.excluded[name] for name in names},
+        where=smaller,
     )

@@ -256,6 +256,7 @@ relay_heads = Table(
     homeserver,
     Column("room_id", Text, primary_key=True),
     Column("token", BigInteger, nullable=False, index=True, comment="newest event of our own"),
+    Column("event_id", Text, nullable=False),
 )
 relay_departures = Table(
     "relay_departures",
@@ -268,6 +269,7 @@ relay_departures = Table(
     Column(
         "event_token", BigInteger, nullable=False, index=True, comment="newest event it was to get"
     ),
+    Column("event_id", Text, nullable=False),
 )
 relay_edus = Table(
     "relay_edus",
@@ -278,9 +280,11 @@ relay_edus = Table(
     Column("kind", Text, nullable=False),
     Column("about", Text, nullable=False, comment="the user; empty for to-device messages"),
     Column("resync", Boolean, nullable=False, comment="others before it may have been missed"),
-    Column("bytes", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False, comment="of the text and the destination"),
+    Column("text", Text, nullable=False, comment="the row, as JSON"),
     Index("relay_edus_about", "destination", "kind", "about"),
-    Index("relay_edus_kind_token", "kind", "token"),
+    # All that is asked of sizes, and of what every consumer has: no text is read for it.
+    Index("relay_edus_kind_token", "kind", "token", "number", "bytes"),
 )
 relay_consumers = Table(
     "relay_consumers",
