@@ -5,7 +5,7 @@ import random
 import sqlite3
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -70,6 +70,7 @@ def pdu(room_id: str, event_id: str, plus: Sequence[str] = (), minus: Sequence[s
         "origin_server_ts": 1,
     }
     about: dict[str, Json] = {"room_version": "10", "plus": list(plus), "minus": list(minus)}
+    about["internal_metadata"] = {}
     return ["pdu", [room_id, event_id, event, about]]
 
 
@@ -97,35 +98,71 @@ class Model:
 
     token: int = 0
     here: defaultdict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    due: dict[tuple[str, str], str] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
+    newest: dict[tuple[str, str], str] = field(default_factory=dict)
+    ended: dict[tuple[str, str], int] = field(default_factory=dict)
     messages: list[tuple[str, int]] = field(default_factory=list)
-    lists: dict[tuple[str, str], tuple[int, bool]] = field(default_factory=dict)
+    lists: dict[tuple[str, str, str], tuple[int, bool]] = field(default_factory=dict)
+    redactions: dict[str, tuple[str, int]] = field(default_factory=dict)
 
-    def tell(self, rows: Sequence[Any], floor: int) -> None:
-        """One record."""
+    def tell(self, rows: Sequence[Any], floor: int, ms: int) -> None:
+        """One record, at that time."""
         self.token += 1
         for kind, row in sorted(rows, key=lambda row: row[0] != "pdu"):
             if kind == "pdu":
-                room_id, event_id, _, about = row
-                for server in {*self.here[room_id], *about["plus"]} - {*about["minus"]}:
-                    self.due[room_id, server] = event_id
-                for server in {*about["minus"]} & self.here[room_id].keys():
-                    self.here[room_id][server] = self.token  # As if it came after this one.
+                room_id, event_id, event, about = row
+                self._come(room_id, event_id, event, about, ms)
             elif kind == "hosts":
-                room_id, joined, left = row
-                for server in left:
-                    self.here[room_id].pop(server, None)
-                for server in joined:
-                    self.here[room_id].setdefault(server, self.token)
+                self._move(row[0], row[1], row[2], ms)
             elif kind == "servers":
-                before = self.here[row[0]]
-                self.here[row[0]] = {name: before.get(name, self.token) for name in row[1]}
-            elif kind == "edu" and row[0] == "to_device":
+                self._move(row[0], row[1], self.here[row[0]].keys() - row[1], ms)
+            elif kind == "redaction":
+                self.redactions.setdefault(row[0], (row[1], ms))
+            elif row[0] == "to_device":
                 self.messages.append((row[1], self.token))
-            elif kind == "edu":
-                known = self.lists.get((row[1], row[2]))
+            else:
+                what = row[0]
+                if what == "signing_key":
+                    what = " ".join([what, *(name.removesuffix("_key") for name in row[3])])
+                known = self.lists.get((row[1], what, row[2]))
                 missed = known is not None and known[0] > floor
-                self.lists[row[1], row[2]] = (self.token, row[4] is None or missed)
+                self.lists[row[1], what, row[2]] = (self.token, row[-1] is None or missed)
+
+    def _come(self, room_id: str, event_id: str, event: Any, about: Any, ms: int) -> None:
+        behalf = about["internal_metadata"].get("send_on_behalf_of")
+        ours = event["sender"].endswith(f":{SERVER}") or behalf is not None
+        if not ours or not event["prev_events"]:
+            return
+        here, minus = self.here[room_id], {*about["minus"], behalf}
+        for server in sorted(minus & here.keys()):
+            self._leave(room_id, server, ms)
+            here[server] = self.token  # As if it came after this one.
+        for server in {*here, *about["plus"]} - minus:
+            self.newest[room_id, server] = event_id
+        for server in {*about["plus"]} - here.keys():
+            self.ended[room_id, server] = ms
+        self.heads[room_id] = self.token
+
+    def _leave(self, room_id: str, server: str, ms: int) -> None:
+        joined = self.here[room_id].pop(server)
+        if self.heads.get(room_id, 0) > joined:
+            self.ended[room_id, server] = ms
+
+    def _move(self, room_id: str, joined: Sequence[str], left: Collection[str], ms: int) -> None:
+        for server in sorted(left):
+            if server in self.here[room_id]:
+                self._leave(room_id, server, ms)
+        for server in joined:
+            self.here[room_id].setdefault(server, self.token)
+
+    def due(self, since_ms: int) -> dict[tuple[str, str], str]:
+        """By room and server the newest event for it: of those that left before then, none."""
+        return {
+            (room_id, server): event_id
+            for (room_id, server), event_id in self.newest.items()
+            if self.here[room_id].get(server, self.token) < self.heads[room_id]
+            or self.ended[room_id, server] >= since_ms
+        }
 
 
 def told_by(found: dict[str, list[tuple[Any, ...]]]) -> dict[tuple[str, str], str]:
@@ -150,9 +187,28 @@ def some_rows(rng: random.Random, number: int) -> list[Any]:
     room_id = rng.choice(ROOMS)
     some = rng.sample(SERVERS, rng.randrange(3))
     others = [server for server in SERVERS if server not in some][: rng.randrange(3)]
-    match rng.randrange(10):
+    match rng.randrange(14):
         case 0 | 1 | 2 | 3:
             return [pdu(room_id, f"$e{number}")]
+        case 10:
+            row: Any = pdu(room_id, f"$e{number}")
+            kind = rng.randrange(3)
+            if kind == 0:
+                row[1][2]["prev_events"] = []
+            else:
+                row[1][2]["sender"] = "@b:other.example"
+            if kind == 1:
+                row[1][3]["internal_metadata"] = {"send_on_behalf_of": rng.choice(SERVERS)}
+            return [row, ["hosts", [room_id, some, others]]]
+        case 11:
+            return [["redaction", [f"$r{number}", f"$e{rng.randrange(number + 1)}"]]]
+        case 12 | 13:
+            user = f"@u{rng.randrange(2)}:{SERVER}"
+            names = rng.choice(
+                [["master_key"], ["self_signing_key"], ["master_key", "self_signing_key"]]
+            )
+            keys = {name: {"keys": {f"ed25519:{number}": f"{number}"}} for name in names}
+            return [["edu", ["signing_key", rng.choice(SERVERS), user, keys]]]
         case 4:
             return [pdu(room_id, f"$e{number}", some, others)]
         case 5 | 6:
@@ -174,7 +230,8 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
     rng = random.Random(seed)
     model = Model()
     floor = 0
-    async with open_relay_store(new_url(), real_outside(), SERVER, synchronous="OFF") as store:
+    clock = Clock()
+    async with open_relay_store(new_url(), clock.outside, SERVER, synchronous="OFF") as store:
         assert await store.begin_intake("e" * 16)
         number = 0
         for _ in range(40):
@@ -185,21 +242,27 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
             assert tokens == [model.token + each for each in range(1, len(group) + 1)]
             number += len(group)
             for rows in group:
-                model.tell(json.loads(json.dumps(rows)), floor)
+                model.tell(json.loads(json.dumps(rows)), floor, clock.ms)
             if rng.random() < 0.3:
                 floor = rng.randrange(floor, model.token + 1)
                 await store.save_consumers([Consumer("c", 0, 0, acked=floor)])
             if rng.random() < 0.3:
                 await store.drop_through(rng.randrange(model.token + 1))
             if rng.random() < 0.3:
-                await store.tidy(real_outside().now_ms(), floor, 2**30)
+                await store.tidy(clock.ms, floor, 2**30)
+            clock.ms += rng.choice([1, 1, DAY_MS, 12 * DAY_MS])
             bounds = await store.bounds()
             assert bounds.head == model.token
             kept = await store.read_log(bounds.first - 1, bounds.head, 2**20)
             assert [each.token for each in kept] == list(range(bounds.first, bounds.head + 1))
             assert bounds.bytes == sum(len(each.lines) for each in kept)
             found = await rows_of_snapshot(store)
-            assert told_by(found) == model.due
+            assert told_by(found) == model.due(clock.ms - KEEP_LEFT_MS)
+            assert {row[1]: (row[0], row[2]) for row in found["redactions"]} == {
+                event_id: (target, ms)
+                for event_id, (target, ms) in model.redactions.items()
+                if ms >= clock.ms - KEEP_LEFT_MS
+            }
             here = {(row[0], row[1]): row[2] for row in found["hosts"] if row[3] is None}
             assert here == {
                 (room_id, server): token
@@ -213,9 +276,9 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
             }
             assert lacking == {each for each in model.messages if each[1] > floor}
             lists = {
-                (row[0], json.loads(row[5])[1][2]): (row[1], row[4])
+                (row[0], row[3], json.loads(row[5])[1][2]): (row[1], row[4])
                 for row in found["edus"]
-                if row[3] == "device_list"
+                if row[3] != "to_device"
             }
             assert lists == model.lists
 
