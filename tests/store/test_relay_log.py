@@ -187,10 +187,10 @@ def some_rows(rng: random.Random, number: int) -> list[Any]:
     room_id = rng.choice(ROOMS)
     some = rng.sample(SERVERS, rng.randrange(3))
     others = [server for server in SERVERS if server not in some][: rng.randrange(3)]
-    match rng.randrange(14):
+    match rng.randrange(17):
         case 0 | 1 | 2 | 3:
             return [pdu(room_id, f"$e{number}")]
-        case 10:
+        case 10 | 14 | 15 | 16:
             row: Any = pdu(room_id, f"$e{number}")
             kind = rng.randrange(3)
             if kind == 0:
