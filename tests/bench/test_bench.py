@@ -107,6 +107,21 @@ def test_append_tells_the_rate_of_each_size_of_request(
         assert 0 < each["p50_ms"] <= each["p99_ms"]
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_append_relay_tells_the_rate_of_each_size_of_transaction(
+    kind: str, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    more: tuple[str, ...] = ()
+    if kind == "postgresql":
+        more = ("--database", request.getfixturevalue("postgres").create_schema())
+    figures = figures_of(capfd, "append-relay", *tiny(1, 32), *more)
+    assert figures["database"] == kind
+    assert list(figures["groups"]) == ["1", "16", "128", "1024"]
+    for each in figures["groups"].values():
+        assert each["records_per_s"] > 0
+        assert each["floor_records_per_s"] > 0
+
+
 def test_append_busy_tells_how_long_an_append_takes_while_servers_are_sent_to(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

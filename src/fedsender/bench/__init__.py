@@ -49,6 +49,8 @@ _BENCHES: Final = {
     "pipeline": _Bench("pipeline", servers=10_000, events=1_000_000, rounds=1),
     # Events: records per size of request.
     "append": _Bench("append", servers=1, events=20_000, rounds=3),
+    # The same: of a transaction.
+    "append-relay": _Bench("append", servers=1, events=20_000, rounds=3),
     # Events: appends.
     "append-busy": _Bench("append", servers=300, events=2_000, rounds=1),
     # Events: records per size of group; MiB of log.

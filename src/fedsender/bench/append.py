@@ -28,17 +28,22 @@ from fedsender.daemon import open_core, open_intake
 from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender.demo.process import write_secret, write_signing_key
 from fedsender.intake.client import IntakeClient, NewRecord
-from fedsender.intake.intake import MAX_APPENDS
+from fedsender.intake.intake import KEY_BYTES, MAX_APPENDS
 from fedsender.intake.rows import prepare
+from fedsender.intake.writer import GROUP_RECORDS
 from fedsender.outside import real_outside
+from fedsender.store import appends
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
+from fedsender.store.relay import RelayStore, open_relay_store
 from fedsender.telemetry import configure_logging
 
 GROUPS: Final = (1, 16, 128, MAX_APPENDS)
+GROUPS_OF_STORE: Final = (1, 16, 128, GROUP_RECORDS)
 # A request of one waits for the disk each time: fewer of them say as much.
 _MOST_REQUESTS: Final = 1_000
 _PATIENCE_S: Final = 600.0
 _TOKEN: Final = "of this run"
+_SERVER: Final = "relay.test"
 _EVERY_S: Final = 0.5
 """Between two messages to all servers."""
 
@@ -152,6 +157,57 @@ async def _round(
         "ratio": got["seconds"] / floor_s,
         "cpu_us_per_record": cpu_s / records * 1e6,
     }
+
+
+async def append_relay(options: Options) -> dict[str, Any]:
+    """Records per second that a relay's database takes, by how many share a transaction.
+
+    `options.events` is how many records of about 1 KB are stored for each; `options.database` an
+    empty PostgreSQL database, which is filled. Without it, SQLite with `synchronous` FULL.
+    """
+    configure_logging(Log(level="error"), now_ms=real_outside().now_ms)
+    groups: dict[str, dict[str, float]] = {}
+    with TemporaryDirectory(prefix="fedsender-bench-") as name:
+        url = options.database or f"sqlite:///{name}/relay.sqlite3"
+        floor_url = options.database or f"sqlite:///{name}/floor.db"
+        async with open_relay_store(url, real_outside(), _SERVER) as store:
+            await store.begin_intake("0" * 16)
+            first = 1
+            for group in GROUPS_OF_STORE:
+                rounds = []
+                for _ in range(options.rounds):
+                    requests = max(1, min(options.events // group, _MOST_REQUESTS))
+                    rounds.append(await _relay_round(store, first, requests, group, floor_url))
+                    first += requests * group
+                groups[str(group)] = {
+                    figure: median([each[figure] for each in rounds], 2) for figure in rounds[0]
+                }
+    kind = checked_url(url).get_backend_name()
+    return {"database": kind, "record_bytes": prepare([row(1)]).size, "groups": groups}
+
+
+async def _relay_round(
+    store: RelayStore, first: int, requests: int, group: int, floor_url: str
+) -> dict[str, float]:
+    # Made beforehand: who asked for it, and over what, is not measured here.
+    records = [_stored(number) for number in range(first, first + requests * group)]
+    meter = Meter()
+    for at in range(0, len(records), group):
+        await store.append_records(records[at : at + group])
+    took = meter.read()
+    floor_s = await trio.to_thread.run_sync(_floor, floor_url, first, requests, group)
+    return {
+        "records_per_s": len(records) / took.wall_s,
+        "floor_records_per_s": len(records) / floor_s,
+        "ratio": took.wall_s / floor_s,
+        "cpu_us_per_record": took.cpu_s / len(records) * 1e6,
+    }
+
+
+def _stored(number: int) -> appends.NewRecord:
+    record = prepare([row(number)])
+    key = b"%0*d" % (KEY_BYTES, number)
+    return appends.NewRecord(key, record.check(), record.parsed, record.rows)
 
 
 def _floor(url: str, first: int, requests: int, group: int) -> float:
