@@ -88,6 +88,10 @@ _log, _state, _epochs = tables.relay_log, tables.relay_state, tables.relay_epoch
 _heads, _departures, _edus = tables.relay_heads, tables.relay_departures, tables.relay_edus
 _consumers, _stays = tables.relay_consumers, tables.room_servers
 
+# Statements that every append runs are made once: to make one costs as much as to run it.
+_NEWEST = select(_log.c.token, _log.c.ms, _log.c.end).order_by(_log.c.token.desc()).limit(1)
+_INSERT = _log.insert()
+
 
 class DamagedLog(StoreError):
     """A record is missing, or is not what was written; the text names its token."""
@@ -307,8 +311,7 @@ class RelayRows:
 
     def _store_log(self, connection: Connection) -> int:
         """Append the records; when they were taken in. That time never goes back."""
-        newest = select(_log.c.ms, _log.c.end).order_by(_log.c.token.desc()).limit(1)
-        before = connection.execute(newest).first()
+        before = connection.execute(_NEWEST).first()
         ms = self._now_ms if before is None else max(self._now_ms, before.ms)
         end = 0 if before is None else before.end
         rows = []
@@ -317,7 +320,7 @@ class RelayRows:
             row = {"token": token, "ms": ms, "end": end, "checksum": crc32(lines), "lines": lines}
             rows.append(row)
         for chunk in in_chunks(rows):
-            connection.execute(_log.insert(), chunk)
+            connection.execute(_INSERT, chunk)
         return ms
 
 
@@ -413,10 +416,6 @@ class _Rooms:
         self._write(told)
 
     def _load(self) -> None:
-        for chunk in in_chunks(sorted(self._stories)):
-            query = select(_heads).where(_heads.c.room_id.in_(chunk))
-            for room_id, token, event_id in self._connection.execute(query):
-                self._heads[room_id] = (token, event_id)
         whole: set[str] = set()
         places: set[_Place] = set()
         for room_id, story in self._stories.items():
@@ -428,6 +427,12 @@ class _Rooms:
                 else:
                     hosts = what[1]
                     places.update((room_id, server) for server in (*hosts.joined, *hosts.left))
+        # Of a room in which nobody moves, what it was before does not matter.
+        moving = whole | {room_id for room_id, _ in places}
+        for chunk in in_chunks(sorted(moving)):
+            query = select(_heads).where(_heads.c.room_id.in_(chunk))
+            for room_id, token, event_id in self._connection.execute(query):
+                self._heads[room_id] = (token, event_id)
         wanted = {place for place in places if place[0] not in whole}
         for room_id, here in embedded.open_stays(self._connection, whole, wanted).items():
             for server, joined in here.items():
@@ -514,8 +519,7 @@ class _Rooms:
 
 def _bounds(connection: Connection) -> LogBounds:
     first = connection.execute(select(_state.c.first)).scalar_one()
-    newest = select(_log.c.token, _log.c.ms, _log.c.end).order_by(_log.c.token.desc()).limit(1)
-    head = connection.execute(newest).first()
+    head = connection.execute(_NEWEST).first()
     if head is None:
         return LogBounds(first, first - 1, 0, 0)
     return LogBounds(first, head.token, head.end - _begin(connection, first), head.ms)
