@@ -223,9 +223,10 @@ def test_what_is_no_plain_yaml_is_refused(text: str, expected: str) -> None:
         ("feed: {kind: redis}", "3:14", "homeserver.kind embedded needs push, tcp"),
         ("homeserver: {kind: synapse, database: hs.db}", "3:20", "needs feed.kind redis"),
         (
-            "homeserver: {kind: synapse, database: hs.db}\nfeed: {kind: tcp}",
-            "3:20",
-            "needs feed.kind redis",
+            "homeserver: {kind: synapse, database: hs.db, event_writers: [a, b]}\n"
+            "feed: {kind: tcp}",
+            "3:61",
+            "must be one with feed.kind tcp",
         ),
         ("sender_database: homeserver.sqlite3", "3:18", "needs a file of its own"),
         (

@@ -21,11 +21,11 @@ from tests.replication.support import RecordingSink
 from fedsender.config import UnixAddress
 from fedsender.intake.rows import RelayRow
 from fedsender.outside import Outside
+from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.relay_fetch import Fetcher
-from fedsender.replication.relay_link import RelaySettings, connect_relay
 from fedsender.replication.sink import Sink
 from fedsender.simulation.virtual import now_ms
 from fedsender.store.records import History, Receipt
@@ -160,9 +160,9 @@ class Shard:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RelayFeed]:
         """The feed, until the body is left."""
-        settings = RelaySettings(ENDPOINT, self.server_name, self.name)
+        settings = LineSettings(ENDPOINT, self.server_name, self.name)
 
-        def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+        def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
             async def open_wire(nursery: trio.Nursery) -> Any:
                 return (await connect_relay(settings, outside, nursery))[0]
 

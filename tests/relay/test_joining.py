@@ -17,7 +17,7 @@ from tests.relay.shard import Line, Shard, forget_log
 
 from fedsender.relay.snapshot import SnapshotInfo, read_part
 from fedsender.relay.status import doubts, status_of
-from fedsender.replication.relay_link import State
+from fedsender.replication.relay_feed import State
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.

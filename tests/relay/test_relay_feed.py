@@ -23,7 +23,7 @@ from fedsender.relay import session
 from fedsender.relay.segment import DamagedSegment
 from fedsender.relay.snapshot import MANIFEST
 from fedsender.replication.commands import Json
-from fedsender.replication.relay_link import State
+from fedsender.replication.relay_feed import State
 from fedsender.store.records import History
 from fedsender.streams import PduRow
 from fedsender.telemetry import Metrics
@@ -461,7 +461,7 @@ async def test_a_wrong_homeserver_is_not_followed(world: World, autojump_clock: 
     shard = Shard(Line(world), server_name="other.example")
     async with shard.running():
         await until(lambda: shard.feed.last_error is not None)
-        assert "is the relay of hs.example" in str(shard.feed.last_error)
+        assert "is the replication of hs.example" in str(shard.feed.last_error)
         assert store_of(shard).history is None
 
 

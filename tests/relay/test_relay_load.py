@@ -22,8 +22,8 @@ from tests.sender.harness import HS, World
 from fedsender.intake.rows import RoomServers
 from fedsender.outside import real_outside
 from fedsender.replication.commands import Json
+from fedsender.replication.relay_feed import State
 from fedsender.replication.relay_fetch import read_rows
-from fedsender.replication.relay_link import State
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.records import History, stands_above
 from fedsender.store.relay_load import Loaded

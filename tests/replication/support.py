@@ -148,16 +148,17 @@ class RecordingSink:
 
 class HandNetwork:
     """Connections are made by what the test has put in `answers`: a function that is given the
-    server's end, or an error."""
+    server's end, or an error; `otherwise` where there is nothing."""
 
     def __init__(self) -> None:
         self.answers: deque[Callable[[trio.abc.Stream], None] | OSError] = deque()
+        self.otherwise: Callable[[trio.abc.Stream], None] | OSError = OSError("refused")
         self.tried_at: list[float] = []
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
         await trio.lowlevel.checkpoint()
         self.tried_at.append(trio.current_time())
-        answer = self.answers.popleft() if self.answers else OSError("refused")
+        answer = self.answers.popleft() if self.answers else self.otherwise
         if isinstance(answer, OSError):
             raise answer
         ours, theirs = trio.testing.memory_stream_pair()

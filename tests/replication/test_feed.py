@@ -7,19 +7,32 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import structlog.testing
 import trio
+import trio.testing
+from tests.relay.shard import MemoryStore
 from tests.replication.pubsub import Process, is_said
-from tests.replication.support import SERVER, Log, RecordingSink, until
+from tests.replication.support import (
+    ANYWHERE,
+    SERVER,
+    HandNetwork,
+    Log,
+    RecordingSink,
+    outside_with,
+    until,
+)
 from tests.replication.test_synapse_feed import Tables
 from tests.servers import Valkey
 
 from fedsender.config import Config, from_values
 from fedsender.outside import listen_unix, real_outside
+from fedsender.replication.client import LineSettings, TcpFeed
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.streams import Fact
 
 
 def configured(directory: Path, **feed: Any) -> Config:
@@ -243,3 +256,87 @@ async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
         await main.say("POSITION events master 10 14")
         await until(lambda: sink.events.value == 14)
         nursery.cancel_scope.cancel()
+
+
+# --- a server of the old document -----------------------------------------------------------------
+
+NOTICE = ["$149019767112vOHxz:hs.example", "!room:hs.example", "m.room.guest_access", "", None]
+
+
+async def test_notices_move_the_position_where_the_database_is_read_in_place(
+    tmp_path: Path,
+) -> None:
+    """The rows of the old document name events that are in the homeserver's database."""
+    path = tmp_path / "r.sock"
+    log, sink = Log(), RecordingSink()
+    log.say(8, NOTICE)
+    log.say(9, NOTICE, NOTICE)
+    async with open_replication_server(
+        SERVER, {"events": log}, [await listen_unix(path)], real_outside(), kind=OWN_KIND
+    ):
+        config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
+        homeserver = config.homeserver.model_copy(update={"kind": "synapse"})
+        config = config.model_copy(update={"homeserver": homeserver})
+        async with open_feed(config, real_outside(), SynapseTables(), sink) as feed:
+            await until(lambda: sink.events.value == 9 and feed.status().level)
+            log.say(14, NOTICE)
+            await until(lambda: sink.events.value == 14)
+            log.say(15, ["hosts", ["!room:hs.example", ["a.example"], []]])
+            await until(lambda: "homeserver.kind must be embedded" in str(feed.status().held))
+            assert (sink.events.value, feed.status().stopped) == (14, None)
+
+
+async def test_a_notice_holds_an_embedded_store_until_it_comes_as_an_event(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    """What is before it is stored and nothing behind it, so nothing is lost; and nobody has to
+    start anything again once the homeserver says it rightly."""
+    log, store, sink = Log(), MemoryStore(), RecordingSink()
+    hosts = ["hosts", ["!room:hs.example", ["a.example"], []]]
+    log.say(1, hosts)
+    log.say(2, hosts, NOTICE)
+    log.say(3, hosts)
+    network = HandNetwork()
+    async with (
+        open_replication_server(SERVER, {"events": log}, [], real_outside(), kind=OWN_KIND) as hs,
+        trio.open_nursery() as nursery,
+    ):
+        network.otherwise = lambda theirs: nursery.start_soon(hs.serve, theirs)
+        settings = LineSettings(ANYWHERE, SERVER, "sender-1")
+        feed = TcpFeed(settings, outside_with(network), store, sink, handles=lambda _: True)
+        nursery.start_soon(feed.run)
+        with structlog.testing.capture_logs() as logs:
+            await trio.sleep(600)
+        status = feed.status()
+        assert (store.applied, status.position, status.stopped) == ([1], 1, None)
+        assert status.held_s > 500
+        for word in ("events, token 2", NOTICE[0], "pdu rows", "homeserver.kind synapse"):
+            assert str(word) in str(status.held)
+        assert [line["reason"] for line in logs if line["log_level"] == "warning"] == [status.held]
+        log.facts[1] = Fact("master", 2, (hosts, hosts))
+        await trio.sleep(10)
+        assert (store.applied, feed.status().held) == ([1, 2, 3], None)
+        assert feed.status().level
+        nursery.cancel_scope.cancel()
+
+
+async def test_servers_and_edu_rows_are_taken_on_tcp_as_on_push(tmp_path: Path) -> None:
+    """All servers of a room in one row; and EDUs for one server."""
+    path = tmp_path / "r.sock"
+    log, sink = Log(), RecordingSink()
+    log.say(1, ["servers", ["!room:hs.example", ["a.example", "b.example"]]])
+    log.say(2, ["servers", ["!room:hs.example", ["b.example"]]])
+    log.say(3, ["edu", ["to_device", "b.example", "m1", {}]])
+    async with (
+        homeserver_store(tmp_path) as store,
+        open_replication_server(
+            SERVER, {"events": log}, [await listen_unix(path)], real_outside(), kind=OWN_KIND
+        ),
+    ):
+        config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
+        async with open_feed(config, real_outside(), store, sink):
+            await until(lambda: sink.events.value == 3)
+            found = await store.room_servers("!room:hs.example")
+            assert found is not None
+            assert (found.token, list(found.servers)) == (2, ["b.example"])
+            assert sink.to_device == ["b.example"]

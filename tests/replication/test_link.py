@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
 
 import pytest
 import structlog.testing
@@ -19,33 +20,49 @@ from tests.replication.support import (
     HandNetwork,
     Log,
     Netcat,
+    RecordingSink,
     outside_with,
+    until,
 )
 
 from fedsender.config import TcpAddress
-from fedsender.outside import listen_tcp, real_outside
+from fedsender.outside import Outside, listen_tcp, real_outside
+from fedsender.replication.client import Fact, LineFeed, LineSettings
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
-from fedsender.replication.link import (
-    HistoryLost,
-    Received,
-    TcpLink,
-    TcpLinkSettings,
-    open_tcp_link,
-)
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 
-SETTINGS = TcpLinkSettings(ANYWHERE, SERVER, "sender-1", kind=OWN_KIND)
+SETTINGS = LineSettings(ANYWHERE, SERVER, "sender-1")
 GREETING = [f"SERVER {SERVER}", "PING 1"]
+
+
+class Collecting(LineFeed):
+    """Holds what it is told as soon as it is told; `before_apply` may fail, or take its time."""
+
+    def __init__(self, settings: LineSettings, outside: Outside, held: int) -> None:
+        super().__init__(settings, outside, RecordingSink())
+        self.held = held
+        self.facts: list[Fact] = []
+        self.before_apply: Callable[[], Awaitable[None]] | None = None
+
+    async def _begin(self) -> None:
+        self._show(self.held)
+
+    async def _apply(self, facts: Sequence[Fact]) -> None:
+        for token, rows in facts:
+            if token > self._position:
+                if self.before_apply is not None:
+                    await self.before_apply()
+                self.facts.append((token, tuple(rows)))
+                self._show(token)
 
 
 @dataclass(slots=True)
 class World:
-    """A link, its network, and the token that its consumer holds."""
+    """A feed and its network."""
 
-    link: TcpLink
+    feed: Collecting
     network: HandNetwork
-    held: int = 53
     servers: deque[Netcat] = field(default_factory=deque)
 
     def answer(self, connections: int = 1) -> None:
@@ -54,28 +71,12 @@ class World:
 
 
 @asynccontextmanager
-async def linked(settings: TcpLinkSettings = SETTINGS) -> AsyncIterator[World]:
+async def linked(settings: LineSettings = SETTINGS) -> AsyncIterator[World]:
     network = HandNetwork()
-    held: Callable[[], int] = lambda: world.held  # noqa: E731
-    async with open_tcp_link(settings, outside_with(network), held) as link:
-        world = World(link, network)
-        yield world
-
-
-async def collect(world: World, facts: list[Received]) -> None:
-    """Take facts as a consumer does: hold them durably, then ask for more."""
-    while True:
-        for fact in await world.link.next_facts():
-            facts.append(fact)
-            world.held = fact.token
-
-
-@asynccontextmanager
-async def collecting(world: World) -> AsyncIterator[list[Received]]:
-    facts: list[Received] = []
+    world = World(Collecting(settings, outside_with(network), 53), network)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(collect, world, facts)
-        yield facts
+        nursery.start_soon(world.feed.run)
+        yield world
         nursery.cancel_scope.cancel()
 
 
@@ -86,7 +87,7 @@ async def settled() -> None:
 async def test_link_checks_the_name_then_names_itself_and_asks_after_its_token(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked(replace(SETTINGS, secret="s3cret")) as world, collecting(world):
+    async with linked(replace(SETTINGS, secret=lambda: "s3cret")) as world:
         world.answer()
         await trio.sleep(1)
         server = world.servers.popleft()
@@ -101,14 +102,14 @@ async def test_link_checks_the_name_then_names_itself_and_asks_after_its_token(
 async def test_a_server_that_repeats_the_secret_does_not_have_it_shown(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked(replace(SETTINGS, secret="s3cret")) as world, collecting(world):
-        world.answer()
+    async with linked(replace(SETTINGS, secret=lambda: "s3cret")) as world:
+        world.answer(2)
         await trio.sleep(1)
         server = world.servers.popleft()
         with structlog.testing.capture_logs() as lines:
             await server.say(*GREETING, "ERROR invalid command 'AUTH s3cret'")
             await trio.sleep(1)
-        assert world.link.last_error == "the server says: invalid command 'AUTH [hidden]'"
+        assert world.feed.last_error == "the server says: invalid command 'AUTH [hidden]'"
         assert lines
         assert "s3cret" not in repr(lines)
 
@@ -116,7 +117,8 @@ async def test_a_server_that_repeats_the_secret_does_not_have_it_shown(
 async def test_rows_of_a_token_come_together_and_positions_without_rows(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked() as world, collecting(world) as facts:
+    async with linked() as world:
+        facts = world.feed.facts
         world.answer()
         await trio.sleep(1)
         server = world.servers.popleft()
@@ -124,15 +126,16 @@ async def test_rows_of_a_token_come_together_and_positions_without_rows(
         await server.say("RDATA other 99 []", "POSITION other 99", "", "NEW_WORD x")
         await server.say("RDATA events 54 []", "POSITION events 56")
         await settled()
-        assert facts == [Received(54, (["a"], ["b"])), Received(56, ())]
-        assert world.link.level
-        assert world.link.head == 56
+        assert facts == [(54, (["a"], ["b"])), (56, ())]
+        assert world.feed.status().level
+        assert world.feed.status().head == 56
 
 
 async def test_batch_cut_off_by_a_disconnection_is_dropped_and_comes_again_whole(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked() as world, collecting(world) as facts:
+    async with linked() as world:
+        facts = world.feed.facts
         world.answer(2)
         await trio.sleep(1)
         first = world.servers.popleft()
@@ -146,50 +149,27 @@ async def test_batch_cut_off_by_a_disconnection_is_dropped_and_comes_again_whole
         assert await second.hear_lines(2) == ["NAME sender-1", "REPLICATE events 54"]
         await second.say('RDATA events batch ["half"]', 'RDATA events 56 ["half"]')
         await settled()
-        assert facts == [Received(54, (["a"],)), Received(56, (["half"], ["half"]))]
-
-
-async def test_token_not_held_durably_is_asked_for_again(
-    autojump_clock: trio.testing.MockClock,
-) -> None:
-    async with linked() as world:
-        world.answer(2)
-        async with trio.open_nursery() as nursery:
-
-            @nursery.start_soon
-            async def serve() -> None:
-                await trio.sleep(1)
-                first = world.servers.popleft()
-                await first.say(*GREETING, 'RDATA events 54 ["a"]')
-                await first.stream.send_eof()  # type: ignore[attr-defined]
-
-            assert await world.link.next_facts() == [Received(54, (["a"],))]
-            # The consumer failed to store it, and asks on.
-            nursery.start_soon(world.link.next_facts)
-            await trio.sleep(5)
-            second = world.servers.popleft()
-            await second.say(*GREETING)
-            assert await second.hear_lines(2) == ["NAME sender-1", "REPLICATE events 53"]
-            nursery.cancel_scope.cancel()
+        assert facts == [(54, (["a"],)), (56, (["half"], ["half"]))]
 
 
 async def test_wrong_server_is_told_so_and_learns_nothing_else(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked(replace(SETTINGS, secret="s3cret")) as world, collecting(world):
-        world.answer()
+    async with linked(replace(SETTINGS, secret=lambda: "s3cret")) as world:
+        world.answer(2)
         await trio.sleep(1)
         server = world.servers.popleft()
         await server.say("SERVER other.example", "PING 1")
-        assert await server.hear_rest() == ["ERROR Wrong remote"]
-        assert "hs.example" in str(world.link.last_error)
-        assert not world.link.connected
+        assert await server.hear_rest() == ["ERROR WRONG_SERVER another homeserver is expected"]
+        await trio.sleep(1)
+        assert "hs.example" in str(world.feed.last_error)
+        assert not world.feed.status().connected
 
 
 async def test_pauses_between_attempts_grow_to_seconds_and_never_end(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked() as world, collecting(world):
+    async with linked() as world:
         await trio.sleep(600)
         tried = world.network.tried_at
         pauses = [later - earlier for earlier, later in itertools.pairwise(tried)]
@@ -211,7 +191,7 @@ async def test_what_stands_in_the_way_of_a_connection_is_said_in_the_systems_wor
 async def test_pause_is_short_again_once_the_server_was_level(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked() as world, collecting(world):
+    async with linked() as world:
         await trio.sleep(60)
         world.answer(2)
         await trio.sleep(10)
@@ -227,23 +207,24 @@ async def test_pause_is_short_again_once_the_server_was_level(
 async def test_silent_server_is_dead_after_15_s_and_pings_keep_it_alive(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
-    async with linked() as world, collecting(world):
-        world.answer()
+    async with linked() as world:
+        world.answer(2)
         await trio.sleep(1)
         server = world.servers.popleft()
         await server.say(*GREETING)
         for _ in range(5):
             await trio.sleep(10)
             await server.say("PING 2")
-        assert world.link.connected
+        assert world.feed.status().connected
         silent_since = trio.current_time()
         assert (await server.hear_rest())[-1] == "REPLICATE events 53"
         assert trio.current_time() - silent_since == pytest.approx(15)
-        assert world.link.last_error == "ping timeout"
+        await trio.sleep(1)
+        assert world.feed.last_error == "ping timeout"
 
 
 async def test_link_pings_every_five_seconds(autojump_clock: trio.testing.MockClock) -> None:
-    async with linked() as world, collecting(world):
+    async with linked() as world:
         world.answer()
         await trio.sleep(1)
         server = world.servers.popleft()
@@ -255,26 +236,20 @@ async def test_link_pings_every_five_seconds(autojump_clock: trio.testing.MockCl
     assert [round(at - times[0]) for at in times] == [0, 5, 10]
 
 
-async def test_time_in_which_the_consumer_is_busy_is_not_the_servers_silence(
+async def test_time_in_which_the_store_is_busy_is_not_the_servers_silence(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     async with linked() as world:
         world.answer()
-        async with trio.open_nursery() as nursery:
-
-            @nursery.start_soon
-            async def serve() -> None:
-                await trio.sleep(1)
-                server = world.servers.popleft()
-                await server.say(*GREETING, "POSITION events 54")
-                await settled()
-                await server.say("POSITION events 55")
-
-            assert await world.link.next_facts() == [Received(54, ())]
-            await trio.sleep(100)
-            with trio.fail_after(1):
-                assert await world.link.next_facts() == [Received(55, ())]
-            assert world.link.connected
+        await trio.sleep(1)
+        world.feed.before_apply = partial(trio.sleep, 100)
+        server = world.servers.popleft()
+        await server.say(*GREETING, "POSITION events 54")
+        await trio.sleep(1)
+        await server.say("POSITION events 55")
+        await trio.sleep(204)
+        assert world.feed.facts == [(54, ()), (55, ())]
+        assert len(world.network.tried_at) == 1
 
 
 async def test_server_that_stands_below_what_we_hold_is_an_error(
@@ -283,15 +258,10 @@ async def test_server_that_stands_below_what_we_hold_is_an_error(
     """Its next tokens would be taken for old ones, and events would be lost in silence."""
     async with linked() as world:
         world.answer()
-        async with trio.open_nursery() as nursery:
-
-            @nursery.start_soon
-            async def serve() -> None:
-                await trio.sleep(1)
-                await world.servers[0].say(*GREETING, "POSITION events 40")
-
-            with pytest.raises(HistoryLost, match=r"stands at 40.*up to 53"):
-                await world.link.next_facts()
+        await trio.sleep(1)
+        await world.servers[0].say(*GREETING, "POSITION events 40")
+        await settled()
+        assert re.search(r"stands at 40.*up to 53", str(world.feed.stopped))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +276,8 @@ async def test_server_that_stands_below_what_we_hold_is_an_error(
 async def test_bad_line_ends_the_connection_and_it_comes_back(
     autojump_clock: trio.testing.MockClock, bad: str
 ) -> None:
-    async with linked() as world, collecting(world) as facts:
+    async with linked() as world:
+        facts = world.feed.facts
         world.answer(2)
         await trio.sleep(1)
         await world.servers.popleft().say(*GREETING, bad)
@@ -314,17 +285,18 @@ async def test_bad_line_ends_the_connection_and_it_comes_back(
         second = world.servers.popleft()
         await second.say(*GREETING, "POSITION events 54")
         await settled()
-        assert facts == [Received(54, ())]
+        assert facts == [(54, ())]
 
 
 async def test_facts_before_a_bad_line_are_taken(autojump_clock: trio.testing.MockClock) -> None:
-    async with linked() as world, collecting(world) as facts:
+    async with linked() as world:
+        facts = world.feed.facts
         world.answer(2)
         await trio.sleep(1)
         first = world.servers.popleft()
         await first.say(*GREETING, "RDATA events 54 []", "RDATA events x []")
         await trio.sleep(1)
-        assert facts == [Received(54, ([],))]
+        assert facts == [(54, ([],))]
         await world.servers[0].say(*GREETING)
         assert await world.servers[0].hear_lines(2) == ["NAME sender-1", "REPLICATE events 54"]
 
@@ -337,24 +309,21 @@ async def test_connections_that_are_cut_lose_nothing_and_repeat_nothing() -> Non
     (listener,) = await listen_tcp("127.0.0.1", 0)
     port = listener.socket.getsockname()[1]
     sent = {token: tuple([token, part] for part in range(token % 4)) for token in range(1, 400)}
-    got: list[Any] = []
     async with (
         open_replication_server(SERVER, {"events": log}, [listener], real_outside(), kind=OWN_KIND),
         cutting_proxy(port) as proxied,
-        open_tcp_link(
-            replace(SETTINGS, endpoint=Endpoint(TcpAddress("127.0.0.1", proxied))),
-            real_outside(),
-            lambda: got[-1].token if got else 0,
-        ) as link,
+        trio.open_nursery() as nursery,
     ):
+        endpoint = Endpoint(TcpAddress("127.0.0.1", proxied))
+        feed = Collecting(replace(SETTINGS, endpoint=endpoint), real_outside(), 0)
+        nursery.start_soon(feed.run)
         for token, rows in sent.items():
             log.say(token, *rows)
-        with trio.fail_after(30):
-            while not got or got[-1].token < 399:
-                got += await link.next_facts()
-    tokens = [fact.token for fact in got]
+        await until(lambda: bool(feed.facts) and feed.facts[-1][0] >= 399)
+        nursery.cancel_scope.cancel()
+    tokens = [token for token, _ in feed.facts]
     assert tokens == sorted(set(tokens))
-    assert {fact.token: fact.rows for fact in got if fact.rows} == {
+    assert {token: rows for token, rows in feed.facts if rows} == {
         token: rows for token, rows in sent.items() if rows
     }
 
@@ -390,9 +359,9 @@ async def test_a_homeserver_that_is_away_is_one_warning_not_one_for_each_try(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
     with structlog.testing.capture_logs() as logs:
-        async with linked() as world, collecting(world):
+        async with linked() as world:
             await trio.sleep(300)
             assert len(world.network.tried_at) > 10
     assert [(line["event"], line["log_level"]) for line in logs] == [
-        ("replication_connect_failed", "warning")
+        ("replication_disconnected", "warning")
     ]

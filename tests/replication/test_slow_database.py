@@ -22,10 +22,8 @@ from tests.replication.support import (
 )
 from tests.replication.test_synapse_feed import BACKOFF, Tables, fed
 
-from fedsender.replication.embedded import TcpFeed
-from fedsender.replication.link import TcpLinkSettings
+from fedsender.replication.client import LineSettings, TcpFeed
 from fedsender.replication.sink import FeedStatus
-from fedsender.replication.wire import OWN_KIND
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 
@@ -78,8 +76,8 @@ async def tcp_fed(store: Any) -> AsyncIterator[tuple[TcpFeed, Netcat]]:
     """A feed over TCP, and the homeserver's end of it, which has greeted."""
     network, (reached, servers) = HandNetwork(), trio.open_memory_channel[Netcat](1)
     network.answers.append(lambda theirs: reached.send_nowait(Netcat.on(theirs)))
-    settings = TcpLinkSettings(ANYWHERE, SERVER, "sender-1", kind=OWN_KIND)
-    feed = TcpFeed(settings, outside_with(network), store, RecordingSink())
+    settings = LineSettings(ANYWHERE, SERVER, "sender-1")
+    feed = TcpFeed(settings, outside_with(network), store, RecordingSink(), handles=lambda _: True)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
         server = await servers.receive()

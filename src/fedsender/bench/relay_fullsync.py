@@ -21,11 +21,11 @@ from fedsender.demo.children import BenchFailed
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk
+from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
-from fedsender.replication.relay_feed import RelayFeed
+from fedsender.replication.relay_feed import RelayFeed, State
 from fedsender.replication.relay_fetch import Fetcher
-from fedsender.replication.relay_link import RelaySettings, State, connect_relay
 from fedsender.replication.server import listen
 from fedsender.replication.wire import Wire
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
@@ -132,10 +132,10 @@ async def _sync(
     relay: RelayDaemon, socket: Path, directory: Path, store: HomeserverStore, outside: Outside
 ) -> dict[str, Any]:
     """Follow the relay until level; what that took."""
-    settings = RelaySettings(Endpoint(UnixAddress(socket)), SERVER, "bench")
+    settings = LineSettings(Endpoint(UnixAddress(socket)), SERVER, "bench")
     fetchers: list[Fetcher] = []
 
-    def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+    def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
         async def open_wire(nursery: trio.Nursery) -> Wire:
             return (await connect_relay(settings, outside, nursery))[0]
 

@@ -302,7 +302,11 @@ class Config(Section):
                 "redis is Synapse's: homeserver.kind embedded needs push, tcp or relay",
             )
         if self.homeserver.kind == "synapse" and self.feed.kind == "tcp":
-            yield ("homeserver", "kind"), "synapse needs feed.kind redis: Synapse speaks no tcp"
+            if "kind" not in self.feed.model_fields_set:
+                place = ("homeserver", "kind")
+                yield place, "synapse needs feed.kind redis, or tcp for one of the old protocol"
+            elif len(self.homeserver.event_writers) > 1:
+                yield ("homeserver", "event_writers"), "must be one with feed.kind tcp"
         if _file_of(self.sender_database) == _file_of(self.homeserver.database) is not None:
             yield ("sender_database",), "is homeserver.database, too: each needs a file of its own"
         if self.homeserver.kind == "synapse" and self.feed.kind in ("relay", "push"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,21 +27,25 @@ from fedsender.config import (
     UnixAddress,
     read_secret,
 )
+from fedsender.config.feed import TcpFeed as TcpSection
 from fedsender.federation.signing import SigningKey
 from fedsender.intake.signing import EventSigner
 from fedsender.outside import Outside
+from fedsender.replication.client import (
+    LineSettings,
+    NoticeFeed,
+    TcpFeed,
+    connect_relay,
+)
 from fedsender.replication.commands import Shard
-from fedsender.replication.embedded import EmbeddedStore, TcpFeed
 from fedsender.replication.endpoint import Endpoint
-from fedsender.replication.link import TcpLinkSettings
 from fedsender.replication.missed import Peers
 from fedsender.replication.push import PushFeed, PushStore
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.relay_feed import RelayFeed, RelayStore
-from fedsender.replication.relay_link import RelaySettings, connect_relay
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
-from fedsender.replication.wire import OWN_KIND, Wire
+from fedsender.replication.wire import Wire
 
 if TYPE_CHECKING:
     from fedsender.replication.relay_fetch import Fetcher
@@ -49,39 +54,37 @@ if TYPE_CHECKING:
 __all__ = ["Feed", "FeedStatus", "FeedStore", "InstanceTaken", "Sink", "open_feed"]
 
 
-class FeedStore(EmbeddedStore, SynapseStore, RelayStore, PushStore, Protocol):
+class FeedStore(SynapseStore, RelayStore, PushStore, Protocol):
     """What either feed needs of the store."""
 
 
-def tcp_settings(config: Config) -> TcpLinkSettings:
-    """Where the homeserver's facts come from. Only our own kind has the rows of an embedded store,
-    so its limits hold. Raises ConfigError."""
-    tcp = config.feed.tcp
-    return TcpLinkSettings(
-        endpoint=Endpoint(tcp.address, _tls(tcp.ca_file) if tcp.tls else None),
-        server_name=config.server_name,
-        instance=tcp.name or config.instance_name,
-        kind=OWN_KIND,
-        secret=read_secret(tcp.secret_file) if tcp.secret_file else None,
+def tcp_settings(config: Config) -> LineSettings:
+    """Which server of the plain protocol, and who we are to it. Only our own kind has the rows of a
+    store of ours, so its limits hold. Raises ConfigError."""
+    return _line_settings(config, config.feed.tcp)
+
+
+def relay_settings(config: Config, *, sends: bool = True) -> LineSettings:
+    """Which relay, and who we are to it; a shadow sends nothing. Raises ConfigError."""
+    return replace(
+        _line_settings(config, config.feed.relay),
+        shard=_shard(config) if sends else None,
+        fetch_parallel=config.feed.relay.fetch_parallel,
     )
 
 
-def relay_settings(config: Config, *, sends: bool = True) -> RelaySettings:
-    """Which relay, and who we are to it; a shadow sends nothing. Raises ConfigError."""
-    relay = config.feed.relay
-    secret_file = relay.secret_file
+def _line_settings(config: Config, feed: TcpSection) -> LineSettings:
+    secret_file = feed.secret_file
 
     def secret() -> str | None:
         return None if secret_file is None else read_secret(secret_file)
 
     secret()
-    return RelaySettings(
-        endpoint=Endpoint(relay.address, _tls(relay.ca_file) if relay.tls else None),
+    return LineSettings(
+        endpoint=Endpoint(feed.address, _tls(feed.ca_file) if feed.tls else None),
         server_name=config.server_name,
-        consumer=relay.name or config.instance_name,
+        name=feed.name or config.instance_name,
         secret=secret,
-        shard=_shard(config) if sends else None,
-        fetch_parallel=relay.fetch_parallel,
     )
 
 
@@ -96,7 +99,7 @@ def _relay_feed(
 ) -> RelayFeed:
     directory = config.feed.relay.directory
 
-    def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+    def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
         # Only a full sync needs it, and the libraries behind it.
         from fedsender.relay.disk import RealDisk
         from fedsender.replication.relay_fetch import Fetcher
@@ -187,7 +190,10 @@ def _make_feed(
         signer = EventSigner(config.server_name, keys, store.events_by_id) if signs else None
         return PushFeed(outside, store, sink, signer)
     if config.feed.kind == "tcp":
-        return TcpFeed(tcp_settings(config), outside, store, sink)
+        settings = tcp_settings(config)
+        if config.homeserver.kind == "synapse":
+            return NoticeFeed(settings, outside, store, sink)
+        return TcpFeed(settings, outside, store, sink, handles=config.handles)
     return SynapseFeed(
         redis_settings(config),
         outside,

@@ -28,8 +28,7 @@ from fedsender.intake.rows import (
 from fedsender.intake.writer import AppendStore, Writer
 from fedsender.outside import Outside
 from fedsender.replication.commands import Json
-from fedsender.replication.embedded import redacted_in
-from fedsender.replication.relay_rows import tell_ephemeral
+from fedsender.replication.relay_rows import redacted_in, tell_ephemeral
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.store.appends import NewRecord, stored_rows
 from fedsender.store.engine import StoreError

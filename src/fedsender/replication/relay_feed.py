@@ -15,68 +15,79 @@ our position. What we have already is known by event id (see `store.relay_load`)
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import structlog
 import trio
 
-from fedsender.intake.rows import RelayRow, ToDeviceRow
-from fedsender.matrix import is_server_name
+from fedsender.intake.rows import STREAM
 from fedsender.outside import Outside
 from fedsender.relay.snapshot import BadSnapshot, Row
+from fedsender.replication.client import (
+    EmbeddedFeed,
+    EmbeddedStore,
+    Fact,
+    LineSettings,
+    connect_relay,
+    said,
+)
 from fedsender.replication.commands import (
     Ack,
     Command,
     Error,
     Join,
-    Json,
-    Ping,
     Position,
     Rdata,
     Reason,
     Relay,
-    RemoteServerUp,
     Replicate,
     Resync,
     Snapshot,
 )
-from fedsender.replication.embedded import redacted_in
 from fedsender.replication.endpoint import Disconnected, Pauses
-from fedsender.replication.parsing import BadLine
-from fedsender.replication.protocol import Batches
 from fedsender.replication.relay_fetch import Fetcher, FetchFailed, read_rows
-from fedsender.replication.relay_link import STREAM, SYNCING, RelaySettings, State, connect_relay
-from fedsender.replication.relay_rows import parse_record, tell_ephemeral
-from fedsender.replication.rows import BadRow
-from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.replication.sink import FeedStatus, Sink
 from fedsender.replication.wire import Wire
-from fedsender.store.embedded import FeedError
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 
 log = structlog.get_logger()
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 FIRST_JOIN_PAUSE_S, LONGEST_JOIN_PAUSE_S = 10.0, 600.0
 ACK_EVERY_S = 1.0
 ALARM_AFTER = 3
 """Full syncs in a row that did not end with our being level."""
-MAX_UNSTORED_BYTES = 8 * 2**20
 NO_EPOCH = "0" * 16
 """No relay's; asked for where our position belongs to no history of one."""
 
 
-class RelayStore(Protocol):
+class State(enum.Enum):
+    """Where in its life the feed is, in the operator's words."""
+
+    OFF = "off"
+    CONNECTING = "connecting"
+    HELLO = "greeting"
+    RESUMING = "resuming"
+    FOLLOWING = "following"
+    JOINING = "waiting for a snapshot"
+    FETCHING = "fetching a snapshot"
+    LOADING = "loading a snapshot"
+    BACKOFF = "waiting to connect again"
+
+
+SYNCING = frozenset((State.JOINING, State.FETCHING, State.LOADING))
+
+
+class RelayStore(EmbeddedStore, Protocol):
     """What the feed needs of the store."""
 
-    async def feed_position(self) -> int: ...
     async def feed_history(self) -> History | None: ...
     async def begin_history(self, history: History) -> None: ...
-    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None: ...
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded: ...
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
 
@@ -90,7 +101,7 @@ class _Fetched:
     read: Callable[[str, int], Sequence[Row]]
 
 
-class RelayFeed(Feed):
+class RelayFeed(EmbeddedFeed):
     """See the module.
 
     Attributes:
@@ -100,107 +111,73 @@ class RelayFeed(Feed):
         alarms: how often that were `ALARM_AFTER` or more.
     """
 
+    first_pause_s = 1.0
+    longest_pause_s = 60.0
+
     def __init__(
         self,
-        settings: RelaySettings,
+        settings: LineSettings,
         outside: Outside,
         store: RelayStore,
         sink: Sink,
         *,
         handles: Handles,
-        make_fetcher: Callable[[RelaySettings, Outside], Fetcher],
+        make_fetcher: Callable[[LineSettings, Outside], Fetcher],
     ) -> None:
-        super().__init__(outside)
+        super().__init__(settings, outside, store, sink, handles=handles)
         self.state = State.OFF
         self.state_since = 0.0
         self.full_syncs: Counter[str] = Counter()
         self.fruitless = 0
         self.alarms = 0
-        self.last_error: str | None = None
-        self._settings = settings
         self._store = store
-        self._sink = sink
-        self._handles = handles
         self._make_fetcher = make_fetcher
         self._fetcher: Fetcher | None = None
         self._history: History | None = None
-        self._position = 0
-        self._head = 0
-        self._level = False
+        self._epoch = ""
         self._acked_at = 0.0
-        self._batches = Batches(max_bytes=MAX_UNSTORED_BYTES)
-        rng = outside.random
-        self._pauses = Pauses(rng, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
-        self._join_pauses = Pauses(rng, first=FIRST_JOIN_PAUSE_S, ceiling=LONGEST_JOIN_PAUSE_S)
+        self._join_pauses = Pauses(
+            outside.random, first=FIRST_JOIN_PAUSE_S, ceiling=LONGEST_JOIN_PAUSE_S
+        )
 
     def _status(self) -> FeedStatus:
-        held = None
+        away = (State.OFF, State.CONNECTING, State.HELLO, State.BACKOFF)
+        status = replace(super()._status(), kind="relay", connected=self.state not in away)
         if self.state in SYNCING:
             held = f"a full sync: {self.state.value}"
         elif self.fruitless >= ALARM_AFTER:
             held = f"{self.fruitless} full syncs in a row have not led anywhere"
-        away = (State.OFF, State.CONNECTING, State.HELLO, State.BACKOFF)
-        return FeedStatus(
-            kind="relay",
-            connected=self.state not in away,
-            level=self._level,
-            position=self._position,
-            head=max(self._position, self._head),
-            held=held,
-            held_s=0.0 if held is None else trio.current_time() - self.state_since,
-            stopped=self.stopped,
-            last_error=self.last_error,
-        )
+        else:
+            return status
+        return replace(status, held=held, held_s=trio.current_time() - self.state_since)
 
     async def run(self) -> None:
         try:
-            self._position = max(0, await self.insist(self._store.feed_position))
-            self._history = await self.insist(self._store.feed_history)
-            self._show(self._position)
-            while True:
-                await self._one_connection()
-                failing = self.fruitless > 0
-                self._turn(State.BACKOFF)
-                await trio.sleep((self._join_pauses if failing else self._pauses).next())
-        except (BadRow, FeedError) as stop:
-            self.stop_events(str(stop))
+            await super().run()
         finally:
             self._turn(State.OFF)
             self._level = False
+
+    async def _begin(self) -> None:
+        await super()._begin()
+        self._history = await self.insist(self._store.feed_history)
+
+    async def _rest(self) -> None:
+        self._turn(State.BACKOFF)
+        await trio.sleep((self._join_pauses if self.fruitless else self._pauses).next())
 
     def _turn(self, state: State) -> None:
         self.state = state
         self.state_since = trio.current_time()
 
-    def _show(self, position: int) -> None:
-        """Everything up to here is stored: let the sender see it."""
-        self._position = position
-        self._sink.edus.device_lists.advance(position)
-        self._sink.events.advance(position)
-
     # --- one connection ---------------------------------------------------------------------------
-
-    async def _one_connection(self) -> None:
-        """From connecting to whatever ends it, which is noted as the last error."""
-        failure: Exception | None = None
-        async with trio.open_nursery() as nursery:
-            try:
-                await self._follow(nursery)
-            except (Disconnected, BadLine, _SyncFailed, BadRow, FeedError) as error:
-                failure = error
-            nursery.cancel_scope.cancel()
-        self._level = False
-        self._batches.clear()
-        if isinstance(failure, BadRow | FeedError):
-            raise failure
-        self.last_error = str(failure)
-        log.info("relay_disconnected", state=self.state.name, reason=self.last_error)
 
     async def _follow(self, nursery: trio.Nursery) -> None:
         self._turn(State.CONNECTING)
         wire, relay = await connect_relay(self._settings, self._outside, nursery)
         self._turn(State.HELLO)
         self.note_connected()
+        self._epoch = relay.epoch
         if self._history is None and self._position == 0:
             self._history = History(relay.epoch, 0)
             await self.insist(partial(self._store.begin_history, self._history))
@@ -209,7 +186,7 @@ class RelayFeed(Feed):
         await self._replicate(wire, relay)
         loaded = False
         while True:
-            refused = await self._listen(wire, relay.epoch)
+            refused = await self._listen(wire)
             if loaded:
                 raise _SyncFailed(f"refused again after a full sync: {refused.reason}")
             await self._sync(wire, relay, refused)
@@ -231,98 +208,40 @@ class RelayFeed(Feed):
             return 0, NO_EPOCH
         return self._position - history.base, history.epoch
 
-    async def _listen(self, wire: Wire, epoch: str) -> Resync:
-        """Take what comes from a relay of this epoch, until our position is refused."""
-        while True:
-            facts: list[tuple[int, Sequence[Json]]] = []
-            receipts: list[Receipt] = []
-            command: Command | None = await wire.next_command()
-            answer = False
-            while command is not None:
-                if isinstance(command, Resync):
-                    await self._apply(epoch, facts)
-                    return command
-                answer |= isinstance(command, Ping)
-                self._take(command, facts, receipts)
-                command = wire.buffered_command()
-            await self._apply(epoch, facts)
-            if receipts:
-                stored = await self.insist(partial(self._store.store_receipts, receipts))
-                self._sink.edus.receipts.advance(stored)
-            if answer or (facts and trio.current_time() - self._acked_at >= ACK_EVERY_S):
-                await self._ack(wire)
-
     def _take(
-        self,
-        command: Command,
-        facts: list[tuple[int, Sequence[Json]]],
-        receipts: list[Receipt],
-    ) -> None:
-        match command:
-            case Rdata(stream) if stream == STREAM:
-                self.note_rows("events")
-                whole = self._batches.add(command)
-                self._follow_on()
-                if whole is not None:
-                    facts.append(whole)
-            case Rdata(stream, _, token, row):
-                receipt = tell_ephemeral(self._sink.edus, stream, token or 0, row)
-                if receipt is not None:
-                    receipts.append(receipt)
-            case Position(stream, _, _, token) if stream == STREAM:
-                if self._batches.is_open(STREAM, None):
-                    raise BadLine("POSITION inside a batch")
-                facts.append((token, ()))
-                self._follow_on()
-                self._be_level()
-            case RemoteServerUp(server) if is_server_name(server):
-                self._sink.server_up(server)
-            case Error(text):
-                raise Disconnected(f"the relay says: {text[:200]}")
-
-    def _follow_on(self) -> None:
-        if self.state is State.RESUMING:
+        self, command: Command, facts: list[Fact], receipts: list[Receipt]
+    ) -> Resync | Disconnected | None:
+        end = super()._take(command, facts, receipts)
+        if self.state is State.RESUMING and isinstance(command, Rdata | Position):
             self._turn(State.FOLLOWING)
+        return end
+
+    def _check_position(self, token: int, held: int) -> None:
+        """A relay says RESYNC where we have more than it."""
 
     def _be_level(self) -> None:
-        self._level = True
+        super()._be_level()
         self.fruitless = 0
-        self._pauses.reset()
         self._join_pauses.reset()
 
-    async def _ack(self, wire: Wire) -> None:
+    async def _store_receipts(self, receipts: Sequence[Receipt]) -> None:
+        stored = await self.insist(partial(self._store.store_receipts, receipts))
+        self._sink.edus.receipts.advance(stored)
+
+    async def _answer(self, wire: Wire, *, pinged: bool, stored: bool) -> None:
+        due = trio.current_time() - self._acked_at >= ACK_EVERY_S
         token, epoch = self._token()
-        if epoch != NO_EPOCH and self.state is State.FOLLOWING:
+        if (pinged or (stored and due)) and epoch != NO_EPOCH and self.state is State.FOLLOWING:
             self._acked_at = trio.current_time()
             await wire.send(Ack(STREAM, token))
 
-    # --- facts ------------------------------------------------------------------------------------
-
-    async def _apply(self, epoch: str, facts: Sequence[tuple[int, Sequence[Json]]]) -> None:
-        """Store whole records in one transaction, and then let the sender see them."""
-        if not facts:
-            return
+    async def _apply(self, facts: Sequence[Fact], *, base: int = 0) -> None:
         assert self._history is not None
         base = self._history.base
-        if self._history.epoch != epoch:  # Accepted: our position is one of this epoch too.
-            self._history = History(epoch, base)
+        if self._history.epoch != self._epoch:  # Accepted: our position is one of this epoch too.
+            self._history = History(self._epoch, base)
             await self.insist(partial(self._store.begin_history, self._history))
-        batch = [
-            (token + base, parse_record(token, rows, self._handles))
-            for token, rows in facts
-            if token + base > self._position
-        ]
-        if not batch:
-            return
-        await self.insist(partial(self._store.apply_feed_batch, batch))
-        self._head = max(self._head, batch[-1][0])
-        self._sink.redacted(redacted_in(row for _, rows in batch for row in rows))
-        self._show(batch[-1][0])
-        told = {
-            row.destination for _, rows in batch for row in rows if isinstance(row, ToDeviceRow)
-        }
-        for server in sorted(told):
-            self._sink.to_device_changed(server)
+        await super()._apply(facts, base=base)
 
     # --- a full sync ------------------------------------------------------------------------------
 
@@ -368,7 +287,7 @@ class RelayFeed(Feed):
         (log.error if lost else log.warning)(
             "relay_full_sync",
             reason=refused.reason.value,
-            consumer=self._settings.consumer,
+            consumer=self._settings.name,
             asked=token,
             asked_epoch=epoch,
             first=refused.first,
@@ -386,7 +305,7 @@ class RelayFeed(Feed):
                 case Snapshot(stream) as offer if stream == STREAM:
                     return offer
                 case Error(text):
-                    raise Disconnected(f"the relay says: {text[:200]}")
+                    raise said(text)
 
     def _history_after(self, relay: Relay, refused: Resync) -> History:
         """The history that our position belongs to after the snapshot."""
@@ -397,5 +316,5 @@ class RelayFeed(Feed):
         return History(relay.epoch, self._position)
 
 
-class _SyncFailed(Exception):
+class _SyncFailed(Disconnected):
     """A full sync did not succeed; it is tried again after a while."""

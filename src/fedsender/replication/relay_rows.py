@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from fedsender.intake.rows import EduRow, RelayRow, parse_relay_row
+from fedsender.intake.rows import STREAM, EduRow, RelayRow, parse_relay_row
 from fedsender.replication.commands import Json
-from fedsender.replication.relay_link import STREAM
 from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import EduSink
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.relay_load import Handles
+from fedsender.streams import RedactionRow
 
 MAX_TYPISTS = 1000
 
@@ -30,6 +30,11 @@ def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[Rel
             continue
         found.append(parsed)
     return found
+
+
+def redacted_in(rows: Iterable[RelayRow]) -> set[str]:
+    """The events that these rows say are redacted."""
+    return {row.target for row in rows if isinstance(row, RedactionRow)}
 
 
 def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt | None:

@@ -21,10 +21,10 @@ from fedsender.config import UnixAddress
 from fedsender.intake.rows import RelayRow, ToDeviceRow
 from fedsender.outside import Network, Outside
 from fedsender.relay.snapshot import PARTS
+from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed
 from fedsender.replication.relay_fetch import Fetcher
-from fedsender.replication.relay_link import RelaySettings, connect_relay
 from fedsender.replication.wire import Wire
 from fedsender.simulation.relay_books import RelayBooks, Standing
 from fedsender.simulation.relay_disk import MemoryDisk, PowerCut
@@ -341,14 +341,14 @@ class SimulatedConsumer:
         self._books.trace.note(self._name, self.store.held.position)
 
     async def _feed(self) -> None:
-        def make_fetcher(settings: RelaySettings, outside: Outside) -> Fetcher:
+        def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
             async def open_wire(nursery: trio.Nursery) -> Wire:
                 return (await connect_relay(settings, outside, nursery))[0]
 
             return Fetcher(STAGING, self.disk, outside, open_wire, 2)
 
         self.feed = RelayFeed(
-            RelaySettings(ENDPOINT, self._server_name, self._name),
+            LineSettings(ENDPOINT, self._server_name, self._name),
             self._outside,
             self.store,
             DeafSink(),

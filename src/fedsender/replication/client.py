@@ -1,0 +1,489 @@
+"""The client of the line protocol: follows the `events` stream of one server, of whatever kind.
+
+It connects, checks who is there, asks for what follows the position that the store holds durably,
+and stores whole tokens, each with its token in one transaction; only then does the events position
+move. When the connection is lost it comes back, without limit, and a batch that was cut off comes
+again whole. It reads only while nothing waits to be stored, so what it has received and the store
+does not hold is what one read brought, and one batch.
+
+`TcpFeed` follows a server of the plain protocol, which has the rows of a store of ours; a relay's
+is in `relay_feed`. `NoticeFeed` follows one whose rows only name events, which are in a database
+that we read in place.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+import structlog
+import trio
+
+from fedsender.intake.rows import STREAM, RelayRow, ToDeviceRow
+from fedsender.matrix import is_server_name
+from fedsender.outside import Outside
+from fedsender.replication.commands import (
+    RELAY_VERSION,
+    Auth,
+    Command,
+    Error,
+    Json,
+    Name,
+    Ping,
+    Position,
+    Rdata,
+    Relay,
+    RemoteServerUp,
+    Replicate,
+    Resync,
+    Server,
+    Shard,
+)
+from fedsender.replication.endpoint import Disconnected, Endpoint, Pauses, connect
+from fedsender.replication.parsing import BadLine
+from fedsender.replication.protocol import Batches
+from fedsender.replication.relay_rows import parse_record, redacted_in, tell_ephemeral
+from fedsender.replication.rows import BadRow
+from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
+from fedsender.store.embedded import FeedError
+from fedsender.store.records import Receipt
+from fedsender.store.relay_load import Handles
+
+log = structlog.get_logger()
+
+GREETING_S: Final = 30.0
+MAX_UNSTORED_BYTES: Final = 8 * 2**20
+"""A batch may be this long before it is taken for one that never ends."""
+
+Fact = tuple[int, Sequence[Json]]
+"""A token and all its rows; without rows: nothing more up to it, by a POSITION."""
+
+
+class HistoryLost(Exception):
+    """The server stands below what we hold: it was restored or replaced, and its next tokens would
+    be taken for old ones. Nobody but an operator can say what to do."""
+
+
+class Unusable(Exception):
+    """A row that is of no use here, and may be of use once somebody has acted: it is asked for
+    again. Nothing behind it is taken meanwhile."""
+
+
+def _no_secret() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class LineSettings:
+    """Which server to follow, and who we are to it.
+
+    Attributes:
+        server_name: the homeserver's name; a server that gives another one is not listened to.
+        name: what we call ourselves; a relay remembers us by it.
+        secret: reads what is sent as `AUTH`, after the server has said its name; asked at each
+            connection, so that it may change. Raises ValueError or OSError.
+        shard: which servers we send to, for a relay to know; None: to none.
+        fetch_parallel: connections that fetch a relay's snapshot.
+    """
+
+    endpoint: Endpoint
+    server_name: str
+    name: str
+    secret: Callable[[], str | None] = field(default=_no_secret, repr=False)
+    kind: PeerKind = OWN_KIND
+    shard: Shard | None = None
+    fetch_parallel: int = 4
+
+
+# --- a connection ---------------------------------------------------------------------------------
+
+
+async def connect_line(settings: LineSettings, outside: Outside, nursery: trio.Nursery) -> Wire:
+    """A connection to the right server, kept alive by a task in `nursery`.
+
+    Whoever has it closes it, or cancels the nursery. Raises Disconnected, BadLine.
+    """
+    return (await _open(settings, outside, nursery, relay=False))[0]
+
+
+async def connect_relay(
+    settings: LineSettings, outside: Outside, nursery: trio.Nursery
+) -> tuple[Wire, Relay]:
+    """The same to a relay, which knows us as a consumer; and what it holds."""
+    wire, relay = await _open(settings, outside, nursery, relay=True)
+    assert relay is not None
+    return wire, relay
+
+
+async def _open(
+    settings: LineSettings, outside: Outside, nursery: trio.Nursery, *, relay: bool
+) -> tuple[Wire, Relay | None]:
+    try:
+        secret = settings.secret()
+    except (ValueError, OSError) as error:
+        raise Disconnected(f"the secret: {error}") from error
+    wire = Wire(await connect(settings.endpoint, outside), settings.kind, outside.now_ms)
+    try:
+        with trio.fail_after(GREETING_S):
+            await _greet(wire, settings, secret)
+            found = await _greet_relay(wire, settings) if relay else None
+    except trio.TooSlowError:
+        await wire.aclose()
+        raise Disconnected(f"no greeting in {GREETING_S:.0f} s") from None
+    except BaseException:
+        await wire.aclose()
+        raise
+    nursery.start_soon(_keep_alive, wire, name="line ping")
+    return wire, found
+
+
+async def _greet(wire: Wire, settings: LineSettings, secret: str | None) -> None:
+    """Check who it is before telling it anything."""
+    first = await wire.next_command()
+    if first != Server(settings.server_name):
+        await wire.send(Error("WRONG_SERVER another homeserver is expected"))
+        name = first.name if isinstance(first, Server) else "something else"
+        raise Disconnected(f"this is the replication of {name}, not of {settings.server_name}")
+    if secret is not None:
+        await wire.send(Auth(secret))
+    await wire.send(Name(settings.name))
+
+
+async def _greet_relay(wire: Wire, settings: LineSettings) -> Relay:
+    await wire.send(Server(settings.server_name))
+    if settings.shard is not None:
+        await wire.send(settings.shard)
+    while True:
+        match await wire.next_command():
+            case Relay(version) as relay:
+                if version != RELAY_VERSION:
+                    older = "this sender" if version > RELAY_VERSION else "the relay"
+                    raise Disconnected(
+                        f"the relay speaks version {version} and this sender version"
+                        f" {RELAY_VERSION}: upgrade {older} first; nothing is lost meanwhile"
+                    )
+                return relay
+            case Error(text):
+                raise said(text)
+
+
+def said(text: str) -> Disconnected:
+    """What the server says before it closes."""
+    return Disconnected(f"the server says: {text[:200]}")
+
+
+async def _keep_alive(wire: Wire) -> None:
+    """Own the connection: it is closed when this ends, for whatever reason."""
+    async with aclosing(wire):
+        try:
+            await wire.keep_alive()
+        except Disconnected as gone:
+            # Whoever reads finds it closed, and comes back.
+            log.debug("replication_ping_failed", reason=str(gone))
+
+
+# --- a feed ---------------------------------------------------------------------------------------
+
+
+class LineFeed(Feed):
+    """What the feeds over the line protocol have in common; see the module.
+
+    Attributes:
+        last_error: why the last connection ended or failed.
+    """
+
+    first_pause_s = 0.1
+    longest_pause_s = 5.0
+
+    def __init__(self, settings: LineSettings, outside: Outside, sink: Sink) -> None:
+        super().__init__(outside)
+        self.last_error: str | None = None
+        self._settings = settings
+        self._sink = sink
+        self._wire: Wire | None = None
+        self._position = 0
+        self._head = 0
+        self._level = False
+        self._held: tuple[str, float] | None = None
+        self._told: str | None = None
+        self._batches = Batches(max_bytes=MAX_UNSTORED_BYTES)
+        self._pauses = Pauses(
+            outside.random, first=self.first_pause_s, ceiling=self.longest_pause_s
+        )
+
+    def _status(self) -> FeedStatus:
+        text, since = self._held or (None, trio.current_time())
+        return FeedStatus(
+            kind="tcp",
+            connected=self._wire is not None,
+            level=self._level and self._held is None,
+            position=self._position,
+            head=max(self._position, self._head),
+            held=text,
+            held_s=trio.current_time() - since,
+            stopped=self.stopped,
+            last_error=self.last_error,
+        )
+
+    async def run(self) -> None:
+        try:
+            await self._begin()
+            while True:
+                await self._one_connection()
+                await self._rest()
+        except (BadRow, FeedError, HistoryLost) as stop:
+            self.stop_events(str(stop))
+
+    @abstractmethod
+    async def _begin(self) -> None:
+        """Have `_position` from the store, and show it."""
+
+    async def _follow(self, nursery: trio.Nursery) -> None:
+        """Connect, ask, and listen until the connection ends."""
+        wire = await connect_line(self._settings, self._outside, nursery)
+        self._wire = wire
+        self.note_connected()
+        log.info("replication_connected", to=str(self._settings.endpoint.address))
+        await wire.send(Replicate(STREAM, self._position))
+        await self._listen(wire)
+        raise Disconnected("the server sent RESYNC, which is a relay's: set feed.kind relay")
+
+    @abstractmethod
+    async def _apply(self, facts: Sequence[Fact]) -> None:
+        """Store whole tokens, oldest first, and let the sender see them.
+
+        Raises BadRow, FeedError, Unusable.
+        """
+
+    async def _one_connection(self) -> None:
+        """From connecting to whatever ends it, which is noted as the last error."""
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            try:
+                await self._follow(nursery)
+            except (Disconnected, BadLine, Unusable, BadRow, FeedError, HistoryLost) as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        self._wire = None
+        self._level = False
+        self._batches.clear()
+        if isinstance(failure, BadRow | FeedError | HistoryLost):
+            raise failure
+        self.last_error = str(failure)
+        if isinstance(failure, Unusable):
+            since = trio.current_time() if self._held is None else self._held[1]
+            self._held = (self.last_error, since)
+        if self._told != self.last_error:
+            # Said once: the next tries fail alike.
+            self._told = self.last_error
+            log.warning("replication_disconnected", reason=self.last_error)
+
+    async def _rest(self) -> None:
+        """Wait until the next try."""
+        await trio.sleep(self._pauses.next())
+
+    async def _listen(self, wire: Wire) -> Resync:
+        """Take what comes, until our position is refused."""
+        while True:
+            facts: list[Fact] = []
+            receipts: list[Receipt] = []
+            end: Resync | Exception | None = None
+            pinged = False
+            try:
+                command: Command | None = await wire.next_command()
+                while command is not None and end is None:
+                    pinged |= isinstance(command, Ping)
+                    end = self._take(command, facts, receipts)
+                    command = wire.buffered_command() if end is None else None
+            except (Disconnected, BadLine) as error:
+                end = error
+            if facts:
+                await self._apply(facts)
+            if receipts:
+                await self._store_receipts(receipts)
+            if isinstance(end, Exception):
+                raise end
+            if end is not None:
+                return end
+            await self._answer(wire, pinged=pinged, stored=bool(facts))
+
+    async def _answer(self, wire: Wire, *, pinged: bool, stored: bool) -> None:
+        """Say what is to be said after something was read."""
+
+    async def _store_receipts(self, receipts: Sequence[Receipt]) -> None:
+        """What only a relay hands on."""
+
+    def _take(
+        self, command: Command, facts: list[Fact], receipts: list[Receipt]
+    ) -> Resync | Disconnected | None:
+        match command:
+            case Rdata(stream) if stream == STREAM:
+                self.note_rows(STREAM)
+                whole = self._batches.add(command)
+                if whole is not None:
+                    facts.append(whole)
+            case Rdata(stream, _, token, row):
+                receipt = tell_ephemeral(self._sink.edus, stream, token or 0, row)
+                if receipt is not None:
+                    receipts.append(receipt)
+            case Position(stream, _, _, token) if stream == STREAM:
+                if self._batches.is_open(STREAM, None):
+                    # Its rows would be passed over, and nothing brings them again.
+                    raise BadLine(f"POSITION inside a batch of {STREAM}")
+                self._check_position(token, facts[-1][0] if facts else self._position)
+                facts.append((token, ()))
+                self._be_level()
+            case RemoteServerUp(server) if is_server_name(server):
+                self._sink.server_up(server)
+            case Resync():
+                return command
+            case Error(text):
+                return said(text)
+        return None
+
+    def _check_position(self, token: int, held: int) -> None:
+        if token < held:
+            raise HistoryLost(
+                f"stream {STREAM}: the server stands at {token}, and we hold everything up to"
+                f" {held}: it has another history than ours"
+            )
+
+    def _be_level(self) -> None:
+        self._level = True
+        self._told = None
+        self._pauses.reset()
+
+    def _show(self, position: int) -> None:
+        """Everything up to here is stored: let the sender see it."""
+        self._position = position
+        self._head = max(self._head, position)
+        self._sink.events.advance(position)
+
+    async def publish_server_up(self, server: str) -> None:
+        """Tell whoever feeds us; it tells its other clients. Nothing is queued for it."""
+        if self._wire is not None:
+            try:
+                await self._wire.send(RemoteServerUp(server))
+            except Disconnected as gone:
+                log.debug("server_up_not_told", server=server, reason=str(gone))
+
+
+class EmbeddedStore(Protocol):
+    """What a feed of facts needs of the store."""
+
+    async def feed_position(self) -> int: ...
+    async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None: ...
+
+
+class EmbeddedFeed(LineFeed):
+    """Facts into a store of ours."""
+
+    def __init__(
+        self,
+        settings: LineSettings,
+        outside: Outside,
+        store: EmbeddedStore,
+        sink: Sink,
+        *,
+        handles: Handles,
+    ) -> None:
+        super().__init__(settings, outside, sink)
+        self._embedded = store
+        self._handles = handles
+
+    def _show(self, position: int) -> None:
+        self._sink.edus.device_lists.advance(position)
+        super()._show(position)
+
+    async def _begin(self) -> None:
+        # -1 is "nothing yet", and so is 0: tokens begin at 1.
+        self._show(max(0, await self.insist(self._embedded.feed_position)))
+
+    async def _apply(self, facts: Sequence[Fact], *, base: int = 0) -> None:
+        batch: list[tuple[int, Sequence[RelayRow]]] = []
+        newest = self._position
+        unusable: Unusable | None = None
+        for token, rows in facts:
+            if token + base <= newest:
+                continue
+            try:
+                batch.append((token + base, parse_record(token, rows, self._handles)))
+            except BadRow:
+                if (event_id := _noticed(rows)) is None:
+                    raise
+                unusable = Unusable(
+                    f"stream {STREAM}, token {token}: a row that only names the event {event_id}:"
+                    " let the homeserver send pdu rows, or set homeserver.kind synapse and the"
+                    " database that it is in; no event after it is taken until then"
+                )
+                break
+            newest = token + base
+        if batch:
+            await self.insist(partial(self._embedded.apply_feed_batch, batch))
+            self._held = None
+            rows_told = [row for _, told in batch for row in told]
+            self._sink.redacted(redacted_in(rows_told))
+            self._show(newest)
+            for server in sorted(_destinations(rows_told)):
+                self._sink.to_device_changed(server)
+        if unusable is not None:
+            raise unusable
+
+
+def _destinations(rows: Iterable[RelayRow]) -> set[str]:
+    return {row.destination for row in rows if isinstance(row, ToDeviceRow)}
+
+
+def _noticed(rows: Iterable[Json]) -> str | None:
+    """The event that the first notice among these rows names.
+
+    ["$event_id", "!room", "m.room.guest_access", "", null]
+    """
+    for row in rows:
+        match row:
+            case [str(event_id), str(), str(), None | str(), *_] if event_id.startswith("$"):
+                return event_id[:100]
+    return None
+
+
+class TcpFeed(EmbeddedFeed):
+    """From a homeserver that speaks the plain protocol, and has rows of facts."""
+
+
+class NoticeStore(Protocol):
+    """What is asked of a database that is read in place."""
+
+    async def event_writer_positions(self) -> Mapping[str, int]: ...
+
+
+class NoticeFeed(LineFeed):
+    """From a homeserver whose rows are notices: its events are in a database that we read in place,
+    and what a notice says is that they are there up to its token."""
+
+    def __init__(
+        self, settings: LineSettings, outside: Outside, store: NoticeStore, sink: Sink
+    ) -> None:
+        super().__init__(settings, outside, sink)
+        self._store = store
+
+    async def _begin(self) -> None:
+        positions = await self.insist(self._store.event_writer_positions)
+        self._show(max(0, min(positions.values(), default=0)))
+
+    async def _apply(self, facts: Sequence[Fact]) -> None:
+        for token, rows in facts:
+            for row in rows:
+                if _noticed([row]) is None:
+                    raise Unusable(
+                        f"stream {STREAM}, token {token}: a row that names no event in the"
+                        " database: with rows of facts homeserver.kind must be embedded; nothing"
+                        " after it is taken until then"
+                    )
+            if token > self._position:
+                self._held = None
+                self._show(token)
