@@ -20,10 +20,10 @@ from fedsender.intake.intake import Elsewhere, KeyReused, Outdated
 from fedsender.intake.rows import check_of, prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.commands import Json
-from fedsender.store import appends, relay, tables
+from fedsender.store import appends, intake, relay, tables
 from fedsender.store.appends import NewRecord
 from fedsender.store.connections import WrongDatabase
-from fedsender.store.engine import open_database
+from fedsender.store.engine import StoreError, open_database
 from fedsender.store.lock import LockHeld
 from fedsender.store.relay import (
     KEEP_LEFT_MS,
@@ -520,8 +520,10 @@ async def test_consumers_are_stored(new_url: NewUrl) -> None:
     one = Consumer("one", 1, 2, 3, Handed("s", 4), True, "gone", {"GAP": 2}, 5, "1 of 2")
     two = Consumer("two", 6, 7)
     async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("a" * 16)
         await store.save_consumers([two, one], {"one"})
     async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("b" * 16)
         assert await store.consumers() == [one, two]
         one.handed, one.full_syncs = None, {}
         await store.save_consumers([one], (), ["two"])
@@ -555,6 +557,37 @@ async def test_only_one_relay_writes(new_url: NewUrl) -> None:
             with pytest.raises(Elsewhere):
                 await store.append_records([record("a", pdu(ROOMS[0], "$a"))])
             assert await second.append_records([record("b", pdu(ROOMS[0], "$b"))]) == [1]
+
+
+async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
+    new_url: NewUrl,
+) -> None:
+    """It was paused, say, and knows neither who follows now nor what they hold."""
+    url = new_url()
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("a" * 16)
+        await store.append_records(
+            [
+                record(f"{n}", ["edu", ["to_device", SERVERS[0], f"{n}", {"a": "x"}]])
+                for n in range(9)
+            ]
+        )
+        await store.save_consumers([Consumer("c", 0, 0, acked=3)])
+        async with open_database(url, real_outside(), name="test") as database:
+            await database.write(lambda connection: intake.begin(connection, "relay", "b" * 16))
+        for change in (
+            partial(store.drop_through, 8),
+            partial(store.tidy, 0, 9, 2**30),
+            partial(store.tidy, 0, 0, 1),
+            partial(store.save_consumers, [Consumer("c", 0, 0, acked=9)]),
+            partial(store.save_consumers, [], removed=["c"]),
+            partial(store.forget_appends, 0),
+        ):
+            with pytest.raises(StoreError, match="another relay"):
+                await change()
+        assert (await store.bounds())[:2] == (1, 9)
+        assert len((await rows_of_snapshot(store))["edus"]) == 9
+        assert [each.acked for each in await store.consumers()] == [3]
 
 
 async def test_a_database_belongs_to_one_relay(new_url: NewUrl) -> None:

@@ -42,6 +42,7 @@ from sqlalchemy import (
     update,
 )
 
+from fedsender.intake.intake import Elsewhere
 from fedsender.intake.rows import (
     DeviceListRow,
     EduRow,
@@ -828,6 +829,8 @@ class SnapshotTables:
 class RelayStore:
     """The database of a relay; see `open_relay_store`. Errors: StoreError, as `Database` has them.
 
+    Nothing is written but between `begin_intake` and the moment at which another relay begins.
+
     Attributes:
         server_name: the homeserver's.
     """
@@ -881,6 +884,22 @@ class RelayStore:
         if self._lock is not None:
             await self._lock.release()
 
+    async def _write(self, fn: Callable[[Connection], T]) -> T:
+        """As `Database.write`, but only while no other relay has begun. Raises StoreError.
+
+        Who was replaced knows neither who follows now nor what they hold.
+        """
+        epoch = self._epoch
+
+        def write(connection: Connection) -> T:
+            try:
+                intake.check(connection, epoch)
+            except Elsewhere:
+                raise StoreError("another relay has taken the database over") from None
+            return fn(connection)
+
+        return await self._database.write(write)
+
     async def epochs(self) -> list[tuple[str, int]]:
         """The epochs, oldest first, each with the last token that it has in common with the next.
 
@@ -917,7 +936,7 @@ class RelayStore:
         now_ms = self._outside.now_ms() - max(0, keep_ms - appends.KEPT_MS)
         forget = partial(appends.forget_appends, now_ms=now_ms)
         forgotten = 0
-        while some := await self._database.write(forget):
+        while some := await self._write(forget):
             forgotten += some
         return forgotten
 
@@ -957,10 +976,10 @@ class RelayStore:
 
         Records go but for those that the state names, some at a time.
         """
-        begin, end = await self._database.write(partial(_move_first, token=token))
+        begin, end = await self._write(partial(_move_first, token=token))
         while begin < end:
             upto = min(end, begin + ROWS_AT_ONCE)
-            await self._database.write(partial(_delete_between, begin=begin, end=upto))
+            await self._write(partial(_delete_between, begin=begin, end=upto))
             begin = upto
 
     async def tidy(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
@@ -983,14 +1002,14 @@ class RelayStore:
 
     async def _repeat(self, some: Callable[[Connection], int]) -> None:
         """Delete some, a transaction each time, until there are fewer than one may delete."""
-        while await self._database.write(some) >= ROWS_AT_ONCE:
+        while await self._write(some) >= ROWS_AT_ONCE:
             pass
 
     async def _go_on(self, look: Callable[..., _Page[Place]], after: Place) -> Place:
         """Look through the next page, and through more as long as much is found to delete."""
         page = _Page(after, ROWS_AT_ONCE)
         while 4 * page.deleted >= ROWS_AT_ONCE:
-            page = await self._database.write(partial(look, after=page.after))
+            page = await self._write(partial(look, after=page.after))
         return page.after
 
     async def _bound_edus(self, floor: int, most_bytes: int) -> int:
@@ -1002,7 +1021,7 @@ class RelayStore:
             if not going:
                 break  # Newer ones have taken their place since.
             which = [(token, number) for token, number, _ in going]
-            await self._database.write(partial(_delete_edus, which=which))
+            await self._write(partial(_delete_edus, which=which))
             excess -= sum(size for *_, size in going)
             dropped += sum(token > floor for token, _ in which)
         return dropped
@@ -1021,7 +1040,7 @@ class RelayStore:
             cursor.close()
             return int(left)
 
-        while await self._database.write(give) > PAGES_AT_ONCE:
+        while await self._write(give) > PAGES_AT_ONCE:
             await trio.lowlevel.checkpoint()
 
     # --- consumers and snapshots ------------------------------------------------------------------
@@ -1037,7 +1056,7 @@ class RelayStore:
         removed: Collection[str] = (),
     ) -> None:
         """Store these, and whether each is connected; delete others."""
-        await self._database.write(
+        await self._write(
             lambda connection: _save_consumers(connection, changed, connected, removed)
         )
 
