@@ -210,6 +210,10 @@ async def test_what_is_of_use_only_now_is_handed_on() -> None:
             ("edu", to_device(1)),
             ("server_up", "not a server"),
             ("server_up", ["b.example"]),
+            ("presence", [*presence[:2], -5, *presence[3:]]),
+            ("presence", [*presence[:2], 2**63, *presence[3:]]),
+            ("presence", [*presence[:3], "half \ud800", *presence[4:]]),
+            ("presence", [presence[0], "half \ud800", *presence[2:]]),
         ):
             with pytest.raises(BadRow):
                 intake.ephemeral([("typing", typing), (stream, row)])

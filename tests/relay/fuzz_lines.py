@@ -77,6 +77,7 @@ EPOCH: Final = "9f1c0a77d2e4b358"
 LINES: Final = [
     b"SERVER hs.example",
     b"RELAY 1 9f1c0a77d2e4b358 events 120001 184220",
+    b"SHARD 1 3",
     b"PING 1790000000000",
     b"NAME sender-2",
     b"AUTH secret",

@@ -22,11 +22,12 @@ from tests.relay.relay_world import Hands, World, config_of
 from tests.replication.support import Netcat
 
 from fedsender.admin import CannotListen
-from fedsender.config import TcpAddress, UnixAddress
+from fedsender.config import TcpAddress, UnixAddress, from_values
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk
 from fedsender.replication.endpoint import Endpoint, connect
+from fedsender.replication.feed import relay_settings
 from fedsender.replication.server import MAX_LEAVING, MAX_PROVING, close, listen
 from fedsender.replication.wire import OWN_KIND, PeerKind
 
@@ -327,3 +328,22 @@ async def test_38_a_network_that_stalls_costs_the_connection_and_no_snapshot(
         assert await again.tokens_until_level() == list(range(1, number + 1))
         assert relay.hub.counts.full_syncs == {}
         await again.stream.aclose()
+
+
+@pytest.mark.parametrize(
+    ("senders", "shadow", "shard"),
+    [([], False, "0/1"), (["a", "fed1", "c"], False, "1/3"), (["a", "fed1"], True, None)],
+)
+def test_a_sender_says_the_share_that_its_configuration_gives_it(
+    senders: list[str], shadow: bool, shard: str | None
+) -> None:
+    """Its place in the list of all senders; a shadow sends nothing, so it has none."""
+    values = {
+        "server_name": "hs.example",
+        "signing_key": "key",
+        "instance_name": "fed1",
+        "homeserver": {"federation_sender_instances": senders},
+        "feed": {"kind": "relay", "relay": {"address": "unix:/relay.sock"}},
+    }
+    settings = relay_settings(from_values(values, directory=Path("/")), sends=not shadow)
+    assert (None if settings.shard is None else str(settings.shard)) == shard

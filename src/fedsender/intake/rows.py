@@ -299,10 +299,13 @@ def prepare_ephemeral(stream: str, row: Json) -> Ephemeral:
                 id_of(value, what)
             if thread_id is not None:
                 id_of(thread_id, "thread id")
-        case ("presence", [user_id, str(), int(), status, bool(), list(servers)]):
+        case ("presence", [user_id, str(state), int(active), status, bool(), list(servers)]):
             id_of(user_id, "user id")
             if not (status is None or isinstance(status, str)):
                 raise BadRow("the status is not a text")
+            if isinstance(active, bool) or not 0 <= active < 2**63:
+                raise BadRow("the last activity is not a time in ms")
+            _sendable({"presence": state, "status_msg": status})
             for server in servers:
                 _server(server)
         case ("server_up", _):
