@@ -272,7 +272,7 @@ def hand_back(
         bool, typer.Option("--accept-loss", help="Although something will never be sent.")
     ] = False,
 ) -> int:
-    """With the daemon stopped: leave the sending to Synapse's own worker, or say what it loses."""
+    """With the daemon stopped: leave the sending to who comes next, or say what is lost."""
     import trio
 
     from fedsender import handback
@@ -301,7 +301,8 @@ def hand_back(
     if not found.done:
         option = "--accept-loss" if found.losses else "--accept-repeats"
         return _complain(f"not handed back; deal with these first, or say {option}", WRONG)
-    say("handed back: Synapse's own sender may start")
+    after = "Synapse's own sender" if loaded.homeserver.kind == "synapse" else "whoever sends next"
+    say(f"handed back: {after} may start")
     return DONE
 
 

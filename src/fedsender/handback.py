@@ -1,4 +1,6 @@
-"""Handing back to Synapse's own federation sender: what it would not send, said before it is lost.
+"""Handing back to who sends next: what they would not send, said before it is lost.
+
+That is Synapse's own federation sender, or the others where one of several senders leaves the list.
 
 Synapse's sender goes on from the tables that we kept true: the events position, who is owed which
 room, LSSO, to-device messages and device lists. It knows nothing of what stands in the sender's own
@@ -31,7 +33,7 @@ __all__ = ["Findings", "hand_back", "leave_to_owner", "owner_of"]
 
 PAGE: Final = 1000
 REASON_CHARACTERS: Final = 200
-DISCARDED: Final = "handed back to Synapse's own sender"
+DISCARDED: Final = "handed back"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +75,23 @@ async def hand_back(
         accept_loss: nothing is.
 
     Raises:
-        ConfigError: there is no Synapse behind this configuration; or we hold what by its list of
-            senders belongs to others, who cannot see it.
+        ConfigError: there is no Synapse behind this configuration, nor another sender on its list;
+            or we hold what by that list belongs to others, who cannot see it.
         LockHeld: the daemon is still running.
         SendersDiffer: another sender runs, by another list of senders.
         StoreError: a database is not one that we know, or of a version outside the tested range.
     """
-    if config.homeserver.kind != "synapse":
-        raise ConfigError("homeserver.kind is not synapse: there is nobody to hand back to")
+    others = set(config.homeserver.federation_sender_instances) - {config.instance_name}
+    if config.homeserver.kind != "synapse" and not others:
+        raise ConfigError(
+            "homeserver.kind is not synapse, and homeserver.federation_sender_instances names no"
+            " other sender: there is nobody to hand back to"
+        )
     try:
         async with _records(config, settings, outside) as (store, ledger):
             frozen = await take_over(store, ledger, outside, config.instance_name, config.handles)
             losses = [*await _quarantined(store, config), *await _redeliveries(store, config)]
-            repeats = [await _unanswered(store, name) for name in sorted(frozen)]
+            repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
             refused = not accept_loss and (losses or (repeats and not accept_repeats))
             notes = [] if refused else await _settle(store, ledger, outside, config, frozen)
             await hand_over(store, config.instance_name)
@@ -136,7 +142,7 @@ async def _quarantined(store: Store, config: Config) -> list[str]:
             reasons.setdefault(key, item.reason[:REASON_CHARACTERS])
     return [
         f"{server}, {where}: {counts[server, where]} in quarantine ({reasons[server, where]});"
-        " Synapse's sender will not send them"
+        f" {_next(config)} will not send them"
         for server, where in sorted(counts)
     ]
 
@@ -149,12 +155,17 @@ async def _redeliveries(store: Store, config: Config) -> list[str]:
             found = await store.sender.redeliveries(name, PAGE)
             counts.update((name, each.room_id) for each in found)
     return [
-        f"{server}, room {room}: {count} to be sent again; Synapse's sender does not know of them"
+        f"{server}, room {room}: {count} to be sent again; {_next(config)} does not know of them"
         for (server, room), count in sorted(counts.items())
     ]
 
 
-async def _unanswered(store: Store, name: str) -> str:
+def _next(config: Config) -> str:
+    """Who sends after us."""
+    return "Synapse's sender" if config.homeserver.kind == "synapse" else "whoever sends next"
+
+
+async def _unanswered(store: Store, name: str, next_sender: str) -> str:
     """What this server may or may not have, in words."""
     record = await store.sender.load_frozen(name)
     if record is None:
@@ -164,7 +175,7 @@ async def _unanswered(store: Store, name: str) -> str:
     return (
         f"{name}: transaction {record.transaction_id} ({len(pdus)} events"
         f"{' of ' + rooms if rooms else ''}, {sum(edus.values())} EDUs) was sent and not answered;"
-        " Synapse's sender will send the newest event of each room, to-device messages and device"
+        f" {next_sender} will send the newest event of each room, to-device messages and device"
         " lists again, and no receipts"
     )
 
@@ -186,7 +197,7 @@ async def _settle(
         await trio.lowlevel.checkpoint()
     debts = (await store.receipts.load(config.instance_name)).debts
     if owed := sum(config.handles(name) for name in debts):
-        notes.append(f"receipts that {owed} servers are owed are not sent: Synapse keeps none back")
+        notes.append(f"receipts that {owed} servers are owed are not sent")
     return [*notes, *await _held_back(store, config)]
 
 
@@ -197,10 +208,10 @@ async def _held_back(store: Store, config: Config) -> list[str]:
     for name, state in sorted(states.items()):
         word = "parked" if state.parked is not None else "paused"
         if (state.parked is not None or state.paused is not None) and config.handles(name):
-            notes.append(f"{name} is {word} here; Synapse's sender sends to it")
+            notes.append(f"{name} is {word} here; {_next(config)} sends to it")
     denied = any(each.deny for each in config.destinations.overrides)
     if config.deny or config.allow != ("*",) or denied:
-        notes.append("allow, deny and overrides hold here alone: Synapse's sender knows of none")
+        notes.append(f"allow, deny and overrides hold here alone: {_next(config)} knows of none")
     return notes
 
 

@@ -78,7 +78,7 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> Had | None:
     if not left:
         await store.say_nothing_left(config.server_name, senders)
     had: Had | None = None
-    if not both.homeserver.alone:
+    if both.homeserver.known_to_others:
         there = await both.homeserver.senders()
         had = _dealt_before(me, before, there, senders)
         unseen = [

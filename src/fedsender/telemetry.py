@@ -376,6 +376,9 @@ class Metrics:
             "stream_name",
         )
         self.feed_connected = self._gauge("fedsender_feed_connected", "1 while the feed is up")
+        self.takes_appends = self._gauge(
+            "fedsender_takes_appends", "1 while this sender takes what its homeserver appends"
+        )
         self.feed_connects = self._counter("fedsender_feed_connects", "Times the feed came up")
         self.full_syncs = self._counter(
             "fedsender_feed_full_syncs", "Snapshots asked for in place of a relay's log", "reason"

@@ -19,7 +19,14 @@ import trustme
 from tests.relay.log_support import lines_after, log_of, numbers, pdu
 
 from fedsender.config import Address, TcpAddress, UnixAddress
-from fedsender.intake.client import IntakeClient, NewRecord, Position, Refused, ReservationLost
+from fedsender.intake.client import (
+    IntakeClient,
+    NewRecord,
+    NotTrusted,
+    Position,
+    Refused,
+    ReservationLost,
+)
 from fedsender.intake.endpoint import BOUNDS, PREFIX, description, serve_intake
 from fedsender.intake.intake import Intake
 from fedsender.intake.rows import Ephemeral, prepare_ephemeral
@@ -120,6 +127,30 @@ async def test_inside_tls(tmp_path: Path) -> None:
             assert response.status_code == 413
         await silent.aclose()
         assert log_of(intake).head == 1
+
+
+async def test_what_waiting_does_not_cure_is_said_at_once(tmp_path: Path) -> None:
+    """A certificate that is not trusted, no TLS where it should be, another token."""
+    authority, stranger = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    stranger.cert_pem.write_to_path(str(tmp_path / "stranger.pem"))
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(context)
+
+    async def fails(address: str, ca: str, token: str, why: str) -> None:
+        with trio.fail_after(10):
+            async with IntakeClient.at(address, token, ca_file=str(tmp_path / ca)) as client:
+                with pytest.raises((NotTrusted, Refused), match=why):
+                    await client.append([pdu(1)])
+
+    async with serving(tmp_path, tls=context) as (_, address):
+        port = address.rpartition(":")[2]
+        await fails(f"https://localhost:{port}", "stranger.pem", TOKEN, "localhost.*not trusted")
+        await fails(f"https://127.0.0.1:{port}", "ca.pem", TOKEN, "not trusted: .*127")
+        await fails(f"https://localhost:{port}", "ca.pem", "another", "not the configured one")
+    (tmp_path / "clear").mkdir()
+    async with serving(tmp_path / "clear") as (_, address):
+        await fails(f"https://{address}", "ca.pem", TOKEN, "does not speak TLS")
 
 
 async def test_the_client_waits_for_the_relay(tmp_path: Path) -> None:

@@ -83,6 +83,28 @@ async def test_what_is_answered_is_stored_and_the_sender_sees_it(config: StoreCo
         assert (sink.events.value, sink.edus.device_lists.value) == (3, 3)
 
 
+async def test_the_newest_version_of_a_room_holds(config: StoreConfig) -> None:
+    """A first one that was wrong keeps nothing back that comes with the right one."""
+
+    def of(number: int, version: str) -> Any:
+        _, (room_id, event_id, event, _) = pdu(number)
+        return ["pdu", [room_id, event_id, event, {"room_version": version}]]
+
+    async with pushed_to(config) as (feed, store):
+
+        async def versions() -> set[str | None]:
+            return {row.room_version for row in await store.homeserver.read_events(0, 99, 99)}
+
+        await feed.intake.append([record(1, of(1, "99"))])
+        assert await versions() == {"99"}
+        await feed.intake.append([record(2, of(2, "10"))])
+        assert await versions() == {"10"}
+        await feed.intake.append([record(3, of(3, "11")), record(4, of(4, "10")), record(5)])
+        await feed.intake.append([record(1, of(1, "99")), record(6, hosts(6))])
+        assert len(await versions()) == 1
+        assert await versions() == {pdu(5)[1][3]["room_version"]}
+
+
 async def test_a_server_that_the_homeserver_heard_from_is_up(config: StoreConfig) -> None:
     sink = RecordingSink()
     async with pushed_to(config, sink) as (feed, _):

@@ -340,12 +340,18 @@ class _Failing:
     async def room_servers(self, room_id: str) -> None:
         raise StoreError("homeserver database: no")
 
+    async def find_appends(self, keys: Sequence[bytes]) -> None:
+        raise StoreError("homeserver database: no")
+
 
 async def test_a_database_that_does_not_answer_is_asked_again(config: StoreConfig) -> None:
     async with pushed_to(config, around=_Failing) as (feed, _):
         assert feed.intake.room is not None
         with pytest.raises(Full, match="homeserver database: no"):
             await feed.intake.room(ROOM)
+        (place,) = feed.intake.reserve("writer", 1)
+        with pytest.raises(Full, match="homeserver database: no"):
+            await feed.intake.append([Append("id", [hosts(["a.example"])], place)])
 
 
 async def test_a_relay_takes_no_such_rows_and_says_so(tmp_path: Path) -> None:

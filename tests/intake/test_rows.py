@@ -82,6 +82,18 @@ def test_bad_rows_are_named_without_their_content(row: Json) -> None:
     assert "m1" not in str(bad.value)
 
 
+def test_a_create_event_says_the_version_of_its_room() -> None:
+    def of(content: Json, version: str) -> Json:
+        event = {"type": "m.room.create", "sender": "@a:hs.example", "content": content}
+        return ["pdu", ["!r:hs.example", "$c", event, {"room_version": version}]]
+
+    for good in (of({"room_version": "11"}, "11"), of({}, "1"), of("none", "11")):
+        prepare([good])
+    for bad in (of({"room_version": "11"}, "10"), of({}, "11"), of({"room_version": 1}, "1")):
+        with pytest.raises(BadRow, match="row 0: room_version is another one than the create"):
+            prepare([bad])
+
+
 def test_bounds() -> None:
     """Rows, bytes of a row, bytes of a record; and the largest row is a line that is allowed."""
     for rows in ([], [hosts(1)] * (MAX_ROWS + 1)):

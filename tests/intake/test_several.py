@@ -15,12 +15,13 @@ from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink, until
 from tests.servers import Databases
 
-from fedsender.config import Config, UnixAddress, from_values
-from fedsender.daemon import Daemon, open_core
+from fedsender.config import Config, ConfigError, UnixAddress, from_values
+from fedsender.daemon import Daemon, open_core, store_config
 from fedsender.demo.events import Signer, new_timeline
 from fedsender.demo.process import write_signing_key
 from fedsender.demo.receivers import open_receivers
 from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.handback import hand_back
 from fedsender.intake.client import IntakeClient
 from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.intake import Append, Elsewhere, KeyReused, ReservationGone
@@ -303,6 +304,7 @@ async def test_the_endpoint_of_the_others_names_the_one(site: Site, tmp_path: Pa
             assert answer.status_code == 503
             assert answer.json()["errcode"] == "FEDSENDER_ELSEWHERE"
             assert answer.json()["instance"] == "a"
+        assert (a.feed.status().appends, b.feed.status().appends) == ("we do", "instance a does")
         position = (await http.get(f"http://b{PREFIX}/position")).json()
         assert (position["epoch"], position["stored"]) == (a.feed.epoch, 1)
 
@@ -327,6 +329,35 @@ async def test_the_client_finds_the_one_and_its_successor(site: Site, tmp_path: 
 
 
 # --- whole daemons --------------------------------------------------------------------------------
+
+
+async def test_who_leaves_the_list_hands_back(tmp_path: Path, postgres: Databases) -> None:
+    """With a database of its own, of which the others cannot see that nothing is left in it."""
+    write_signing_key(tmp_path, b"s" * 32)
+    outside, database = real_outside(), postgres.create_database()
+
+    def config(name: str, names: Sequence[str]) -> Config:
+        of = {"database": database, "federation_sender_instances": list(names)}
+        return daemon_config(tmp_path, name, homeserver=of)
+
+    async def run(name: str, names: Sequence[str], others: Sequence[str] = ()) -> None:
+        async with open_core(config(name, names), outside) as daemon, trio.open_nursery() as both:
+            for other in others:
+                both.start_soon(run, other, names)
+            await daemon.feed.connected.wait()
+            assert isinstance(daemon.feed, PushFeed)
+            if daemon.feed.intake.closed is None:
+                await daemon.feed.intake.append([record(1, hosts(1))])
+            await until(lambda: daemon.sender.fan_out.position >= 1)
+
+    await run("a", NAMES, others=["b"])
+    with pytest.raises(ConfigError, match=r"b sent to servers .*run `fedsender hand-back` for it"):
+        await run("a", ["a"])
+    with pytest.raises(ConfigError, match="names no other sender: there is nobody to hand back to"):
+        await hand_back(config("b", ["b"]), store_config(config("b", ["b"])), outside)
+    old = config("b", NAMES)
+    assert (await hand_back(old, store_config(old), outside)).done
+    await run("a", ["a"])
 
 
 async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Databases) -> None:

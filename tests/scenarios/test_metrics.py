@@ -86,6 +86,9 @@ BY_LOOP = {"fedsender_loop_longest_step_seconds"}
 BY_QUARANTINE = {"fedsender_full_quarantines"}
 """What tests/admin/test_probes.py sees move."""
 
+BY_PUSH = {"fedsender_takes_appends"}
+"""What tests/intake/test_processes.py sees move."""
+
 
 def values(metrics: Metrics) -> dict[str, float]:
     """Each declared metric and the sum of its samples; all of them carry the server's name."""
@@ -105,7 +108,7 @@ def touched(metrics: Metrics) -> set[str]:
 
 def test_every_declared_metric_is_in_one_of_the_lists() -> None:
     """A new metric must be shown to move, or it is dead weight on a dashboard."""
-    known = BY_TROUBLE | BY_SOCKETS | BY_RELAY | BY_LACK | BY_LOOP | BY_QUARANTINE
+    known = BY_TROUBLE | BY_SOCKETS | BY_RELAY | BY_LACK | BY_LOOP | BY_QUARANTINE | BY_PUSH
     assert set(values(Metrics(HS))) == known
     assert not BY_TROUBLE & BY_SOCKETS
 

@@ -33,6 +33,7 @@ class Parts:
     """The daemon as the endpoints see it.
 
     Attributes:
+        appends: who takes what the homeserver appends, as in `FeedStatus`.
         observe: sets the gauges that are only worth setting when somebody asks.
         doubts: why the daemon is not ready, one sentence each; none: it is.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
@@ -48,6 +49,7 @@ class Parts:
     observe: Callable[[], None]
     ledger_directory: Path
     doubts: Callable[[], Iterable[str]]
+    appends: Callable[[], str | None] = lambda: None
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     ledger_reading: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 

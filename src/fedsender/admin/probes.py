@@ -106,6 +106,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
         metrics.destinations_by_phase.labels(phase.value).set(phases[phase])
     metrics.full_quarantines.set(len(sender.context.full))
     metrics.feed_connected.set(status.connected)
+    metrics.takes_appends.set(status.appends == "we do")
     metrics.stream_position.labels("events").set(status.position)
     metrics.stream_held_seconds.labels("events").set(status.held_s)
 
@@ -137,6 +138,8 @@ async def ready(parts: Reach) -> Response:
     reasons = list(parts.doubts())
     said: dict[str, object] = {"ready": not reasons, "reasons": reasons}
     # No server can make us unready.
+    if (appends := parts.appends()) is not None:
+        said["takes_appends"] = appends
     if warnings := list(_warnings(parts.sender)):
         said["warnings"] = warnings
     return json_answer(said, 503 if reasons else 200)

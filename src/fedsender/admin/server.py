@@ -60,6 +60,7 @@ def parts_of(daemon: Daemon, outside: Outside) -> Parts:
         store=own,
         outside=outside,
         metrics=daemon.metrics,
+        appends=lambda: daemon.feed.status().appends,
         observe=lambda: observe(daemon.sender, daemon.feed, daemon.metrics),
         ledger_directory=daemon.policies.config.ledger.directory,
         doubts=lambda: doubts(

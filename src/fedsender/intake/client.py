@@ -63,6 +63,11 @@ class Refused(Exception):
         self.errcode = errcode
 
 
+class NotTrusted(Exception):
+    """What listens at the address does not prove in TLS that it is who should; trying again would
+    not help: the address or `ca_file` is wrong, or the certificate."""
+
+
 class ReservationLost(Refused):
     """The reservation lapsed, or the relay was restarted. Reserve again, and append by that."""
 
@@ -84,6 +89,7 @@ class Position:
     """How far the homeserver's events are; docs/homeservers.md says what each number means.
 
     Attributes:
+        delivered: speaks of events only, and not of EDUs.
         fanned_out, delivered, servers, behind: None while the sender begins; and of a relay.
         first: only of a relay: the oldest token in its log.
     """
@@ -212,6 +218,7 @@ class IntakeClient:
             Refused: a row that the relay does not take, an id that came with other rows, a token
                 that is not the relay's; none of them is there then, unless the id was.
             ReservationLost, ServersOutdated.
+            NotTrusted: as does every other method that asks.
         """
         tokens: list[int | None] = (await self._append(records))["tokens"]
         return tokens
@@ -324,6 +331,8 @@ class IntakeClient:
             response = await self._https[at].send(self._request(self._https[at], what, body))
             answer = response.json() if response.status_code != 502 else {}
         except (httpx.TransportError, ValueError) as error:
+            if (why := _distrust(error)) is not None:
+                raise NotTrusted(f"{self._https[at].base_url}: {why}") from error
             self._leave(at)
             raise _Later from error
         if response.status_code == 200 and isinstance(answer, dict):
@@ -369,6 +378,17 @@ def _http_client(peer: HttpPeer, token: str, ca_file: str | None) -> httpx.Async
         transport=httpx.AsyncHTTPTransport(uds=path, verify=verify),
         trust_env=False,
     )
+
+
+def _distrust(error: BaseException | None) -> str | None:
+    """What TLS holds against the other side, by the errors that led to this one; None: nothing."""
+    while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {error.verify_message}"
+        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+            return "it does not speak TLS"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _known(kind: type[T], said: Mapping[str, Any]) -> T:

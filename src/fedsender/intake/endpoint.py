@@ -185,7 +185,8 @@ async def ephemeral(request: EphemeralRows, intake: Reach) -> Response:
 async def position(request: Request, intake: AnyReach) -> Response:
     """`{"epoch": "...", "stored": 9, "fanned_out": 9, "delivered": 8, "servers": 42, "behind": 1}`:
     up to `stored` all is durable, and need not be kept for another try. Up to `delivered` all
-    servers have answered, but `behind` of them: they fail, wait, or are held by an operator.
+    servers have answered to events, but `behind` of them: they fail, wait, or are held by an
+    operator. It says nothing of EDUs: to-device messages, device lists and keys may still wait.
 
     What is not known is null: the last four while the sender begins, and of a relay. `first` is the
     oldest token in a relay's log.

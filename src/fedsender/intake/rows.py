@@ -213,7 +213,7 @@ def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row:
     for number, row in enumerate(rows):
         try:
             parsed.append(parse_relay_row(complete(row)))
-            events += isinstance(parsed[-1], PduRow)
+            events += _is_event(parsed[-1])
             if events > 1:
                 raise BadRow("a second event, and a token has one")
             texts.append(_encode(row))
@@ -224,6 +224,17 @@ def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row:
     if size > MAX_RECORD_BYTES:
         raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
     return Prepared(tuple(texts), size, tuple(parsed))
+
+
+def _is_event(row: RelayRow) -> bool:
+    """Raises BadRow for an event that says another version of its room than its row."""
+    if not isinstance(row, PduRow):
+        return False
+    match row.event:
+        case {"type": "m.room.create", "content": dict(content)}:
+            if content.get("room_version", "1") != row.room_version:
+                raise BadRow("room_version is another one than the create event's content says")
+    return True
 
 
 def _encode(row: Json) -> bytes:

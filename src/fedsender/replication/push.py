@@ -108,6 +108,15 @@ class PushFeed(Feed):
             position=self.head,
             head=self.head,
             stopped=self.stopped,
+            appends=self._taker(),
+        )
+
+    def _taker(self) -> str:
+        if not self.connected.is_set():
+            return "nobody knows yet"
+        closed = self.intake.closed
+        return (
+            "we do" if closed is None else f"instance {closed.instance or 'of another name'} does"
         )
 
     async def run(self) -> None:

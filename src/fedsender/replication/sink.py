@@ -120,6 +120,7 @@ class FeedStatus:
         held_s: for how long it has been so, in seconds; 0.0: it is not.
         stopped: why no event will ever come until somebody acts, in words.
         last_error: why the last connection ended or failed.
+        appends: who takes what the homeserver appends, in words; None: it does not append.
     """
 
     kind: str
@@ -131,6 +132,7 @@ class FeedStatus:
     held_s: float = 0.0
     stopped: str | None = None
     last_error: str | None = None
+    appends: str | None = None
 
 
 class Feed(ABC):

@@ -89,7 +89,7 @@ class Rows:
                 self._device_lists.append((token, row))
 
     def _add_pdu(self, row: PduRow, token: int) -> None:
-        self._rooms[row.room_id] = self._rooms.get(row.room_id) or row.room_version
+        self._rooms[row.room_id] = row.room_version
         self._events.append(event_values(row, token, self._now_ms))
         self._texts.append(json_values(row))
         self._exceptions += exceptions_values(row)
@@ -184,13 +184,17 @@ def store_exceptions(connection: Connection, rows: Sequence[Mapping[str, Any]]) 
 
 _NOTE_VERSION = (
     update(tables.rooms)
-    .where(tables.rooms.c.room_id == bindparam("at_room"), tables.rooms.c.room_version.is_(None))
+    .where(
+        tables.rooms.c.room_id == bindparam("at_room"),
+        tables.rooms.c.room_version.is_distinct_from(bindparam("version")),
+    )
     .values(room_version=bindparam("version"))
 )
 
 
 def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> None:
-    """Add rooms; a version that was not known is noted, one that was stays."""
+    """Add rooms, and note their versions. The newest one holds: a first one that was wrong would
+    keep all that follows from being sent."""
     rows = [{"room_id": name, "room_version": versions[name]} for name in sorted(versions)]
     for chunk in in_chunks(rows):
         insert_rows(connection, tables.rooms, chunk)

@@ -390,6 +390,12 @@ class HomeserverStore(EventStore):
         settings = self._settings
         return self._embedded and not (settings.shared and len(settings.instances) > 1)
 
+    @property
+    def known_to_others(self) -> bool:
+        """Whether senders of other names may have sent what is in this store."""
+        shared = self._settings.shared and self._database.dialect == "postgresql"
+        return not self._embedded or shared
+
     async def begin_intake(self, epoch: str) -> bool:
         """Take the homeserver's appends under this epoch, unless another instance takes them."""
         if self._intake_lock is not None:
