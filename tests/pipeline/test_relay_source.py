@@ -356,7 +356,10 @@ def take_snapshot(url: str, info: SnapshotInfo, history: History) -> None:
     engine = sa.create_engine(url)
     taken = relay_source._Snapshot(info, history, RealDisk())
     with engine.begin() as connection:
-        relay_load.load(connection, taken, lambda _: True, MS)
+        steps = relay_load.load(taken, lambda _: True, MS)
+        step, _ = relay_load.run_step(steps, None)
+        while step is not None:
+            step, _ = relay_load.run_step(steps, step(connection))
     engine.dispose()
 
 

@@ -123,6 +123,9 @@ class MemoryStore:
                 row.event_id for row in rows if isinstance(row, PduRow)
             )
 
+    async def drop_unfinished_load(self) -> None:
+        pass
+
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
         if self.before_load is not None:
             await self.before_load()

@@ -6,8 +6,9 @@ are those of the scenarios in docs/relay.md.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.sender.harness import HS, World
 
 from fedsender.intake.rows import RoomServers
 from fedsender.outside import real_outside
+from fedsender.relay.snapshot import SnapshotInfo
 from fedsender.replication.commands import Json
 from fedsender.replication.relay_feed import State
 from fedsender.replication.relay_fetch import read_rows
@@ -227,8 +229,8 @@ async def test_65_another_history_of_the_same_length_is_taken_over_and_nothing_s
 async def test_08_a_kill_while_a_snapshot_is_loaded_leaves_all_as_it_was(
     stage: Stage, autojump_clock: Clock
 ) -> None:
-    """8: killed before the end of the one transaction. The old data is whole, nothing of the new
-    is there, and the next start fetches what is missing and loads it."""
+    """8: killed before its first transaction ends. The old data is whole, nothing of the new is
+    there, and the next start fetches what is missing and loads it."""
     async with stage.sending():
         await stage.join(ROOM, "a.example", "b.example")
         await stage.say(ROOM, "old")
@@ -378,14 +380,26 @@ async def test_both_databases_take_a_snapshot_over_and_the_next_one(
         assert (again.events, again.to_device) == (0, frozenset())
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A snapshot of a relay in memory, as a store takes it over."""
+
+    relay: Relay
+    info: SnapshotInfo
+    history: History
+
+    @property
+    def token(self) -> int:
+        return self.info.token
+
+    def read(self, table: str, part: int) -> Iterator[tuple[Any, ...]]:
+        return read_rows(self.relay.disk, self.info, table, part)
+
+
+def as_loaded(relay: Relay) -> _Loaded:
+    """The next snapshot of it."""
+    return _Loaded(relay, relay.compact(), History(EPOCH, 0))
+
+
 async def load(store: Store, relay: Relay) -> Loaded:
-    info = relay.compact()
-
-    class Snapshot:
-        token = info.token
-        history = History(EPOCH, 0)
-
-        def read(self, table: str, part: int) -> list[tuple[Any, ...]]:
-            return read_rows(relay.disk, info, table, part)
-
-    return await store.homeserver.load_snapshot(Snapshot(), lambda _server: True)
+    return await store.homeserver.load_snapshot(as_loaded(relay), lambda _server: True)

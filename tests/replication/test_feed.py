@@ -197,6 +197,9 @@ class SynapseTables(Tables):
     async def begin_history(self, history: Any) -> None:
         raise NotImplementedError
 
+    async def drop_unfinished_load(self) -> None:
+        raise NotImplementedError
+
     async def load_snapshot(self, snapshot: Any, handles: Any) -> Any:
         raise NotImplementedError
 

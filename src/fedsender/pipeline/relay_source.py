@@ -138,7 +138,7 @@ class _Snapshot:
     def token(self) -> int:
         return self.info.token
 
-    def read(self, table: str, part: int) -> Sequence[Row]:
+    def read(self, table: str, part: int) -> Iterator[Row]:
         return read_rows(self.disk, self.info, table, part)
 
     def heads(self, part: int, after: int) -> list[tuple[int, list[RelayRow]]]:
@@ -254,7 +254,10 @@ class _Follower:
         if target <= upto:
             with self.engine.begin() as connection:
                 created_ms = snapshot.info.created_ms
-                relay_load.load(connection, snapshot, _handles_none, created_ms)
+                steps = relay_load.load(snapshot, _handles_none, created_ms)
+                step, _ = relay_load.run_step(steps, None)
+                while step is not None:
+                    step, _ = relay_load.run_step(steps, step(connection))
                 positions.set_position(connection, "events", self.instance, reached)
         return reached
 

@@ -246,11 +246,12 @@ def room_server_pages(source: Source, after: int) -> Iterator["pyarrow.Table"]:
     """`room_servers` that changed above a token.
 
     A full sync ends stays at the token that was reached, which may be this one, and begins those
-    of a new history there.
+    of a new history there. What one has stored that has not ended does not count.
     """
-    table = tables.room_servers.c
-    query = sa.select(table.room_id, table.server, table.joined, table.left).where(
-        sa.or_(table.joined >= after, table.left >= after)
+    table, upto = tables.room_servers.c, positions.counting_upto()
+    left = sa.case((table.left <= upto, table.left)).label("left")
+    query = sa.select(table.room_id, table.server, table.joined, left).where(
+        sa.or_(table.joined >= after, table.left >= after), table.joined <= upto
     )
     for page in source.pages(query, [table.room_id, table.server, table.joined]):
         yield _table(page, ("room_id", "server", "joined", "left"))

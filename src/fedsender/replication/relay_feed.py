@@ -6,7 +6,8 @@
     any error → BACKOFF → CONNECTING
 
 A record of the log is stored in one transaction together with its token, and acknowledged after
-that. While a snapshot is fetched nothing changes; it is taken over in one transaction.
+that. While a snapshot is fetched nothing changes, and while it is taken over nothing that counts:
+its last transaction moves the position.
 
 Our positions only ever rise. A history has an epoch and a base: a token of the relay plus the base
 is our stream ordering. A relay that lost its newest part, or has another history, gets a new base:
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -89,6 +90,7 @@ class RelayStore(EmbeddedStore, Protocol):
     async def feed_history(self) -> History | None: ...
     async def begin_history(self, history: History) -> None: ...
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded: ...
+    async def drop_unfinished_load(self) -> None: ...
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int: ...
 
 
@@ -98,7 +100,7 @@ class _Fetched:
 
     token: int
     history: History
-    read: Callable[[str, int], Sequence[Row]]
+    read: Callable[[str, int], Iterator[Row]]
 
 
 class RelayFeed(EmbeddedFeed):
@@ -178,6 +180,7 @@ class RelayFeed(EmbeddedFeed):
         self._turn(State.HELLO)
         self.note_connected()
         self._epoch = relay.epoch
+        await self.insist(self._store.drop_unfinished_load)
         if self._history is None and self._position == 0:
             self._history = History(relay.epoch, 0)
             await self.insist(partial(self._store.begin_history, self._history))

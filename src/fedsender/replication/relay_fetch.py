@@ -33,7 +33,7 @@ from fedsender.relay.snapshot import (
     Row,
     SnapshotInfo,
     parse_manifest,
-    read_part,
+    stream_part,
 )
 from fedsender.replication.commands import Error, Fetch, File, Snapshot
 from fedsender.replication.endpoint import Disconnected
@@ -325,7 +325,8 @@ class _Writing:
             await self._in_thread(lambda: self._target.append(content))
 
 
-def read_rows(disk: Disk, info: SnapshotInfo, table: str, part: int) -> list[Row]:
+def read_rows(disk: Disk, info: SnapshotInfo, table: str, part: int) -> Iterator[Row]:
     """The rows of one part of a fetched snapshot. Blocks; raises BadSnapshot, OSError."""
     file = info.parts(table).get(part)
-    return [] if file is None else read_part(disk, info, file)
+    if file is not None:
+        yield from stream_part(disk, info, file)

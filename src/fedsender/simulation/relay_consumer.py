@@ -173,6 +173,9 @@ class RecordingStore:
             self.books.fail("content", f"{self.name} got {record} of another shard")
         return record
 
+    async def drop_unfinished_load(self) -> None:
+        """Nothing: it takes one over in one step."""
+
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
         position = snapshot.token + snapshot.history.base
         if position < self.held.position:

@@ -26,7 +26,7 @@ from sqlalchemy import (
     update,
 )
 
-from fedsender.store import tables
+from fedsender.store import positions, tables
 from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import Backoff, Lagging, Settlement
 from fedsender.store.rows import having_rows, insert_rows, upsert
@@ -251,6 +251,7 @@ def _to_device(
     query = (
         select(outbox.c.stream_id, outbox.c.messages_json)
         .where(outbox.c.destination == destination, outbox.c.stream_id > after)
+        .where(outbox.c.stream_id <= positions.counting_upto())
         .order_by(outbox.c.stream_id)
     )
     if upto is not None:

@@ -6,10 +6,12 @@ there stand in the modules beside this one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar, cast
 
+import trio
 from sqlalchemy import Connection
 
 from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
@@ -45,11 +47,12 @@ from fedsender.store.records import (
     Receipt,
     Settlement,
 )
-from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
+from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
 from fedsender.streams import HostsRow, RedactionRow
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
+T = TypeVar("T")
 SORTABLE = (
     "destination",
     "retry_last_ts",
@@ -77,6 +80,7 @@ class HomeserverStore(EventStore):
             intake_lock: held while we take appends; None: nobody else can use this store.
         """
         super().__init__(database, outside, settings, state_database=state_database)
+        self._outside = outside
         self._intake_lock = intake_lock
         self._epoch: str | None = None
 
@@ -403,6 +407,7 @@ class HomeserverStore(EventStore):
                 await self._intake_lock.take(await self._database.read(intake.store_key))
             except LockHeld:
                 return False
+        await self.drop_unfinished_load()
         self._epoch, instance = epoch, self._settings.instance
         await self._database.write(lambda connection: intake.begin(connection, instance, epoch))
         return True
@@ -495,15 +500,27 @@ class HomeserverStore(EventStore):
         )
 
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
-        """Take a snapshot over: all of it in one transaction, or nothing. See `relay_load`.
+        """Take a snapshot over; nothing of it counts until all is stored. See `relay_load`.
 
         Raises FeedError, and what `snapshot.read` raises.
         """
-        now_ms = self._now_ms()
-        with self._hosts_moving():
-            return await self._database.write(
-                lambda connection: relay_load.load(connection, snapshot, handles, now_ms)
-            )
+        return await self._run_steps(relay_load.load(snapshot, handles, self._now_ms()))
+
+    async def drop_unfinished_load(self) -> None:
+        """Remove what a load that was broken off has left; before the feed stores anything."""
+        await self._run_steps(relay_load.drop())
+
+    async def _run_steps(self, steps: Steps[T]) -> T:
+        """Each step in a transaction of its own, which others may share."""
+        limiter = trio.CapacityLimiter(1)
+        result: Any = None
+        with self._hosts_moving(), closing(steps):
+            while True:
+                go_on = partial(relay_load.run_step, steps, result)
+                step, value = await self._outside.run_sync(go_on, limiter=limiter)
+                if step is None:
+                    return cast(T, value)
+                result = await self._database.write(step)
 
     async def queue_to_device(self, destination: str, stream_id: int, messages: str) -> None:
         """Put a to-device message (EDU content as JSON text) into the outbox."""

@@ -4,12 +4,12 @@ A row of type `events` is Synapse's own: up to there everything is recorded in `
 Nothing reads the rows of type `federation` any more. We write our events position there too, in
 the same transaction: when the two differ, somebody else has moved one of them, a Synapse sender for
 instance. An embedded store also has a row of type `feed`, which is nobody's: the token up to which
-it has facts, whoever stored them.
+it has facts, whoever stored them. One of type `load` stands there while a snapshot is loaded.
 """
 
 from collections.abc import Collection, Sequence
 
-from sqlalchemy import Connection, bindparam, delete, func, select, text, update
+from sqlalchemy import Connection, ScalarSelect, bindparam, delete, func, select, text, update
 
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
@@ -180,6 +180,8 @@ def _has_table(connection: Connection, name: str) -> bool:
 
 
 _OF_THE_STORE = ""
+_LOAD, _LOAD_STEP = "load", "load step"
+_MAX_BIGINT = 2**63 - 1
 
 
 def feed_position(connection: Connection) -> int:
@@ -190,6 +192,39 @@ def feed_position(connection: Connection) -> int:
 def set_feed_position(connection: Connection, token: int) -> None:
     """Store it, whatever it was."""
     set_position(connection, "feed", _OF_THE_STORE, token)
+
+
+def begin_load(connection: Connection, position: int) -> None:
+    """Note that a snapshot is being loaded: what lies above this position does not count yet."""
+    set_position(connection, _LOAD, _OF_THE_STORE, position)
+
+
+def next_step(connection: Connection, step: int) -> bool:
+    """Whether this step of the load, the next one, is not durable yet; from now on it will be."""
+    if read_position(connection, _LOAD_STEP, _OF_THE_STORE) >= step:
+        return False
+    set_position(connection, _LOAD_STEP, _OF_THE_STORE, step)
+    return True
+
+
+def unfinished_load(connection: Connection) -> int | None:
+    """The position above which a load that has not ended stores; None: there is none."""
+    position = read_position(connection, _LOAD, _OF_THE_STORE)
+    return None if position < 0 else position
+
+
+def counting_upto() -> ScalarSelect[int]:
+    """The same as an expression: above it nothing counts yet."""
+    return (
+        select(func.coalesce(func.min(positions.c.stream_id), _MAX_BIGINT))
+        .where(positions.c.type == _LOAD)
+        .scalar_subquery()
+    )
+
+
+def end_load(connection: Connection) -> None:
+    """No snapshot is being loaded any more."""
+    connection.execute(delete(positions).where(positions.c.type.in_((_LOAD, _LOAD_STEP))))
 
 
 def feed_history(connection: Connection) -> History | None:

@@ -1,10 +1,9 @@
-"""Taking a relay's snapshot over into the embedded store: functions of a connection.
+"""Taking a relay's snapshot over into the embedded store, in many small transactions.
 
 A snapshot tells a sender whose position the relay's log does not reach any more (or that has none,
 or one of another history) what it must know instead of all that happened in between: the servers in
 each room, the newest event of the homeserver's own there, what made a server leave, and the durable
-EDUs. All of it is taken over in one transaction, part by part; until that ends everything is as it
-was, and if it does not end it never was.
+EDUs.
 
 Only what is new is written. An event that is here already, under whatever token, is known by its
 id; so a new history of the relay repeats nothing. Each event that is new is marked as standing in
@@ -12,17 +11,45 @@ for what its room had since our position (`records.stands_above`). The fan-out c
 events like upon any others, finds out from the servers' stays who gets them, and leaves them to
 catch-up.
 
-Servers' stays are changed only above our position: what lies below was routed by them, and may be
-routed again.
+All that is stored lies above our position, where nobody looks, and the last transaction moves the
+position and the history. So others wait only for one small transaction, and a load that was broken
+off has changed nothing that counts: what it left above the position is removed before anything else
+is stored (`drop`). Why nobody sees half of it:
+
+- Events are read up to our position, or by what a server is owed, which is no more.
+- Servers' stays are begun and ended above our position. What lies below was routed by them and may
+  be routed again: for an event at or below it a stay that ends above it has not ended. One that is
+  over by the snapshot ends right behind our position, before the room's first new event; of the one
+  room whose new event is right there the last transaction changes the stays.
+- Who is in a room *now* is seen as it comes in, room by room: only receipts, typing and an
+  operator's purge ask for it, and it is nearer to the truth than what it replaces. A stay that ends
+  and the one that replaces it are in one transaction.
+- To-device messages are read up to our position while there is a load (`positions.unfinished`);
+  rows of device lists are read up to it in any case. By the last transaction the next update of
+  each of them makes its server ask for the whole list.
+- Rooms, redactions, devices and keys say what is true now, whenever they are stored.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Select,
+    delete,
+    literal,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
 from fedsender.intake.rows import DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
 from fedsender.relay.snapshot import PARTS, Row, part_of
@@ -33,10 +60,16 @@ from fedsender.store.records import STANDS_ABOVE, History
 from fedsender.store.rows import insert_rows
 from fedsender.streams import PduRow
 
+ROWS = 1000
+"""So many rows are written in one transaction, which takes some 30 ms."""
+
+T = TypeVar("T")
 Handles = Callable[[str], bool]
 """Whether a server belongs to this shard: the EDUs of others are left out."""
 
 _room_servers = tables.room_servers
+_outbox = tables.device_federation_outbox
+_pokes = tables.device_lists_outbound_pokes
 
 
 class LoadedSnapshot(Protocol):
@@ -53,7 +86,7 @@ class LoadedSnapshot(Protocol):
     @property
     def history(self) -> History: ...
 
-    def read(self, table: str, part: int) -> Sequence[Row]:
+    def read(self, table: str, part: int) -> Iterable[Row]:
         """The rows of a part of a table; none for a part that has no file. Blocks."""
         ...
 
@@ -75,34 +108,6 @@ class Loaded:
     redacted: frozenset[str] = frozenset()
 
 
-def load(
-    connection: Connection,
-    snapshot: LoadedSnapshot,
-    handles: Handles,
-    now_ms: int,
-) -> Loaded:
-    """See the module. Raises FeedError for rows that cannot be stored."""
-    loading = _Loading(connection, snapshot, handles, now_ms)
-    loading.position = max(0, positions.feed_position(connection))
-    here = loading.rooms_here()
-    try:
-        for part in range(PARTS):
-            loading.load_rooms(part, here.get(part, []))
-            loading.load_redactions(part)
-            loading.load_edus(part)
-    except (BadRow, ValueError, TypeError, LookupError) as bad:
-        raise embedded.FeedError(f"the snapshot has rows that cannot be stored: {bad}") from bad
-    position = snapshot.token + snapshot.history.base
-    if position < loading.position:
-        raise embedded.FeedError(
-            f"the snapshot ends at {position}, and {loading.position} is stored"
-        )
-    positions.set_feed_position(connection, position)
-    positions.set_feed_history(connection, snapshot.history)
-    told = frozenset(loading.to_device), frozenset(loading.redacted)
-    return Loaded(position, loading.events, *told)
-
-
 class _Stay(NamedTuple):
     """A server is in a room above `joined`, and up to and with `left` (None: still)."""
 
@@ -110,199 +115,376 @@ class _Stay(NamedTuple):
     left: int | None
 
 
+class _Gone(NamedTuple):
+    """One that has ended."""
+
+    joined: int
+    left: int
+
+
 @dataclass(slots=True)
 class _Hosts:
     """The servers of one room, by the snapshot, in our stream orderings."""
 
     present: dict[str, int] = field(default_factory=dict)
-    gone: dict[str, _Stay] = field(default_factory=dict)
+    gone: dict[str, _Gone] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+class _Change(NamedTuple):
+    """What becomes of a server in a room: stays that end, and others."""
+
+    room_id: str
+    server: str
+    closed: Sequence[_Stay]
+    opened: Sequence[_Stay]
+
+
+Step = Callable[[Connection], Any]
+"""What is done in one transaction. It may be run twice, and comes to the same."""
+Steps = Generator[Step, Any, T]
+"""Gives what is to be done, one after the other, and is sent what came of it. Blocks between."""
+
+
+def run_step(steps: Steps[T], result: Any) -> tuple[Step | None, T | None]:
+    """The next step, after the result of the one before (None: the first); or the end's value.
+
+    Raises FeedError for rows that cannot be stored.
+    """
+    try:
+        return steps.send(result), None
+    except StopIteration as end:
+        return None, end.value
+    except (BadRow, ValueError, TypeError, LookupError) as bad:
+        raise embedded.FeedError(f"the snapshot has rows that cannot be stored: {bad}") from bad
+
+
+def load(snapshot: LoadedSnapshot, handles: Handles, now_ms: int) -> Steps[Loaded]:
+    """See the module. Raises FeedError for rows that cannot be stored, and what `read` raises."""
+    yield from drop()
+    position = max(0, (yield positions.feed_position))
+    reached = snapshot.token + snapshot.history.base
+    if reached < position:
+        raise embedded.FeedError(f"the snapshot ends at {reached}, and {position} is stored")
+    yield partial(positions.begin_load, position=position)
+    return (yield from _Loading(snapshot, handles, now_ms, position, reached).run())
+
+
 class _Loading:
-    """One load. Attributes: position: up to here all was stored before."""
+    """One load. `position`: up to here all was stored before; `reached`: and will be."""
 
-    connection: Connection
-    snapshot: LoadedSnapshot
-    handles: Handles
-    now_ms: int
-    position: int = 0
-    events: int = 0
-    to_device: set[str] = field(default_factory=set)
-    redacted: set[str] = field(default_factory=set)
+    def __init__(
+        self,
+        snapshot: LoadedSnapshot,
+        handles: Handles,
+        now_ms: int,
+        position: int,
+        reached: int,
+    ) -> None:
+        self._snapshot = snapshot
+        self._handles = handles
+        self._position = position
+        self._reached = reached
+        self._base = snapshot.history.base
+        self._now_ms = now_ms
+        self._steps = 0
+        self._events = 0
+        self._to_device: set[str] = set()
+        self._redacted: set[str] = set()
+        # Of rooms whose first new event comes right behind our position.
+        self._late: list[_Change] = []
 
-    # --- rooms ------------------------------------------------------------------------------------
+    def run(self) -> Steps[Loaded]:
+        here = yield self._rooms_here
+        for part in range(PARTS):
+            first = yield from self._load_events(part)
+            yield from self._load_hosts(part, first, here.pop(part, set()))
+            yield from self._load_redactions(part)
+            yield from self._load_edus(part)
+        yield self._finish
+        told = frozenset(self._to_device), frozenset(self._redacted)
+        return Loaded(self._reached, self._events, *told)
 
-    def rooms_here(self) -> dict[int, list[str]]:
-        """The rooms with servers in them, by part."""
-        query = select(_room_servers.c.room_id).where(_room_servers.c.left.is_(None)).distinct()
-        found: defaultdict[int, list[str]] = defaultdict(list)
-        for room_id in self.connection.execute(query).scalars():
-            found[part_of(room_id)].append(room_id)
-        return found
+    def _finish(self, connection: Connection) -> None:
+        self._change_stays(connection, self._late)
+        last, new = tables.device_lists_outbound_last_success, _pokes.c.stream_id > self._position
+        told = select(_pokes.c.destination, _pokes.c.user_id).where(new)
+        # Of what came between nobody knows any more.
+        connection.execute(delete(last).where(tuple_(last.c.destination, last.c.user_id).in_(told)))
+        positions.set_feed_position(connection, self._reached)
+        positions.set_feed_history(connection, self._snapshot.history)
+        positions.end_load(connection)
 
-    def load_rooms(self, part: int, here: Sequence[str]) -> None:
-        """One part of the rooms; `here`: those of it that have servers in them now."""
-        hosts = self._hosts(part)
-        events = self._new_events(part)
+    def _read(self, table: str, part: int) -> Iterator[Row]:
+        yield from self._snapshot.read(table, part)
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def _load_events(self, part: int) -> Steps[dict[str, int]]:
+        """Store the events that we do not have; room -> its first new one."""
         first: dict[str, int] = {}
-        for token, row in events:
-            first[row.room_id] = min(token, first.get(row.room_id, token))
-        self._store_rooms(hosts, [row for _, row in events])
-        closed: list[dict[str, Any]] = []
-        opened: list[dict[str, Any]] = []
-        for chunk in in_chunks(sorted({*here, *hosts})):
-            open_stays = self._open_stays(chunk)
-            for room_id in chunk:
-                changes = self._compare(
-                    open_stays.get(room_id, {}), hosts.get(room_id, _Hosts()), first.get(room_id)
-                )
-                for server, joined, left in changes.closed:
-                    where = {"at_room": room_id, "at_server": server, "at_joined": joined}
-                    closed.append({**where, "new_left": left})
-                for server, stay in changes.opened:
-                    opened.append({"room_id": room_id, "server": server, **stay._asdict()})
-        self._change_stays(closed, opened)
-        # It says nothing of when servers came and went that are there no more, or again.
-        upto = self.snapshot.token + self.snapshot.history.base
-        embedded.store_told(self.connection, dict.fromkeys({*here, *hosts}, upto))
-        self._store_events(events)
+        for chunk in in_chunks(self._parsed_events(part), ROWS // 2):
+            new = yield partial(self._store_events, rows=chunk)
+            for token, row in new:
+                first[row.room_id] = min(token, first.get(row.room_id, token))
+            self._events += len(new)
+        return first
 
-    def _hosts(self, part: int) -> dict[str, _Hosts]:
-        base = self.snapshot.history.base
-        found: defaultdict[str, _Hosts] = defaultdict(_Hosts)
-        for room_id, host, joined, left, _, _ in self.snapshot.read("hosts", part):
-            if left is None:
-                found[room_id].present[host] = joined + base
-            else:
-                found[room_id].gone[host] = _Stay(joined + base, left + base)
-        return dict(found)
-
-    def _new_events(self, part: int) -> list[tuple[int, PduRow]]:
-        """(stream ordering, event) of those that we do not have."""
-        base = self.snapshot.history.base
-        rows = {
-            event_id: (token + base, text)
-            for event_id, _, token, text in self.snapshot.read("events", part)
-            if token + base > self.position
-        }
-        events = tables.events
-        for chunk in in_chunks(sorted(rows)):
-            known = select(events.c.event_id).where(events.c.event_id.in_(chunk))
-            for event_id in self.connection.execute(known).scalars():
-                del rows[event_id]
-        found = []
-        for token, text in sorted(rows.values()):
+    def _parsed_events(self, part: int) -> Iterator[tuple[int, PduRow]]:
+        for _, _, token, text in self._read("events", part):
+            if token + self._base <= self._position:
+                continue
             row = parse_relay_row(json.loads(text))
             if not isinstance(row, PduRow):
                 raise BadRow("an event that is no pdu row")
-            metadata = {**(row.internal_metadata or {}), STANDS_ABOVE: self.position}
-            found.append((token, replace(row, internal_metadata=metadata)))
-        return found
+            metadata = {**(row.internal_metadata or {}), STANDS_ABOVE: self._position}
+            yield token + self._base, replace(row, internal_metadata=metadata)
 
-    def _open_stays(self, room_ids: Sequence[str]) -> dict[str, dict[str, int]]:
-        """room -> server -> since when."""
-        table = _room_servers.c
-        query = select(table.room_id, table.server, table.joined).where(
-            table.room_id.in_(room_ids), table.left.is_(None)
+    def _store_events(
+        self, connection: Connection, rows: Sequence[tuple[int, PduRow]]
+    ) -> list[tuple[int, PduRow]]:
+        events = tables.events
+        known = select(events.c.event_id).where(
+            events.c.event_id.in_([row.event_id for _, row in rows]),
+            events.c.stream_ordering <= self._position,
         )
-        found: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        for room_id, server, joined in self.connection.execute(query):
-            found[room_id][server] = joined
+        here = set(connection.execute(known).scalars())
+        new = [(token, row) for token, row in sorted(rows, key=_token) if row.event_id not in here]
+        embedded.store_rooms(connection, {row.room_id: row.room_version for _, row in new})
+        values = [embedded.event_values(row, token, self._now_ms) for token, row in new]
+        insert_rows(connection, events, values)
+        insert_rows(connection, tables.event_json, [embedded.json_values(row) for _, row in new])
+        exceptions = [each for _, row in new for each in embedded.exceptions_values(row)]
+        embedded.store_exceptions(connection, exceptions)
+        return new
+
+    # --- who is in which room ---------------------------------------------------------------------
+
+    def _rooms_here(self, connection: Connection) -> dict[int, set[str]]:
+        """The rooms with servers in them, by part."""
+        query = select(_room_servers.c.room_id).where(_room_servers.c.left.is_(None)).distinct()
+        found: defaultdict[int, set[str]] = defaultdict(set)
+        for room_id in connection.execute(query).scalars():
+            found[part_of(room_id)].add(room_id)
         return found
 
-    def _compare(self, here: Mapping[str, int], there: _Hosts, first: int | None) -> "_Changes":
-        """What makes the stays `here` say of all above our position what the snapshot says.
+    def _load_hosts(self, part: int, first: Mapping[str, int], here: set[str]) -> Steps[None]:
+        seen: set[str] = set()
+        rooms: dict[str, _Hosts] = {}
+        waiting = 0
+        for room_id, hosts in self._parsed_hosts(part):
+            if room_id in seen:
+                raise BadRow(f"the servers of {room_id} do not stand together")
+            seen.add(room_id)
+            rooms[room_id] = hosts
+            waiting += len(hosts.present) + len(hosts.gone)
+            if waiting >= ROWS or len(rooms) >= ROWS:
+                yield from self._store_hosts(rooms, first)
+                rooms, waiting = {}, 0
+        yield from self._store_hosts(rooms, first)
+        for chunk in in_chunks(sorted(here - seen), ROWS // 4):
+            yield from self._store_hosts({room_id: _Hosts() for room_id in chunk}, first)
 
-        `first`: the room's first new event. A server that went and came again before that need not
-        be told apart from one that stayed.
-        """
-        changes = _Changes([], [])
-        stayed: set[str] = set()
-        went: set[str] = set()
-        for server, joined in here.items():
-            again = there.present.get(server)
-            stay = there.gone.get(server)
-            if again is not None and (again <= self.position or first is None or again < first):
-                stayed.add(server)
-            elif stay is not None and stay.joined <= self.position < (stay.left or 0):
-                changes.closed.append((server, joined, stay.left or 0))
-                went.add(server)
-            else:
-                changes.closed.append((server, joined, self.position))
-        for server, joined in there.present.items():
-            if server not in stayed:
-                changes.opened.append((server, _Stay(joined, None)))
-        for server, stay in there.gone.items():
-            if server not in stayed | went and (stay.left or 0) > self.position:
-                changes.opened.append((server, stay))
-        return changes
+    def _parsed_hosts(self, part: int) -> Iterator[tuple[str, _Hosts]]:
+        base = self._base
+        for room_id, rows in groupby(self._read("hosts", part), key=lambda row: str(row[0])):
+            found = _Hosts()
+            for _, host, joined, left, _, _ in rows:
+                if left is None:
+                    found.present[host] = joined + base
+                else:
+                    found.gone[host] = _Gone(joined + base, left + base)
+            yield room_id, found
 
-    def _change_stays(self, closed: list[dict[str, Any]], opened: list[dict[str, Any]]) -> None:
-        table = _room_servers
-        if closed:
-            statement = (
-                update(table)
-                .where(table.c.room_id == bindparam("at_room"))
-                .where(table.c.server == bindparam("at_server"))
-                .where(table.c.joined == bindparam("at_joined"))
-                .values(left=bindparam("new_left"))
+    def _store_hosts(self, rooms: Mapping[str, _Hosts], first: Mapping[str, int]) -> Steps[None]:
+        """What makes the stays say of all above our position what the snapshot says."""
+        if not rooms:
+            return
+        stays = yield partial(self._open_stays, room_ids=list(rooms))
+        changes = [
+            change
+            for room_id, hosts in rooms.items()
+            for change in self._compare(room_id, stays.get(room_id, {}), hosts, first.get(room_id))
+        ]
+
+        def tell(connection: Connection) -> None:
+            embedded.store_rooms(connection, dict.fromkeys(rooms))
+            # It says nothing of when servers came and went that are there no more, or again.
+            embedded.store_told(connection, dict.fromkeys(rooms, self._reached))
+
+        yield tell
+        for chunk in in_chunks(changes, ROWS):
+            yield partial(self._change_stays, changes=chunk)
+
+    def _open_stays(
+        self, connection: Connection, room_ids: Sequence[str]
+    ) -> dict[str, dict[str, list[int]]]:
+        """room -> server -> since when, as of our position."""
+        table = _room_servers.c
+        found: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
+        for chunk in in_chunks(room_ids):
+            query = select(table.room_id, table.server, table.joined).where(
+                table.room_id.in_(chunk), table.left.is_(None), table.joined <= self._position
             )
-            self.connection.execute(statement, closed)
-        for chunk in in_chunks(opened, 5_000):
-            insert_rows(self.connection, table, chunk)
+            for room_id, server, joined in connection.execute(query):
+                found[room_id].setdefault(server, []).append(joined)
+        return found
 
-    def _store_rooms(self, hosts: Mapping[str, _Hosts], events: Sequence[PduRow]) -> None:
-        versions: dict[str, str | None] = dict.fromkeys(hosts)
-        versions.update((row.room_id, row.room_version) for row in events)
-        embedded.store_rooms(self.connection, versions)
+    def _compare(
+        self, room_id: str, here: Mapping[str, Sequence[int]], there: _Hosts, first: int | None
+    ) -> Iterator[_Change]:
+        """`first`: the room's first new event. A server that went and came again before that need
+        not be told apart from one that stayed."""
+        position = self._position
+        late = first == position + 1 or self._reached == position
+        edge = position if late else position + 1
+        for server in sorted({*here, *there.present, *there.gone}):
+            since = here.get(server, ())
+            again, stay = there.present.get(server), there.gone.get(server)
+            stayed = again is not None and (again <= position or first is None or again < first)
+            if since and stayed:
+                continue
+            went = bool(since) and stay is not None and stay.joined <= position < stay.left
+            opened = []
+            if again is not None:
+                opened.append(_Stay(max(again, edge), None))
+            if stay is not None and not went and stay.left > position:
+                opened.append(_Stay(max(stay.joined, edge), stay.left))
+            left = stay.left if stay is not None and went else edge
+            change = _Change(room_id, server, [_Stay(joined, left) for joined in since], opened)
+            if not (since or opened):
+                continue
+            if late and (left == edge or any(stay.joined == edge for stay in opened)):
+                self._late.append(change)
+            else:
+                yield change
 
-    def _store_events(self, events: Sequence[tuple[int, PduRow]]) -> None:
-        for chunk in in_chunks(events):
-            rows = [embedded.event_values(row, token, self.now_ms) for token, row in chunk]
-            insert_rows(self.connection, tables.events, rows)
-            texts = [embedded.json_values(row) for _, row in chunk]
-            insert_rows(self.connection, tables.event_json, texts)
-            exceptions = [each for _, row in chunk for each in embedded.exceptions_values(row)]
-            embedded.store_exceptions(self.connection, exceptions)
-        self.events += len(events)
+    def _change_stays(self, connection: Connection, changes: Sequence[_Change]) -> None:
+        stays = [
+            {"room_id": change.room_id, "server": change.server, **stay._asdict()}
+            for change in changes
+            for stay in (*change.closed, *change.opened)
+        ]
+        for chunk in in_chunks(stays):
+            insert_rows(connection, _room_servers, chunk, replacing=("left",))
 
     # --- the rest ---------------------------------------------------------------------------------
 
-    def load_redactions(self, part: int) -> None:
+    def _load_redactions(self, part: int) -> Steps[None]:
         """Whatever they redact goes out pruned, if it is still to go."""
-        rows = [
-            {
-                "event_id": event_id,
-                "redacts": target,
-                "recheck": False,
-                "have_censored": False,
-                "received_ts": ms,
-            }
-            for target, event_id, ms in self.snapshot.read("redactions", part)
-        ]
-        self.redacted.update(row["redacts"] for row in rows)
-        for chunk in in_chunks(rows):
-            insert_rows(self.connection, tables.redactions, chunk)
+        for some in in_chunks(self._read("redactions", part), ROWS):
+            rows = [
+                {
+                    "event_id": event_id,
+                    "redacts": target,
+                    "recheck": False,
+                    "have_censored": False,
+                    "received_ts": ms,
+                }
+                for target, event_id, ms in some
+            ]
+            self._redacted.update(target for target, _, _ in some)
+            yield partial(insert_rows, table=tables.redactions, rows=rows)
 
-    def load_edus(self, part: int) -> None:
-        """To-device messages, and device lists: of those between, nobody knows any more."""
-        base = self.snapshot.history.base
-        messages = []
-        for destination, token, _, _, _, text in self.snapshot.read("edus", part):
-            if token + base <= self.position or not self.handles(destination):
+    def _load_edus(self, part: int) -> Steps[None]:
+        """To-device messages, and device lists."""
+        for some in in_chunks(self._parsed_edus(part), ROWS // 5):
+            self._steps += 1
+            yield partial(self._store_edus, rows=some, step=self._steps)
+            self._to_device.update(
+                row.destination for _, row in some if isinstance(row, ToDeviceRow)
+            )
+
+    def _parsed_edus(
+        self, part: int
+    ) -> Iterator[tuple[int, ToDeviceRow | DeviceListRow | SigningKeyRow]]:
+        for destination, token, _, _, _, text in self._read("edus", part):
+            if token + self._base <= self._position or not self._handles(destination):
                 continue
             row = parse_relay_row(json.loads(text))
+            if isinstance(row, ToDeviceRow | DeviceListRow | SigningKeyRow):
+                yield token + self._base, row
+
+    def _store_edus(
+        self,
+        connection: Connection,
+        rows: Sequence[tuple[int, ToDeviceRow | DeviceListRow | SigningKeyRow]],
+        step: int,
+    ) -> None:
+        if not positions.next_step(connection, step):
+            return  # It is run again, and was durable.
+        messages = []
+        for token, row in rows:
             if isinstance(row, ToDeviceRow):
-                messages.append((destination, token + base, row.message_id, row.content))
-                self.to_device.add(destination)
-            elif isinstance(row, DeviceListRow | SigningKeyRow):
-                embedded.store_device_list(self.connection, token + base, row, resync=True)
-        edu_rows.store_to_device(self.connection, messages, self.now_ms)
+                messages.append((row.destination, token, row.message_id, row.content))
+            else:
+                embedded.store_device_list(connection, token, row, resync=False)
+        edu_rows.store_to_device(connection, messages, self._now_ms)
 
 
-class _Changes(NamedTuple):
-    """Stays of one room to close, (server, joined, left), and new ones."""
+def _token(event: tuple[int, PduRow]) -> int:
+    return event[0]
 
-    closed: list[tuple[str, int, int]]
-    opened: list[tuple[str, _Stay]]
+
+# --- what a load that was broken off has left -----------------------------------------------------
+
+
+def drop() -> Steps[None]:
+    """Remove what a load that was broken off has stored above our position, if there is any."""
+    position = yield positions.unfinished_load
+    if position is None:
+        return
+    stays, told, events = _room_servers.c, tables.room_servers_told, tables.events
+
+    def restore_stays(connection: Connection, rows: Sequence[Any]) -> None:
+        key = tuple_(stays.room_id, stays.server, stays.joined)
+        found = key.in_([tuple(row) for row in rows])
+        connection.execute(delete(_room_servers).where(found, stays.joined > position))
+        connection.execute(
+            update(_room_servers).where(found, stays.left > position).values(left=None)
+        )
+
+    def lower_told(connection: Connection, rows: Sequence[Any]) -> None:
+        found = told.c.room_id.in_([row.room_id for row in rows])
+        connection.execute(update(told).where(found).values(token=position))
+
+    def drop_events(connection: Connection, rows: Sequence[Any]) -> None:
+        tokens = [row.stream_ordering for row in rows]
+        ids = select(events.c.event_id).where(events.c.stream_ordering.in_(tokens))
+        for table in (tables.event_servers, tables.event_json):
+            connection.execute(delete(table).where(table.c.event_id.in_(ids)))
+        connection.execute(delete(events).where(events.c.stream_ordering.in_(tokens)))
+
+    yield from _by_page(
+        [stays.room_id, stays.server, stays.joined],
+        or_(stays.joined > position, stays.left > position),
+        restore_stays,
+    )
+    yield from _by_page([told.c.room_id], told.c.token > position, lower_told)
+    order = [events.c.stream_ordering]
+    yield from _by_page(order, events.c.stream_ordering > position, drop_events)
+    for table in (_outbox, _pokes):
+        key = [table.c.destination, table.c.stream_id]
+
+        def drop_edus(connection: Connection, rows: Sequence[Any], key: Any = key) -> None:
+            found = tuple_(*key).in_([tuple(row) for row in rows])
+            connection.execute(delete(key[0].table).where(found))
+
+        yield from _by_page(key, table.c.stream_id > position, drop_edus)
+    yield positions.end_load
+
+
+def _by_page(
+    key: Sequence[Column[Any]],
+    where: ColumnElement[bool],
+    change: Callable[..., None],
+) -> Steps[None]:
+    """Have `change` given the keys of the rows for which this holds, some in each transaction."""
+    query = select(*key).where(where).order_by(*key).limit(ROWS // 4)
+    page = query
+    while rows := (yield partial(_all, query=page)):
+        yield partial(change, rows=rows)
+        page = query.where(tuple_(*key) > tuple_(*map(literal, rows[-1])))
+
+
+def _all(connection: Connection, query: Select[Any]) -> Sequence[Any]:
+    return connection.execute(query).all()
