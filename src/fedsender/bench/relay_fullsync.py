@@ -1,8 +1,9 @@
 """A full sync: a sender with nothing takes a relay's snapshot over, all in one process.
 
 `events` are rooms, `servers` the servers in each. The relay's log is real and on disk, the snapshot
-comes over a Unix socket, and the store is SQLite. Then one room in a hundred changes, and the
-sender that missed it syncs again: only what is new is written.
+comes over a Unix socket, and the store is SQLite. Another task of the sender writes 10 ms after its
+last write, and how long each of them waited during the load is told. Then one room in a hundred
+changes, and the sender that missed it syncs again: only what is new is written.
 """
 
 import os
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.bench.meter import Options
+from fedsender.bench.meter import Options, percentile
 from fedsender.config import UnixAddress, from_values
 from fedsender.demo.children import BenchFailed
 from fedsender.outside import Outside, real_outside
@@ -35,6 +36,7 @@ from fedsender.streams import Watermark
 SERVER: Final = "relay.test"
 AT_ONCE: Final = 1000
 PATIENCE_S: Final = 1800.0
+WRITE_EVERY_S: Final = 0.01
 _BODY: Final = "x" * 400
 
 
@@ -146,13 +148,25 @@ async def _sync(
     feed = make(settings, outside, store, _Nobody())
     seen: dict[State, float] = {}
     began = trio.current_time()
+    waited: list[float] = []
+
+    async def write() -> None:
+        while True:
+            asked = trio.current_time()
+            await store.store_backoff("server0.example", None, 0, 0)
+            if feed.state is State.LOADING:
+                waited.append(trio.current_time() - asked)
+            await trio.sleep(WRITE_EVERY_S)
+
     with trio.move_on_after(PATIENCE_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(feed.run)
+            nursery.start_soon(write)
             while not (feed.status().level and feed.status().position >= relay.log.head):
                 seen.setdefault(feed.state, feed.state_since)
                 await trio.sleep(0.005)
             nursery.cancel_scope.cancel()
+    waited = waited or [0.0]
     if State.LOADING not in seen or not fetchers:
         raise BenchFailed(f"there was no full sync: {feed.last_error}")
     progress, level_at = fetchers[0].progress, trio.current_time()
@@ -160,6 +174,8 @@ async def _sync(
         "fetch_s": round(seen[State.LOADING] - seen.get(State.FETCHING, began), 2),
         "load_s": round(level_at - seen[State.LOADING], 2),
         "total_s": round(level_at - began, 2),
+        "others_wait_max_ms": round(1000 * max(waited), 1),
+        "others_wait_p99_ms": round(1000 * percentile(waited, 0.99), 1),
         "snapshot_mb": round(progress.bytes / 1e6, 2),
         "fetched_mb": round(progress.fetched_bytes / 1e6, 2),
         "files": progress.files,
