@@ -72,9 +72,30 @@ class Postgres:
             self._process.wait()
             self._process = None
 
+    def kill(self) -> None:
+        """`kill -9` of all its processes, as when its machine dies. Blocks."""
+        if self._process is None:
+            return
+        pid = self._process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+        for child in map(int, children):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            # It is not ours to wait for, and a new server starts only when the last one is gone.
+            with contextlib.suppress(OSError):
+                while Path(f"/proc/{child}/cmdline").read_bytes():
+                    time.sleep(0.01)
+
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def url(self, database: str) -> str:
+        """Where SQLAlchemy finds it."""
+        return f"postgresql://{self.user}@{self.host}:{self.port}/{database}"
 
     def create_database(self, name: str) -> None:
         """An empty database with encoding UTF8 and locale C."""
@@ -117,7 +138,7 @@ class Databases:
         name = f"test{next(self._numbers)}"
         self.server.create_database(name)
         self._databases.append(name)
-        return f"postgresql://{self.server.user}@{self.server.host}:{self.server.port}/{name}"
+        return self.server.url(name)
 
     def create_schema(self) -> str:
         """The URL of a new, empty schema in a shared database: cheaper and mostly enough. Blocks.
@@ -128,9 +149,7 @@ class Databases:
         with self.server.connect("postgres") as connection:
             connection.execute(f"CREATE SCHEMA {name}".encode())
         self._schemas.append(name)
-        server = self.server
-        path = f"-csearch_path%3D{name}"
-        return f"postgresql://{server.user}@{server.host}:{server.port}/postgres?options={path}"
+        return f"{self.server.url('postgres')}?options=-csearch_path%3D{name}"
 
     def drop(self) -> None:
         """Drop all that was given out. Blocks."""

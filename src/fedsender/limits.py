@@ -56,7 +56,7 @@ def of_relay(relay: Relay) -> Limits:
     """What `fedsender relay` may take with this configuration."""
     return Limits(
         _OTHER_FILES + relay.max_consumers * _CONSUMER_FILES,
-        _OTHER_BYTES + 2 * relay.segment_bytes + relay.max_consumers * _CONSUMER_BYTES,
+        _OTHER_BYTES + relay.max_consumers * _CONSUMER_BYTES,
     )
 
 

@@ -3,22 +3,32 @@
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import trio
-from tests.relay.log_support import DIRECTORY, lines_after, log_of, numbers, outside, pdu, to_device
-from tests.relay.memory_disk import MemoryDisk
+from tests.relay.log_support import (
+    lines_after,
+    log_of,
+    numbers,
+    open_log,
+    outside,
+    pdu,
+    to_device,
+)
+from tests.relay.relay_world import new_directory
 
 from fedsender.intake.intake import (
     Append,
     Busy,
+    Full,
     Intake,
     IntakeSettings,
+    KeyReused,
     ReservationGone,
     Waiting,
 )
 from fedsender.intake.rows import Ephemeral
-from fedsender.relay.log import Full, KeyReused, open_log
 from fedsender.replication.rows import BadRow
 
 SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=5000)
@@ -26,11 +36,11 @@ SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=50
 
 @asynccontextmanager
 async def opened(
-    disk: MemoryDisk | None = None, settings: IntakeSettings = SETTINGS, seed: int = 0
+    directory: Path | None = None, settings: IntakeSettings = SETTINGS, seed: int = 0
 ) -> AsyncIterator[Intake]:
     published: list[Ephemeral] = []
-    async with open_log(DIRECTORY, disk or MemoryDisk(), outside(seed)) as log:
-        yield Intake(log, outside(seed + 1), published.append, settings)
+    async with open_log(directory or new_directory(), outside(seed)) as log:
+        yield Intake(log.writer, outside(seed + 1), published.append, settings)
 
 
 def event(number: int, reservation: str | None = None, size: int = 0) -> Append:
@@ -115,12 +125,11 @@ async def test_an_append_that_waits_keeps_its_place(
 
 async def test_a_place_is_gone_after_a_restart(autojump_clock: trio.testing.MockClock) -> None:
     """And is never taken for one of the new life; what was appended by it is known by its id."""
-    disk = MemoryDisk()
-    async with opened(disk) as intake:
+    directory = new_directory()
+    async with opened(directory) as intake:
         first, second = intake.reserve("a", 2)
         assert await intake.append([event(1, first)]) == [1]
-    disk.crash()
-    async with opened(disk, seed=5) as intake:
+    async with opened(directory, seed=5) as intake:
         again = intake.reserve("b", 2)
         assert not {first, second} & set(again)
         with pytest.raises(ReservationGone):
@@ -170,7 +179,6 @@ async def test_all_or_nothing_of_what_can_be_checked() -> None:
 
 async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.MockClock) -> None:
     """FULL reaches each who waits, the places are gone, and nothing stands half."""
-    disk = MemoryDisk()
     outcomes: list[str] = []
 
     async def bring(number: int, place: str) -> None:
@@ -179,7 +187,7 @@ async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.Mock
         except Full as full:
             outcomes.append(str(full))
 
-    async with opened(disk) as intake:
+    async with opened() as intake:
         first, second = intake.reserve("a", 2)
         log_of(intake).refusing = "the disk is full"
         async with trio.open_nursery() as nursery:
@@ -194,8 +202,8 @@ async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.Mock
 async def test_what_is_of_use_only_now_is_handed_on() -> None:
     """Ephemeral rows never enter the log; one that is bad takes the others with it."""
     published: list[Ephemeral] = []
-    async with open_log(DIRECTORY, MemoryDisk(), outside()) as log:
-        intake = Intake(log, outside(), published.append)
+    async with open_log(new_directory(), outside()) as log:
+        intake = Intake(log.writer, outside(), published.append)
         typing = ["!r:hs.example", ["@a:hs.example"]]
         receipt = ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]
         presence = ["@a:hs.example", "online", 5, None, True, ["b.example"]]

@@ -15,7 +15,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.intake.test_push import pushed_to
-from tests.relay.log_support import key, log_of, pdu
+from tests.relay.log_support import key, pdu
 
 from fedsender.config import UnixAddress
 from fedsender.intake.client import IntakeClient, Refused, ServersOutdated
@@ -23,8 +23,6 @@ from fedsender.intake.endpoint import serve_intake
 from fedsender.intake.intake import Append, Full, Intake, Outdated
 from fedsender.intake.rows import RoomServers, prepare
 from fedsender.outside import real_outside
-from fedsender.relay.disk import RealDisk
-from fedsender.relay.log import open_log
 from fedsender.replication.push import PushFeed
 from fedsender.store import Store, StoreConfig, StoreError, appends, open_store
 from fedsender.store.appends import NewRecord
@@ -346,22 +344,8 @@ class _Failing:
 
 async def test_a_database_that_does_not_answer_is_asked_again(config: StoreConfig) -> None:
     async with pushed_to(config, around=_Failing) as (feed, _):
-        assert feed.intake.room is not None
         with pytest.raises(Full, match="homeserver database: no"):
-            await feed.intake.room(ROOM)
+            await feed.intake.recorder.room_servers(ROOM)
         (place,) = feed.intake.reserve("writer", 1)
         with pytest.raises(Full, match="homeserver database: no"):
             await feed.intake.append([Append("id", [hosts(["a.example"])], place)])
-
-
-async def test_a_relay_takes_no_such_rows_and_says_so(tmp_path: Path) -> None:
-    """Its log keeps no lists to compare with, and its snapshots would not know of them."""
-    async with open_log(tmp_path / "relay", RealDisk(), real_outside()) as log:
-        intake = Intake(log, real_outside(), lambda row: None)
-        async with client_of(intake, tmp_path) as client:
-            with pytest.raises(Refused, match=r"append 0: .*takes only hosts rows") as refused:
-                await client.set_servers({ROOM: ["a.example"]})
-            assert refused.value.status == 400
-            with pytest.raises(Refused, match="does not say who is in a room"):
-                await client.room_servers(ROOM)
-            assert log_of(intake).head == 0

@@ -1,8 +1,8 @@
-"""Fuzzing of everything that a relay and its consumers read: lines, rows, segments, files, bodies.
+"""Fuzzing of everything that a relay and its consumers read: lines, rows, files, bodies.
 
 `python -m tests.relay.fuzz_lines N [TARGET...] [--seed S]` gives each target N inputs: mostly good
 ones that were spoiled a little. Held: no error but the parser's own, no input that takes seconds,
-no memory that grows; and of a spoiled segment no record is believed that was not written.
+no memory that grows.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import trio.testing
 from tests.relay.fuzz_peers import fuzz_bodies, fuzz_fetches, fuzz_parts
 from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, pdu, to_device
-from tests.relay.memory_disk import MemoryDisk
 
 from fedsender.intake.rows import (
     lines_of,
@@ -32,24 +31,6 @@ from fedsender.intake.rows import (
     rows_of,
     without_edus,
 )
-from fedsender.relay.consumer import Consumer, Records, read_records, to_json
-from fedsender.relay.disk import File
-from fedsender.relay.recovery import Epoch, read_epoch, write_epoch
-from fedsender.relay.segment import (
-    HEADER_BYTES,
-    DamagedSegment,
-    Header,
-    SegmentInfo,
-    encode_header,
-    encode_mark,
-    encode_record,
-    encode_trailer,
-    examine,
-    read_header,
-    read_trailer,
-    segment_name,
-)
-from fedsender.relay.segment import read_records as read_frames_of
 from fedsender.relay.snapshot import (
     BadSnapshot,
     FileInfo,
@@ -71,7 +52,6 @@ from fedsender.replication.rows import BadRow
 
 SLOW_S: Final = 5.0
 GROWTH_BYTES: Final = 256 * 2**20
-PATH: Final = Path("/relay/log") / segment_name(11)
 EPOCH: Final = "9f1c0a77d2e4b358"
 
 LINES: Final = [
@@ -162,88 +142,6 @@ def fuzz_rows(rng: random.Random) -> None:
         return
 
 
-class _Bytes:
-    """A file that only gives."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def pread(self, size: int, offset: int) -> bytes:
-        return self._content[offset : offset + size] if offset >= 0 else b""
-
-    def size(self) -> int:
-        return len(self._content)
-
-    def append(self, data: bytes) -> None:
-        raise AssertionError
-
-    def truncate(self, size: int) -> None:
-        raise AssertionError
-
-    def fsync(self) -> None:
-        raise AssertionError
-
-    def close(self) -> None:
-        return
-
-
-def _segment() -> tuple[bytes, list[bytes], dict[int, bytes]]:
-    """A segment in the making, its frames, and the records in it."""
-    frames: list[bytes] = []
-    records: dict[int, bytes] = {}
-    for token in range(11, 19):
-        lines = prepare([pdu(token), hosts(token)][: 1 + token % 2]).lines(token)
-        records[token] = lines
-        frames.append(encode_record(token, token, bytes(16), lines))
-        if token % 3 == 0:
-            frames.append(encode_mark(token, token))
-    return encode_header(Header(EPOCH, 11, 4)), frames, records
-
-
-_HEADER, _FRAMES, _RECORDS = _segment()
-_TRAILER: Final = encode_trailer(18, 8, 18)
-
-
-def fuzz_segments(rng: random.Random) -> None:
-    """A segment that was spoiled: DamagedSegment, or true records up to where it ends."""
-    frames = list(_FRAMES)
-    if rng.random() < 0.3:
-        # Whole frames in the wrong place: every checksum is right.
-        frames.insert(rng.randrange(len(frames)), rng.choice([*frames, _TRAILER]))
-    content = _HEADER + b"".join(frames) + (_TRAILER if rng.random() < 0.5 else b"")
-    file: File = _Bytes(spoil(rng, content, [*ODD, *_FRAMES, _TRAILER]))
-    try:
-        header = read_header(file, PATH)
-        read_trailer(file)
-        found = examine(file, PATH, header)
-        assert 10 <= found.last <= 18
-        assert HEADER_BYTES <= found.end <= file.size()
-        info = SegmentInfo(PATH, 11, found.last, found.end, 0, 0, sealed=found.sealed)
-        tokens = []
-        for frame in read_frames_of(file, info, HEADER_BYTES, 11):
-            assert frame.payload == _RECORDS[frame.token]
-            tokens.append(frame.token)
-        assert tokens == list(range(11, found.last + 1))
-    except DamagedSegment:
-        return
-
-
-def fuzz_epoch(rng: random.Random) -> None:
-    """The file `epoch`: as it was written, or DamagedSegment."""
-    disk = MemoryDisk()
-    disk.make_directory(Path("/relay"))
-    ancestors = tuple((f"{n:016x}", n * n) for n in range(rng.choice((0, 1, 3, 20))))
-    written = Epoch(EPOCH, 11, ancestors, unfinished=rng.random() < 0.2)
-    write_epoch(Path("/relay"), disk, written)
-    content = disk.content(Path("/relay/epoch"))
-    assert read_epoch(Path("/relay"), disk) == written
-    content[:] = spoil(rng, bytes(content), ODD)
-    try:
-        assert read_epoch(Path("/relay"), disk) == written
-    except DamagedSegment:
-        return
-
-
 def _manifest() -> bytes:
     digest = "6b1f" * 16
     files = [
@@ -274,33 +172,10 @@ def fuzz_manifests(rng: random.Random) -> None:
         assert "/" not in file.name
 
 
-_BOOK: Final = Records(EPOCH, [(Consumer(f"sender-{n}", 5, 6), n == 1) for n in range(3)], 7)
-_CONSUMERS: Final = to_json(_BOOK)
-_CONSUMERS_JSON: Final = json.loads(_CONSUMERS)
-
-
-def fuzz_consumers(rng: random.Random) -> None:
-    """The relay's own book of consumers: as it was written, or an error that is expected."""
-    if rng.random() < 0.5:
-        content = spoil(rng, _CONSUMERS, ODD)
-    else:
-        content = json.dumps(spoil_json(rng, _CONSUMERS_JSON)).encode()
-    disk = MemoryDisk()
-    disk.make_directory(Path("/relay"))
-    disk.open(Path("/relay/consumers.json"), create=True).append(content)
-    try:
-        assert read_records(disk, Path("/relay/consumers.json")) == _BOOK
-    except (OSError, ValueError):
-        return
-
-
 TARGETS: Final[dict[str, Callable[[random.Random], Awaitable[None] | None]]] = {
     "lines": fuzz_lines,
     "rows": fuzz_rows,
-    "segments": fuzz_segments,
-    "epoch": fuzz_epoch,
     "manifests": fuzz_manifests,
-    "consumers": fuzz_consumers,
     "bodies": fuzz_bodies,
     "parts": fuzz_parts,
     "fetches": fuzz_fetches,

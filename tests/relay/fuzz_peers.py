@@ -2,22 +2,24 @@
 
 import gzip
 import json
+import os
 import random
 from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import trio
 from fastapi import FastAPI
 from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, outside, pdu, to_device
-from tests.relay.memory_disk import MemoryDisk
 
 from fedsender.intake.endpoint import PREFIX, build_app
 from fedsender.intake.intake import Intake
 from fedsender.intake.rows import Ephemeral, Prepared
+from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import (
     COLUMNS,
     BadSnapshot,
@@ -224,9 +226,12 @@ def _file(name: str, offset: int, content: bytes) -> bytes:
 async def fuzz_fetches(rng: random.Random) -> None:
     """A relay that hands out a snapshot: all of it is here and right, or FetchFailed; and nothing
     but its files is ever written."""
+    with TemporaryDirectory(prefix="fuzz-") as name:
+        await _fuzz_fetch(rng, Path(name) / "staging")
+
+
+async def _fuzz_fetch(rng: random.Random, staging: Path) -> None:
     offer, manifest, contents = _snapshot()
-    disk = MemoryDisk()
-    disk.make_directory(STAGING)
     # The largest first, as it is asked for.
     names = sorted(contents, key=lambda name: -len(contents[name]))
     answers = [_file("manifest.json", 0, manifest), *(_file(n, 0, contents[n]) for n in names)]
@@ -243,12 +248,16 @@ async def fuzz_fetches(rng: random.Random) -> None:
         return Wire(_Told(rng, said), OWN_KIND, lambda: 5)  # type: ignore[arg-type]
 
     try:
-        info = await Fetcher(STAGING, disk, outside(1), open_wire, 1).fetch(offer)
+        info = await Fetcher(staging, RealDisk(), outside(1), open_wire, 1).fetch(offer)
         assert {file.name for file in info.files} == set(contents)
         for name, content in contents.items():
-            assert disk.content(STAGING / name) == content
+            assert (staging / name).read_bytes() == content
     except FetchFailed:
         pass
     known = {f"{name}{end}" for name in contents for end in ("", ".part")}
-    assert set(disk.list(STAGING)) <= known | {"manifest.json", "manifest.json.tmp"}
-    assert disk.list(STAGING.parent) == [STAGING.name]
+    found = os.listdir(staging)
+    assert set(found) <= known | {
+        "manifest.json",
+        "manifest.json.tmp",
+    }
+    assert os.listdir(staging.parent) == [staging.name]

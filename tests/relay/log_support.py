@@ -1,19 +1,21 @@
-"""What tests of the log share: rows, an outside on one thread, and reading all there is."""
+"""What tests of the relay share: rows, an outside on one thread, and reading all there is."""
 
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import trio
 
 from fedsender.intake.intake import Intake
-from fedsender.intake.rows import rows_of
+from fedsender.intake.rows import prepare, rows_of
+from fedsender.intake.writer import Writer
 from fedsender.outside import Outside, real_outside
-from fedsender.relay.log import Log
+from fedsender.relay.log import RelayLog
 from fedsender.replication.commands import Json
-
-DIRECTORY = Path("/relay")
+from fedsender.store.relay import open_relay_store
 
 
 async def inline(
@@ -68,24 +70,21 @@ def key(number: int) -> bytes:
     return b"%016d" % number
 
 
-async def lines_after(log: Log, after: int, max_bytes: int = 1000) -> list[bytes]:
+async def lines_after(log: RelayLog, after: int, max_bytes: int = 1000) -> list[bytes]:
     """What a consumer that has `after` is told, one text per record."""
     cursor = log.cursor(after)
     told: list[bytes] = []
-    try:
-        while True:
-            piece = await cursor.read(max_bytes)
-            if not piece.lines:
-                return told
-            record = b""
-            for line in piece.lines.splitlines(keepends=True):
-                record += line
-                if not line.startswith(b"RDATA events batch "):
-                    told.append(record)
-                    record = b""
-            assert record == b"", "a piece ended inside a record"
-    finally:
-        cursor.close()
+    while True:
+        piece = await cursor.read(max_bytes)
+        if not piece.lines:
+            return told
+        record = b""
+        for line in piece.lines.splitlines(keepends=True):
+            record += line
+            if not line.startswith(b"RDATA events batch "):
+                told.append(record)
+                record = b""
+        assert record == b"", "a piece ended inside a record"
 
 
 def numbers(lines: list[bytes]) -> list[int]:
@@ -98,7 +97,35 @@ def numbers(lines: list[bytes]) -> list[int]:
     ]
 
 
-def log_of(intake: Intake) -> Log:
-    """What it appends to."""
-    assert isinstance(intake.recorder, Log)
-    return intake.recorder
+@asynccontextmanager
+async def open_log(
+    directory: Path, outside: Outside, server_name: str = "hs.example"
+) -> AsyncIterator[RelayLog]:
+    """A relay's log on an SQLite in this directory, open for appends."""
+    await trio.Path(directory).mkdir(exist_ok=True)
+    url = f"sqlite:///{directory / 'relay.sqlite3'}"
+    async with (
+        open_relay_store(url, outside, server_name, synchronous="OFF") as store,
+        trio.open_nursery() as nursery,
+    ):
+        await store.begin_intake(outside.entropy(8).hex())
+        log = RelayLog(store, outside, await store.bounds(), await store.epochs())
+        _LOGS[log.writer] = log
+        nursery.start_soon(log.run)
+        yield log
+        nursery.cancel_scope.cancel()
+
+
+_LOGS: WeakKeyDictionary[Writer, RelayLog] = WeakKeyDictionary()
+
+
+def log_of(intake: Intake) -> RelayLog:
+    """What it appends to, opened by `open_log`."""
+    assert isinstance(intake.recorder, Writer)
+    return _LOGS[intake.recorder]
+
+
+async def append(log: RelayLog, *rows: Json) -> int:
+    """One record of these rows; its token."""
+    (token,) = await log.writer.append_all([(key(log.head + 1), prepare(rows))])
+    return token

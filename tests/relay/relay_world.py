@@ -1,8 +1,10 @@
-"""A relay in memory, on the virtual clock, and consumers by hand."""
+"""A relay on an SQLite of its own, on the virtual clock, and consumers by hand."""
 
 from __future__ import annotations
 
-import json
+import shutil
+import sqlite3
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,13 +15,12 @@ from typing import Any
 import trio
 import trio.testing
 from tests.relay.log_support import outside, pdu
-from tests.relay.memory_disk import MemoryDisk
 from tests.replication.support import Netcat
 
 from fedsender.config import Config, from_values
+from fedsender.intake.rows import prepare
 from fedsender.outside import Outside
-from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.relay.disk import Disk, File
+from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
 from fedsender.replication.commands import Json
 from fedsender.replication.wire import OWN_KIND, PeerKind
 from fedsender.simulation.virtual import now_ms
@@ -28,9 +29,7 @@ SERVER = "hs.example"
 MIB = 2**20
 
 
-def config_of(
-    directory: Path = Path("/relay"), settings: Mapping[str, object] | None = None
-) -> Config:
+def config_of(directory: Path, settings: Mapping[str, object] | None = None) -> Config:
     """A configuration with these settings of the section `relay`."""
     relay = {
         "directory": str(directory),
@@ -41,17 +40,6 @@ def config_of(
     }
     values = {"server_name": SERVER, "signing_key": "key", "relay": relay}
     return from_values(values, directory=directory)
-
-
-class TouchyDisk(MemoryDisk):
-    """A disk whose segments cannot be opened while `unreadable`."""
-
-    unreadable = False
-
-    def open(self, path: Path, *, write: bool = False, create: bool = False) -> File:
-        if self.unreadable and path.suffix == ".seg" and not create:
-            raise PermissionError(13, "Permission denied", str(path))
-        return super().open(path, write=write, create=create)
 
 
 class Hands(Netcat):
@@ -123,31 +111,54 @@ class Hands(Netcat):
         await trio.testing.wait_all_tasks_blocked()
 
 
+def new_directory() -> Path:
+    """A directory that goes when the process ends."""
+    made = tempfile.TemporaryDirectory(prefix="relay-")
+    _directories.append(made)
+    return Path(made.name)
+
+
+_directories: list[tempfile.TemporaryDirectory[str]] = []
+
+
 @dataclass
 class World:
-    """A relay that can be stopped and started, on one disk.
+    """A relay that can be stopped and started, on one directory.
 
     Attributes:
         thread_s: what enters a thread takes so long.
+        faults: of its database; see `open_relay`.
+        free: bytes of its disk.
+        ahead_ms: its wall clock is ahead by so much.
     """
 
-    disk: MemoryDisk = field(default_factory=TouchyDisk)
+    directory: Path = field(default_factory=new_directory)
     settings: Mapping[str, object] = field(default_factory=dict)
     kind: PeerKind = OWN_KIND
     thread_s: float = 0.0
+    faults: Callable[[str], None] = lambda _: None
+    free: int = 2**40
+    ahead_ms: int = 0
     relay: RelayDaemon = field(init=False)
     nursery: trio.Nursery = field(init=False)
     appended: int = 0
+    records: int = 0
     starts: int = 0
 
     @asynccontextmanager
     async def running(self, **more: Any) -> AsyncIterator[World]:
         """The relay, from its start to its stop."""
-        config = config_of(settings=self.settings)
-        async with (
-            trio.open_nursery() as nursery,
-            open_relay(config, self.disk, self._outside(), kind=self.kind, **more) as relay,
-        ):
+        config = config_of(self.directory, self.settings)
+        opened = open_relay(
+            config,
+            self._outside(),
+            kind=self.kind,
+            synchronous="OFF",
+            faults=lambda point: self.faults(point),
+            free=lambda _: self.free,
+            **more,
+        )
+        async with trio.open_nursery() as nursery, opened as relay:
             self.relay, self.nursery = relay, nursery
             await trio.testing.wait_all_tasks_blocked()
             yield self
@@ -155,7 +166,7 @@ class World:
 
     def _outside(self) -> Outside:
         self.starts += 1
-        plain = outside(self.starts, now_ms=now_ms)
+        plain = outside(self.starts, now_ms=lambda: now_ms() + self.ahead_ms)
 
         async def run_sync(
             function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
@@ -174,18 +185,26 @@ class World:
         token = 0
         for _ in range(count):
             self.appended += 1
-            token = await self.relay.log.append([pdu(self.appended, size)])
+            token = await self.append_rows(pdu(self.appended, size))
         return token
 
-    async def append_rows(self, *rows: Json) -> int:
+    async def append_rows(self, *rows: Json, key: bytes | None = None) -> int:
         """One record of these rows; its token."""
-        return await self.relay.log.append(list(rows))
+        self.records += 1
+        name = key or b"record %9d" % self.records
+        (token,) = await self.relay.log.writer.append_all([(name, prepare(rows))])
+        return token
 
-    async def sealed(self, count: int = 1, rounds: int = 1) -> None:
-        """Records, then the end of the segment; so many times."""
-        for _ in range(rounds):
-            await self.append(count)
-            await self.relay.log.seal()
+    async def change(self, statement: str) -> None:
+        """Change the relay's database behind its back."""
+        with sqlite3.connect(self.directory / DATABASE) as connection:
+            connection.execute(statement)
+
+    def copied(self) -> Path:
+        """A copy of the directory as it is now."""
+        copy = new_directory()
+        shutil.copytree(self.directory, copy, dirs_exist_ok=True)
+        return copy
 
     # --- consumers --------------------------------------------------------------------------------
 
@@ -232,17 +251,3 @@ class World:
     def first(self) -> int:
         """The oldest token in the log."""
         return self.relay.log.first
-
-    def records(self) -> dict[str, Any]:
-        """The file of consumers."""
-        text = stored(self.disk, Path("/relay/consumers.json"))
-        return {one["name"]: one for one in json.loads(text)["consumers"]}
-
-
-def stored(disk: Disk, path: Path) -> bytes:
-    """A file's content."""
-    file = disk.open(path)
-    try:
-        return file.pread(MIB, 0)
-    finally:
-        file.close()

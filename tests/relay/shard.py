@@ -14,13 +14,14 @@ from typing import Any
 import trio
 import trio.testing
 from tests.relay.log_support import inline
-from tests.relay.memory_disk import MemoryDisk
 from tests.relay.relay_world import World as RelayWorld
+from tests.relay.relay_world import new_directory
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
 from fedsender.intake.rows import RelayRow
 from fedsender.outside import Outside
+from fedsender.relay.disk import Disk, RealDisk
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
@@ -150,7 +151,8 @@ class Shard:
     server_name: str = "hs.example"
     store: RelayStore = field(default_factory=MemoryStore)
     sink: Sink = field(default_factory=RecordingSink)
-    disk: MemoryDisk = field(default_factory=MemoryDisk)
+    directory: Path = field(default_factory=new_directory)
+    disk: Disk = field(default_factory=RealDisk)
     handles: Handles = field(default=lambda server: True)
     feed: RelayFeed = field(init=False)
     fetchers: list[Fetcher] = field(default_factory=list)
@@ -169,7 +171,9 @@ class Shard:
             async def open_wire(nursery: trio.Nursery) -> Any:
                 return (await connect_relay(settings, outside, nursery))[0]
 
-            fetcher = Fetcher(Path("/shard/snapshot"), self.disk, outside, open_wire, self.parallel)
+            fetcher = Fetcher(
+                self.directory / "snapshot", self.disk, outside, open_wire, self.parallel
+            )
             self.fetchers.append(fetcher)
             return fetcher
 
@@ -221,11 +225,6 @@ def hosts(room: str, joined: Sequence[str] = (), left: Sequence[str] = ()) -> Js
 
 
 async def forget_log(relay: RelayWorld) -> None:
-    """Have the relay make a snapshot, and keep nothing of the log before it."""
-    await relay.relay.log.seal()
-    for _ in range(2):
-        # Two, because what the older of the kept ones needs stays.
-        await relay.append()
-        await relay.relay.log.seal()
-        await relay.relay.shelf.make()
-    await relay.relay.log.drop_through(relay.relay.log.sealed_upto)
+    """Have the relay keep nothing of the log but its newest record, which nobody holds."""
+    await relay.append(2)
+    await relay.relay.log.drop_through(relay.relay.log.head)

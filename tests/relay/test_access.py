@@ -23,9 +23,9 @@ from tests.replication.support import Netcat
 
 from fedsender.admin import CannotListen
 from fedsender.config import TcpAddress, UnixAddress, from_values
+from fedsender.intake.intake import Append
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.relay.disk import RealDisk
 from fedsender.replication.endpoint import Endpoint, connect
 from fedsender.replication.feed import relay_settings
 from fedsender.replication.server import MAX_LEAVING, MAX_PROVING, close, listen
@@ -240,7 +240,7 @@ async def real_relay(
     config = config_of(directory / "relay", settings)
     try:
         with trio.fail_after(PATIENCE_S):
-            async with open_relay(config, RealDisk(), real_outside(), doors, kind=kind) as relay:
+            async with open_relay(config, real_outside(), doors, kind=kind) as relay:
                 yield relay, address, socket
     finally:
         await close(doors)
@@ -265,7 +265,7 @@ async def test_tls_and_the_secret_together_and_netcat_by_the_unix_socket(
         netcat = Netcat.on(await trio.open_unix_socket(str(unix.path)))
         await netcat.say("REPLICATE events NOW")
         assert (await netcat.hear_lines(2))[1] == "POSITION events 0"
-        await relay.log.append([pdu(1)])
+        await relay.intake.append([Append("1", [pdu(1)])])
         assert str(await netcat.hear()).startswith("RDATA events 1 ")
         await hands.until("RDATA events 1 ")
         await hands.stream.aclose()
@@ -276,7 +276,7 @@ async def test_25_connections_that_end_leave_no_descriptor_behind(tmp_path: Path
     """25: sixty-four reconnects, half of them broken off in the middle of the log."""
     async with real_relay(tmp_path) as (relay, _, unix):
         for number in range(200):
-            await relay.log.append([pdu(number, 2000)])
+            await relay.intake.append([Append(f"{number}", [pdu(number, 2000)])])
 
         async def once(number: int) -> None:
             hands = Hands.on(await trio.open_unix_socket(str(unix.path)))
@@ -316,7 +316,7 @@ async def test_38_a_network_that_stalls_costs_the_connection_and_no_snapshot(
         while not relay.hub.counts.slow:
             for _ in range(20):
                 number += 1
-                await relay.log.append([pdu(number, 50_000)])
+                await relay.intake.append([Append(f"{number}", [pdu(number, 50_000)])])
             await trio.sleep(0.05)
         await hands.stream.aclose()
         proxy.cut()

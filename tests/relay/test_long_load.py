@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import structlog.testing
 import trio
-from tests.relay.shard import hosts
-from tests.relay.test_compaction import Relay, pdu
+from tests.relay.relay_tables import Relay, hosts, pdu
 from tests.relay.test_relay_load import as_loaded, load
 
 from fedsender.outside import real_outside
@@ -134,7 +133,7 @@ def furnished(rng: random.Random, relay: Relay) -> None:
     """Some happenings in a few rooms."""
     for _ in range(25):
         room, server = f"!{rng.randrange(4)}", f"{rng.choice('abcdef')}.x"
-        number = len(relay.records)
+        number = relay.count
         match rng.choice(("say", "say", "join", "join", "leave", "kick", "plus", "edu", "device")):
             case "say":
                 relay.say(pdu(room, number))
@@ -202,7 +201,7 @@ async def test_08_killed_at_any_commit_of_a_load_the_next_life_has_what_an_undis
     first = as_loaded(relay)
     behind = (0, 1, 1, 30)[seed]
     for _ in range(behind):
-        relay.say(pdu("!0", len(relay.records)), hosts("!0", ["g.x"], ["a.x", "b.x"]))
+        relay.say(pdu("!0", relay.count), hosts("!0", ["g.x"], ["a.x", "b.x"]))
     if behind != 1:
         furnished(rng, relay)
     second = as_loaded(relay)

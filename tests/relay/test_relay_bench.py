@@ -15,19 +15,6 @@ def figures_of(capfd: pytest.CaptureFixture[str], name: str, events: int) -> dic
     return figures
 
 
-def test_append_tells_the_rate_of_each_group(capfd: pytest.CaptureFixture[str]) -> None:
-    figures = figures_of(capfd, "relay-append", 40)
-    assert list(figures["groups"]) == ["1", "16", "128", "1024"]
-    assert all(group["records_per_s"] > 0 for group in figures["groups"].values())
-
-
-def test_recovery_tells_how_long_it_takes(capfd: pytest.CaptureFixture[str]) -> None:
-    figures = figures_of(capfd, "relay-recovery", 2)
-    assert figures["records"] >= 2048
-    assert figures["after_kill_s"] > 0
-    assert figures["all_read_s"] > 0
-
-
 def test_fanout_gives_every_consumer_every_line(capfd: pytest.CaptureFixture[str]) -> None:
     """It fails if a line is missing, so a figure is one of whole deliveries."""
     figures = figures_of(capfd, "relay-fanout", 300)

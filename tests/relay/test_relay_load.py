@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from tests.relay.relay_tables import EPOCH, Relay, pdu
 from tests.relay.relay_world import World as RelayWorld
+from tests.relay.relay_world import new_directory
 from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, hosts, row_of, until
-from tests.relay.test_compaction import EPOCH, Relay, pdu
 from tests.sender.harness import HS, World
 
 from fedsender.intake.rows import RoomServers
 from fedsender.outside import real_outside
+from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import SnapshotInfo
 from fedsender.replication.commands import Json
 from fedsender.replication.relay_feed import State
@@ -54,7 +56,7 @@ class Stage:
 
     async def tell(self, *rows: Json) -> int:
         """One record; its token."""
-        return await self.relay.relay.log.append(list(rows))
+        return await self.relay.append_rows(*rows)
 
     async def say(self, room: str, text: str, **values: Any) -> int:
         return await self.tell(row_of(self.world.pdu(room, text, **values)))
@@ -167,6 +169,7 @@ async def test_a_server_that_was_down_gets_what_is_here_whole_and_what_is_not_by
         await stage.say(ROOM, f"missed {number}")
     await away(stage)
     async with stage.sending():
+        await stage.shard.level(stage.relay.relay.log.head)
         stage.world.servers["a.example"].down = False
         await stage.say(ROOM, "after")
         await stage.idle()
@@ -205,7 +208,7 @@ async def test_65_another_history_of_the_same_length_is_taken_over_and_nothing_s
         for row in told:
             await stage.tell(row)
         await stage.idle()
-    stage.relay.disk = type(stage.relay.disk)()
+    stage.relay.directory = new_directory()
     async with stage.relay.running():
         await stage.join(ROOM, "a.example")
         for row in told[:2]:
@@ -393,7 +396,7 @@ class _Loaded:
         return self.info.token
 
     def read(self, table: str, part: int) -> Iterator[tuple[Any, ...]]:
-        return read_rows(self.relay.disk, self.info, table, part)
+        return read_rows(RealDisk(), self.info, table, part)
 
 
 def as_loaded(relay: Relay) -> _Loaded:

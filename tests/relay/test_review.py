@@ -1,11 +1,12 @@
 """A relay under attack: what a second look at it has found, each once.
 
-In memory and on the virtual clock.
+On the virtual clock.
 """
 
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,78 +14,24 @@ import structlog.testing
 import trio
 import trio.testing
 from tests.relay.log_support import outside, to_device
-from tests.relay.memory_disk import MemoryDisk
 from tests.relay.relay_world import Hands, World
-from tests.relay.shard import Line, MemoryStore, Shard
+from tests.relay.shard import Line, MemoryStore, Shard, forget_log
 
-from fedsender.relay.compaction import import_base
-from fedsender.relay.disk import File
-from fedsender.relay.shelf import SnapshotFailed
+from fedsender.relay.disk import RealDisk
+from fedsender.relay.retention import TIDY_EVERY_S
 from fedsender.relay.snapshot import MANIFEST, SnapshotInfo, read_part
+from fedsender.relay.snapshots import SHARED_S
 from fedsender.replication.server import MAX_CONNECTIONS
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 
 Clock = trio.testing.MockClock
-SNAPSHOTS = Path("/relay/snap")
 
 
-def newest(world: World) -> SnapshotInfo:
-    found = world.relay.shelf.newest
-    assert found is not None
-    return found
-
-
-def edus(world: World, info: SnapshotInfo) -> int:
-    """How many EDUs are in a snapshot."""
+def edus(info: SnapshotInfo) -> int:
+    """How many EDUs are in a snapshot, by reading them."""
     return sum(
-        len(read_part(world.disk, info, file)) for file in info.files if file.table == "edus"
+        len(read_part(RealDisk(), info, file)) for file in info.files if file.table == "edus"
     )
-
-
-# --- the seam between the state before the log and the log ----------------------------------------
-
-
-async def test_a_first_join_that_broke_off_does_not_make_the_base_superfluous(
-    autojump_clock: Clock,
-) -> None:
-    """The log reaches back to 1, and still is not all: one that was handed snapshot 0 and has not
-    come back with it has nothing of what was there before the log."""
-    world = World()
-    async with world.running():
-        epoch = world.relay.log.epoch
-    rooms = [("!old:hs.example", ["b.example"])]
-    import_base(world.disk, SNAPSHOTS, rooms=rooms, epoch=epoch, now_ms=0)
-    async with world.running():
-        await world.append(3)
-        hands, _, token = await world.join("sender-1")
-        assert token == 0
-        await hands.leave()
-        again = world.connect()
-        await again.resume("sender-1", 0)
-        assert await again.until("RESYNC ") == "RESYNC events NONE 1 3"
-        await again.say("JOIN events")
-        await again.until("SNAPSHOT ")
-        # The one that says so where it was handed it has it.
-        await again.say(f"REPLICATE events 0 {epoch}")
-        assert await again.tokens_until_level() == [1, 2, 3]
-        await again.leave()
-        await world.stopped("sender-1", 0)
-
-
-async def test_one_that_had_something_and_comes_with_nothing_takes_the_base(
-    autojump_clock: Clock,
-) -> None:
-    """Its store is new, and its name is known."""
-    async with World().running() as world:
-        await world.append(5)
-        hands = await world.follow("sender-1", 0)
-        await hands.ack(5)
-        await hands.leave()
-        await world.relay.shelf.make()
-        assert world.first == 1
-        again = world.connect()
-        await again.resume("sender-1", 0)
-        assert await again.until("RESYNC ") == "RESYNC events NONE 1 5"
 
 
 # --- EDUs of one that is away ---------------------------------------------------------------------
@@ -101,99 +48,75 @@ async def test_to_device_messages_outlive_the_place_in_the_log(autojump_clock: C
         for _ in range(26 * 6):
             await trio.sleep(10)
             await other.say("PING 1")
-        for _ in range(2):
-            await world.sealed(1)
-            await world.relay.shelf.make()
-            await world.relay.retention.tidy()
-        await other.ack(1)
-        assert world.pin("sender-1") is None
-        hands, _, _ = await world.join("sender-1")
-        assert edus(world, newest(world)) == 1
+        await world.append(2)
+        await other.ack(2)
+        await trio.sleep(2 * TIDY_EVERY_S)
+        assert (world.state("sender-1"), world.first) == ("LOST", 3)
+        hands, snapshot, _ = await world.join("sender-1")
+        made = world.relay.shelf.find(snapshot)
+        assert made is not None
+        assert edus(made) == 1
         await hands.leave()
 
 
 # --- snapshots that are spoiled -------------------------------------------------------------------
 
 
-class Moody(MemoryDisk):
-    """A disk on which for a while nothing can be listed, or opened."""
+async def spoiled(world: World, how: str) -> SnapshotInfo:
+    """A snapshot that holds an EDU, which the log does not reach back to any more, and is spoiled.
 
-    moody = False
-
-    def list(self, directory: Path) -> list[str]:
-        if self.moody:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().list(directory)
-
-    def open(self, path: Path, *, write: bool = False, create: bool = False) -> File:
-        if self.moody and not write and not create:
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().open(path, write=write, create=create)
-
-
-async def forget_log(world: World) -> None:
-    """Snapshots, and a log that reaches no further back than the older one."""
-    for _ in range(3):
-        await world.sealed(5)
-        await world.relay.shelf.make()
-    await world.relay.retention.tidy()
-    assert world.first > 1
-
-
-async def test_a_disk_that_cannot_be_read_for_a_moment_costs_no_snapshot(
-    autojump_clock: Clock,
-) -> None:
-    """A snapshot that cannot be looked at is not one that is broken."""
-    disk = Moody()
-    async with World(disk=disk).running() as world:
-        await forget_log(world)
-        before = list(world.relay.shelf.snapshots)
-        disk.moody = True
-        hands = world.connect()
-        await hands.introduce("sender-1")
-        await hands.say("JOIN events")
-        assert (await hands.error()).startswith("BUSY ")
-        disk.moody = False
-        assert world.relay.shelf.snapshots == before
-        _, _, token = await world.join("sender-1")
-        assert token == before[-1].token
+    It was read just now: that it is spoiled is found later.
+    """
+    await world.append_rows(to_device(1))
+    await forget_log(world)
+    info = await world.relay.shelf.make()
+    (file,) = info.files
+    path = info.path(file.name)
+    match how:
+        case "file":
+            path.unlink()
+        case "bit":
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        case "short":
+            path.write_bytes(path.read_bytes()[:-1])
+        case "manifest":
+            info.path(MANIFEST).unlink()
+        case "directory":
+            shutil.rmtree(info.directory)
+    return info
 
 
-async def test_the_last_snapshot_that_the_log_joins_on_to_is_never_thrown_away(
-    autojump_clock: Clock,
-) -> None:
-    """However broken: what is whole of it cannot be had again, and what is broken can be mended."""
+@pytest.mark.parametrize("how", ["file", "bit", "short", "manifest", "directory"])
+async def test_a_spoiled_snapshot_is_made_anew(autojump_clock: Clock, how: str) -> None:
+    """What is spoiled is never handed out, and nothing of it is lost: the database has it."""
     async with World().running() as world:
-        await world.append_rows(to_device(1))
-        await forget_log(world)
-        last = newest(world)
-        await world.append()
-        await world.relay.log.drop_through(last.token)
-        assert world.first == last.token + 1
-        (file,) = last.files
-        world.disk.flip_bit(last.path(file.name), 60)
-        for _ in range(2):
-            with pytest.raises(SnapshotFailed, match=file.name):
-                await world.relay.shelf.make()
-        world.disk.flip_bit(last.path(file.name), 60)
-        # Without its manifest it is still good for the next one.
-        world.disk.remove(last.path(MANIFEST))
-        _, _, token = await world.join("sender-1")
-        assert (token, edus(world, newest(world))) == (last.token + 1, 1)
+        info = await spoiled(world, how)
+        await trio.sleep(SHARED_S)
+        with structlog.testing.capture_logs() as logs:
+            hands, snapshot, token = await world.join("sender-1")
+        assert "relay_snapshot_damaged" in [line["event"] for line in logs]
+        made = world.relay.shelf.find(snapshot)
+        assert made is not None
+        assert (token, edus(made), world.relay.shelf.snapshots) == (info.token, 1, [made])
+        assert await hands.fetch(snapshot, MANIFEST) == made.path(MANIFEST).read_bytes()
 
 
-async def test_a_snapshot_with_a_missing_file_is_made_anew_from_the_one_before(
-    autojump_clock: Clock,
+@pytest.mark.parametrize("name", ["nothing", "00000000000000000007.0123456789abcdef"])
+async def test_what_is_no_snapshot_is_removed_at_the_start(
+    autojump_clock: Clock, name: str
 ) -> None:
-    """Also if nobody joins: or the log could never be cut again."""
-    async with World().running() as world:
-        await world.append_rows(to_device(1))
-        await forget_log(world)
-        (file,) = newest(world).files
-        world.disk.remove(newest(world).path(file.name))
-        await world.append()
-        made = await world.relay.shelf.make()
-        assert (made.token, edus(world, made)) == (17, 1)
+    """Of another history, or unfinished: nobody can be handed it."""
+    world = World()
+    async with world.running():
+        info = await spoiled(world, "nothing")
+    odd = info.directory.with_name(name)
+    odd.mkdir()
+    (odd / MANIFEST).write_bytes(info.path(MANIFEST).read_bytes()[:-20])
+    async with world.running():
+        assert [one.id for one in world.relay.shelf.snapshots] == [info.id]
+        assert list(info.directory.parent.iterdir()) == [info.directory]
 
 
 async def test_many_that_join_at_once_find_the_newest_snapshot_spoiled(
@@ -201,8 +124,8 @@ async def test_many_that_join_at_once_find_the_newest_snapshot_spoiled(
 ) -> None:
     """It is given up once, and they all get the one in its place."""
     async with World().running() as world:
-        await forget_log(world)
-        world.disk.remove(newest(world).path(MANIFEST))
+        await spoiled(world, "file")
+        await trio.sleep(SHARED_S)
         world.thread_s = 0.1
         got: list[str] = []
 
@@ -212,12 +135,15 @@ async def test_many_that_join_at_once_find_the_newest_snapshot_spoiled(
             await hands.say("JOIN events")
             got.append(await hands.until("SNAPSHOT "))
 
+        before = world.relay.shelf.makings.made
         with structlog.testing.capture_logs() as logs:
             async with trio.open_nursery() as nursery:
                 for number in range(4):
                     nursery.start_soon(join, f"sender-{number}")
         assert "relay_connection_failed" not in [line["event"] for line in logs]
         assert len(got) == 4
+        assert len(set(got)) == 1
+        assert world.relay.shelf.makings.made == before + 1
 
 
 # --- the sender ---------------------------------------------------------------------------------
@@ -232,7 +158,7 @@ class Loading(MemoryStore):
         return Loaded(loaded.position, loaded.events, servers, redacted)
 
 
-class Sticky(MemoryDisk):
+class Sticky(RealDisk):
     """A disk from which nothing can be removed."""
 
     def remove(self, path: Path) -> None:
@@ -244,6 +170,7 @@ async def test_servers_are_told_of_their_messages_whatever_becomes_of_the_files(
 ) -> None:
     """What a snapshot brought is stored, so it is not brought again: it is told of at once."""
     async with World().running() as world:
+        await world.append()
         await forget_log(world)
         shard = Shard(Line(world), store=Loading(), disk=Sticky())
         async with shard.running():
@@ -298,7 +225,7 @@ async def test_clients_that_stay_in_the_handshake_take_no_more_than_their_places
 
 async def test_nothing_is_level_after_its_place_was_lost(autojump_clock: Clock) -> None:
     """POSITION means that C has all: one that was told RESYNC has not, whatever came before."""
-    cap = {"log_cap": "256KiB", "segment_bytes": "64KiB"}
+    cap = {"log_cap": "256KiB", "keep_min": "1h"}
     async with World(settings=cap).running() as world:
         hands = world.connect(lockstep=True)
         await hands.resume("sender-1", 0)
@@ -318,8 +245,7 @@ async def test_a_slow_fetch_leaves_room_for_a_sign_of_life(autojump_clock: Clock
     settings = {"fetch_bytes_per_second": 20_000}
     async with World(settings=settings).running() as world:
         gaps: list[float] = []
-        await big_snapshot(world)
-        info = newest(world)
+        info = await big_snapshot(world)
         largest = max(info.files, key=lambda file: file.bytes)
         assert largest.bytes > 600_000
 
@@ -339,7 +265,7 @@ async def test_a_slow_fetch_leaves_room_for_a_sign_of_life(autojump_clock: Clock
         assert max(gaps) < 15
 
 
-async def big_snapshot(world: World) -> None:
+async def big_snapshot(world: World) -> SnapshotInfo:
     noise = outside(7).entropy(400_000).hex()
     for number in range(4):
         body = noise[number * 200_000 : number * 200_000 + 200_000]
@@ -347,4 +273,4 @@ async def big_snapshot(world: World) -> None:
         await world.append_rows(
             ["edu", ["to_device", "b.example", f"n{number}", {"body": body[::-1]}]]
         )
-    await world.relay.shelf.make()
+    return await world.relay.shelf.make()

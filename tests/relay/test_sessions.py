@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 from tests.relay.log_support import pdu, to_device
-from tests.relay.relay_world import TouchyDisk, World
+from tests.relay.relay_world import World
 
 from fedsender.intake.rows import prepare_ephemeral
 from fedsender.relay.status import status_of
@@ -119,16 +119,18 @@ async def test_24_a_log_that_cannot_be_read_for_a_while_leaves_nothing_behind(
     autojump_clock: Clock,
 ) -> None:
     """24: the consumer is told, its name is free, and once the disk answers it is fed."""
-    disk = TouchyDisk()
-    async with World(disk).running() as world:
+    world = World(settings={"keep_min": "1h"})
+    async with world.running():
         await world.append(3)
-        disk.unreadable = True
+    async with world.running():
+        # What is not in memory any more is read from the table, and that is damaged for a while.
+        await world.change("UPDATE relay_log SET checksum = checksum + 1")
         first = world.connect()
         await first.resume("sender-1", 0)
         assert (await first.error()).startswith("BUSY ")
         await trio.testing.wait_all_tasks_blocked()
         assert not world.relay.registry.connected("sender-1")
-        disk.unreadable = False
+        await world.change("UPDATE relay_log SET checksum = checksum - 1")
         again = world.connect()
         await again.resume("sender-1", 0)
         assert await again.tokens_until_level() == [1, 2, 3]
@@ -222,8 +224,11 @@ async def test_33_a_silent_consumer_is_dead_after_15_s_and_its_pin_stays(
 
 async def test_34_35_slow_reads_hold_up_no_ping(autojump_clock: Clock) -> None:
     """34, 35: a read that takes eight time-outs, and many slow ones, with PINGs all the while."""
-    async with World().running() as world:
+    world = World(settings={"keep_min": "1h"})
+    async with world.running():
         await world.append(5)
+    async with world.running():
+        # Nothing of it is in memory.
         world.thread_s = 8 * 15.0
         hands = world.connect()
         await hands.resume("sender-1", 0)
@@ -274,7 +279,6 @@ async def test_38_one_that_takes_nothing_is_dropped_and_comes_back_without_a_sna
             await trio.sleep(0.1)
         assert trio.current_time() - paused_at < 15
         assert world.relay.hub.counts.slow == 1
-        await world.relay.log.seal()
         again = world.connect()
         await again.resume("sender-1", 0)
         assert await again.tokens_until_level() == list(range(1, world.relay.log.head + 1))
@@ -312,7 +316,7 @@ async def test_60_67_a_position_is_checked_before_anything_is_registered(
 ) -> None:
     """60, 65, 67: the answer says why and what there is; nothing is pinned, and JOIN is next."""
     async with World().running() as world:
-        await world.sealed(5, rounds=4)
+        await world.append(20)
         await world.relay.shelf.make()
         await world.relay.retention.tidy()
         first = world.first
@@ -508,12 +512,12 @@ async def test_an_overlap_with_one_that_is_away_is_a_doubt(autojump_clock: Clock
             await hands.say("SHARD 0 1", f"REPLICATE events 0 {epoch}")
             await hands.until("POSITION ")
             await hands.leave()
-        (doubt,) = status_of(world.relay).doubts
+        (doubt,) = (await status_of(world.relay)).doubts
         assert doubt.startswith("sender-1 (share 0/1) and sender-2 (share 0/1) send to the same")
     async with world.running():
-        assert len(status_of(world.relay).doubts) == 1
+        assert len((await status_of(world.relay)).doubts) == 1
         world.relay.registry.forget("sender-1")
-        assert status_of(world.relay).doubts == []
+        assert (await status_of(world.relay)).doubts == []
 
 
 # --- the plain protocol ---------------------------------------------------------------------------

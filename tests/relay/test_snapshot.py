@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fedsender.relay import snapshot
-from fedsender.relay.directories import list_snapshots
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import (
     COLUMNS,
@@ -28,6 +27,7 @@ from fedsender.relay.snapshot import (
     stream_part,
     write_snapshot,
 )
+from fedsender.relay.snapshots import list_snapshots
 
 EPOCH = "0123456789abcdef"
 DISK = RealDisk()
@@ -85,11 +85,11 @@ def test_what_is_written_is_read_part_by_part_and_the_same_rows_make_the_same_fi
                 rows = read_part(DISK, info, file)
                 assert {part_of(row[KEYS[table]]) for row in rows} == {file.part}
                 assert rows == [row for row in FEW.rows(table) if row in rows]
-    assert list_snapshots(DISK, tmp_path / "snap") == [info]
+    assert list_snapshots(tmp_path / "snap") == [info]
     found = {**FEW.found, "heads": [*FEW.found["heads"][1:], ("!0", 8, "$new")]}
     later = write_snapshot(tmp_path / "snap", replace(FEW, found=found, token=8), 6, nothing)
     assert len({file.name for file in later.files} - {file.name for file in info.files}) == 1
-    assert list_snapshots(DISK, tmp_path / "snap") == [info, later]
+    assert list_snapshots(tmp_path / "snap") == [info, later]
 
 
 def test_one_of_the_same_name_is_replaced_whatever_is_wrong_with_it(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_one_of_the_same_name_is_replaced_whatever_is_wrong_with_it(tmp_path: Pa
     (tmp_path / f"{info.id}.unfinished").mkdir()
     (tmp_path / f"{info.id}.unfinished" / "hosts-00").touch()
     assert write_snapshot(tmp_path, FEW, 5, nothing) == info
-    assert list_snapshots(DISK, tmp_path) == [info]
+    assert list_snapshots(tmp_path) == [info]
     assert [path.name for path in tmp_path.iterdir()] == [info.id]
 
 

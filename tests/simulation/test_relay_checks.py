@@ -11,7 +11,6 @@ import trio.testing
 from fedsender.config import from_values
 from fedsender.simulation.relay_books import History, RelayBooks
 from fedsender.simulation.relay_checks import RelayChecks
-from fedsender.simulation.relay_disk import MemoryDisk
 
 
 class NoConsumers(tuple[Any, ...]):
@@ -29,19 +28,14 @@ async def test_one_that_has_not_gone_on_from_its_snapshot_has_no_longer_than_joi
     relay_settings = {"join_ttl": 300, "consumer_ttl": 1200, "disk_reserve": 0}
     values = {"server_name": "hs.example", "signing_key": "key", "relay": relay_settings}
     settings = from_values(values, directory=Path("/relay")).relay
-    books = RelayBooks(MemoryDisk(1), histories={"e": History()}, epoch="e")
-    checks = RelayChecks(books, settings, lambda: False)
+    books = RelayBooks(histories={"e": History()}, epoch="e")
+    checks = RelayChecks(books, settings)
     log = SimpleNamespace(first=11, bytes=0)
-    relay: Any = SimpleNamespace(
-        log=log, registry=NoConsumers(), shelf=SimpleNamespace(snapshots=())
-    )
-
-    segment = Path("/relay/log/00000000000000000006.seg")
-    books.disk.make_directory(segment.parent)
-    books.disk.open(segment, create=True).close()
+    relay: Any = SimpleNamespace(log=log, registry=NoConsumers())
+    files: Any = SimpleNamespace(first=lambda: 11, messages=dict)
 
     books.fed("sender-1", "e", 5, joined=joined)
     await trio.sleep(600)
-    checks.removal(relay, segment)
+    checks.committed(relay, files)
 
     assert [each.invariant for each in books.violations] == found

@@ -1,22 +1,23 @@
 """For each invariant of the relay a line that guards it is switched off, and it has to turn red."""
 
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import trio
 
-from fedsender.relay import compaction, daemon, log
-from fedsender.relay.disk import Disk
-from fedsender.relay.files import LogFiles
-from fedsender.relay.history import Room
+from fedsender.relay import daemon, snapshots
 from fedsender.relay.hub import Hub
-from fedsender.relay.keys import Keys
-from fedsender.relay.log import Log
+from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Limits, Retention
-from fedsender.relay.session import Session
-from fedsender.relay.shelf import Shelf
 from fedsender.simulation import relay_world
 from fedsender.simulation.relay import simulate_relay
+from fedsender.store import appends
+from fedsender.store import relay as store
+from fedsender.store.appends import Appended, NewRecord
+from fedsender.store.relay import LogRecord, RelayStore
 
 FAR = 2**40
 
@@ -30,38 +31,47 @@ def goes_red(invariant: str, *seeds: int, days: float = 0.02) -> bool:
     return False
 
 
-@pytest.mark.parametrize("invariant", ["durable", "kept"])
-def test_a_log_that_is_not_synced(invariant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("invariant", ["durable", "kept", "ahead"])
+def test_a_log_that_is_told_before_it_is_stored(
+    invariant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody is told before it is durable, and what anybody was told of is there after a crash."""
-    monkeypatch.setattr(LogFiles, "_sync", lambda *_: None)
+    append = RelayStore.append_records
+
+    async def later(self: RelayStore, records: Sequence[NewRecord]) -> list[Appended]:
+        async def store_them() -> None:
+            with suppress(BaseException):
+                await trio.sleep(3)
+                await append(self, records)
+
+        head = (await self.bounds()).head
+        trio.lowlevel.spawn_system_task(store_them)
+        return [head + number + 1 for number in range(len(records))]
+
+    monkeypatch.setattr(RelayStore, "append_records", later)
 
     assert goes_red(invariant, 2, 3)
 
 
-def test_an_epoch_that_stays_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token never means two things in one epoch."""
-    monkeypatch.setattr(log, "_new_epoch", lambda _: "0" * 16)
+@pytest.mark.parametrize("invariant", ["epoch", "token"])
+def test_an_epoch_that_stays(invariant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is given out by an older copy of the files has another epoch than what was before: so a
+    token never means two things."""
+    begin = RelayStore.begin_intake
+    monkeypatch.setattr(RelayStore, "begin_intake", lambda self, _: begin(self, "0" * 16))
 
-    assert goes_red("epoch", 10, 7, 3)
-
-
-def test_tokens_that_are_given_again_in_the_same_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was given before the power went has another epoch than what is given after it: so a
-    token has one meaning also on a disk that does not keep what it says it has."""
-
-    async def no_epoch(self: Log) -> str:
-        return self.epoch
-
-    monkeypatch.setattr(LogFiles, "_sync", lambda *_: None)
-    monkeypatch.setattr(Log, "begin_epoch", no_epoch)
-
-    assert goes_red("token", 6, 2, 3)
+    assert goes_red(invariant, 2, 3, 1)
 
 
-def test_a_feed_that_begins_behind_where_its_consumer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feed_that_leaves_records_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer gets every record."""
-    cursor = Log.cursor
-    monkeypatch.setattr(Log, "cursor", lambda self, at: cursor(self, min(at + 1, self.head)))
+    read = RelayLog.read
+
+    async def skip(self: RelayLog, after: int, max_bytes: int) -> list[LogRecord]:
+        found = await read(self, after, max_bytes)
+        return found[1:] or found
+
+    monkeypatch.setattr(RelayLog, "read", skip)
 
     assert goes_red("gap", 2, 3, days=0.004)
 
@@ -69,10 +79,7 @@ def test_a_feed_that_begins_behind_where_its_consumer_is(monkeypatch: pytest.Mon
 def test_a_name_that_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever was away comes back and gets all."""
 
-    def remove(self: Hub, session: Session) -> None:
-        """Nothing."""
-
-    monkeypatch.setattr(Hub, "gone", remove)
+    monkeypatch.setattr(Hub, "gone", lambda self, session: None)
     monkeypatch.setattr(relay_world, "HEALED_S", 3600.0)
 
     assert goes_red("level", 1, 2, 3, days=0.004)
@@ -80,7 +87,7 @@ def test_a_name_that_stays_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ids_that_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record has one token, however often it is sent in."""
-    monkeypatch.setattr(Keys, "token", lambda *_: None)
+    monkeypatch.setattr(appends, "find_appends", lambda *_args, **_keys: {})
 
     assert goes_red("once", 2, 3)
 
@@ -115,13 +122,6 @@ def test_a_log_that_goes_as_soon_as_it_may(monkeypatch: pytest.MonkeyPatch) -> N
     assert goes_red("keep", 2, 1, 4)
 
 
-def test_a_log_that_goes_before_there_is_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever lost its place can take a snapshot and go on behind it."""
-    monkeypatch.setattr(Shelf, "floor", lambda _: FAR)
-
-    assert goes_red("snapshot", 1, 3)
-
-
 def test_a_consumer_that_is_overtaken_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who cannot go on by the log any more is shown as lost."""
     monkeypatch.setattr(Registry, "overtake", lambda *_: [])
@@ -143,23 +143,16 @@ def test_a_cap_that_nobody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_snapshot_that_knows_nobody_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot says which is the newest event for each server, also for who has left."""
 
-    def leave(self: Room, host: str, *_: object) -> None:
-        del self.present[host]
-
-    monkeypatch.setattr(Room, "_leave", leave)
+    monkeypatch.setattr(store._Rooms, "_depart", lambda *_: None)
 
     assert goes_red("content", 6, 7, 2)
 
 
-def test_a_snapshot_that_is_not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is offered is durable, and all there."""
+def test_a_snapshot_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is offered is all there, and as it was written."""
+    monkeypatch.setattr(snapshots, "_verify", lambda _: None)
 
-    def write(disk: Disk, path: Any, content: bytes) -> None:
-        disk.open(path, create=True).append(content)
-
-    monkeypatch.setattr(compaction, "_write", write)
-
-    assert goes_red("whole", 1, 4)
+    assert goes_red("whole", 1, 4, days=0.1)
 
 
 def test_messages_that_are_dropped_too_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,9 +53,6 @@ _BENCHES: Final = {
     "append-relay": _Bench("append", servers=1, events=20_000, rounds=3),
     # Events: appends.
     "append-busy": _Bench("append", servers=300, events=2_000, rounds=1),
-    # Events: records per size of group; MiB of log.
-    "relay-append": _Bench("relay", servers=1, events=50_000, rounds=3),
-    "relay-recovery": _Bench("relay", servers=1, events=256, rounds=3),
     # Events are rooms, servers those in each room: 800,000 pairs.
     "relay-fullsync": _Bench("relay_fullsync", servers=40, events=20_000, rounds=1),
     "relay-fanout": _Bench("relay_fanout", servers=1, events=50_000, rounds=3),
@@ -123,7 +120,7 @@ def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
 
 _SOAK: Final = "soak"
 """It is measured in minutes, watches another process, and may fail."""
-_EVENTS: Final = "events (floor: exchanges; append*, relay-*: records; relay-recovery: MiB) a round"
+_EVENTS: Final = "events (floor: exchanges; append*, relay-*: records) a round"
 
 
 def main(arguments: Sequence[str]) -> int:

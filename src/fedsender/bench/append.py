@@ -20,7 +20,7 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
 from fedsender.bench.messages import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, median, percentile
-from fedsender.bench.relay import row
+from fedsender.bench.relay_fanout import row
 from fedsender.bench.stage import VERIFY_EVERY, Servers, open_stage, quiet
 from fedsender.bench.steady import WARM_UP
 from fedsender.config import Config, Log, from_values

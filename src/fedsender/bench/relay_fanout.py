@@ -14,13 +14,12 @@ from typing import Any, Final
 import trio
 
 from fedsender.bench.meter import Meter, Options, median
-from fedsender.bench.relay import row
 from fedsender.config import Config, Log, from_values, parse_address
 from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender.intake.rows import prepare
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.relay.disk import RealDisk
+from fedsender.replication.commands import Json
 from fedsender.replication.server import close, listen
 from fedsender.replication.wire import SEND_PIECE
 from fedsender.telemetry import configure_logging
@@ -30,6 +29,21 @@ SERVER: Final = "hs.example"
 PATIENCE_S: Final = 600.0
 _ROW: Final = b"\nRDATA events "
 _SEAM: Final = len(_ROW) - 1
+_BODY: Final = "x" * 600
+
+
+def row(number: int) -> Json:
+    """A message of about 1 KB."""
+    event: dict[str, Json] = {
+        "type": "m.room.message",
+        "room_id": "!room:relay.test",
+        "sender": "@user:relay.test",
+        "origin_server_ts": 1_790_000_000_000 + number,
+        "depth": number,
+        "prev_events": [f"$event{number - 1}"],
+        "content": {"msgtype": "m.text", "body": _BODY},
+    }
+    return ["pdu", ["!room:relay.test", f"$event{number}", event, {"room_version": "11"}]]
 
 
 async def relay_fanout(options: Options) -> dict[str, Any]:
@@ -44,7 +58,7 @@ async def relay_fanout(options: Options) -> dict[str, Any]:
         doors = await listen([parse_address(f"unix:{name}/relay.sock")], None)
         try:
             async with (
-                open_relay(config, RealDisk(), real_outside(), doors) as relay,
+                open_relay(config, real_outside(), doors) as relay,
                 open_child("bench.relay_fanout") as child,
             ):
                 await _fill(relay, options.events)
@@ -70,7 +84,7 @@ def _config(directory: Path) -> Config:
 async def _fill(relay: RelayDaemon, records: int) -> None:
     for first in range(1, records + 1, 1000):
         numbers = range(first, min(first + 1000, records + 1))
-        await relay.log.append_all(
+        await relay.log.writer.append_all(
             [(b"%016d" % number, prepare([row(number)])) for number in numbers]
         )
 

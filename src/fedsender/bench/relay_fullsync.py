@@ -19,6 +19,8 @@ import trio
 from fedsender.bench.meter import Options, percentile
 from fedsender.config import UnixAddress, from_values
 from fedsender.demo.children import BenchFailed
+from fedsender.intake.intake import KEY_BYTES
+from fedsender.intake.rows import prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.disk import RealDisk
@@ -57,7 +59,7 @@ async def _measure(directory: Path, rooms: int, servers: int) -> dict[str, Any]:
     outside = real_outside()
     socket = directory / "relay.sock"
     doors = await listen([UnixAddress(socket)], None)
-    async with open_relay(config, RealDisk(), outside, doors) as relay:
+    async with open_relay(config, outside, doors) as relay:
         names = [f"server{number}.example" for number in range(servers)]
         await _append(relay, [[_hosts(room, names)] for room in range(rooms)])
         await _append(relay, [[_event(room, 0)] for room in range(rooms)])
@@ -100,9 +102,12 @@ def _event(room: int, number: int) -> Json:
 
 async def _append(relay: RelayDaemon, records: Sequence[Sequence[Json]]) -> None:
     for start in range(0, len(records), AT_ONCE):
-        async with trio.open_nursery() as nursery:
-            for record in records[start : start + AT_ONCE]:
-                nursery.start_soon(relay.log.append, record)
+        await relay.log.writer.append_all(
+            [
+                (os.urandom(KEY_BYTES), prepare(record))
+                for record in records[start : start + AT_ONCE]
+            ]
+        )
 
 
 async def _snapshot(relay: RelayDaemon) -> float:
@@ -110,7 +115,7 @@ async def _snapshot(relay: RelayDaemon) -> float:
     began = trio.current_time()
     info = await relay.shelf.make()
     took = trio.current_time() - began
-    # The newest file of the log always stays: so one more.
+    # The newest record always stays: so one more.
     await _append(relay, [[_hosts(0, [])]])
     await relay.log.drop_through(info.token)
     return took

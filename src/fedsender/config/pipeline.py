@@ -7,7 +7,7 @@ from typing import Final
 from pydantic import Field
 
 from fedsender.config.policy import Contradictions, Section
-from fedsender.config.values import FilePath
+from fedsender.config.values import Database, FilePath, SecretPath
 
 _SETTING: Final = re.compile(r"spark\.[A-Za-z0-9_.-]{1,200}")
 _OURS: Final = ("spark.master", "spark.app.name")
@@ -53,9 +53,13 @@ class Pipeline(Section):
         description="What `pipeline health` found out about servers; the daemon reads it, if it is"
         " there.",
     )
-    relay: FilePath | None = Field(
+    relay: Database | None = Field(
         default=None,
-        description="The relay's directory: events and rooms are read there, not in our own store.",
+        description="The relay's database, a file or a URL: events and rooms are read there, not in"
+        " our own store.",
+    )
+    relay_password_file: SecretPath | None = Field(
+        default=None, description="File with the password of that database's user."
     )
     spark: Spark = Field(default_factory=Spark, description="Which Spark runs the jobs.")
 

@@ -9,6 +9,7 @@ from fedsender.config.policy import Contradictions, Section
 from fedsender.config.values import (
     Address,
     Bytes,
+    Database,
     FilePath,
     ListenAddress,
     Seconds,
@@ -35,7 +36,15 @@ class Relay(Section):
     """The hub between a homeserver and any number of senders (`fedsender relay`)."""
 
     directory: FilePath = Field(
-        default=Path("relay"), description="Where its log, snapshots and consumers are."
+        default=Path("relay"), description="Where its snapshots are, and an SQLite database."
+    )
+    database: Database | None = Field(
+        default=None,
+        description="The database of log and consumers; by default relay.sqlite3 in the directory."
+        " A second relay on the same PostgreSQL waits, and takes over.",
+    )
+    database_password_file: SecretPath | None = Field(
+        default=None, description="File with the password, in place of one in the URL."
     )
     listen: tuple[ListenAddress, ...] = Field(
         default=(UnixAddress(Path("/run/fedsender-relay/senders.sock")),),
@@ -54,16 +63,10 @@ class Relay(Section):
     private_key_file: SecretPath | None = Field(default=None, description="Its key.")
     intake: ListenAddress = Field(
         default=UnixAddress(Path("/run/fedsender-relay/intake.sock")),
-        description='For the homeserver: "ip:port" on loopback, or "unix:/path".',
+        description='For the homeserver: "ip:port" or "unix:/path"; without TLS on loopback only.',
     )
     intake_token_file: SecretPath | None = Field(
         default=None, description="File with the access token that the homeserver gives."
-    )
-    segment_bytes: Bytes = Field(
-        default=64 * MIB, ge=64 * 1024, le=GIB, description="A file of the log has so many bytes."
-    )
-    segment_age: Seconds = Field(
-        default=3600.0, ge=1, description="A file of the log is closed after so long."
     )
     keep_min: Seconds = Field(
         default=3600.0, description="The log keeps everything for so long, whoever has it."
@@ -92,7 +95,9 @@ class Relay(Section):
         default=64, ge=1, le=10_000, description="Senders that are known at once."
     )
     snapshot_every: Seconds = Field(
-        default=3600.0, ge=1, description="A snapshot is made so often, if there is anything new."
+        default=3600.0,
+        ge=1,
+        description="A snapshot that was made for one sender is good for others for so long.",
     )
     fetch_bytes_per_second: Bytes = Field(
         default=0, ge=0, description="For all snapshots being fetched, together; 0 is no limit."
@@ -114,10 +119,8 @@ class Relay(Section):
                 ("intake",),
                 "is one of listen: homeserver and senders need addresses of their own",
             )
-        if isinstance(self.intake, TcpAddress) and not is_loopback(self.intake.host):
-            yield ("intake",), "must be a loopback IP or a Unix socket: there is no TLS on it"
-        if self.log_cap < 4 * self.segment_bytes:
-            yield ("log_cap",), "is less than four times segment_bytes"
+        if isinstance(self.intake, TcpAddress) and not (tls or is_loopback(self.intake.host)):
+            yield ("intake",), "is no loopback IP, so certificate_file must be set"
 
     def _reachable(self, number: int, address: Address, tls: bool) -> Contradictions:
         if isinstance(address, UnixAddress):

@@ -33,7 +33,7 @@ SHARDS = ("sender-1", "sender-2")
 BATCH = 50
 POLL_SECONDS = 0.2
 LEVEL_SECONDS = 60.0
-KEPT_BYTES = 4 * 64 * 1024
+KEPT_BYTES = 256 * 1024
 """What the relay keeps of its log: as little as it can be told to."""
 
 
@@ -120,8 +120,6 @@ def _relay_configuration(directory: Path) -> Mapping[str, Any]:
             "listen": [f"unix:{socket_in(directory, 'relay.sock')}"],
             "intake": f"unix:{socket_in(directory, 'intake.sock')}",
             "intake_token_file": "intake.token",
-            "segment_bytes": KEPT_BYTES // 4,
-            "segment_age": "2s",
             "keep_min": 0,
             "log_cap": KEPT_BYTES,
             "disk_reserve": 0,
@@ -141,7 +139,7 @@ def _shard_configuration(
         "signing_key": "../signing.key",
         "homeserver": {"federation_sender_instances": list(SHARDS)},
         # So that an audit need not believe the sender's own store.
-        "pipeline": {"relay": "../relay/data"},
+        "pipeline": {"relay": "../relay/data/relay.sqlite3"},
     }
 
 

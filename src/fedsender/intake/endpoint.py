@@ -242,10 +242,7 @@ async def room(room_id: str, intake: Reach) -> Response:
     """`{"epoch": "...", "room_id": "!r:hs.example", "token": 17, "servers": [...]}`: who gets the
     room's next event, and the token of the last `hosts` or `servers` row about it. 404: none came.
     """
-    find = intake.room
-    if find is None:
-        raise Refusal(404, "M_UNRECOGNIZED", "a relay does not say who is in a room")
-    found = await _taken(lambda: find(id_of(room_id, "room id")))
+    found = await _taken(lambda: intake.recorder.room_servers(id_of(room_id, "room id")))
     if found is None:
         raise not_found("no row has said who is in this room")
     return json_answer({"epoch": intake.recorder.epoch, **found._asdict()})

@@ -13,7 +13,7 @@ What was appended is known by the caller's id, which the log keeps.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -24,7 +24,6 @@ from fedsender.intake.rows import (
     Ephemeral,
     Prepared,
     RoomServers,
-    ServersRow,
     prepare,
     prepare_ephemeral,
 )
@@ -202,6 +201,10 @@ class Recorder(Protocol):
         """Wait for room, put records in line, and wait until they are durable; their tokens."""
         ...
 
+    async def room_servers(self, room_id: str) -> RoomServers | None:
+        """What is stored of a room's servers; None: nothing was said of them. Raises Full."""
+        ...
+
 
 class Signer(Protocol):
     """What gives events their hashes and signatures."""
@@ -236,8 +239,6 @@ class Intake:
     Args:
         publish: hands what is of use only now to whoever is connected; returns at once.
         signer: completes events, which come without hashes and signatures then.
-        room: finds out what is stored of a room; None for one of which nothing was said. Without
-            it `servers` rows are not taken.
     """
 
     def __init__(
@@ -247,11 +248,9 @@ class Intake:
         publish: Callable[[Ephemeral], None],
         settings: IntakeSettings | None = None,
         signer: Signer | None = None,
-        room: Callable[[str], Awaitable[RoomServers | None]] | None = None,
     ) -> None:
         self.recorder = recorder
         self.signer = signer
-        self.room = room
         self.publish = publish
         self._outside = outside
         self.settings = settings or IntakeSettings()
@@ -353,14 +352,13 @@ class Intake:
 
     async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, _Held | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
-        lists = self.room is not None
         if self.signer is None:
-            return [_checked(number, each, lists) for number, each in enumerate(appends)]
+            return [_checked(number, each) for number, each in enumerate(appends)]
         checked = []
         for number, each in enumerate(appends):
             # A thousand signatures take a while.
             await trio.lowlevel.checkpoint()
-            checked.append(_checked(number, each, lists, self.signer.complete))
+            checked.append(_checked(number, each, self.signer.complete))
         return checked
 
     async def _append(self, checked: Sequence[tuple[Append, _Held | None]]) -> list[int | None]:
@@ -454,17 +452,14 @@ class Intake:
 
 
 def _checked(
-    number: int, each: Append, lists: bool, complete: Callable[[Json], Json] = lambda row: row
+    number: int, each: Append, complete: Callable[[Json], Json] = lambda row: row
 ) -> tuple[Append, _Held | None]:
-    """`lists`: whether rows with all servers of a room are taken."""
     try:
         if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
             raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
         if not each.rows and each.reservation is not None:
             return each, None
         record = prepare(each.rows, complete)
-        if not lists and any(isinstance(row, ServersRow) for row in record.parsed):
-            raise BadRow("a servers row, and a relay takes only hosts rows")
         return each, _Held(key_of(each.id), record)
     except UnicodeEncodeError as bad:
         raise BadRow(f"append {number}: the id is not Unicode") from bad

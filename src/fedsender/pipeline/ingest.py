@@ -78,7 +78,8 @@ def _rooms(
         yield main
         return
     instance = config.instance_name
-    with open_relay_source(lake, config.pipeline.relay, main, instance, steps) as opened:
+    url = database_url(config.pipeline.relay, config.pipeline.relay_password_file)
+    with open_relay_source(lake, url, main, instance, steps) as opened:
         source, followed = opened
         told.from_sender = followed.from_sender
         yield source

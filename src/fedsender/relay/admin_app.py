@@ -16,6 +16,7 @@ from fedsender.admin.refusal import Error, Refusal, json_answer, not_found
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.relay.registry import Connected
 from fedsender.relay.status import RelayMetrics, Status, doubts, status_of
+from fedsender.store.engine import StoreError
 from fedsender.telemetry import EXPOSITION_TYPE
 
 if TYPE_CHECKING:
@@ -69,13 +70,15 @@ async def ready(parts: Reach) -> Response:
 
 @open_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(parts: Reach) -> Response:
-    # It is small, and reads what only the loop may read.
-    return Response(parts.metrics.exposition(), media_type=EXPOSITION_TYPE)
+    return Response(await parts.metrics.exposition(), media_type=EXPOSITION_TYPE)
 
 
 @router.get("", summary="The log, its consumers and snapshots")
 async def status(parts: Reach) -> Status:
-    return status_of(parts.relay)
+    try:
+        return await status_of(parts.relay)
+    except StoreError as error:
+        raise Refusal(503, "M_UNKNOWN", str(error)) from None
 
 
 @router.post("/forget", summary="Remove a consumer that is not connected; its log may go")

@@ -22,23 +22,17 @@ def relay(
             "-c", "--config", envvar="FEDSENDER_CONFIG", metavar="FILE", help="The YAML file."
         ),
     ] = None,
-    accept_loss: Annotated[
-        bool,
-        typer.Option("--accept-loss", help="Begin a new history if the log has lost something."),
-    ] = False,
 ) -> int:
     """Run the relay until SIGTERM or SIGINT, or one of the commands below."""
     if context.invoked_subcommand is not None:
         return DONE
     if config is None:
         raise Mistake("Missing option '-c' / '--config'.")
-    from functools import partial
-
     import trio
 
     from fedsender.relay import process
 
-    return trio.run(partial(process.run, config, accept_loss=accept_loss))
+    return trio.run(process.run, config)
 
 
 @app.command()

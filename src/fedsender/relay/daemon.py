@@ -1,39 +1,44 @@
-"""A relay put together: log, consumers, snapshots and connections, each as an `async with`.
+"""A relay put together: database, log, consumers, snapshots and connections, each as `async with`.
 
-Closing runs upward: connections are told and closed, the consumers are written down, the log is
-sealed.
+Closing runs upward: connections are told and closed, the consumers are stored, the database closes.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 import trio
 
-from fedsender.config import Config
-from fedsender.intake.intake import Intake
+from fedsender.config import Config, database_url
+from fedsender.intake.intake import Elsewhere, Intake
 from fedsender.outside import Outside
-from fedsender.relay.consumer import FILE, read_records
-from fedsender.relay.directories import list_snapshots
-from fedsender.relay.disk import Disk
 from fedsender.relay.hub import Hub, HubSettings
-from fedsender.relay.log import DamagedSegment, Log, LogSettings, open_log, read_epoch
+from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry, Terms
-from fedsender.relay.retention import Limits, Retention
-from fedsender.relay.shelf import DIRECTORY, Shelf, open_shelf
+from fedsender.relay.retention import Limits, Retention, free_bytes
+from fedsender.relay.snapshots import Shelf, open_shelf
 from fedsender.replication.server import Door, open_server
 from fedsender.replication.wire import OWN_KIND, PeerKind
+from fedsender.store.engine import Faults
+from fedsender.store.lock import LockUnknown
+from fedsender.store.relay import RelayStore, open_relay_store
 
 log = structlog.get_logger()
 
-EDU_SHARE: Final = 8
-"""EDUs that wait in a snapshot may take this part of `log_cap`."""
+DATABASE: Final = "relay.sqlite3"
+LOOK_EVERY_S: Final = 2.0
+"""Between two tries to get the lock, and two looks whether it is still held."""
+SAVE_S: Final = 5.0
+"""For so long the end waits for a database that is away: what is stored is safe, if older."""
+
+
+class LockLost(Exception):
+    """Another relay may have taken over; this one must not go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,8 @@ class RelayDaemon:
 
     config: Config
     outside: Outside
-    log: Log
+    store: RelayStore
+    log: RelayLog
     registry: Registry
     shelf: Shelf
     retention: Retention
@@ -50,121 +56,141 @@ class RelayDaemon:
     intake: Intake
 
 
+def relay_database(config: Config) -> str:
+    """The URL of the relay's database, its password included: a secret. Raises ConfigError."""
+    settings = config.relay
+    if settings.database is None:
+        return f"sqlite:///{settings.directory / DATABASE}"
+    return database_url(settings.database, settings.database_password_file)
+
+
 @asynccontextmanager
 async def open_relay(
     config: Config,
-    disk: Disk,
     outside: Outside,
-    doors: Sequence[Door] = (),
+    doors: Sequence[Door] | Callable[[], Awaitable[Sequence[Door]]] = (),
     *,
     kind: PeerKind = OWN_KIND,
-    accept_loss: bool = False,
+    synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL",
+    faults: Faults | None = None,
+    step: Callable[[], None] = lambda: None,
+    free: Callable[[Path], int] = free_bytes,
+    waits: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[RelayDaemon]:
-    """A relay without its HTTP endpoints.
+    """A relay without its HTTP endpoints. Waits while another one holds the database's lock.
 
     Args:
-        doors: where consumers come in; closed by who opened them.
+        doors: where consumers come in, or what opens them once the lock is held; closed by who
+            opened them.
         kind: limits of a peer, for tests.
-        accept_loss: begin a new history if the log has lost something.
+        synchronous, faults, step, free: for simulations; see `open_relay_store`, `open_shelf`,
+            `Retention`.
+        waits: called if another relay holds the lock, or it cannot be taken yet.
 
     Raises:
-        DamagedSegment: the log has lost something.
-        LogBroken: (in the body, in a group) a disk does not keep what it is given.
+        LockHeld: another relay runs on the same SQLite.
+        WrongDatabase, SchemaDiffers, DamagedLog, StoreError: the database cannot be used.
+        LockLost: (in the body, in a group) another relay may have taken over.
         OSError.
     """
-    settings, directory = config.relay, config.relay.directory
-    limiter = trio.CapacityLimiter(1)
-    seen, base = await outside.run_sync(partial(_evidence, disk, directory), limiter=limiter)
+    settings = config.relay
+    settings.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     terms = Terms(settings.consumer_ttl, settings.join_ttl, settings.max_consumers)
     async with (
-        open_log(
-            directory,
-            disk,
-            outside,
-            LogSettings(segment_bytes=settings.segment_bytes, segment_age_s=settings.segment_age),
-            seen=seen,
-            base=base,
-            accept_loss=accept_loss,
-        ) as opened,
-        _of_this_life(opened),
-        _open_registry(Registry(directory / FILE, opened, disk, outside, terms)) as registry,
-        open_shelf(
-            directory,
-            opened,
-            registry,
-            disk,
+        open_relay_store(
+            relay_database(config),
             outside,
             config.server_name,
-            edu_bytes=settings.log_cap // EDU_SHARE,
-            accept_loss=accept_loss,
+            synchronous=synchronous,
+            faults=faults,
+        ) as store,
+        _holding(store, outside, waits),
+        _open_log(RelayLog(store, outside, await store.bounds(), await store.epochs())) as opened,
+        _open_registry(Registry(store, outside, terms)) as registry,
+        open_shelf(
+            settings.directory,
+            store,
+            opened,
+            registry,
+            outside,
+            shared_s=settings.snapshot_every,
+            step=step,
         ) as shelf,
     ):
-        limits = Limits(
-            settings.keep_min, settings.log_cap, settings.disk_reserve, settings.snapshot_every
+        limits = Limits(settings.keep_min, settings.log_cap, settings.disk_reserve)
+        retention = Retention(
+            settings.directory, store, opened, registry, shelf, outside, limits, free
         )
-        retention = Retention(directory, opened, registry, shelf, disk, outside, limits)
         secret_files = {name: one.secret_file for name, one in settings.consumers.items()}
         hub_settings = HubSettings(
             config.server_name, secret_files, kind, settings.fetch_bytes_per_second
         )
         hub = Hub(opened, registry, shelf, retention, outside, hub_settings)
-        async with _running(retention), open_server(hub, [door.listener for door in doors]):
-            intake = Intake(opened, outside, hub.publish)
-            yield RelayDaemon(config, outside, opened, registry, shelf, retention, hub, intake)
-
-
-def _evidence(disk: Disk, directory: Path) -> tuple[int, int]:
-    """The largest token that a consumer has, and that of the newest snapshot."""
-    disk.make_directory(directory)
-    try:
-        epoch = read_epoch(directory, disk)
-    except DamagedSegment:
-        # So does the log, which may be told to begin a new one.
-        epoch = None
-    snapshots = list_snapshots(disk, directory / DIRECTORY)
-    base = max((info.token for info in snapshots), default=0)
-    try:
-        of_epoch, consumers, _ = read_records(disk, directory / FILE)
-    except (OSError, ValueError, TypeError, KeyError):
-        # Whoever reads it next says so.
-        return 0, base
-    if epoch is None or of_epoch not in (epoch.name, *(name for name, _ in epoch.ancestors)):
-        return 0, base
-    return max((one.acked or 0 for one, _ in consumers), default=0), base
+        opened_doors = await doors() if callable(doors) else doors
+        listeners = [door.listener for door in opened_doors]
+        async with _running(retention.run), open_server(hub, listeners):
+            intake = Intake(opened.writer, outside, hub.publish)
+            yield RelayDaemon(
+                config, outside, store, opened, registry, shelf, retention, hub, intake
+            )
 
 
 @asynccontextmanager
-async def _of_this_life(opened: Log) -> AsyncIterator[None]:
-    """What is appended from now on has an epoch of its own.
-
-    The directory may be an older copy, which nothing in it tells. Then the tokens that we give out
-    next have been given out before, and whoever has those must not be taken for one that has ours.
-    """
-    if not opened.fresh:
+async def _holding(
+    store: RelayStore, outside: Outside, waits: Callable[[], None]
+) -> AsyncIterator[None]:
+    """Hold the lock, and write under an epoch of our own, while the body runs."""
+    epoch = outside.entropy(8).hex()
+    said = None
+    while True:
         try:
-            await opened.begin_epoch()
-        except OSError as error:
-            log.warning("relay_epoch_not_saved", reason=str(error))
-    yield
+            if await store.begin_intake(epoch):
+                break
+            reason = "another relay holds the lock of the database"
+        except LockUnknown as unknown:
+            reason = str(unknown)
+        if reason != said:
+            log.info("relay_waits", reason=reason)
+            waits()
+        said = reason
+        await trio.sleep(LOOK_EVERY_S)
+
+    async def watch() -> None:
+        while await store.holds():  # noqa: ASYNC110
+            await trio.sleep(LOOK_EVERY_S)
+        raise LockLost("the database's lock was lost: another relay may have taken over")
+
+    async with _running(watch):
+        yield
+
+
+@asynccontextmanager
+async def _open_log(opened: RelayLog) -> AsyncIterator[RelayLog]:
+    async def write() -> None:
+        try:
+            await opened.run()
+        except Elsewhere:
+            raise LockLost("another relay writes to the database") from None
+
+    async with _running(write):
+        yield opened
 
 
 @asynccontextmanager
 async def _open_registry(registry: Registry) -> AsyncIterator[Registry]:
-    """The consumers, read before anything may be deleted, and written until the end."""
+    """The consumers, read before anything may be deleted, and stored until the end."""
     await registry.load()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(registry.keep, name="consumers")
-        try:
+    try:
+        async with _running(registry.keep):
             yield registry
-        finally:
-            nursery.cancel_scope.cancel()
-            with trio.CancelScope(shield=True):
-                await registry.save()
+    finally:
+        with trio.move_on_after(SAVE_S, shield=True):
+            await registry.close()
 
 
 @asynccontextmanager
-async def _running(retention: Retention) -> AsyncIterator[None]:
+async def _running(service: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(retention.run, name="retention")
+        nursery.start_soon(service)
         yield
         nursery.cancel_scope.cancel()

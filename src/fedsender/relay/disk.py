@@ -208,3 +208,12 @@ def write_file(disk: Disk, path: Path, content: bytes) -> None:
         file.close()
     disk.rename(temporary, path)
     disk.sync_directory(path.parent)
+
+
+def size_of(disk: Disk, path: Path) -> int:
+    """Bytes in a file; raises OSError."""
+    file = disk.open(path)
+    try:
+        return file.size()
+    finally:
+        file.close()

@@ -15,11 +15,11 @@ import trio
 from fedsender.config import ConfigError, read_secret
 from fedsender.intake.rows import SERVER_UP, STREAM, Ephemeral, without_edus
 from fedsender.outside import Outside
-from fedsender.relay.log import Collected, Log
+from fedsender.relay.log import Collected, RelayLog
 from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Retention
 from fedsender.relay.session import READ_PIECE, Session
-from fedsender.relay.shelf import Shelf
+from fedsender.relay.snapshots import Shelf
 from fedsender.replication.commands import Json, Shard
 from fedsender.replication.server import Counts, LineServer, TooFarBehind
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
@@ -82,7 +82,7 @@ class RelayCounts(Counts):
 class _PlainLog:
     """The log as plain clients of the line protocol follow it, without EDUs: a `StreamSource`."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: RelayLog) -> None:
         self._log = log
 
     @property
@@ -92,13 +92,10 @@ class _PlainLog:
     async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Json]]:
         try:
             cursor = self._log.cursor(after)
-            try:
-                while cursor.position < upto:
-                    piece = await cursor.read(READ_PIECE)
-                    if facts := _facts_in(without_edus(piece.lines)):
-                        return facts
-            finally:
-                cursor.close()
+            while cursor.position < upto:
+                piece = await cursor.read(READ_PIECE)
+                if facts := _facts_in(without_edus(piece.lines)):
+                    return facts
         except Collected as gone:
             text = f"the log has {gone.first} to {gone.head}, and not what follows {after}"
             raise TooFarBehind(text) from gone
@@ -129,7 +126,7 @@ class Hub(LineServer[Session]):
 
     def __init__(
         self,
-        log: Log,
+        log: RelayLog,
         registry: Registry,
         shelf: Shelf,
         retention: Retention,

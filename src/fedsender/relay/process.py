@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import fcntl
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -17,16 +20,15 @@ from fedsender.limits import of_relay, raise_file_limit
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.admin_app import open_admin
-from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.relay.disk import Disk, RealDisk
-from fedsender.replication.server import close, listen
+from fedsender.relay.daemon import LockLost, RelayDaemon, open_relay
+from fedsender.replication.server import Door, close, listen
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging
 
 log = structlog.get_logger()
 
 STOP_S = 30.0
-"""For the last connections, a snapshot in the making, and sealing the log."""
+"""For the last connections, and a snapshot in the making."""
 
 
 def load_config(path: Path) -> Config:
@@ -44,7 +46,6 @@ def load_config(path: Path) -> Config:
 async def run(
     path: Path,
     *,
-    accept_loss: bool = False,
     outside: Outside | None = None,
     notifier: Notifier | None = None,
 ) -> int:
@@ -63,41 +64,69 @@ async def run(
     orders = Orders(STOP_S)
     async with orders.obeyed(notifier):
         notifier.status("starting")
-        disk = RealDisk()
-        with only_one(disk, config):
-            await _run_until_told(path, config, disk, outside, notifier, orders, accept_loss)
-    return orders.exit_code(notifier, "stopped before the log was closed: the disk does not answer")
+        with only_one(config):
+            await _run_until_told(path, config, outside, notifier, orders)
+    return orders.exit_code(notifier, "stopped without an answer of the database")
 
 
 @contextmanager
-def only_one(disk: Disk, config: Config) -> Iterator[None]:
-    """Be the only relay in this directory."""
+def only_one(config: Config) -> Iterator[None]:
+    """Be the only relay in this directory. Raises ConfigError, OSError."""
     directory = config.relay.directory
-    disk.make_directory(directory)
+    where = ("relay", "directory")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for old in ("epoch", "log", "consumers.json"):
+        if (directory / old).exists():
+            text = f"holds {old}, of a version that kept its log in files: choose another directory"
+            raise ConfigError(config.problem(where, text))
+    lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        lock = disk.lock(directory / "lock")
-    except BlockingIOError:
-        where = ("relay", "directory")
-        raise ConfigError(config.problem(where, "another relay runs in it")) from None
-    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(config.problem(where, "another relay runs in it")) from None
         yield
     finally:
-        lock.close()
+        os.close(lock)
 
 
 async def _run_until_told(
     path: Path,
     config: Config,
-    disk: Disk,
     outside: Outside,
     notifier: Notifier,
     orders: Orders,
-    accept_loss: bool,
 ) -> None:
-    # Before anything is opened, so that a wrong address is found out at once.
-    doors = await listen(config.relay.listen, config.server_tls("relay"))
+    async def open_doors() -> Sequence[Door]:
+        return await listen(config.relay.listen, config.server_tls("relay"))
+
+    # A wrong address is found out at once, not when the lock is ours.
+    await close(await open_doors())
+    while not orders.stop.is_set():
+        try:
+            await _serve(path, config, outside, open_doors, notifier, orders)
+        except* LockLost as lost:
+            log.warning("relay_lock_lost", reason=str(lost.exceptions[0]))
+
+
+async def _serve(
+    path: Path,
+    config: Config,
+    outside: Outside,
+    open_doors: Callable[[], Awaitable[Sequence[Door]]],
+    notifier: Notifier,
+    orders: Orders,
+) -> None:
+    """Wait for the lock, and serve until told to stop. Raises what `open_relay` raises."""
+    doors: list[Door] = []
+
+    async def opened() -> Sequence[Door]:
+        doors.extend(await open_doors())
+        return doors
+
+    waits = partial(notifier.ready, "waiting for the lock of the database")
     try:
-        async with open_relay(config, disk, outside, doors, accept_loss=accept_loss) as relay:
+        async with open_relay(config, outside, opened, waits=waits) as relay:
             orders.started = True
             async with _open_endpoints(relay) as endpoints:
                 for door in doors:
@@ -109,7 +138,7 @@ async def _run_until_told(
                     log.info("ready", server=config.server_name, epoch=relay.log.epoch)
                     await orders.stop.wait()
                     nursery.cancel_scope.cancel()
-                notifier.stopping("closing the log")
+                notifier.stopping("closing the database")
     finally:
         with trio.CancelScope(shield=True):
             await close(doors)
@@ -121,7 +150,11 @@ async def _open_endpoints(relay: RelayDaemon) -> AsyncIterator[tuple[Admin, ...]
     async with (
         open_admin(relay) as admin,
         serve_intake(
-            relay.intake, settings.intake, settings.intake_token_file, relay.outside
+            relay.intake,
+            settings.intake,
+            settings.intake_token_file,
+            relay.outside,
+            partial(relay.config.server_tls, "relay"),
         ) as taking_in,
     ):
         yield admin, taking_in

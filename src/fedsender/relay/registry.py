@@ -3,37 +3,44 @@
 A consumer's *pin* is the token up to which it holds everything durably: what follows stays in the
 log for it. A consumer that was handed a snapshot also holds the log behind that. What is kept for
 nobody's good ends by time: a consumer that is away for too long, or that the disk had no room for,
-is `LOST` until it takes a snapshot, and forgotten after a week.
+is `LOST` until it takes a snapshot, and forgotten after a week. Only time counts in which the relay
+runs, by a clock that nobody sets.
 
-The records are in `consumers.json`, never in the log: tokens are for facts only. A pin on disk may
-be older than the truth, which keeps more than is needed and is safe; a record that appears, goes or
-changes its state is written at once. There is a file from the first start on, be there consumers or
-not. If it is gone or cannot be read nothing is deleted for as long as a consumer may be away, and
-no EDU until the last that may have been in it would be forgotten, also if the relay is started
-again meanwhile.
+The records are in the relay's database, never in the log: tokens are for facts only. A stored pin
+may be older than the truth, which keeps more than is needed and is safe; a record that appears,
+goes or changes its state is written at once.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import structlog
 import trio
 
 from fedsender.outside import Outside
-from fedsender.relay.consumer import ERROR_LENGTH, Consumer, Handed, Records, read_records, to_json
-from fedsender.relay.disk import Disk, write_file
-from fedsender.relay.log import Log
+from fedsender.store.engine import StoreError
+from fedsender.store.relay import Consumer, Handed, RelayStore
 
 log = structlog.get_logger()
 
 SAVE_EVERY_S: Final = 1.0
+AWAY_STEP_MS: Final = 60_000
+"""So often it is stored for how long a consumer has been away."""
 LOST_KEPT_S: Final = 7 * 86_400.0
 """For how long an operator can see that a consumer was given up."""
+
+ERROR_LENGTH: Final = 200
+_NAME: Final = re.compile(r"[a-z0-9_.-]{1,64}\Z")
+
+
+def is_consumer_name(name: str) -> bool:
+    """Whether a consumer may be called so."""
+    return _NAME.match(name) is not None
 
 
 class TooManyConsumers(Exception):
@@ -54,27 +61,23 @@ class Terms:
 
 
 class Registry:
-    """The consumers of one history; see `open_registry`.
+    """The consumers of one log.
 
     Attributes:
-        failing: why the file could not be written the last time; None: it could.
+        failing: why they could not be stored the last time; None: they could.
     """
 
-    def __init__(self, path: Path, log: Log, disk: Disk, outside: Outside, terms: Terms) -> None:
+    def __init__(self, store: RelayStore, outside: Outside, terms: Terms) -> None:
         self.terms = terms
         self.failing: str | None = None
-        self._path = path
-        self._log = log
-        self._disk = disk
+        self._store = store
         self._outside = outside
         self._consumers: dict[str, Consumer] = {}
         self._connections: Counter[str] = Counter()
-        self._blind_until_ms = 0
-        self._dirty = False
-        self._stale = trio.Event()
+        self._stale: set[str] = set()
         self._urgent = trio.Event()
         self._saving = trio.Lock()
-        self._limiter = trio.CapacityLimiter(1)
+        self._looked_at = trio.current_time()
 
     def __iter__(self) -> Iterator[Consumer]:
         return iter(sorted(self._consumers.values(), key=lambda one: one.name))
@@ -101,18 +104,19 @@ class Registry:
         consumer = self._consumers.get(name)
         if consumer is None:
             return
-        consumer.last_seen_ms = self._outside.now_ms()
-        self._touched()
+        self.seen(name)
         if error is not None:
             consumer.error = error[:ERROR_LENGTH]
         if followed:
             consumer.following = False
-            self._changed()
+            self._changed(name)
 
     def seen(self, name: str) -> None:
         """It gave a sign of life."""
         if consumer := self._consumers.get(name):
             consumer.last_seen_ms = self._outside.now_ms()
+            consumer.away_ms = 0
+            self._stale.add(name)
 
     def resume(self, name: str, token: int) -> None:
         """Its position was accepted: the pin is exactly there, even if it was higher before.
@@ -124,7 +128,7 @@ class Registry:
         consumer.handed = None
         consumer.following = True
         consumer.error = None
-        self._changed()
+        self._changed(name)
 
     def hand(self, name: str, snapshot: str, token: int, reason: str) -> None:
         """It was handed a snapshot. What it has acknowledged is remembered beside it.
@@ -135,7 +139,7 @@ class Registry:
         consumer.handed = Handed(snapshot, token)
         consumer.following = False
         consumer.full_syncs[reason] = consumer.full_syncs.get(reason, 0) + 1
-        self._changed()
+        self._changed(name)
 
     def check_room(self, name: str) -> None:
         """Raises TooManyConsumers if this name would be one too many."""
@@ -155,17 +159,16 @@ class Registry:
         """
         consumer = self._consumers[name]
         consumer.acked = token
-        consumer.last_seen_ms = self._outside.now_ms()
         if token >= first - 1:
             consumer.lost = False
-        self._touched()
+        self.seen(name)
 
     def lose_feed(self, name: str) -> None:
         """Its position went out of the log while it was connected."""
         if consumer := self._consumers.get(name):
             consumer.following = False
             consumer.lost = True
-            self._changed()
+            self._changed(name)
 
     # --- what time, the disk and operators do -----------------------------------------------------
 
@@ -175,15 +178,19 @@ class Registry:
         if self.connected(name):
             raise Connected(f"{name} is connected")
         del self._consumers[consumer.name]
-        self._changed()
+        self._changed(name)
 
     def expire(self) -> None:
         """Let go of what lapsed: whoever is connected does not."""
-        now = self._outside.now_ms()
+        now = trio.current_time()
+        since_ms, self._looked_at = round((now - self._looked_at) * 1000), now
         for consumer in list(self._consumers.values()):
-            away_s = (now - consumer.last_seen_ms) / 1000
             if self.connected(consumer.name):
                 continue
+            before_ms, consumer.away_ms = consumer.away_ms, consumer.away_ms + since_ms
+            if consumer.away_ms // AWAY_STEP_MS > before_ms // AWAY_STEP_MS:
+                self._stale.add(consumer.name)
+            away_s = consumer.away_ms / 1000
             if consumer.handed is not None and away_s >= self.terms.join_ttl_s:
                 log.warning(
                     "relay_join_lapsed", consumer=consumer.name, snapshot=consumer.handed.snapshot
@@ -191,7 +198,7 @@ class Registry:
                 consumer.handed = None
                 if consumer.acked is None:
                     del self._consumers[consumer.name]
-                self._changed()
+                self._changed(consumer.name)
             elif consumer.handed is None and away_s >= self._patience_s(consumer):
                 log.warning(
                     "relay_consumer_lapsed",
@@ -204,7 +211,7 @@ class Registry:
                 # The log goes first: messages to devices take little room in the snapshots, and
                 # cannot be had again from anywhere.
                 consumer.lost = True
-                self._changed()
+                self._changed(consumer.name)
 
     def overtake(self, first: int) -> list[Consumer]:
         """The log begins at `first` now: those who needed more are lost; returns them."""
@@ -219,7 +226,7 @@ class Registry:
                 consumer.lost = True
             if no_snapshot or no_feed:
                 lost.append(consumer)
-                self._changed()
+                self._changed(consumer.name)
         return lost
 
     def floor(self) -> int | None:
@@ -235,16 +242,7 @@ class Registry:
 
     def edu_floor(self) -> int:
         """Up to here every consumer has every EDU: also those that are to take a snapshot."""
-        # Who is not known has as long as who is lost.
-        longer_ms = max(0.0, LOST_KEPT_S - self.terms.consumer_ttl_s) * 1000
-        if self._outside.now_ms() < self._blind_until_ms + longer_ms:
-            return 0
         return min((one.acked or 0 for one in self._consumers.values()), default=0)
-
-    @property
-    def blind(self) -> bool:
-        """Nothing of the log may be deleted: who needs what is not known."""
-        return self._outside.now_ms() < self._blind_until_ms
 
     def _patience_s(self, consumer: Consumer) -> float:
         return LOST_KEPT_S if consumer.lost else self.terms.consumer_ttl_s
@@ -255,23 +253,18 @@ class Registry:
         consumer = self._consumers.get(name)
         if consumer is None:
             consumer = self._consumers[name] = Consumer(name, now, now)
-        consumer.last_seen_ms = now
+        consumer.last_seen_ms, consumer.away_ms = now, 0
         return consumer
 
-    # --- the file ---------------------------------------------------------------------------------
+    # --- the database -----------------------------------------------------------------------------
 
-    def _changed(self) -> None:
-        self._touched()
+    def _changed(self, name: str) -> None:
+        self._stale.add(name)
         self._urgent.set()
 
-    def _touched(self) -> None:
-        self._dirty = True
-        self._stale.set()
-
     async def keep(self) -> None:
-        """Write the file whenever there is something new, until cancelled."""
+        """Store what has changed, again and again, until cancelled."""
         while True:
-            await self._stale.wait()
             with trio.move_on_after(SAVE_EVERY_S):
                 await self._urgent.wait()
             await self.save()
@@ -279,55 +272,29 @@ class Registry:
                 await trio.sleep(SAVE_EVERY_S)
 
     async def save(self) -> None:
-        """Write the file now if there is something new. A failure is logged, and tried again."""
+        """Store what has changed. A failure is logged, and tried again."""
         async with self._saving:
-            if not self._dirty:
+            if not self._stale:
                 return
-            self._dirty, self._urgent, self._stale = False, trio.Event(), trio.Event()
-            consumers = [(one, self.connected(one.name)) for one in self]
-            text = to_json(Records(self._log.epoch, consumers, self._blind_until_ms))
+            stale, self._stale, self._urgent = self._stale, set(), trio.Event()
+            changed = [self._consumers[name] for name in sorted(stale & self._consumers.keys())]
+            gone = sorted(stale - self._consumers.keys())
             try:
-                await self._outside.run_sync(
-                    lambda: write_file(self._disk, self._path, text), limiter=self._limiter
-                )
-            except OSError as error:
-                self._touched()
+                await self._store.save_consumers(changed, +self._connections, gone)
+            except StoreError as error:
+                self._stale |= stale
                 if self.failing is None:
-                    log.error("relay_consumers_not_saved", file=str(self._path), reason=str(error))
+                    log.error("relay_consumers_not_saved", reason=str(error))
                 self.failing = str(error)
             else:
                 self.failing = None
 
-    async def load(self) -> None:
-        """Read the file; if that cannot be done nothing may be deleted for a while."""
-        try:
-            found = await self._outside.run_sync(self._read, limiter=self._limiter)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            if isinstance(error, FileNotFoundError) and self._log.fresh and not self._log.head:
-                # The first start. One that is missing at a later one was lost.
-                self._touched()
-                await self.save()
-                return
-            self._blind_until_ms = self._outside.now_ms() + round(self.terms.consumer_ttl_s * 1000)
-            log.error(
-                "relay_consumers_unreadable",
-                file=str(self._path),
-                reason=str(error),
-                consequence=f"nothing is deleted for {self.terms.consumer_ttl_s:.0f} s",
-            )
-            return
-        epoch, consumers, self._blind_until_ms = found
-        shared = self._log.shared_upto(epoch)
-        now = self._outside.now_ms()
-        self._touched()
-        for consumer, connected in consumers:
-            if connected:
-                # Until a moment ago: the relay has not stopped in good order.
-                consumer.last_seen_ms = now
-            if shared is None or (consumer.acked or 0) > shared:
-                # Its token means nothing in this history, so it has nothing.
-                consumer.acked, consumer.handed, consumer.lost = 0, None, True
-            self._consumers[consumer.name] = consumer
+    async def close(self) -> None:
+        """Store all of it, and for how long each has been away."""
+        self.expire()
+        self._stale |= self._consumers.keys()
+        await self.save()
 
-    def _read(self) -> Records:
-        return read_records(self._disk, self._path)
+    async def load(self) -> None:
+        """Read those that are stored. Raises StoreError."""
+        self._consumers = {one.name: one for one in await self._store.consumers()}

@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from fedsender.intake.rows import STREAM
-from fedsender.relay.consumer import is_consumer_name
 from fedsender.relay.log import Collected, Cursor
-from fedsender.relay.registry import TooManyConsumers
-from fedsender.relay.segment import DamagedSegment
-from fedsender.relay.shelf import SnapshotFailed
+from fedsender.relay.registry import TooManyConsumers, is_consumer_name
+from fedsender.relay.snapshots import SnapshotFailed
 from fedsender.replication.commands import (
     RELAY_VERSION,
     Ack,
@@ -45,6 +43,7 @@ from fedsender.replication.commands import (
 from fedsender.replication.server import Refused
 from fedsender.replication.server import Session as LineSession
 from fedsender.replication.wire import SEND_PIECE, Wire
+from fedsender.store.engine import StoreError
 
 if TYPE_CHECKING:
     from fedsender.relay.hub import Hub
@@ -77,9 +76,7 @@ class Session(LineSession):
         self.level = False
         self._hub = hub
         self._same_server = False
-        self._epoch = ""
         self._resync: Reason | None = None
-        self._handed: int | None = None
         self._unacked: deque[tuple[int, int]] = deque(maxlen=MAX_UNACKED)
 
     def oldest_unacked_ms(self) -> int | None:
@@ -92,9 +89,9 @@ class Session(LineSession):
         except TooManyConsumers as many:
             self._hub.counts.refused["BUSY"] += 1
             self.end(f"BUSY {many}")
-        except (DamagedSegment, OSError) as error:
-            log.error("relay_disk_unreadable", consumer=self.name, reason=str(error))
-            self.end("BUSY the disk cannot be read")
+        except (StoreError, OSError) as error:
+            log.error("relay_log_unreadable", consumer=self.name, reason=str(error))
+            self.end("BUSY the log cannot be read")
 
     # --- what the client says ---------------------------------------------------------------------
 
@@ -125,9 +122,8 @@ class Session(LineSession):
         if name != hub.server_name:
             raise Refused(f"WRONG_SERVER this is the relay of {hub.server_name}")
         self._same_server = True
-        self._epoch = hub.log.epoch
         first, head = hub.log.first, hub.log.head
-        await self.wire.send(Relay(RELAY_VERSION, self._epoch, STREAM, first, head))
+        await self.wire.send(Relay(RELAY_VERSION, hub.log.epoch, STREAM, first, head))
 
     def _be_consumer(self) -> str:
         """The name, from a connection that may act for a consumer."""
@@ -168,7 +164,6 @@ class Session(LineSession):
         """`REPLICATE events 53 <epoch>`: nothing is registered before all tests have passed."""
         hub = self._hub
         name = self._claim()
-        self._check_epoch()
         at = hub.log.head if token is None else token
         reason = self._misfit(name, at, epoch)
         if reason is not None:
@@ -189,11 +184,6 @@ class Session(LineSession):
         if record := self._hub.registry.get(name):
             record.shard = None if self.shard is None else str(self.shard)
 
-    def _check_epoch(self) -> None:
-        """Raises Refused if the epoch of this life, which could not be saved before, has begun."""
-        if self._epoch != self._hub.log.epoch:
-            raise Refused("STOPPING the history goes on under another epoch; come again")
-
     def _misfit(self, name: str, at: int, epoch: str) -> Reason | None:
         hub = self._hub
         if (shared := hub.log.shared_upto(epoch)) is None:
@@ -202,12 +192,6 @@ class Session(LineSession):
             return Reason.AHEAD
         if at < hub.log.first - 1:
             return Reason.GAP
-        # The log begins at the beginning of everything only if nothing was there before it. Who
-        # has nothing gets that first, but for one that holds the snapshot which says nothing else.
-        record = hub.registry.get(name)
-        began_there = record is not None and record.acked == 0 and not record.lost
-        if at == 0 and hub.shelf.snapshots and not (began_there or self._handed == 0):
-            return Reason.NONE
         return None
 
     async def _say_resync(self, reason: Reason, at: int, epoch: str) -> None:
@@ -254,9 +238,7 @@ class Session(LineSession):
         try:
             hub.registry.check_room(name)
             info = await hub.shelf.offer()
-            self._check_epoch()
             hub.registry.hand(name, info.id, info.token, reason)
-            self._handed = info.token
         except SnapshotFailed as failed:
             raise Refused(f"BUSY there is no snapshot: {failed}") from failed
         self._note_shard(name)
@@ -301,11 +283,7 @@ class Session(LineSession):
         """Send what follows this token, until it is not there any more."""
         hub = self._hub
         try:
-            cursor = hub.log.cursor(at)
-            try:
-                await self._send_log(cursor)
-            finally:
-                cursor.close()
+            await self._send_log(hub.log.cursor(at))
         except Collected:
             self.follows = self.level = False
             self.leave_stream(STREAM)
@@ -316,7 +294,6 @@ class Session(LineSession):
         while True:
             piece = await cursor.read(READ_PIECE)
             if piece.lines:
-                self._check_epoch()
                 self._unacked.append((piece.last, piece.ms))
                 # Before it is out: the answer may be faster than we are.
                 self.sent = piece.last

@@ -6,7 +6,7 @@ from typing import Any
 from rich.table import Table
 
 from fedsender.admin.display import lasting, new_table, plain
-from fedsender.admin.words import duration, many
+from fedsender.admin.words import duration
 
 Answer = Mapping[str, Any]
 
@@ -16,7 +16,7 @@ def facts(answer: Answer) -> Iterator[str]:
     yield f"relay of {answer['server_name']}, history {answer['epoch']}"
     mib = answer["log_bytes"] / 2**20
     yield (
-        f"log: {answer['first']} to {answer['head']}, {many(answer['segments'], 'file')},"
+        f"log: {answer['first']} to {answer['head']},"
         f" {mib:.1f} MiB ({answer['cap_used']:.0%} of what it may be)"
     )
     if answer["held_by"] is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,8 +12,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fedsender.relay.consumer import Consumer, State
-from fedsender.relay.log import Log, SegmentInfo
+from fedsender.store.engine import StoreError
+from fedsender.store.relay import Consumer, State
 
 if TYPE_CHECKING:
     from fedsender.relay.daemon import RelayDaemon
@@ -80,7 +81,6 @@ class Status:
     head: int
     log_bytes: int
     cap_used: float
-    segments: int
     oldest_pin: int | None
     held_by: str | None
     snapshots: list[SnapshotStatus]
@@ -99,8 +99,8 @@ class Status:
         return asdict(self)
 
 
-def status_of(relay: RelayDaemon) -> Status:
-    """The relay as it is now."""
+async def status_of(relay: RelayDaemon) -> Status:
+    """The relay as it is now. Raises StoreError."""
     log, hub, registry, shelf = relay.log, relay.hub, relay.registry, relay.shelf
     holder, counts = registry.holder(), hub.counts
     now = relay.outside.now_ms()
@@ -111,7 +111,6 @@ def status_of(relay: RelayDaemon) -> Status:
         head=log.head,
         log_bytes=log.bytes,
         cap_used=round(log.bytes / relay.config.relay.log_cap, 4),
-        segments=len(log.segments),
         oldest_pin=None if holder is None else holder.pin,
         held_by=None if holder is None else holder.name,
         snapshots=[
@@ -119,7 +118,7 @@ def status_of(relay: RelayDaemon) -> Status:
             for one in shelf.snapshots
         ],
         snapshot_s=round(shelf.makings.seconds, 3),
-        consumers=[_consumer(relay, one, now) for one in registry],
+        consumers=[await _consumer(relay, one, now) for one in list(registry)],
         observers=sum(1 for session in hub.sessions if session.consumer is None),
         overtaken=relay.retention.overtaken,
         resyncs=dict(counts.resyncs),
@@ -136,20 +135,26 @@ def status_of(relay: RelayDaemon) -> Status:
             "fetched_bytes": counts.fetched_bytes,
             "snapshots_made": shelf.makings.made,
             "snapshots_failed": shelf.makings.failed,
-            "dropped_edus": shelf.makings.dropped_edus,
+            "dropped_edus": relay.retention.dropped_edus,
         },
         doubts=list(doubts(relay)),
     )
 
 
-def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> ConsumerStatus:
+async def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> ConsumerStatus:
     log, session = relay.log, relay.hub.owners.get(consumer.name)
     fed = session is not None and session.follows
     connected = relay.registry.connected(consumer.name)
     held = consumer.acked or 0
-    oldest_ms = session.oldest_unacked_ms() if fed and session is not None else None
-    if oldest_ms is None:
-        oldest_ms = _taken_ms(log, held)
+    lag_bytes, oldest_ms = 0, None
+    if held < log.head:
+        _, begin = await relay.store.stand(max(held, log.first - 1))
+        _, end = await relay.store.stand(log.head)
+        # Where the record that it holds is gone, the log begins.
+        lag_bytes = min(log.bytes, end - begin) if begin else log.bytes
+        oldest_ms = session.oldest_unacked_ms() if fed and session is not None else None
+        if oldest_ms is None:
+            oldest_ms = (await relay.store.stand(max(held + 1, log.first)))[0] or None
     return ConsumerStatus(
         name=consumer.name,
         state=consumer.state,
@@ -160,7 +165,7 @@ def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> ConsumerSt
         acked=consumer.acked,
         sent=session.sent if fed and session is not None else None,
         lag_tokens=max(0, log.head - held),
-        lag_bytes=_bytes_behind(log, held),
+        lag_bytes=lag_bytes,
         lag_s=0.0 if oldest_ms is None else max(0, now_ms - oldest_ms) / 1000,
         seen_s=0.0 if connected else max(0, now_ms - consumer.last_seen_ms) / 1000,
         error=consumer.error,
@@ -168,45 +173,27 @@ def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> ConsumerSt
     )
 
 
-def _taken_ms(log: Log, held: int) -> int | None:
-    """When the segment was begun that holds the record after this token; None: there is none."""
-    behind = [segment for segment in log.segments if segment.last > held]
-    return behind[0].begun_ms if behind and log.head > held else None
-
-
-def _bytes_behind(log: Log, held: int) -> int:
-    return sum(_part_behind(segment, held) for segment in log.segments)
-
-
-def _part_behind(segment: SegmentInfo, held: int) -> int:
-    records = segment.last - segment.first + 1
-    behind = min(records, segment.last - held)
-    return segment.bytes * behind // records if behind > 0 else 0
-
-
 def doubts(relay: RelayDaemon) -> Iterator[str]:
     """What is wrong, one sentence each; none: nothing is."""
+    if not relay.store.available:
+        yield "the database does not answer"
     if relay.hub.hung():
-        yield f"the disk has not answered a commit for {relay.log.committing_s():.0f} s"
+        yield f"the database has not answered a commit for {relay.log.committing_s():.0f} s"
     if relay.log.refusing is not None:
         yield f"nothing is taken in: {relay.log.refusing}"
     holder = relay.intake.holder()
     if holder is not None and holder[1] > HELD_S:
         yield f"{holder[0]} has held back all that came after it for {holder[1]:.0f} s"
     if relay.registry.failing is not None:
-        yield f"the consumers cannot be written down: {relay.registry.failing}"
-    if relay.registry.blind:
-        yield "the consumers could not be read: nothing is deleted for now"
+        yield f"the consumers cannot be stored: {relay.registry.failing}"
     if relay.retention.failing is not None:
         yield f"what is not needed cannot be deleted: {relay.retention.failing}"
     if relay.shelf.makings.failing is not None:
         yield f"no snapshot can be made: {relay.shelf.makings.failing}"
-    if relay.shelf.makings.dropping:
-        count = relay.shelf.makings.dropped_edus
+    if relay.retention.dropping:
+        count = relay.retention.dropped_edus
         yield f"{count} messages to devices were dropped: no consumer took them in time"
     yield from relay.hub.overlaps()
-    for path in relay.shelf.damaged:
-        yield f"a damaged snapshot was set aside: {path}; remove it when you do not need it"
 
 
 # --- metrics --------------------------------------------------------------------------------------
@@ -216,12 +203,18 @@ class RelayMetrics:
     """The same as Prometheus reads it. Labels are bounded: by `max_consumers`, and by us."""
 
     def __init__(self, relay: RelayDaemon) -> None:
+        self._relay = relay
+        self._of_status = _OfStatus()
         self._registry = CollectorRegistry()
-        self._registry.register(_OfStatus(relay))
+        self._registry.register(self._of_status)
         ProcessCollector(registry=self._registry)
 
-    def exposition(self) -> bytes:
-        """Everything as text."""
+    async def exposition(self) -> bytes:
+        """Everything as text; nothing of the log while the database does not answer."""
+        self._of_status.status = None
+        if self._relay.store.available:
+            with suppress(StoreError):
+                self._of_status.status = await status_of(self._relay)
         return generate_latest(self._registry)
 
 
@@ -230,7 +223,6 @@ _GAUGES = {
     "head": "Newest durable token of the log",
     "log_bytes": "Bytes of the log",
     "cap_used": "The log's part of what it may be",
-    "segments": "Files of the log",
     "snapshot_s": "Seconds that making the last snapshot took",
     "observers": "Connections that are no consumer's",
 }
@@ -242,15 +234,13 @@ _BY_REASON = {
 
 
 class _OfStatus(Collector):
-    def __init__(self, relay: RelayDaemon) -> None:
-        self._relay = relay
-
-    def describe(self) -> list[Metric]:
-        """Nothing: a relay that is only being put together has no status yet."""
-        return []
+    def __init__(self) -> None:
+        self.status: Status | None = None
 
     def collect(self) -> Iterator[Metric]:
-        status = status_of(self._relay)
+        status = self.status
+        if status is None:
+            return
         server = status.server_name
         for name, meaning in _GAUGES.items():
             yield _gauge(name, meaning, {(server,): getattr(status, name)})

@@ -82,7 +82,6 @@ class PushFeed(Feed):
             outside,
             self._take_ephemeral,
             signer=signer,
-            room=self._writer.room_servers,
         )
         self._place = Place(0, 0, 0)
         self._receipts: list[Receipt] = []

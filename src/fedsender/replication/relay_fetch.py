@@ -22,8 +22,7 @@ import structlog
 import trio
 
 from fedsender.outside import Outside
-from fedsender.relay.directories import size_of
-from fedsender.relay.disk import Disk, write_file
+from fedsender.relay.disk import Disk, size_of, write_file
 from fedsender.relay.disk import File as DiskFile
 from fedsender.relay.snapshot import (
     MANIFEST,

@@ -222,7 +222,7 @@ class Life:
         database = point.partition(":")[0]
         if self.away and point.endswith("before commit"):
             self.away_at = trio.current_time()
-            raise _disk_full()
+            raise disk_full()
         if point.endswith("after commit"):
             self._checks.committed(database)
         started, draining = self.daemon is not None, self.draining
@@ -245,7 +245,7 @@ class Life:
         evidence.crashed_at.append(trio.current_time())
         self._checks.committed("sender")
         self.crashed, evidence.alive = True, False
-        _copy(self.directory, self.image)
+        copy_files(self.directory, self.image)
         self._network.die()
         evidence.tail.forget()
         if evidence.disk is not None:
@@ -261,18 +261,19 @@ def _where(point: str, life: Life) -> str:
     return f"start, {point}" if life.daemon is None else point
 
 
-def _disk_full() -> sqlalchemy.exc.OperationalError:
+def disk_full() -> sqlalchemy.exc.OperationalError:
+    """What SQLite says when it cannot write."""
     cause = sqlite3.OperationalError("database or disk is full")
     cause.sqlite_errorcode = sqlite3.SQLITE_FULL
     return sqlalchemy.exc.OperationalError("COMMIT", {}, cause)
 
 
-def _copy(directory: Path, image: Path) -> None:
+def copy_files(directory: Path, image: Path) -> None:
     """The files as they are. Closed segments of the ledger do not change any more."""
     image.mkdir()
     for path in sorted(directory.iterdir()):
         if path.is_dir():
-            _copy(path, image / path.name)
+            copy_files(path, image / path.name)
         elif path.suffix == ".jsonl":
             os.link(path, image / path.name)
         elif path.suffix != ".lock" and not path.name.endswith("-shm"):

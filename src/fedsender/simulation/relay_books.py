@@ -1,8 +1,8 @@
 """What a relay has told anybody, held against what it says later: the invariants of its log.
 
 A history has an epoch, and each of its tokens stands for one record for ever. One history may go on
-where another ends: then it has all that the other told anybody of. A relay whose loss was accepted
-goes on with a history that shares with the old one what was left of it.
+where another ends: then it has all that the other told anybody of. A relay whose directory was
+replaced by an older copy goes on with a history that shares with the others what is in the copy.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import trio
 
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.replication.commands import Json
 from fedsender.simulation.evidence import Violation
-from fedsender.simulation.relay_disk import MemoryDisk
 from fedsender.simulation.virtual import Trace
 
-DIRECTORY = Path("/relay")
 DROPPED = "messages dropped for want of room"
 KEPT_VIOLATIONS = 50
 
@@ -42,17 +39,14 @@ class History:
     newest: int = 0
     shared: dict[str, int] = field(default_factory=dict)
 
-    def going_on(self, epoch: str, head: int, *, lost: bool) -> History:
-        """One that begins behind this token of this one, which is called `epoch`.
-
-        After a loss nobody's position need be known any more.
-        """
+    def going_on(self, epoch: str, head: int) -> History:
+        """One that begins behind this token of this one, which is called `epoch`."""
         records = {token: name for token, name in self.records.items() if token <= head}
         return History(
             records,
             {name: token for token, name in records.items()},
             min(self.newest, head),
-            {} if lost else {**self.shared, epoch: head},
+            {**self.shared, epoch: head},
         )
 
 
@@ -83,18 +77,18 @@ class RelayBooks:
     """See the module.
 
     Attributes:
-        disk: the relay's.
+        is_durable: whether this token stands for this record in the relay's database.
         rows: the rows of each record that was ever sent in, by its id; and when they were.
         audience: the servers that are to get the event of a record, by its id, where that is not
             to be read from the rows.
         answered: the token of those that were answered 200.
         standings: what each consumer has that follows the relay in good faith.
-        given_up: the records that went with a loss that was accepted.
+        given_up: the records that an older copy of the relay's directory has not.
         counts: what happened, for the report.
         on_violation: called with each.
     """
 
-    disk: MemoryDisk
+    is_durable: Callable[[int, str], bool] = lambda _token, _record: True
     trace: Trace = field(default_factory=Trace)
     rows: dict[str, Sequence[Json]] = field(default_factory=dict)
     sent_at: dict[str, float] = field(default_factory=dict)
@@ -103,8 +97,6 @@ class RelayBooks:
     histories: dict[str, History] = field(default_factory=dict)
     standings: dict[str, Standing] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
-    # Their keys went with a log that was given up: told again, they get another token.
-    keyless: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     epoch: str = ""
@@ -139,7 +131,7 @@ class RelayBooks:
         known = history.records.get(token)
         if known is not None and known != record:
             self.fail("token", f"{by}: {token} of {epoch} was {known}, and is {record}")
-        if history.tokens.get(record, token) != token and record not in self.keyless:
+        if history.tokens.get(record, token) != token:
             self.fail("once", f"{by}: {record} is {history.tokens[record]} and {token}")
         history.records.setdefault(token, record)
         history.tokens.setdefault(record, token)
@@ -147,43 +139,41 @@ class RelayBooks:
             self.given_up.discard(record)
         if token > history.newest:
             history.newest = token
-            self._check_durable(by, token, record)
-
-    def _check_durable(self, by: str, token: int, record: str) -> None:
-        needle = f'"{record}"'.encode()
-        if not any(needle in content for content in self.disk.durable(DIRECTORY / "log")):
-            self.fail("durable", f"{by} was told of {token}, {record}, before it was on disk")
+            if not self.is_durable(token, record):
+                self.fail("durable", f"{by} was told of {token}, {record}, before it was durable")
 
     def answer(self, epoch: str, token: int, record: str) -> None:
         """The homeserver was told that this record is kept."""
         before = self.answered.get(record, token)
-        if before != token and record not in self.given_up and record not in self.keyless:
+        if before != token and record not in self.given_up:
             self.fail("once", f"{record} was answered {before} and {token}")
         self.told("the homeserver", epoch, token, record)
         self.answered[record] = token
 
-    def begin(self, relay: RelayDaemon, *, loss_accepted: bool) -> None:
-        """The relay has started: what anybody was told of must be there."""
-        epoch, head = relay.log.epoch, relay.log.head
-        before = self.histories.get(self.epoch, History())
-        if head < before.newest and not loss_accepted:
-            self.fail("kept", f"{before.newest} was told of, and the log ends at {head}")
-        if epoch != self.epoch:
-            if epoch in self.histories:
-                self.fail("epoch", f"{epoch} came back after {self.epoch}")
-            lost = {name for token, name in before.records.items() if token > head}
-            self.counts["records given up"] += len(lost)
-            self.given_up |= lost
-            if loss_accepted:
-                first = relay.log.first
-                self.keyless |= {name for token, name in before.records.items() if token < first}
-            self.histories[epoch] = before.going_on(self.epoch, head, lost=loss_accepted)
-            for standing in self.standings.values():
-                standing.newest = min(standing.newest, head)
-        elif head < before.newest:
-            self.fail("epoch", f"{epoch} goes on, though the log has lost what is behind {head}")
+    def begin(self, relay: RelayDaemon, epochs: Sequence[str], *, restored: bool) -> None:
+        """The relay has started: what anybody was told of must be there.
+
+        Args:
+            epochs: that the relay knows, oldest first.
+            restored: its directory is an older copy.
+        """
+        epoch, first, head = relay.log.epoch, relay.log.first, relay.log.head
+        present = self.histories.get(self.epoch, History())
+        # A relay that was killed while it started has told nobody of its epoch.
+        before = next((name for name in reversed(epochs) if name in self.histories), "")
+        if not restored and (head < present.newest or before != self.epoch):
+            self.fail("kept", f"{present.newest} of {self.epoch} was told of, log: {head} {before}")
+        lost = {name for token, name in present.records.items() if token > head}
+        self.counts["records given up"] += len(lost)
+        self.given_up |= lost
+        if epoch in self.histories:
+            self.fail("epoch", f"{epoch} came back after {self.epoch}")
+        else:
+            self.histories[epoch] = self.histories.get(before, History()).going_on(before, head)
+        for standing in self.standings.values():
+            standing.newest = min(standing.newest, head)
         self.epoch = epoch
-        self.trace.note("relay", epoch, relay.log.first, head)
+        self.trace.note("relay", epoch, first, head)
 
     # --- consumers --------------------------------------------------------------------------------
 
@@ -245,6 +235,10 @@ class RelayBooks:
                 room, joined, left = row[1]
                 members -= {(room, server) for server in left}
                 members |= {(room, server) for server in joined}
+            elif row[0] == "servers":
+                room, present = row[1]
+                members -= {each for each in members if each[0] == room}
+                members |= {(room, server) for server in present}
 
     def _records(self, epoch: str, token: int) -> list[str]:
         records = self.histories[epoch].records

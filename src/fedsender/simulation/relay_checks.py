@@ -2,91 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sqlite3
+from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import orjson
 import trio
 
 from fedsender.config.relay import Relay
-from fedsender.relay.daemon import RelayDaemon
+from fedsender.relay.daemon import DATABASE, RelayDaemon
+from fedsender.relay.retention import EDU_SHARE
 from fedsender.relay.snapshot import MANIFEST
-from fedsender.simulation.relay_books import DIRECTORY, DROPPED, RelayBooks
+from fedsender.relay.snapshots import DIRECTORY
+from fedsender.simulation.relay_books import DROPPED, RelayBooks
 
 SETTLE_S: Final = 30.0
-"""For so long after there was too little room segments may go because of that."""
+"""For so long after there was too little room records may go because of that."""
 PATIENCE_S: Final = 60.0
 """The log may be above its cap for so long while anything is still taken in."""
 ROUNDING_S: Final = 1.0
 
 
+class Files:
+    """The files of one life, looked at without the relay's help."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._connection: sqlite3.Connection | None = None
+
+    def close(self) -> None:
+        """Look no more."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def says(self, token: int, record: str) -> bool:
+        """Whether this is in the record of the token."""
+        rows = self._read("SELECT lines FROM relay_log WHERE token = ?", token)
+        return bool(rows) and f'"{record}"'.encode() in rows[0][0]
+
+    def first(self) -> int:
+        """The oldest token of the log."""
+        ((first,),) = self._read('SELECT "first" FROM relay_state')
+        return int(first)
+
+    def epochs(self) -> list[str]:
+        """Oldest first."""
+        return [name for (name,) in self._read("SELECT epoch FROM relay_epochs ORDER BY number")]
+
+    def messages(self) -> dict[int, int]:
+        """The bytes of each to-device message, by its token."""
+        return dict(self._read("SELECT token, bytes FROM relay_edus WHERE kind = 'to_device'"))
+
+    def of_snapshots(self) -> list[Path]:
+        """All files of snapshots."""
+        return sorted(path for path in (self.directory / DIRECTORY).rglob("*") if path.is_file())
+
+    def _read(self, query: str, *values: object) -> list[Any]:
+        if self._connection is None:
+            uri = f"file:{self.directory / DATABASE}?mode=ro"
+            self._connection = sqlite3.connect(uri, uri=True, isolation_level=None)
+        return self._connection.execute(query, values).fetchall()
+
+
 class RelayChecks:
     """Looks at one life of a relay after the other.
 
-    Args:
-        spoiled: whether we have damaged something on its disk.
+    Attributes:
+        spoiled: the snapshots of which something was spoiled.
     """
 
-    def __init__(self, books: RelayBooks, settings: Relay, spoiled: Callable[[], bool]) -> None:
+    def __init__(self, books: RelayBooks, settings: Relay) -> None:
         self._books = books
         self._settings = settings
-        self._spoiled = spoiled
         self._short_at = float("-inf")
-        self._dropped = 0
+        self._first = 1
+        self._messages: dict[int, int] = {}
         self._over_since: float | None = None
-        # What was not there at the start is not looked for again.
-        self._began_spoiled = False
+        self._handed: dict[str, int] = {}
+        self.spoiled: set[str] = set()
 
-    def _is_spoiled(self) -> bool:
-        return self._began_spoiled or self._spoiled()
-
-    def begin(self) -> None:
-        """Another life."""
+    def begin(self, files: Files) -> None:
+        """Another life, on these files."""
         self._over_since = None
-        self._dropped = 0
-        self._began_spoiled = self._spoiled()
+        self._first, self._messages = files.first(), files.messages()
+        self._handed.clear()
 
-    # --- at every step of the disk ----------------------------------------------------------------
+    # --- at every commit --------------------------------------------------------------------------
 
-    def step(self, relay: RelayDaemon) -> None:
-        """The disk is about to be changed."""
-        self._see_room(relay)
-        self._see_dropped(relay)
-        newest = max((info.token for info in relay.shelf.snapshots), default=0)
-        if not self._is_spoiled() and newest < relay.log.first - 1:
-            # Then whoever has lost its place could not take one, and go on behind it.
-            self._books.fail(
-                "snapshot", f"the newest is {newest}, and the log begins at {relay.log.first}"
-            )
-
-    def _see_room(self, relay: RelayDaemon, going: int = 0) -> None:
-        settings, room = self._settings, self._books.disk.room()
-        if relay.log.bytes + going > settings.log_cap or room < settings.disk_reserve:
+    def see_room(self, relay: RelayDaemon, free: int) -> None:
+        """Something is about to be committed, with so many bytes free."""
+        settings = self._settings
+        if relay.log.bytes > settings.log_cap or free < settings.disk_reserve:
             self._short_at = trio.current_time()
 
-    def removal(self, relay: RelayDaemon, path: Path) -> None:
-        """A segment goes: nobody may need it, but for want of room."""
+    def committed(self, relay: RelayDaemon, files: Files) -> None:
+        """Something was committed."""
+        self._see_messages(relay, files.messages())
+        first = files.first()
+        if first > self._first:
+            self._books.counts["records deleted"] += first - self._first
+            self._first = first
+            self._cut(relay, first - 1)
+
+    def _see_messages(self, relay: RelayDaemon, messages: dict[int, int]) -> None:
+        """A message goes when all consumers have it, or there are too many bytes of them."""
+        before, self._messages = self._messages, messages
+        acked = min((one.acked or 0 for one in relay.registry), default=0)
+        going = [token for token in before.keys() - messages.keys() if token > acked]
+        if not going:
+            return
+        self._books.counts[DROPPED] += len(going)
+        if sum(before.values()) <= self._settings.log_cap // EDU_SHARE:
+            self._books.fail("edu", f"messages {sorted(going)} went, and {acked} is acknowledged")
+
+    def _cut(self, relay: RelayDaemon, last: int) -> None:
+        """The log went up to this token: nobody may need that, but for want of room."""
         books = self._books
-        # The log has let go of it already; what is left begins behind it.
-        self._see_room(relay, going=len(books.disk.content(path)))
-        books.counts["segments deleted"] += 1
-        last = relay.log.first - 1
         holders = [name for name in books.standings if self._needs(relay, name, last)]
         holders += [one.name for one in relay.registry if one.pin is not None and one.pin < last]
         if trio.current_time() - self._short_at < SETTLE_S:
             # Who lacks it was given up before it went, and holds nothing any more.
             lacking = any((one.acked or 0) < last for one in relay.registry)
-            books.counts["segments deleted for want of room"] += lacking
+            books.counts["cuts for want of room"] += lacking
             return
         if holders:
-            books.fail("pin", f"{path.stem} to {last} went, and {sorted(set(holders))} needed it")
+            books.fail("pin", f"all to {last} went, and {sorted(set(holders))} needed it")
         sent_at = books.sent_at.get(books.present.records.get(last, ""), float("-inf"))
         if sent_at + self._settings.keep_min - ROUNDING_S > trio.current_time():
             books.fail("keep", f"{last} went {trio.current_time() - sent_at:.0f} s after it came")
-        tokens = sorted(info.token for info in relay.shelf.snapshots)
-        if len(tokens) > 1 and tokens[-2] < last:
-            books.fail("keep", f"{last} went, and the older of two snapshots is at {tokens[-2]}")
 
     def _needs(self, relay: RelayDaemon, name: str, last: int) -> bool:
         """Whether a consumer that was here lately has not got all up to this token.
@@ -106,15 +151,8 @@ class RelayChecks:
 
     def look(self, relay: RelayDaemon) -> None:
         """How things stand."""
-        self._see_dropped(relay)
         self._check_consumers(relay)
         self._check_size(relay)
-
-    def _see_dropped(self, relay: RelayDaemon) -> None:
-        dropped = relay.shelf.makings.dropped_edus
-        if dropped > self._dropped:
-            self._books.counts[DROPPED] += dropped - self._dropped
-            self._dropped = dropped
 
     def _check_consumers(self, relay: RelayDaemon) -> None:
         books = self._books
@@ -122,6 +160,12 @@ class RelayChecks:
             if one.pin is not None and one.pin < relay.log.first - 1:
                 books.fail("lost", f"{one.name} holds {one.pin}, the log begins behind it")
             books.counts["consumers seen lost"] += one.lost
+            handed = sum(one.full_syncs.values())
+            anew = self._handed.get(one.name, handed) != handed
+            self._handed[one.name] = handed
+            # What we spoil is spoiled before a life begins.
+            if anew and one.handed is not None and one.handed.snapshot in self.spoiled:
+                books.fail("whole", f"{one.name} was handed {one.handed.snapshot}, spoiled")
             standing = books.standings.get(one.name)
             if standing is not None and (one.acked or 0) > standing.newest:
                 books.fail("ack", f"{one.name} has {standing.newest}, its pin is {one.acked}")
@@ -140,17 +184,14 @@ class RelayChecks:
 
     def check_snapshots(self, relay: RelayDaemon) -> None:
         """What is offered is on the disk, and all there."""
-        if self._is_spoiled():
-            return
         for info in relay.shelf.snapshots:
-            directory = DIRECTORY / "snap" / info.directory.name
-            files = self._books.disk.durable_files(directory)
-            manifest = files.get(MANIFEST)
-            sizes = {name: len(content) for name, content in files.items()}
-            wanted = (
-                {}
-                if not manifest
-                else {each["name"]: each["bytes"] for each in orjson.loads(manifest)["files"]}
-            )
-            if not manifest or any(sizes.get(name) != size for name, size in wanted.items()):
-                self._books.fail("whole", f"snapshot {info.id} is offered, and not all durable")
+            if info.id in self.spoiled:
+                continue  # That shows when somebody asks for it.
+            try:
+                manifest = orjson.loads((info.directory / MANIFEST).read_bytes())
+                for file in manifest["files"]:
+                    content = (info.directory / file["name"]).read_bytes()
+                    if sha256(content).hexdigest() != file["sha256"]:
+                        raise ValueError(f"{file['name']} is another")
+            except (OSError, ValueError) as damage:
+                self._books.fail("whole", f"snapshot {info.id} is offered: {damage}")

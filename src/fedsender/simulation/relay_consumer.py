@@ -1,7 +1,7 @@
 """A sender's side of the simulated relay: the real feed, and a store that only remembers.
 
-The store's transactions are steps of a disk, so that a crash comes before them, between them and
-after them; what it holds is checked as it comes in.
+The store's transactions and what is done to fetched files are steps, so that a crash comes before
+and after each of them; what it holds is checked as it comes in.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import errno
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,14 +19,16 @@ import trio
 from fedsender.config import UnixAddress
 from fedsender.intake.rows import RelayRow, ToDeviceRow
 from fedsender.outside import Network, Outside
+from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import PARTS
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.wire import Wire
+from fedsender.simulation.lives import Crash
 from fedsender.simulation.relay_books import RelayBooks, Standing
-from fedsender.simulation.relay_disk import MemoryDisk, PowerCut
+from fedsender.simulation.relay_steps import Steps, flip_bit
 from fedsender.simulation.virtual import now_ms
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
@@ -38,16 +39,6 @@ if TYPE_CHECKING:
 
 SERVER = "hs.example"
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
-STAGING = Path("/sender/snapshot")
-LARGE = 2**40
-
-
-async def inline(
-    function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
-) -> Any:
-    """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
-    async with limiter:
-        return function()
 
 
 class DeafEdus:
@@ -106,7 +97,7 @@ class RecordingStore:
 
     name: str
     books: RelayBooks
-    disk: MemoryDisk
+    steps: Steps
     slow_s: float = 0.0
     handles: Callable[[str], bool] = lambda _server: True
     own: str = SERVER
@@ -129,7 +120,7 @@ class RecordingStore:
         await trio.sleep(self.slow_s)
         while True:
             try:
-                self.disk.step("begin")
+                self.steps.step("begin", writes=True)
                 break
             except OSError:
                 # As a database does that takes no writes for a while.
@@ -141,8 +132,7 @@ class RecordingStore:
         if history is not None and held.position >= history.base:
             token = held.position - history.base
             self.books.fed(self.name, history.epoch, token, joined=held.joined)
-        with suppress(OSError):
-            self.disk.step("commit")
+        self.steps.step("commit")
 
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
         history, position = self.held.history, max(0, self.held.position)
@@ -257,13 +247,13 @@ class SimulatedConsumer:
         network: Connects,
         rng: random.Random,
         manners: Manners,
+        directory: Path,
         server_name: str = SERVER,
     ) -> None:
-        self.disk = MemoryDisk(rng.getrandbits(32))
-        self.disk.make_directory(STAGING.parent)
-        self.disk.settle()
+        """`directory`: for what it fetches."""
+        self.steps = Steps(rng, threads_write=True)
         self.store = RecordingStore(
-            name, books, self.disk, manners.slow_s, manners.handles, server_name
+            name, books, self.steps, manners.slow_s, manners.handles, server_name
         )
         self.feed: RelayFeed | None = None
         self.calmed = trio.Event()
@@ -272,14 +262,17 @@ class SimulatedConsumer:
         self._books = books
         self._random = rng
         self._manners = manners
-        self._outside = Outside(now_ms, rng, rng.randbytes, inline, _as_network(network))
+        self._staging = directory / name
+        self._outside = Outside(
+            now_ms, rng, rng.randbytes, self.steps.run_sync, _as_network(network)
+        )
 
     def calm(self) -> None:
         """Live for ever from now on."""
         self.store.slow_s = 0.0
-        self.disk.cut_at = None
-        self.disk.fail.clear()
-        self.disk.capacity = LARGE
+        self.steps.cut_at = None
+        self.steps.fail.clear()
+        self.steps.full = False
         self.calmed.set()
 
     async def trouble(self) -> None:
@@ -288,19 +281,19 @@ class SimulatedConsumer:
             await trio.sleep(self._random.expovariate(1 / 400))
             if self._random.random() < 0.5:
                 error = self._random.choice((errno.EIO, errno.ENOSPC))
-                self.disk.fail[self.disk.steps + self._random.randrange(20)] = error
+                self.steps.fail[self.steps.count + self._random.randrange(20)] = error
                 self._books.counts["consumer disk errors"] += 1
                 continue
             self._books.counts["consumer disks full"] += 1
-            self.disk.capacity = LARGE - self.disk.room() + self._random.randrange(4096)
+            self.steps.full = True
             await trio.sleep(self._random.expovariate(1 / 90))
-            self.disk.capacity = LARGE
+            self.steps.full = False
 
     async def run(self) -> None:
         """Lives, one after the other, until cancelled."""
         while True:
             await self._live()
-            self.disk.crash(power=self._random.random() < 0.5)
+            self.steps.begin()
             self._spoil()
             self.feed = None
             with trio.move_on_after(self._random.expovariate(1 / self._manners.away_s)):
@@ -309,13 +302,11 @@ class SimulatedConsumer:
 
     def _spoil(self) -> None:
         """Now and then flip a bit of what it has fetched."""
-        names = self.disk.list(STAGING)
-        if names and not self.calmed.is_set() and self._random.random() < 0.5:
-            path = STAGING / self._random.choice(names)
-            size = len(self.disk.content(path))
-            if size:
-                self.disk.flip_bit(path, self._random.randrange(8 * size))
-                self._books.counts["bits flipped: fetched"] += 1
+        files = [path for path in sorted(self._staging.glob("*")) if path.stat().st_size]
+        if files and not self.calmed.is_set() and self._random.random() < 0.5:
+            path = self._random.choice(files)
+            flip_bit(path, self._random.randrange(8 * path.stat().st_size))
+            self._books.counts["bits flipped: fetched"] += 1
 
     def _restore(self) -> None:
         store = self.store
@@ -327,7 +318,7 @@ class SimulatedConsumer:
 
     async def _live(self) -> None:
         if not self.calmed.is_set() and self._random.random() < 0.7:
-            self.disk.cut_at = self.disk.steps + round(self._random.expovariate(1 / 100))
+            self.steps.cut_at = self.steps.count + round(self._random.expovariate(1 / 100))
         ends_s = self._random.expovariate(1 / self._manners.lives_s)
         try:
             async with trio.open_nursery() as nursery:
@@ -338,7 +329,7 @@ class SimulatedConsumer:
                     await trio.sleep_forever()
                 nursery.cancel_scope.cancel()
         except BaseExceptionGroup as group:
-            if group.split(PowerCut)[1] is not None:
+            if group.split(Crash)[1] is not None:
                 raise
             self._books.counts["consumer crashes"] += 1
         self._books.trace.note(self._name, self.store.held.position)
@@ -348,7 +339,7 @@ class SimulatedConsumer:
             async def open_wire(nursery: trio.Nursery) -> Wire:
                 return (await connect_relay(settings, outside, nursery))[0]
 
-            return Fetcher(STAGING, self.disk, outside, open_wire, 2)
+            return Fetcher(self._staging, RealDisk(), outside, open_wire, 2)
 
         self.feed = RelayFeed(
             LineSettings(ENDPOINT, self._server_name, self._name),

@@ -9,13 +9,12 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.intake.intake import Append, Busy, Waiting
+from fedsender.intake.intake import Append, Busy, Full, Waiting
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.relay.log import Full, LogBroken
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.relay_books import RelayBooks
-from fedsender.simulation.relay_station import RelayStation
+from fedsender.simulation.relay_station import Away, RelayStation
 from fedsender.simulation.streams import MemoryStream
 
 DOOR: Final = Path("/run/relay.sock")
@@ -85,34 +84,32 @@ class RelayFront:
                 if name not in self._books.rows:
                     self._books.send_in(name, rows)
                     self._books.audience[name] = audience.get(name, ())
-            relay = self._station.relay
-            if waiting and self.up and relay is not None and await self._append(relay, waiting):
+            if waiting and self.up and await self._append(waiting):
                 self.told += len(waiting)
                 continue
             await trio.sleep(self._random.uniform(0.05, 1.0))
 
-    async def _append(
-        self, relay: RelayDaemon, records: Sequence[tuple[str, Sequence[Any]]]
-    ) -> bool:
+    async def _append(self, records: Sequence[tuple[str, Sequence[Any]]]) -> bool:
         """Whether they were answered 200, and the answer came through."""
         counts = self._books.counts
         appends = [Append(name, rows) for name, rows in records]
+
+        async def ask(relay: RelayDaemon) -> tuple[str, list[int | None]]:
+            return relay.log.epoch, await relay.intake.append(appends)
+
         with trio.move_on_after(CALL_S) as call:
-            self._station.calls.add(call)
             try:
-                tokens = await relay.intake.append(appends)
-            except (Full, Busy, Waiting, LogBroken, OSError) as refused:
+                epoch, tokens = await self._station.ask(ask)
+            except (Full, Busy, Waiting, Away) as refused:
                 counts[f"answered {type(refused).__name__}"] += 1
                 return False
-            finally:
-                self._station.calls.discard(call)
         if call.cancelled_caught or self._random.random() < 0.05:
             counts["answers lost"] += 1
             return False
         for number, (token, (name, _)) in enumerate(zip(tokens, records, strict=True)):
             if token != self.told + number + 1:
                 self._books.fail("token", f"{name} is {token}, not {self.told + number + 1}")
-            self._books.answer(relay.log.epoch, token or 0, name)
+            self._books.answer(epoch, token or 0, name)
             counts["answered 200"] += 1
         return True
 

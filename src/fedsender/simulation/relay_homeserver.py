@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import suppress
 
 import trio
 
-from fedsender.intake.intake import Append, Busy, ReservationGone, Waiting
+from fedsender.intake.intake import Append, Busy, Full, KeyReused, ReservationGone, Waiting
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.relay.log import Full, KeyReused, LogBroken
 from fedsender.replication.commands import Json
 from fedsender.replication.rows import BadRow
 from fedsender.simulation.relay_books import RelayBooks, name_of
+from fedsender.simulation.relay_station import Away, RelayStation
 
 SERVER = "hs.example"
 ROOMS = 6
@@ -25,15 +25,6 @@ CALL_S = 30.0
 """A request is given up after so long."""
 
 
-class Site(Protocol):
-    """Where the relay is, while it runs; and the requests that break when it does not any more."""
-
-    @property
-    def relay(self) -> RelayDaemon | None: ...
-    @property
-    def calls(self) -> set[trio.CancelScope]: ...
-
-
 class RelayHomeserver:
     """See the module.
 
@@ -42,10 +33,10 @@ class RelayHomeserver:
         busy: records that are not yet answered.
     """
 
-    def __init__(self, site: Site, books: RelayBooks, rng: random.Random) -> None:
+    def __init__(self, station: RelayStation, books: RelayBooks, rng: random.Random) -> None:
         self.quiet = False
         self.busy = 0
-        self._site = site
+        self._station = station
         self._books = books
         self._random = rng
         self._number = 0
@@ -96,6 +87,9 @@ class RelayHomeserver:
             rows.append(["hosts", [room, [self._server()], []]])
         elif chance < 0.35:
             rows.append(["hosts", [room, [], [self._server()]]])
+        elif chance > 0.97:
+            here = self._random.sample(range(SERVERS), 5)
+            rows.append(["servers", [room, [f"s{number}.example" for number in here]]])
         return rows
 
     def _server(self) -> str:
@@ -105,53 +99,48 @@ class RelayHomeserver:
         """Until it is answered 200."""
         reserves, place = self._random.random() < 0.3, None
         while True:
-            relay = self._site.relay
-            if relay is not None:
-                # A connection may break in the middle of anything.
-                patience_s = CALL_S if self._random.random() < 0.95 else self._random.random() * 0.1
-                with trio.move_on_after(patience_s) as call:
-                    self._site.calls.add(call)
-                    if reserves and place is None:
-                        place = await self._reserve(relay, writer)
-                    if await self._append(relay, Append(record, rows, place)):
-                        self._site.calls.discard(call)
-                        return
-                    place = place if reserves and self._random.random() < 0.8 else None
-                self._site.calls.discard(call)
-                if call.cancelled_caught:
-                    self._books.counts["requests broken off"] += 1
+            # A connection may break in the middle of anything.
+            patience_s = CALL_S if self._random.random() < 0.95 else self._random.random() * 0.1
+            with trio.move_on_after(patience_s) as call:
+                if reserves and place is None:
+                    place = self._reserve(writer)
+                    await trio.sleep(self._random.random() * 3)
+                if await self._append(Append(record, rows, place)):
+                    return
+                place = place if reserves and self._random.random() < 0.8 else None
+            if call.cancelled_caught:
+                self._books.counts["requests broken off"] += 1
             await trio.sleep(0.1 + self._random.random() * 5)
 
-    async def _reserve(self, relay: RelayDaemon, writer: str) -> str | None:
-        try:
-            (place,) = relay.intake.reserve(writer, 1)
-        except Busy:
-            return None
-        await trio.sleep(self._random.random() * 3)
-        return place
+    def _reserve(self, writer: str) -> str | None:
+        relay = self._station.relay
+        with suppress(Busy):
+            return None if relay is None else relay.intake.reserve(writer, 1)[0]
+        return None
 
-    async def _append(self, relay: RelayDaemon, append: Append) -> bool:
+    async def _append(self, append: Append) -> bool:
         """Whether it was answered 200, and the answer came through."""
-        try:
+
+        async def ask(relay: RelayDaemon) -> tuple[str, int | None]:
             (token,) = await relay.intake.append([append])
+            return relay.log.epoch, token
+
+        try:
+            epoch, token = await self._station.ask(ask)
         except ReservationGone:
             # The place is given up, and the next try has another one or none.
             self._books.counts["reservations gone"] += 1
-            return await self._append(relay, Append(append.id, append.rows))
-        except (Full, Busy, Waiting, LogBroken, OSError) as refused:
+            return await self._append(Append(append.id, append.rows))
+        except (Full, Busy, Waiting, Away) as refused:
             self._books.counts[f"answered {type(refused).__name__}"] += 1
             return False
         except (KeyReused, BadRow) as wrong:
             self._books.fail("once", f"{append.id} is refused: {wrong}")
             return True
         assert token is not None
-        return self._answered(relay, token, append.id)
-
-    def _answered(self, relay: RelayDaemon, token: int, record: str) -> bool:
-        """Whether the answer came through."""
         if self._random.random() < 0.1:
             self._books.counts["answers lost"] += 1
             return False
-        self._books.answer(relay.log.epoch, token, record)
+        self._books.answer(epoch, token, append.id)
         self._books.counts["answered 200"] += 1
         return True

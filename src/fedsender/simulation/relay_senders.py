@@ -25,9 +25,8 @@ from fedsender.simulation.course import Course
 from fedsender.simulation.evidence import Evidence, Violation, log_goes_to
 from fedsender.simulation.internet import Internet
 from fedsender.simulation.lives import SPEAKER
-from fedsender.simulation.relay_books import DIRECTORY, RelayBooks
+from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_consumer import Manners, SimulatedConsumer
-from fedsender.simulation.relay_disk import MemoryDisk
 from fedsender.simulation.relay_front import DOOR, RelayFront
 from fedsender.simulation.relay_station import RelayStation
 from fedsender.simulation.relay_world import SETTINGS
@@ -41,7 +40,6 @@ SERVERS: Final = 12
 DAYS: Final = 0.15
 RELAY: Final[Mapping[str, object]] = {
     **SETTINGS,
-    "segment_bytes": 256 * 1024,
     "log_cap": 2 * 2**20,
     "disk_reserve": 512 * 1024,
 }
@@ -103,7 +101,7 @@ def run_senders_simulation(
 
 
 async def _run(size: Size, directory: Path) -> SendersReport:
-    books = RelayBooks(MemoryDisk(size.seed))
+    books = RelayBooks()
     async with trio.open_nursery() as nursery:
         world = SendersWorld(size, directory, books, nursery)
         with _logging_to(books, [shard.evidence for shard in world.shards]):
@@ -137,9 +135,11 @@ class SendersWorld:
     ) -> None:
         seed = size.seed
         relay = {"server_name": ORIGIN, "signing_key": "key", "relay": dict(RELAY)}
-        config = from_values(relay, directory=DIRECTORY)
+        home = directory / "relay"
+        home.mkdir()
+        config = from_values(relay, directory=home)
         self._books = books
-        self._station = RelayStation(seed, config, books, accepts_loss=False)
+        self._station = RelayStation(seed, config, home, books, goes_back=False)
         sites = {index: make_site(index) for index in range(size.servers)}
         origins = found(size, [site.name for site in sites.values()], dense=True)
         front = RelayFront(origins.homeserver, self._station, books, derived(seed, "front"))
@@ -149,12 +149,12 @@ class SendersWorld:
         self.shards = []
         for number, name in enumerate(SHARDS):
             configure = partial(_configuration, name)
-            home = directory / name
-            home.mkdir()
-            is_mine = configure(home).handles
+            place = directory / name
+            place.mkdir()
+            is_mine = configure(place).handles
             world = people(
                 replace(size, seed=seed + number * 1_000_003),
-                home,
+                place,
                 origins,
                 {index: site for index, site in sites.items() if is_mine(site.name)},
                 internet,
@@ -171,7 +171,9 @@ class SendersWorld:
                 )
             )
         self._consumers = [
-            SimulatedConsumer(name, books, self._station, derived(seed, name), manners, ORIGIN)
+            SimulatedConsumer(
+                name, books, self._station, derived(seed, name), manners, home, ORIGIN
+            )
             for name, manners in CONSUMERS.items()
         ]
 

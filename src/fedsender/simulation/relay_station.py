@@ -1,40 +1,48 @@
-"""A simulated relay's lives: on a disk that fails, behind links that break, killed at any step.
+"""A simulated relay's lives: each begins on the files that the one before left.
 
-The relay is the real one. Now and then something on its disk is spoiled; an operator puts it right
-from a copy, or accepts the loss.
+The relay is the real one, on a real SQLite. It is killed at any commit, and before and after
+anything else that it does in a thread: its directory is copied at that instant, and the copy is
+where the next life begins. Now and then something is done to the files between two lives: a
+snapshot is spoiled, or all of them are replaced by an older copy.
 """
 
 from __future__ import annotations
 
-import errno
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import trio
 
 from fedsender.config import Config
 from fedsender.intake.rows import rows_of
 from fedsender.outside import Outside, real_outside
-from fedsender.relay.cursor import Collected
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.relay.directories import DAMAGED, remove_directory
-from fedsender.relay.log import DamagedSegment, LogBroken
-from fedsender.simulation.relay_books import DIRECTORY, RelayBooks, name_of
-from fedsender.simulation.relay_checks import RelayChecks
-from fedsender.simulation.relay_consumer import inline
-from fedsender.simulation.relay_disk import MemoryDisk, PowerCut
+from fedsender.relay.log import Collected
+from fedsender.simulation.lives import Crash, copy_files, disk_full
+from fedsender.simulation.relay_books import RelayBooks, name_of
+from fedsender.simulation.relay_checks import Files, RelayChecks
 from fedsender.simulation.relay_links import Links
+from fedsender.simulation.relay_steps import Steps, flip_bit
 from fedsender.simulation.virtual import derived, now_ms
 
-LARGE: Final = 2**40
+T = TypeVar("T")
+
 LIFE_S: Final = 300.0
 """A life ends in good order after so long, on average, if nothing else ends it."""
-STEPS: Final = 150
-"""Or in the middle of something, after so many steps of the disk."""
+STEPS: Final = 400
+"""Or in the middle of something, after so many steps."""
+KINDS: Final = ("before commit", "after commit", "snapshot")
 LOOK_EVERY_S: Final = 20.0
+COPY_EVERY_S: Final = 600.0
+PLENTY: Final = 2**40
+
+
+class Away(Exception):
+    """There is no relay, or no more before it has answered."""
 
 
 class RelayStation:
@@ -42,209 +50,243 @@ class RelayStation:
 
     Attributes:
         relay: the one that runs now.
-        calls: requests to it; they break off when it ends.
         links: the ways to it.
 
     Args:
-        accepts_loss: what an operator may do about damage; else it is always put right.
+        home: an empty directory, for the files of all lives.
+        goes_back: whether its files are replaced by an older copy now and then.
     """
 
     def __init__(
-        self, seed: int, config: Config, books: RelayBooks, *, accepts_loss: bool = True
+        self, seed: int, config: Config, home: Path, books: RelayBooks, *, goes_back: bool = True
     ) -> None:
         self.relay: RelayDaemon | None = None
-        self.calls: set[trio.CancelScope] = set()
         self.links = Links(books.counts, derived(seed, "links"))
-        self._disk: MemoryDisk = books.disk
         self._books = books
         self._config = config
-        self._accepts_loss = accepts_loss
+        self._home = home
+        self._goes_back = goes_back
         self._seed = seed
         self._random = derived(seed, "station")
         self._nursery: trio.Nursery | None = None
         self._calmed = trio.Event()
-        self._repair: Callable[[], None] | None = None
-        # Only of the log a loss can be accepted.
-        self._sparable = False
-        # A loss was accepted, and stays so until the relay has started.
-        self._accepting = False
-        self._checks = RelayChecks(books, config.relay, lambda: self._repair is not None)
-        self._disk.on_step = self._on_step
-        self._disk.on_remove = self._on_remove
+        self._lives = 0
+        self._free = PLENTY
+        self._files = Files(home / "relay-0")
+        self._files.directory.mkdir()
+        self._scope = trio.CancelScope()
+        self._steps = Steps(self._random, self._killed)
+        # An older copy; whether the next life is to begin on it.
+        self._copy: Path | None = None
+        self._restored = False
+        self._checks = RelayChecks(books, config.relay)
+        books.is_durable = lambda token, record: self._files.says(token, record)
 
     # --- the relay's lives ------------------------------------------------------------------------
 
     async def run(self) -> None:
         """One life after the other, until cancelled."""
         while True:
+            self._steps.begin()
+            self._scope = trio.CancelScope()
             if not self._calmed.is_set() and self._random.random() < 0.8:
-                self._disk.cut_at = self._disk.steps + round(self._random.expovariate(1 / STEPS))
+                self._steps.cut_at = self._steps.count + self._draw(STEPS)
+                self._steps.cut_in = self._random.choice(("", *KINDS))
             try:
-                await self._live(self._accepting)
+                with self._scope:
+                    await self._live()
             except BaseException as ending:
-                self._judge(ending)
-            else:
+                self._bury(ending)
+            if not self._steps.over:
                 self._books.counts["orderly stops"] += 1
-            power = self._random.random() < 0.5
-            self._disk.crash(power=power)
-            self._put_back()
-            self._spoil()
+            self._move_on()
             with trio.move_on_after(self._random.expovariate(1 / 10)):
                 await self._calmed.wait()
 
-    async def _live(self, accept_loss: bool) -> None:
-        rng = derived(self._seed, "relay", self._disk.boots)
-        outside = Outside(now_ms, rng, rng.randbytes, inline, real_outside().network)
+    def _draw(self, mean: float) -> int:
+        return round(self._random.expovariate(1 / mean))
+
+    async def _live(self) -> None:
+        rng = derived(self._seed, "relay", self._lives)
+        outside = Outside(now_ms, rng, rng.randbytes, self._steps.run_sync, real_outside().network)
+        config = self._config.model_copy(
+            update={
+                "relay": self._config.relay.model_copy(update={"directory": self._files.directory})
+            }
+        )
         async with (
-            open_relay(self._config, self._disk, outside, accept_loss=accept_loss) as relay,
+            open_relay(
+                config,
+                outside,
+                synchronous="OFF",
+                faults=self._at_commit,
+                step=lambda: self._steps.step("snapshot", writes=True),
+                free=lambda _: self._free,
+            ) as relay,
             trio.open_nursery() as nursery,
         ):
-            self._books.begin(relay, loss_accepted=accept_loss)
-            self._checks.begin()
-            if accept_loss:
-                self._accepting, self._repair = False, None
+            self._books.begin(relay, self._files.epochs(), restored=self._restored)
+            self._restored = False
+            self._checks.begin(self._files)
             self.relay, self._nursery = relay, nursery
             nursery.start_soon(self._audit, relay)
             nursery.start_soon(self._watch, relay)
             try:
                 with trio.move_on_after(self._random.expovariate(1 / LIFE_S)):
                     await self._calmed.wait()
-                # What was set aside is put back between two lives.
-                if self._calmed.is_set() and not self._set_aside():
+                if self._calmed.is_set():
                     await trio.sleep_forever()
             finally:
                 self.relay = self._nursery = None
-                for call in self.calls:
-                    call.cancel()
             nursery.cancel_scope.cancel()
 
-    def _judge(self, ending: BaseException) -> None:
-        """What an operator does about the end of a life; raises what no trouble explains.
+    def _killed(self, where: str) -> None:
+        """In this instant the files are as they are, and nobody hears of it any more."""
+        self._books.counts["crashes"] += 1
+        self._books.counts[f"crash at {where}"] += 1
+        self._books.trace.note("crash", where)
+        copy_files(self._files.directory, self._home / f"relay-{self._lives + 1}")
+        self.relay = self._nursery = None
+        self.links.cut_all()
+        self._scope.cancel()
 
-        A power cut, a sync that failed, a disk that fails at a start, damage where we have done
-        some: then the file is put right, or the loss accepted.
-        """
-        expected = (PowerCut, LogBroken, OSError, DamagedSegment)
-        group = BaseExceptionGroup("", [ending])
-        if (unexplained := group.split(expected)[1]) is not None:
-            # Without the others: to be cancelled is no error, also if the power goes meanwhile.
-            raise unexplained
-        damaged = group.subgroup(DamagedSegment)
-        if damaged is None:
-            cut = group.subgroup(PowerCut) is not None
-            self._books.counts["crashes" if cut else "lives ended by a disk error"] += 1
-            if cut:
-                self._books.counts[f"crash at {self._disk.log[-1]}"] += 1
-            return
-        self._books.counts["damage found at a start"] += 1
-        if self._repair is None:
-            self._books.fail("kept", f"found damaged, though nothing was spoiled: {damaged!r}")
-        elif not (self._accepts_loss and self._sparable) or self._random.random() < 0.5:
-            self._restore_file()
-            return
-        self._books.counts["losses accepted"] += 1
-        self._accepting = True
+    def _bury(self, ending: BaseException) -> None:
+        """Let go of what comes of being killed; raise everything else."""
+        others = BaseExceptionGroup("", [ending]).split((Crash, Exception))[1]
+        if not self._steps.over or others is not None:
+            raise ending
 
-    # --- what is done to its disk -----------------------------------------------------------------
+    def _move_on(self) -> None:
+        """Where the next life begins."""
+        self._lives += 1
+        old, new = self._files, self._home / f"relay-{self._lives}"
+        old.close()
+        if not self._steps.over:
+            old.directory.rename(new)
+        elif old.directory.exists():
+            shutil.rmtree(old.directory)
+        if self._copy is not None and self._goes_back and self._random.random() < 0.06:
+            shutil.rmtree(new)
+            copy_files(self._copy, new)
+            self._restored = True
+            self._books.counts["older copies"] += 1
+        self._files = Files(new)
+        if not self._calmed.is_set():
+            self._spoil()
+
+    def _at_commit(self, point: str) -> None:
+        """The relay's database is about to commit, or has."""
+        if point.endswith("before commit"):
+            if self.relay is not None:
+                self._checks.see_room(self.relay, self._free)
+            try:
+                self._steps.step(point, writes=True)
+            except OSError:
+                raise disk_full() from None
+            return
+        if self.relay is not None:
+            self._checks.committed(self.relay, self._files)
+        self._steps.step(point)
+
+    # --- what is done to its files ----------------------------------------------------------------
 
     def _spoil(self) -> None:
-        """Now and then flip a bit of an older segment, a snapshot, or a small file."""
-        if self._repair or self._calmed.is_set() or self._random.random() > 0.5:
+        """Now and then spoil a snapshot; it cannot have been whole when the relay was killed."""
+        files = self._files.of_snapshots()
+        if not files or self._random.random() > 0.3:
             return
-        kinds = (self._old_segments, self._snapshot_files, self._small_files)
-        (kind,) = self._random.choices(kinds, weights=(3, 3, 1))
-        if not (paths := kind()):
-            return
-        path = self._random.choice(paths)
-        size = len(self._disk.content(path))
-        if size:
-            if path.name == "consumers.json" and self._random.random() < 0.5:
-                self._disk.remove(path)
-                self._disk.settle()
-                self._books.counts["files of consumers removed"] += 1
-                return
-            repair = self._disk.flip_bit(path, self._random.randrange(8 * size))
-            # That is written anew, by what comes back.
-            if path.name != "consumers.json":
-                self._repair = repair
-                self._books.counts["snapshots spoiled"] += path.parent.parent.name == "snap"
-                self._sparable = path.name == "epoch" or path.suffix == ".seg"
-            self._books.counts[f"bits flipped: {path.suffix or path.name}"] += 1
-
-    def _old_segments(self) -> list[Path]:
-        return [DIRECTORY / "log" / name for name in self._disk.list(DIRECTORY / "log")[:-2]]
-
-    def _snapshot_files(self) -> list[Path]:
-        root = DIRECTORY / "snap"
-        return [
-            root / directory / name
-            for directory in self._disk.list(root)
-            for name in self._disk.list(root / directory)
-        ]
-
-    def _small_files(self) -> list[Path]:
-        names = self._disk.list(DIRECTORY)
-        return [DIRECTORY / name for name in ("epoch", "consumers.json") if name in names]
-
-    def _restore_file(self) -> None:
-        """The operator has a copy."""
-        if self._repair is not None:
-            self._repair()
-            self._repair = None
-
-    def _set_aside(self) -> list[str]:
-        return [name for name in self._disk.list(DIRECTORY / "snap") if DAMAGED in name]
-
-    def _put_back(self) -> None:
-        """What the relay has set aside is good again once its files are."""
-        root, aside = DIRECTORY / "snap", self._set_aside()
-        if aside and not self._books.counts["snapshots spoiled"]:
-            self._books.fail("whole", f"{aside} were set aside, though nothing was spoiled")
-        for name in aside if self._repair is None else ():
-            good = root / name.partition(DAMAGED)[0]
-            if good.name in self._disk.list(root):
-                remove_directory(self._disk, root / name)
+        path = self._random.choice(files)
+        how = self._random.choice(("bits flipped", "files removed", "files cut short"))
+        size = path.stat().st_size
+        if how == "files removed":
+            path.unlink()
+        elif size:
+            if how == "bits flipped":
+                flip_bit(path, self._random.randrange(8 * size))
             else:
-                self._disk.rename(root / name, good)
-        self._disk.settle()
+                content = path.read_bytes()[: self._random.randrange(size)]
+                path.unlink()
+                path.write_bytes(content)
+        self._checks.spoiled.add(path.parent.name)
+        self._books.counts[f"snapshots spoiled: {how}"] += 1
 
     async def trouble(self) -> None:
-        """Fill and break the disk, cut and freeze links, until cancelled."""
+        """Fill and break the disk, copy it, cut and freeze links, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.links.trouble)
             nursery.start_soon(self._fill_disk)
             nursery.start_soon(self._break_disk)
+            nursery.start_soon(self._keep_copies)
 
     async def _pause(self, mean_s: float) -> None:
         await trio.sleep(self._random.expovariate(1 / mean_s))
 
     async def _fill_disk(self) -> None:
+        """There is little room, and then perhaps none."""
         while True:
             await self._pause(600)
             self._books.counts["full disks"] += 1
-            used = LARGE - self._disk.room()
-            room = self._random.randrange(2 * self._config.relay.disk_reserve)
-            self._disk.capacity = used + room
-            await self._pause(90)
-            self._disk.capacity = LARGE
+            self._free = self._random.randrange(2 * self._config.relay.disk_reserve)
+            await self._pause(60)
+            self._steps.full = self._random.random() < 0.5
+            await self._pause(30)
+            self._free, self._steps.full = PLENTY, False
 
     async def _break_disk(self) -> None:
         while True:
             await self._pause(300)
             self._books.counts["disk errors"] += 1
-            error = self._random.choice((errno.EIO, errno.ENOSPC))
-            self._disk.fail[self._disk.steps + self._random.randrange(20)] = error
+            self._steps.fail[self._steps.count + self._random.randrange(20)] = 5
+
+    async def _keep_copies(self) -> None:
+        while True:
+            await self._pause(COPY_EVERY_S)
+            if self.relay is None or self._restored:
+                continue
+            copy = self._home / "copy"
+            if self._copy is not None:
+                shutil.rmtree(copy)
+            copy_files(self._files.directory, copy)
+            self._copy = copy
 
     def heal(self) -> None:
         """Put all right; this life is the last one, or the next."""
         self.links.heal()
-        self._disk.capacity = LARGE
-        self._disk.fail.clear()
-        self._disk.cut_at = None
-        self._restore_file()
+        self._free, self._steps.full = PLENTY, False
+        self._steps.fail.clear()
+        self._steps.cut_at = None
         self._calmed.set()
 
     # --- the way in -------------------------------------------------------------------------------
+
+    async def ask(self, question: Callable[[RelayDaemon], Awaitable[T]]) -> T:
+        """What the relay answers to a request. Raises Away, and what `question` raises."""
+        relay, nursery = self.relay, self._nursery
+        if relay is None or nursery is None:
+            raise Away
+        answer: list[T] = []
+        failure: list[Exception] = []
+        done, scope = trio.Event(), trio.CancelScope()
+
+        async def run() -> None:
+            try:
+                with scope:
+                    answer.append(await question(relay))
+            except Exception as error:
+                failure.append(error)
+            finally:
+                done.set()
+
+        nursery.start_soon(run)
+        try:
+            await done.wait()
+        finally:
+            scope.cancel()
+        if failure:
+            raise failure[0]
+        if not answer:
+            raise Away
+        return answer[0]
 
     def serve(self, stream: trio.abc.Stream) -> None:
         """A consumer connects. Raises ConnectionRefusedError."""
@@ -262,18 +304,6 @@ class RelayStation:
 
     # --- what is looked at ------------------------------------------------------------------------
 
-    def _on_step(self, word: str) -> None:
-        self._books.counts["disk steps"] += 1
-        if self.relay is not None:
-            if self.relay.log.epoch != self._books.epoch:
-                # It could not be saved at the start; this is the first step after it was.
-                self._books.begin(self.relay, loss_accepted=False)
-            self._checks.step(self.relay)
-
-    def _on_remove(self, path: Path) -> None:
-        if self.relay is not None and path.suffix == ".seg":
-            self._checks.removal(self.relay, path)
-
     async def _watch(self, relay: RelayDaemon) -> None:
         looked_at = trio.current_time()
         while True:
@@ -282,8 +312,6 @@ class RelayStation:
             if trio.current_time() >= looked_at + LOOK_EVERY_S:
                 looked_at = trio.current_time()
                 self._checks.check_snapshots(relay)
-            if self._repair and self._random.random() < 0.005:
-                self._restore_file()
 
     async def _audit(self, relay: RelayDaemon) -> None:
         """Read all of the log, as soon as it is there."""
@@ -291,22 +319,14 @@ class RelayStation:
         while True:
             try:
                 cursor = relay.log.cursor(at)
-                try:
-                    while True:
-                        piece = await cursor.read(64 * 1024)
-                        self._note(relay.log.epoch, piece.lines)
-                        at = piece.last
-                        if not piece.lines:
-                            await relay.log.moved.wait_past(at)
-                finally:
-                    cursor.close()
+                while True:
+                    piece = await cursor.read(64 * 1024)
+                    self._note(relay.log.epoch, piece.lines)
+                    at = piece.last
+                    if not piece.lines:
+                        await relay.log.moved.wait_past(at)
             except Collected:
                 at = max(at, relay.log.first - 1)
-            except DamagedSegment as damaged:
-                if self._repair is None:
-                    self._books.fail("kept", f"unreadable, though nothing was spoiled: {damaged}")
-                self._books.counts["damage found by reading"] += 1
-                await trio.sleep(30)
             await trio.sleep(0.1)
 
     def _note(self, epoch: str, lines: bytes) -> None:
@@ -316,9 +336,6 @@ class RelayStation:
             record.append(line)
             token = line.split(b" ", 3)[2]
             if token != b"batch":
-                self._books.told("the log", epoch, int(token), _name_in(b"".join(record)))
+                rows = [json.loads(row) for row in rows_of(b"".join(record))[:1]]
+                self._books.told("the log", epoch, int(token), name_of(rows))
                 record.clear()
-
-
-def _name_in(lines: bytes) -> str:
-    return name_of([json.loads(row) for row in rows_of(lines)[:1]])

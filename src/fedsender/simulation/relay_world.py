@@ -1,22 +1,22 @@
 """A relay between a homeserver and its senders, in a world that means it no good.
 
-The relay and the feeds are the real ones; the disks, the network and the clock are simulated. The
-relay loses power or is killed at any step of its disk, disks are full or fail now and then, what
-lies on them is spoiled, links are cut or fall silent. In the end everything is healed, and all must
-be level.
+The relay, its database and the feeds are the real ones; the network and the clock are simulated.
+The relay is killed at any commit, disks are full or fail now and then, snapshots are spoiled, the
+relay's files are replaced by older copies, links are cut or fall silent. In the end everything is
+healed, and all must be level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import trio
 
 from fedsender.config import from_values
-from fedsender.simulation.relay_books import DIRECTORY, RelayBooks
+from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_consumer import Manners, SimulatedConsumer
-from fedsender.simulation.relay_disk import MemoryDisk
 from fedsender.simulation.relay_homeserver import SERVER, RelayHomeserver
 from fedsender.simulation.relay_station import RelayStation
 from fedsender.simulation.virtual import derived
@@ -24,9 +24,6 @@ from fedsender.simulation.virtual import derived
 HEALED_S: Final = 4 * 3600.0
 """All must be level so long after the world was healed."""
 SETTINGS: Final[Mapping[str, object]] = {
-    "directory": str(DIRECTORY),
-    "segment_bytes": 64 * 1024,
-    "segment_age": 60,
     "keep_min": 30,
     "log_cap": 256 * 1024,
     "disk_reserve": 64 * 1024,
@@ -49,16 +46,15 @@ CONSUMERS: Final[Mapping[str, Manners]] = {
 class RelayWorld:
     """See the module."""
 
-    def __init__(self, seed: int) -> None:
-        self.books = RelayBooks(MemoryDisk(seed))
+    def __init__(self, seed: int, home: Path) -> None:
+        self.books = RelayBooks()
         config = from_values(
-            {"server_name": SERVER, "signing_key": "key", "relay": dict(SETTINGS)},
-            directory=DIRECTORY,
+            {"server_name": SERVER, "signing_key": "key", "relay": dict(SETTINGS)}, directory=home
         )
-        self._station = RelayStation(seed, config, self.books)
+        self._station = RelayStation(seed, config, home, self.books)
         self._homeserver = RelayHomeserver(self._station, self.books, derived(seed, "homeserver"))
         self._consumers = [
-            SimulatedConsumer(name, self.books, self._station, derived(seed, name), manners)
+            SimulatedConsumer(name, self.books, self._station, derived(seed, name), manners, home)
             for name, manners in CONSUMERS.items()
         ]
 

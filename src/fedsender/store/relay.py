@@ -518,7 +518,8 @@ class _Rooms:
 # --- the log --------------------------------------------------------------------------------------
 
 
-def _bounds(connection: Connection) -> LogBounds:
+def read_bounds(connection: Connection) -> LogBounds:
+    """What the log holds. Raises DamagedLog."""
     first = connection.execute(select(_state.c.first)).scalar_one()
     head = connection.execute(_NEWEST).first()
     if head is None:
@@ -535,7 +536,8 @@ def _begin(connection: Connection, first: int) -> int:
     return int(begin)
 
 
-def _read_log(connection: Connection, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
+def read_log(connection: Connection, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
+    """See `RelayStore.read_log`."""
     if after >= upto:
         return []
     # An alias, or it would be taken for the table around it.
@@ -561,6 +563,26 @@ def _read_log(connection: Connection, after: int, upto: int, max_bytes: int) -> 
     return found
 
 
+def read_epochs(connection: Connection) -> list[tuple[str, int]]:
+    """See `RelayStore.epochs`."""
+    query = select(_epochs.c.epoch, _epochs.c.begun_after).order_by(_epochs.c.number)
+    rows = connection.execute(query).all()
+    ends = [row.begun_after for row in rows[1:]] + [read_bounds(connection).head]
+    return [(row.epoch, end) for row, end in zip(rows, ends, strict=bool(rows))]
+
+
+def read_kept(connection: Connection, after: int, limit: int) -> list[LogRecord]:
+    """Records above `after` that stay in the table though the log begins behind them."""
+    first = select(_state.c.first).scalar_subquery()
+    query = (
+        select(_log.c.token, _log.c.ms, _log.c.lines)
+        .where(_log.c.token > after, _log.c.token < first)
+        .order_by(_log.c.token)
+        .limit(limit)
+    )
+    return [LogRecord(token, ms, lines) for token, ms, lines in connection.execute(query)]
+
+
 def _stand(connection: Connection, token: int) -> tuple[int, int]:
     query = select(_log.c.ms, _log.c.end).where(_log.c.token == token)
     row = connection.execute(query).first()
@@ -580,13 +602,13 @@ def _bisect(first: int, head: int, is_beyond: Callable[[int], bool]) -> int:
 
 
 def _last_before(connection: Connection, ms: int) -> int:
-    bounds = _bounds(connection)
+    bounds = read_bounds(connection)
     later = partial(_is_beyond, connection, 0, ms + 1)
     return _bisect(bounds.first, bounds.head, later) - 1
 
 
 def _last_within(connection: Connection, size: int) -> int:
-    bounds = _bounds(connection)
+    bounds = read_bounds(connection)
     if bounds.head < bounds.first:
         return bounds.head
     begin = _begin(connection, bounds.first)
@@ -606,7 +628,7 @@ _NAMED = exists().where(_heads.c.token == _log.c.token) | exists().where(
 
 def _move_first(connection: Connection, token: int) -> tuple[int, int]:
     """Let the log begin behind this token, though never behind its newest record; from, to."""
-    bounds = _bounds(connection)
+    bounds = read_bounds(connection)
     first = max(bounds.first, min(token + 1, bounds.head))
     connection.execute(update(_state).values(first=first))
     return bounds.first, first
@@ -866,7 +888,7 @@ class RelayStore:
             intake.begin(connection, INSTANCE, epoch)
             if connection.execute(select(_epochs.c.epoch).where(_epochs.c.epoch == epoch)).first():
                 return  # It is run again: its COMMIT was not answered.
-            head = _bounds(connection).head
+            head = read_bounds(connection).head
             connection.execute(_epochs.insert().values(epoch=epoch, begun_after=head))
             newest = connection.execute(select(func.max(_epochs.c.number))).scalar_one()
             connection.execute(delete(_epochs).where(_epochs.c.number <= newest - MAX_EPOCHS))
@@ -905,14 +927,7 @@ class RelayStore:
 
         The last one is the current one, and has all that there is.
         """
-
-        def read(connection: Connection) -> list[tuple[str, int]]:
-            query = select(_epochs.c.epoch, _epochs.c.begun_after).order_by(_epochs.c.number)
-            rows = connection.execute(query).all()
-            ends = [row.begun_after for row in rows[1:]] + [_bounds(connection).head]
-            return [(row.epoch, end) for row, end in zip(rows, ends, strict=bool(rows))]
-
-        return await self._database.read(read)
+        return await self._database.read(read_epochs)
 
     # --- appending --------------------------------------------------------------------------------
 
@@ -948,7 +963,7 @@ class RelayStore:
 
     async def bounds(self) -> LogBounds:
         """What the log holds. Raises DamagedLog."""
-        return await self._database.read(_bounds)
+        return await self._database.read(read_bounds)
 
     async def read_log(self, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
         """Records with after < token <= upto, up to so many bytes of lines but at least one.
@@ -956,7 +971,7 @@ class RelayStore:
         Raises DamagedLog: the next one is missing, or not what was written.
         """
         return await self._database.read(
-            lambda connection: _read_log(connection, after, upto, max_bytes)
+            lambda connection: read_log(connection, after, upto, max_bytes)
         )
 
     async def stand(self, token: int) -> tuple[int, int]:
