@@ -221,9 +221,9 @@ def test_systemd_accepts_the_relays_unit_too(
     text = capsys.readouterr().out
     lines = text.splitlines()
     assert f"ExecStart={executable} relay -c /etc/fedsender/config.yaml" in lines
-    assert "LoadCredential=relay.secret:/etc/fedsender/relay.secret" in lines
+    assert "LoadCredential=sender-1.secret:/etc/fedsender/sender-1.secret" in lines
     assert {"StateDirectory=fedsender-relay", "RuntimeDirectory=fedsender-relay"} <= set(lines)
-    assert {"LimitNOFILE=2048", "MemoryMax=2176M"} <= set(lines)
+    assert {"LimitNOFILE=2048", "MemoryMax=2048M"} <= set(lines)
     unit = tmp_path / "fedsender-relay.service"
     unit.write_text(text)
     verified = analyze("verify", str(unit))

@@ -293,7 +293,7 @@ WantedBy=timers.target
 """
 
 CREDENTIALS: Final = ("signing.key", "admin.token", "database.password")
-RELAY_CREDENTIALS: Final = ("relay.secret", "intake.token", "admin.token")
+RELAY_CREDENTIALS: Final = ("sender-1.secret", "intake.token", "admin.token")
 PIPELINE_CREDENTIALS: Final = ("database.password",)
 """The secrets' names below $CREDENTIALS_DIRECTORY."""
 

@@ -195,13 +195,11 @@ class Reason(enum.StrEnum):
         GAP: what follows it is not in the log any more.
         AHEAD: the log does not reach that far: the relay has lost its newest part.
         EPOCH: it belongs to another history.
-        NONE: a consumer that has nothing, and a log that does not begin at the beginning.
     """
 
     GAP = "GAP"
     AHEAD = "AHEAD"
     EPOCH = "EPOCH"
-    NONE = "NONE"
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,7 +314,7 @@ class RelayFeed(EmbeddedFeed):
         """The history that our position belongs to after the snapshot."""
         known = self._history
         # In these cases the relay knows the epoch that we named, and how far it is its own.
-        if known is not None and refused.reason in (Reason.GAP, Reason.NONE):
+        if known is not None and refused.reason is Reason.GAP:
             return History(relay.epoch, known.base)
         return History(relay.epoch, self._position)
 
