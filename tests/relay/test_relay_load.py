@@ -21,11 +21,13 @@ from tests.relay.relay_world import new_directory
 from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, hosts, row_of, until
 from tests.sender.harness import HS, World
 
+from fedsender.intake.intake import Append
 from fedsender.intake.rows import RoomServers
 from fedsender.outside import real_outside
 from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import SnapshotInfo
 from fedsender.replication.commands import Json
+from fedsender.replication.push import PushFeed
 from fedsender.replication.relay_feed import State
 from fedsender.replication.relay_fetch import read_rows
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
@@ -406,3 +408,31 @@ def as_loaded(relay: Relay) -> _Loaded:
 
 async def load(store: Store, relay: Relay) -> Loaded:
     return await store.homeserver.load_snapshot(as_loaded(relay), lambda _server: True)
+
+
+async def test_from_the_relay_to_push_on_the_same_store(
+    stage: Stage, autojump_clock: Clock
+) -> None:
+    """The sender goes on behind what it has: who is in a room is known, nothing is sent twice."""
+    async with stage.sending():
+        await stage.join(ROOM, "a.example", "b.example")
+        await stage.say(ROOM, "by the relay")
+        await stage.idle()
+    async with stage.world.run() as sender, trio.open_nursery() as nursery:
+        feed = PushFeed(stage.shard.outside(), stage.world.store.homeserver, sender)
+        nursery.start_soon(feed.run)
+        await feed.connected.wait()
+        begun = feed.head
+        assert begun == stage.relay.relay.log.head
+        gone = ["hosts", [ROOM, [], ["b.example"]]]
+        said = row_of(stage.world.pdu(ROOM, "by push"))
+        assert await feed.intake.append([Append("1", [gone]), Append("2", [said])]) == [
+            begun + 1,
+            begun + 2,
+        ]
+        found = await feed.intake.recorder.room_servers(ROOM)
+        assert found == RoomServers(ROOM, begun + 1, ["a.example"])
+        await until(lambda: "by push" in stage.got("a.example"))
+        nursery.cancel_scope.cancel()
+    assert stage.got("a.example") == ["by the relay", "by push"]
+    assert stage.got("b.example") == ["by the relay"]
