@@ -22,7 +22,6 @@ from fedsender.pipeline.database import open_source
 from fedsender.pipeline.ingest import Ingested
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.progress import showing
-from fedsender.relay.disk import RealDisk
 from fedsender.relay.log import RelayLog
 from fedsender.relay.snapshot import Row, SnapshotInfo, write_snapshot
 from fedsender.replication.commands import Json
@@ -323,7 +322,7 @@ class _Taken:
     info: SnapshotInfo
 
     def read(self, table: str, part: int) -> Iterator[Row]:
-        return read_rows(RealDisk(), self.info, table, part)
+        return read_rows(self.info, table, part)
 
 
 def take_snapshot(url: str, info: SnapshotInfo, history: History) -> None:

@@ -19,7 +19,6 @@ from tests.relay.log_support import hosts, outside, pdu, to_device
 from fedsender.intake.endpoint import PREFIX, build_app
 from fedsender.intake.intake import Intake
 from fedsender.intake.rows import Ephemeral, Prepared
-from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import (
     COLUMNS,
     BadSnapshot,
@@ -248,7 +247,7 @@ async def _fuzz_fetch(rng: random.Random, staging: Path) -> None:
         return Wire(_Told(rng, said), OWN_KIND, lambda: 5)  # type: ignore[arg-type]
 
     try:
-        info = await Fetcher(staging, RealDisk(), outside(1), open_wire, 1).fetch(offer)
+        info = await Fetcher(staging, outside(1), open_wire, 1).fetch(offer)
         assert {file.name for file in info.files} == set(contents)
         for name, content in contents.items():
             assert (staging / name).read_bytes() == content

@@ -21,7 +21,6 @@ from tests.replication.support import RecordingSink
 from fedsender.config import UnixAddress
 from fedsender.intake.rows import RelayRow
 from fedsender.outside import Outside
-from fedsender.relay.disk import Disk, RealDisk
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
@@ -152,7 +151,6 @@ class Shard:
     store: RelayStore = field(default_factory=MemoryStore)
     sink: Sink = field(default_factory=RecordingSink)
     directory: Path = field(default_factory=new_directory)
-    disk: Disk = field(default_factory=RealDisk)
     handles: Handles = field(default=lambda server: True)
     feed: RelayFeed = field(init=False)
     fetchers: list[Fetcher] = field(default_factory=list)
@@ -171,9 +169,7 @@ class Shard:
             async def open_wire(nursery: trio.Nursery) -> Any:
                 return (await connect_relay(settings, outside, nursery))[0]
 
-            fetcher = Fetcher(
-                self.directory / "snapshot", self.disk, outside, open_wire, self.parallel
-            )
+            fetcher = Fetcher(self.directory / "snapshot", outside, open_wire, self.parallel)
             self.fetchers.append(fetcher)
             return fetcher
 

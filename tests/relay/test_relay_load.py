@@ -24,7 +24,6 @@ from tests.sender.harness import HS, World
 from fedsender.intake.intake import Append
 from fedsender.intake.rows import RoomServers
 from fedsender.outside import real_outside
-from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import SnapshotInfo
 from fedsender.replication.commands import Json
 from fedsender.replication.push import PushFeed
@@ -398,7 +397,7 @@ class _Loaded:
         return self.info.token
 
     def read(self, table: str, part: int) -> Iterator[tuple[Any, ...]]:
-        return read_rows(RealDisk(), self.info, table, part)
+        return read_rows(self.info, table, part)
 
 
 def as_loaded(relay: Relay) -> _Loaded:

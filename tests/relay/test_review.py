@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import shutil
-from pathlib import Path
 
 import pytest
 import structlog.testing
@@ -17,10 +16,10 @@ from tests.relay.log_support import outside, to_device
 from tests.relay.relay_world import Hands, World
 from tests.relay.shard import Line, MemoryStore, Shard, forget_log
 
-from fedsender.relay.disk import RealDisk
 from fedsender.relay.retention import TIDY_EVERY_S
 from fedsender.relay.snapshot import MANIFEST, SnapshotInfo, read_part
 from fedsender.relay.snapshots import SHARED_S
+from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.server import MAX_CONNECTIONS
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 
@@ -29,9 +28,7 @@ Clock = trio.testing.MockClock
 
 def edus(info: SnapshotInfo) -> int:
     """How many EDUs are in a snapshot, by reading them."""
-    return sum(
-        len(read_part(RealDisk(), info, file)) for file in info.files if file.table == "edus"
-    )
+    return sum(len(read_part(info, file)) for file in info.files if file.table == "edus")
 
 
 # --- EDUs of one that is away ---------------------------------------------------------------------
@@ -158,21 +155,19 @@ class Loading(MemoryStore):
         return Loaded(loaded.position, loaded.events, servers, redacted)
 
 
-class Sticky(RealDisk):
-    """A disk from which nothing can be removed."""
-
-    def remove(self, path: Path) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-
 async def test_servers_are_told_of_their_messages_whatever_becomes_of_the_files(
-    autojump_clock: Clock,
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a snapshot brought is stored, so it is not brought again: it is told of at once."""
+
+    async def clear(self: Fetcher) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Fetcher, "clear", clear)
     async with World().running() as world:
         await world.append()
         await forget_log(world)
-        shard = Shard(Line(world), store=Loading(), disk=Sticky())
+        shard = Shard(Line(world), store=Loading())
         async with shard.running():
             await shard.level(world.relay.log.head)
         assert shard.sink.to_device == ["b.example"]  # type: ignore[attr-defined]

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fedsender.relay import snapshot
-from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import (
     COLUMNS,
     KEYS,
@@ -30,7 +29,6 @@ from fedsender.relay.snapshot import (
 from fedsender.relay.snapshots import list_snapshots
 
 EPOCH = "0123456789abcdef"
-DISK = RealDisk()
 MANY = 100_000
 
 
@@ -66,9 +64,7 @@ def nothing() -> None: ...
 
 
 def read(info: SnapshotInfo, table: str) -> list[Row]:
-    return [
-        row for file in info.files if file.table == table for row in read_part(DISK, info, file)
-    ]
+    return [row for file in info.files if file.table == table for row in read_part(info, file)]
 
 
 def test_what_is_written_is_read_part_by_part_and_the_same_rows_make_the_same_files(
@@ -82,7 +78,7 @@ def test_what_is_written_is_read_part_by_part_and_the_same_rows_make_the_same_fi
         assert sorted(read(info, table), key=str) == sorted(FEW.rows(table), key=str)
         for file in info.files:
             if file.table == table:
-                rows = read_part(DISK, info, file)
+                rows = read_part(info, file)
                 assert {part_of(row[KEYS[table]]) for row in rows} == {file.part}
                 assert rows == [row for row in FEW.rows(table) if row in rows]
     assert list_snapshots(tmp_path / "snap") == [info]
@@ -145,7 +141,7 @@ def test_it_is_written_and_read_in_little_memory(tmp_path: Path) -> None:
         info = write_snapshot(tmp_path, Streamed({}), 5, nothing)
         made = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
-        rows = sum(1 for file in info.files for _ in stream_part(DISK, info, file))
+        rows = sum(1 for file in info.files for _ in stream_part(info, file))
         taken = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -204,9 +200,9 @@ def test_the_manifest_is_compared_with_what_is_read(tmp_path: Path) -> None:
     file = next(file for file in info.files if file.table == "hosts")
     for wrong in (replace(file, rows=file.rows - 1), replace(file, rows=file.rows + 1)):
         with pytest.raises(BadSnapshot, match="rows that the manifest says"):
-            read_part(DISK, info, wrong)
+            read_part(info, wrong)
     path = info.path(file.name)
     path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes()), 9))
     with pytest.raises(BadSnapshot, match="SHA-256"):
-        read_part(DISK, info, file)
+        read_part(info, file)
     assert info.path(MANIFEST).exists()

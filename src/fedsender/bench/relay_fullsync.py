@@ -23,7 +23,6 @@ from fedsender.intake.intake import KEY_BYTES
 from fedsender.intake.rows import prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.relay.disk import RealDisk
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
@@ -146,7 +145,7 @@ async def _sync(
         async def open_wire(nursery: trio.Nursery) -> Wire:
             return (await connect_relay(settings, outside, nursery))[0]
 
-        fetchers.append(Fetcher(directory / "snapshot", RealDisk(), outside, open_wire))
+        fetchers.append(Fetcher(directory / "snapshot", outside, open_wire))
         return fetchers[0]
 
     make = partial(RelayFeed, handles=lambda _server: True, make_fetcher=make_fetcher)

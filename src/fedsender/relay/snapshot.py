@@ -33,8 +33,6 @@ from typing import Any, BinaryIO, Final, Protocol
 
 import orjson
 
-from fedsender.relay.disk import Disk, read_file
-
 MANIFEST: Final = "manifest.json"
 UNFINISHED: Final = ".unfinished"
 """What a directory's name ends with until it is a snapshot."""
@@ -312,7 +310,7 @@ def _lines(pieces: Iterable[bytes], where: Path) -> Iterator[bytes]:
         raise BadSnapshot(f"{where}: it ends too early")
 
 
-def stream_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> Iterator[Row]:
+def stream_part(info: SnapshotInfo, file: FileInfo) -> Iterator[Row]:
     """The rows of one file, read piece by piece.
 
     Raises BadSnapshot: at a row that is none, or at the end if the hash or the number of rows is
@@ -320,42 +318,28 @@ def stream_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> Iterator[Row]
     """
     path = info.path(file.name)
     digest = sha256()
-    opened = disk.open(path)
-    try:
+    rows = 0
+    with path.open("rb") as opened:
 
         def pieces() -> Iterator[bytes]:
-            offset = 0
-            while piece := opened.pread(PIECE_BYTES, offset):
-                offset += len(piece)
+            while piece := opened.read(PIECE_BYTES):
                 digest.update(piece)
                 yield piece
 
-        rows = 0
         for row in decode_table(file.table, pieces(), path):
             rows += 1
             if rows > file.rows:
                 break
             yield row
-    finally:
-        opened.close()
     if rows != file.rows:
         raise BadSnapshot(f"{path}: not the {file.rows} rows that the manifest says")
     if digest.hexdigest() != file.sha256:
         raise BadSnapshot(f"{path}: its SHA-256 is not the manifest's")
 
 
-def read_part(disk: Disk, info: SnapshotInfo, file: FileInfo) -> list[Row]:
+def read_part(info: SnapshotInfo, file: FileInfo) -> list[Row]:
     """All rows of one file. Raises BadSnapshot, also where the hash is another; OSError."""
-    return list(stream_part(disk, info, file))
-
-
-def read_checked(disk: Disk, info: SnapshotInfo, file: FileInfo) -> bytes:
-    """The bytes of one file. Raises BadSnapshot where the hash is another; OSError."""
-    path = info.path(file.name)
-    content = read_file(disk, path, MAX_FILE_BYTES)
-    if sha256(content).hexdigest() != file.sha256:
-        raise BadSnapshot(f"{path}: its SHA-256 is not the manifest's")
-    return content
+    return list(stream_part(info, file))
 
 
 # --- making one -----------------------------------------------------------------------------------

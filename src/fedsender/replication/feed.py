@@ -101,13 +101,12 @@ def _relay_feed(
 
     def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
         # Only a full sync needs it, and the libraries behind it.
-        from fedsender.relay.disk import RealDisk
         from fedsender.replication.relay_fetch import Fetcher
 
         async def open_wire(nursery: trio.Nursery) -> Wire:
             return (await connect_relay(settings, outside, nursery))[0]
 
-        return Fetcher(directory, RealDisk(), outside, open_wire, settings.fetch_parallel)
+        return Fetcher(directory, outside, open_wire, settings.fetch_parallel)
 
     return RelayFeed(
         relay_settings(config, sends=not shadow),

@@ -261,7 +261,7 @@ class RelayFeed(EmbeddedFeed):
             info = await fetcher.fetch(offer)
             self._turn(State.LOADING)
             history = self._history_after(relay, refused)
-            snapshot = _Fetched(info.token, history, partial(read_rows, fetcher.disk, info))
+            snapshot = _Fetched(info.token, history, partial(read_rows, info))
             load = partial(self._store.load_snapshot, snapshot, self._handles)
             loaded = await self.insist(load)
             self._history = history

@@ -14,16 +14,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import BinaryIO, Final, TypeVar
 
 import structlog
 import trio
 
 from fedsender.outside import Outside
-from fedsender.relay.disk import Disk, size_of, write_file
-from fedsender.relay.disk import File as DiskFile
 from fedsender.relay.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -86,7 +84,6 @@ class Fetcher:
     """
 
     directory: Path
-    disk: Disk
     outside: Outside
     open_wire: Callable[[trio.Nursery], Awaitable[Wire]]
     parallel: int = 4
@@ -100,7 +97,7 @@ class Fetcher:
         self.progress = Progress()
         self._failure = None
         try:
-            await self._in_thread(lambda: self.disk.make_directory(self.directory))
+            await self._in_thread(partial(self.directory.mkdir, 0o700, parents=True, exist_ok=True))
             info = await self._manifest(offer)
             await self._in_thread(lambda: self._tidy(info))
             self.progress.files, self.progress.bytes = len(info.files), info.bytes
@@ -124,9 +121,9 @@ class Fetcher:
         return await self.outside.run_sync(function, limiter=self._limiter)
 
     def _remove_all(self, but: set[str]) -> None:
-        for name in self.disk.list(self.directory):
-            if name not in but:
-                self.disk.remove(self.directory / name)
+        for path in self.directory.iterdir():
+            if path.name not in but:
+                path.unlink()
 
     def _tidy(self, info: SnapshotInfo) -> None:
         """What belongs to no file of this snapshot goes."""
@@ -156,9 +153,7 @@ class Fetcher:
         told = (offer.id, offer.token, offer.files, offer.bytes)
         if (info.id, info.token, len(info.files), info.bytes) != told:
             raise FetchFailed("the manifest is of another snapshot than the one that was announced")
-        await self._in_thread(
-            lambda: write_file(self.disk, self.directory / MANIFEST, bytes(content))
-        )
+        await self._in_thread(partial((self.directory / MANIFEST).write_bytes, bytes(content)))
         return info
 
     @contextmanager
@@ -202,25 +197,14 @@ class Fetcher:
             await wire.aclose()
 
     def _is_here(self, info: SnapshotInfo, file: FileInfo) -> bool:
-        if file.name not in self.disk.list(self.directory):
-            return False
         path = info.path(file.name)
-        if size_of(self.disk, path) == file.bytes and self._digest(path) == file.sha256:
+        if not path.exists():
+            return False
+        if path.stat().st_size == file.bytes and _digest(path) == file.sha256:
             self.progress.skipped += 1
             return True
-        self.disk.remove(path)
+        path.unlink()
         return False
-
-    def _digest(self, path: Path) -> str:
-        digest, offset = sha256(), 0
-        file = self.disk.open(path)
-        try:
-            while piece := file.pread(PIECE, offset):
-                digest.update(piece)
-                offset += len(piece)
-        finally:
-            file.close()
-        return digest.hexdigest()
 
     async def _fetch_file(self, wire: Wire, info: SnapshotInfo, file: FileInfo) -> None:
         """The file, in one go or from where another one ended; if its hash is wrong, once more."""
@@ -241,20 +225,15 @@ class Fetcher:
     def _begun(self, file: FileInfo) -> int:
         """How much of the file is here."""
         path = self._partial(file)
-        if path.name in self.disk.list(self.directory):
-            size = size_of(self.disk, path)
-            if size <= file.bytes:
-                return size
-        self.disk.open(path, create=True).close()
+        if path.exists() and path.stat().st_size <= file.bytes:
+            return path.stat().st_size
+        path.write_bytes(b"")
         return 0
 
     async def _receive(self, wire: Wire, snapshot: str, file: FileInfo, offset: int) -> None:
         path = self._partial(file)
-        open_it = partial(self.disk.open, path, write=True)
-        target = await self._in_thread(open_it)
+        target = await self._in_thread(lambda: path.open("ab") if offset else path.open("wb"))
         try:
-            if offset == 0:
-                await self._in_thread(lambda: target.truncate(0))
             writing = _Writing(target, self._in_thread)
             asked = Fetch(snapshot, file.name, offset)
             try:
@@ -262,7 +241,6 @@ class Fetcher:
             finally:
                 with trio.CancelScope(shield=True):
                     await writing.flush()
-            await self._in_thread(target.fsync)
         finally:
             with trio.CancelScope(shield=True):
                 await self._in_thread(target.close)
@@ -270,11 +248,10 @@ class Fetcher:
     def _finish(self, file: FileInfo) -> bool:
         """Whether what arrived is the file; then it gets its name."""
         path = self._partial(file)
-        if self._digest(path) != file.sha256:
-            self.disk.open(path, create=True).close()
+        if _digest(path) != file.sha256:
+            path.write_bytes(b"")
             return False
-        self.disk.rename(path, self.directory / file.name)
-        self.disk.sync_directory(self.directory)
+        path.rename(self.directory / file.name)
         return True
 
     async def _ask(
@@ -303,11 +280,16 @@ class Fetcher:
             await take(piece)
 
 
+def _digest(path: Path) -> str:
+    with path.open("rb") as opened:
+        return file_digest(opened, "sha256").hexdigest()
+
+
 class _Writing:
     """Bytes on their way to a file, in larger pieces than they come."""
 
     def __init__(
-        self, target: DiskFile, in_thread: Callable[[Callable[[], None]], Awaitable[None]]
+        self, target: BinaryIO, in_thread: Callable[[Callable[[], int]], Awaitable[int]]
     ) -> None:
         self._target = target
         self._in_thread = in_thread
@@ -321,11 +303,11 @@ class _Writing:
     async def flush(self) -> None:
         if self._bytes:
             content, self._bytes = bytes(self._bytes), bytearray()
-            await self._in_thread(lambda: self._target.append(content))
+            await self._in_thread(lambda: self._target.write(content))
 
 
-def read_rows(disk: Disk, info: SnapshotInfo, table: str, part: int) -> Iterator[Row]:
+def read_rows(info: SnapshotInfo, table: str, part: int) -> Iterator[Row]:
     """The rows of one part of a fetched snapshot. Blocks; raises BadSnapshot, OSError."""
     file = info.parts(table).get(part)
     if file is not None:
-        yield from stream_part(disk, info, file)
+        yield from stream_part(info, file)

@@ -19,7 +19,6 @@ import trio
 from fedsender.config import UnixAddress
 from fedsender.intake.rows import RelayRow, ToDeviceRow
 from fedsender.outside import Network, Outside
-from fedsender.relay.disk import RealDisk
 from fedsender.relay.snapshot import PARTS
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.endpoint import Endpoint
@@ -339,7 +338,7 @@ class SimulatedConsumer:
             async def open_wire(nursery: trio.Nursery) -> Wire:
                 return (await connect_relay(settings, outside, nursery))[0]
 
-            return Fetcher(self._staging, RealDisk(), outside, open_wire, 2)
+            return Fetcher(self._staging, outside, open_wire, 2)
 
         self.feed = RelayFeed(
             LineSettings(ENDPOINT, self._server_name, self._name),
