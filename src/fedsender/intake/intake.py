@@ -38,7 +38,6 @@ log = structlog.get_logger()
 MAX_APPENDS: Final = 1000
 MAX_ID_BYTES: Final = 255
 KEY_BYTES: Final = 16
-NO_KEY: Final = bytes(KEY_BYTES)
 
 
 class KeyReused(ValueError):

@@ -6,13 +6,15 @@ meanwhile, and nobody waits for a timer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, Protocol
 
 import structlog
 import trio
 
-from fedsender.intake.appending import Appending
 from fedsender.intake.intake import Call, Elsewhere, Full, KeyReused
 from fedsender.intake.rows import Prepared, RoomServers
 from fedsender.replication.rows import BadRow
@@ -59,7 +61,7 @@ class Writer:
         self.closed: Exception | None = Full("the store is not open yet")
         self._store = store
         self._stored = stored
-        self._waiting = Appending(WAITING_BYTES)
+        self._waiting = _Queue()
         self._arrived = trio.Event()
 
     def __bool__(self) -> bool:
@@ -145,3 +147,104 @@ class Writer:
             log.error("append_refused", reason=str(error))
             wrong = isinstance(error, WrongValues) or not isinstance(error, StoreError)
             return [BadRow(f"cannot be stored: {error}") if wrong else Full(str(error))]
+
+
+@dataclass(slots=True, eq=False)
+class _Item:
+    """A record that waits, and who waits for it."""
+
+    key: bytes
+    record: Prepared
+    check: int
+    callers: list[tuple[Call, int]] = field(default_factory=list)
+
+
+class _Queue:
+    """Records that wait: in order, each key once, all who ask told the same.
+
+    A record stays in it until it is answered.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Item] = deque()
+        self._bytes = 0
+        self._by_key: dict[bytes, _Item] = {}
+        self._room = trio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    async def room(self) -> None:
+        """Wait until there is room for more."""
+        while self._bytes >= WAITING_BYTES:
+            await self._room.wait()
+
+    def enqueue(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
+        """Put records in the queue that are not in it yet.
+
+        Raises KeyReused; then none of them was.
+        """
+        call = Call(len(records))
+        for index, item in enumerate(self._items(records)):
+            if not item.callers:
+                self._queue.append(item)
+                self._bytes += item.record.size
+                self._by_key[item.key] = item
+            item.callers.append((call, index))
+            call.left += 1
+        return call
+
+    def knows(self, key: bytes, record: Prepared) -> bool:
+        """Whether a record waits here that came under this key. Raises KeyReused: of other rows."""
+        return bool(self._items([(key, record)])[0].callers)
+
+    def _items(self, records: Sequence[tuple[bytes, Prepared]]) -> list[_Item]:
+        """For each record what waits already, or a new item. Raises KeyReused."""
+        found: list[_Item] = []
+        fresh: dict[bytes, _Item] = {}
+        for key, record in records:
+            check = record.check()
+            item = self._by_key.get(key) or fresh.get(key)
+            if item is not None and item.check != check:
+                raise KeyReused("this id came with other rows, which are being written")
+            if item is None:
+                item = fresh[key] = _Item(key, record, check)
+            found.append(item)
+        return found
+
+    def group(self, max_records: int, max_bytes: int) -> list[_Item]:
+        """The oldest that wait, no more than that; at least one, if any does."""
+        group: list[_Item] = []
+        size = 0
+        for item in islice(self._queue, max_records):
+            size += item.record.size
+            if group and size > max_bytes:
+                break
+            group.append(item)
+        return group
+
+    def answer(self, answers: Sequence[int | Exception]) -> None:
+        """The oldest ones are stored, with these tokens, or will not be."""
+        size = 0
+        for answer in answers:
+            item = self._queue.popleft()
+            self._by_key.pop(item.key, None)
+            size += item.record.size
+            for call, index in item.callers:
+                if isinstance(answer, int):
+                    call.settle(index, answer)
+                else:
+                    call.fail(answer)
+        self._made_room(size)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing that waits will be stored.
+
+        All of it, because what was brought later must not come in before what is brought again.
+        """
+        self.answer([error] * len(self._queue))
+
+    def _made_room(self, size: int) -> None:
+        self._bytes -= size
+        self._room.set()
+        self._room = trio.Event()
