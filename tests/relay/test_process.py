@@ -6,12 +6,14 @@ Numbers are those of the scenarios in docs/relay.md.
 from __future__ import annotations
 
 import signal
+import ssl
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
+import trustme
 import yaml
 from tests.relay.log_support import pdu
 from tests.relay.relay_world import Hands
@@ -104,6 +106,56 @@ async def test_a_relay_from_its_start_to_its_stop(
             assert await service.stop() == 0
             assert (await again.error()).startswith("STOPPING ")
         assert not (tmp_path / "relay.sock").exists()
+
+
+async def test_a_renewed_certificate_of_the_listener_is_taken_up_on_sighup(tmp_path: Path) -> None:
+    """Connections that are there stay; new ones see the new one. A bad one changes nothing."""
+    authority = trustme.CA()
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    def issue(name: str) -> None:
+        made = authority.issue_cert(name)
+        made.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+        made.private_key_pem.write_to_path(tmp_path / "key.pem")
+        (tmp_path / "key.pem").chmod(0o600)
+
+    async def accepted(port: int, name: str) -> bool:
+        plain = await trio.open_tcp_stream("127.0.0.1", port)
+        stream = trio.SSLStream(plain, trusting, server_hostname=name)
+        try:
+            await stream.do_handshake()
+        except trio.BrokenResourceError:
+            return False
+        finally:
+            await trio.aclose_forcefully(stream)
+        return True
+
+    issue("old.example")
+    write_secret(tmp_path / "one.secret", "a secret of one consumer")
+    config = configure(
+        tmp_path,
+        listen=["127.0.0.1:0"],
+        consumers={"one": {"secret_file": "one.secret"}},
+        certificate_file="cert.pem",
+        private_key_file="key.pem",
+    )
+    with trio.fail_after(PATIENCE_S):
+        async with open_service(tmp_path, ["relay", "-c", str(config)], 1) as service:
+            await service.manager.ready()
+            (line,) = service.logged("relay_listens")
+            port = int(str(line["address"]).rpartition(":")[2])
+            assert await accepted(port, "old.example")
+            issue("new.example")
+            service.tell(signal.SIGHUP)
+            await service.manager.ready()
+            assert await accepted(port, "new.example")
+            assert not await accepted(port, "old.example")
+            (tmp_path / "cert.pem").write_text("nonsense")
+            service.tell(signal.SIGHUP)
+            await service.manager.ready()
+            assert await accepted(port, "new.example")
+            assert await service.stop() == 0
 
 
 def test_only_one_relay_runs_in_a_directory(tmp_path: Path) -> None:

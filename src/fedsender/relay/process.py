@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -97,25 +99,33 @@ async def _run_until_told(
     notifier: Notifier,
     orders: Orders,
 ) -> None:
+    tls = config.server_tls("relay")
+
     async def open_doors() -> Sequence[Door]:
-        return await listen(config.relay.listen, config.server_tls("relay"))
+        return await listen(config.relay.listen, tls)
 
     # A wrong address is found out at once, not when the lock is ours.
     await close(await open_doors())
     while not orders.stop.is_set():
         try:
-            await _serve(path, config, outside, open_doors, notifier, orders)
+            await _serve(_Run(path, outside, notifier, orders, tls), config, open_doors)
         except* LockLost as lost:
             log.warning("relay_lock_lost", reason=str(lost.exceptions[0]))
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What one run of the command was given. `tls`: of the consumers' listeners."""
+
+    path: Path
+    outside: Outside
+    notifier: Notifier
+    orders: Orders
+    tls: ssl.SSLContext | None
+
+
 async def _serve(
-    path: Path,
-    config: Config,
-    outside: Outside,
-    open_doors: Callable[[], Awaitable[Sequence[Door]]],
-    notifier: Notifier,
-    orders: Orders,
+    run: _Run, config: Config, open_doors: Callable[[], Awaitable[Sequence[Door]]]
 ) -> None:
     """Wait for the lock, and serve until told to stop. Raises what `open_relay` raises."""
     doors: list[Door] = []
@@ -124,21 +134,21 @@ async def _serve(
         doors.extend(await open_doors())
         return doors
 
-    waits = partial(notifier.ready, "waiting for the lock of the database")
+    waits = partial(run.notifier.ready, "waiting for the lock of the database")
     try:
-        async with open_relay(config, outside, opened, waits=waits) as relay:
-            orders.started = True
+        async with open_relay(config, run.outside, opened, waits=waits) as relay:
+            run.orders.started = True
             async with _open_endpoints(relay) as endpoints:
                 for door in doors:
                     log.info("relay_listens", address=str(door.address))
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(give_memory_back, outside.run_sync)
-                    nursery.start_soon(_reload_when_told, path, notifier, orders, endpoints)
-                    notifier.ready(f"relay of {config.server_name}")
+                    nursery.start_soon(give_memory_back, run.outside.run_sync)
+                    nursery.start_soon(_reload_when_told, run, endpoints)
+                    run.notifier.ready(f"relay of {config.server_name}")
                     log.info("ready", server=config.server_name, epoch=relay.log.epoch)
-                    await orders.stop.wait()
+                    await run.orders.stop.wait()
                     nursery.cancel_scope.cancel()
-                notifier.stopping("closing the database")
+                run.notifier.stopping("closing the database")
     finally:
         with trio.CancelScope(shield=True):
             await close(doors)
@@ -160,17 +170,18 @@ async def _open_endpoints(relay: RelayDaemon) -> AsyncIterator[tuple[Admin, ...]
         yield admin, taking_in
 
 
-async def _reload_when_told(
-    path: Path, notifier: Notifier, orders: Orders, endpoints: Sequence[Admin]
-) -> None:
-    """On SIGHUP read the tokens again, and how to log. The consumers' secret is always fresh."""
+async def _reload_when_told(run: _Run, endpoints: Sequence[Admin]) -> None:
+    """On SIGHUP read tokens and certificates again, and how to log. Secrets are always fresh."""
+    notifier, limiter = run.notifier, trio.CapacityLimiter(1)
     while True:
-        await orders.told_to_reload()
+        await run.orders.told_to_reload()
         notifier.reloading()
         try:
-            newer = load_config(path)
+            newer = load_config(run.path)
             for endpoint in endpoints:
                 await endpoint.read_files()
+            renew = partial(newer.server_tls, "relay", renewed=run.tls)
+            await run.outside.run_sync(renew, limiter=limiter)
         except ConfigError as error:
             log.error("configuration not reloaded", error=str(error))
             notifier.ready("the configuration cannot be used; running on the old one")
