@@ -20,7 +20,15 @@ from fedsender.intake.intake import Elsewhere, KeyReused, Outdated
 from fedsender.intake.rows import check_of, prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.commands import Json
-from fedsender.store import appends, intake, relay, tables
+from fedsender.store import (
+    HomeserverSettings,
+    StoreConfig,
+    appends,
+    intake,
+    open_store,
+    relay,
+    tables,
+)
 from fedsender.store.appends import NewRecord
 from fedsender.store.connections import WrongDatabase
 from fedsender.store.engine import StoreError, open_database
@@ -596,6 +604,25 @@ async def test_a_database_belongs_to_one_relay(new_url: NewUrl) -> None:
         pass
     with pytest.raises(WrongDatabase, match=r"relay of hs.example, not of other.example"):
         async with open_relay_store(url, real_outside(), "other.example"):
+            pass
+
+
+async def test_neither_a_sender_nor_a_relay_takes_the_other_ones_database(
+    tmp_path: Path, new_url: NewUrl
+) -> None:
+    """What one does to it the other does not expect."""
+    relays, senders = new_url(), new_url()
+    settings = HomeserverSettings("embedded", "fed1", ("fed1",))
+    own = f"sqlite:///{tmp_path}/sender-of-mine.db"
+    async with open_relay_store(relays, real_outside(), SERVER):
+        pass
+    with pytest.raises(WrongDatabase, match=r"is that of the relay of hs.example: a sender needs"):
+        async with open_store(StoreConfig(settings, relays, own), real_outside()):
+            pass
+    async with open_store(StoreConfig(settings, senders, own), real_outside()) as store:
+        await store.homeserver.apply_feed([], 1)
+    with pytest.raises(WrongDatabase, match="store of a sender: a relay needs"):
+        async with open_relay_store(senders, real_outside(), SERVER):
             pass
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import trio
-from sqlalchemy import URL, Connection, inspect, text
+from sqlalchemy import URL, Connection, inspect, select, text
 
 from fedsender.outside import Outside
+from fedsender.store import tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import (
     Database,
@@ -136,6 +137,7 @@ async def open_store(
         await bring_up_to_date(own, "sender", _lock(own.url, outside))
         if embedded:
             await bring_up_to_date(main, "homeserver", _lock(main.url, outside))
+            await main.read(_refuse_a_relays)
         intake_lock = None
         if embedded and main.dialect == "postgresql":
             intake_lock = AdvisoryLock(main.url, outside)
@@ -178,6 +180,14 @@ def _refuse_a_synapses(connection: Connection) -> None:
     if inspect(connection).has_table("schema_version"):
         raise WrongDatabase(
             "sender_database is a Synapse's own database: fedsender's tables need another one"
+        )
+
+
+def _refuse_a_relays(connection: Connection) -> None:
+    owner = connection.execute(select(tables.relay_state.c.server_name)).scalar()
+    if owner is not None:
+        raise WrongDatabase(
+            f"homeserver.database is that of the relay of {owner}: a sender needs one of its own"
         )
 
 
