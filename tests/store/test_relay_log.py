@@ -482,6 +482,24 @@ async def test_a_record_that_is_spoiled_or_missing_is_named(new_url: NewUrl) -> 
             await store.read_log(4, 6, 2**20)
 
 
+@pytest.mark.parametrize("lines", [b"RDATA events 3 []\n", b"events", None])
+async def test_no_snapshot_is_made_of_a_record_that_is_spoiled_or_missing(
+    new_url: NewUrl, lines: bytes | None
+) -> None:
+    url = new_url()
+    async with open_relay_store(url, real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        await store.append_records([record(f"{n}", pdu(ROOMS[n], f"${n}")) for n in range(3)])
+        async with open_database(url, real_outside(), name="test") as database:
+            log = tables.relay_log
+            damage = log.delete() if lines is None else update(log).values(lines=lines)
+            await database.write(
+                lambda connection: connection.execute(damage.where(log.c.token == 2)) and None
+            )
+        with pytest.raises(DamagedLog, match="record 2"):
+            await rows_of_snapshot(store)
+
+
 async def test_the_log_is_read_and_measured_by_bytes_and_by_time(new_url: NewUrl) -> None:
     clock = Clock()
     async with open_relay_store(new_url(), clock.outside, SERVER) as store:

@@ -553,14 +553,22 @@ def read_log(connection: Connection, after: int, upto: int, max_bytes: int) -> l
     for token, ms, lines, checksum in connection.execute(query):
         if token != after + len(found) + 1:
             break
-        if crc32(lines) != checksum:
+        try:
+            _check(token, lines, checksum)
+        except DamagedLog:
             if found:
                 return found  # What is good before it can be told.
-            raise DamagedLog(f"record {token} of the log is not what was written")
+            raise
         found.append(LogRecord(token, ms, lines))
     if not found:
         raise DamagedLog(f"the log has no record {after + 1}")
     return found
+
+
+def _check(token: int, lines: bytes, checksum: int) -> None:
+    """Raises DamagedLog: the record is not what was written."""
+    if crc32(lines) != checksum:
+        raise DamagedLog(f"record {token} of the log is not what was written")
 
 
 def read_epochs(connection: Connection) -> list[tuple[str, int]]:
@@ -821,11 +829,14 @@ class SnapshotTables:
             ),
         ).subquery()
         query = (
-            select(named.c.event_id, named.c.room_id, named.c.token, _log.c.lines)
-            .join(_log, _log.c.token == named.c.token)
+            select(named.c.event_id, named.c.room_id, named.c.token, _log.c.lines, _log.c.checksum)
+            .outerjoin(_log, _log.c.token == named.c.token)
             .order_by(named.c.room_id, named.c.token)
         )
-        for event_id, room_id, token, lines in self._connection.execute(query):
+        for event_id, room_id, token, lines, checksum in self._connection.execute(query):
+            if lines is None:
+                raise DamagedLog(f"the log has no record {token}, which has {event_id}")
+            _check(token, lines, checksum)
             pdu = next(row for row in rows_of(lines) if row.startswith(b'["pdu",'))
             yield event_id, room_id, token, pdu.decode()
 
