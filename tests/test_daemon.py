@@ -471,7 +471,9 @@ async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
     away = False
     ready = trio.Event()
 
-    async def run_or_fail(function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter) -> Any:
+    async def run_or_fail(
+        function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+    ) -> Any:
         if away and getattr(function, "__name__", "") != "dispose":
             failure = sqlite3.OperationalError("disk I/O error")
             failure.sqlite_errorcode = sqlite3.SQLITE_IOERR

@@ -145,7 +145,7 @@ def fuzz_rows(rng: random.Random) -> None:
 def _manifest() -> bytes:
     digest = "6b1f" * 16
     files = [
-        FileInfo(file_name(table, part, digest), table, part, 5, 100, digest, None)
+        FileInfo(file_name(table, part, digest), table, part, 5, 100, digest)
         for table in ("hosts", "heads")
         for part in range(3)
     ]

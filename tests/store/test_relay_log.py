@@ -489,7 +489,9 @@ async def test_no_snapshot_is_made_of_a_record_that_is_spoiled_or_missing(
     url = new_url()
     async with open_relay_store(url, real_outside(), SERVER) as store:
         await store.begin_intake("e" * 16)
-        await store.append_records([record(f"{n}", pdu(ROOMS[n], f"${n}")) for n in range(3)])
+        await store.append_records(
+            [record(f"{n}", pdu(ROOMS[n], f"${n}", SERVERS[:1])) for n in range(3)]
+        )
         async with open_database(url, real_outside(), name="test") as database:
             log = tables.relay_log
             damage = log.delete() if lines is None else update(log).values(lines=lines)

@@ -96,11 +96,7 @@ class BadSnapshot(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileInfo:
-    """One file of a snapshot.
-
-    Attributes:
-        oldest_ms: of the rows that leave the snapshot by age the oldest one's time, if any.
-    """
+    """One file of a snapshot."""
 
     name: str
     table: str
@@ -108,7 +104,6 @@ class FileInfo:
     rows: int
     bytes: int
     sha256: str
-    oldest_ms: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +114,6 @@ class SnapshotInfo:
         token: it holds what the log said up to and with this one.
         files: without the manifest; `bytes` is the sum of theirs.
         sha256: of the manifest, in hexadecimal.
-        base: it holds rooms that there were before the log began, so the log alone, though it
-            may begin at 1, does not make it anew.
     """
 
     id: str
@@ -131,7 +124,6 @@ class SnapshotInfo:
     bytes: int
     sha256: str
     created_ms: int
-    base: bool = False
 
     def path(self, name: str) -> Path:
         """Where a file of it, or its manifest, is; raises KeyError for any other name."""
@@ -157,9 +149,7 @@ def part_of(key: str) -> int:
 # --- the manifest ---------------------------------------------------------------------------------
 
 
-def format_manifest(
-    token: int, epoch: str, created_ms: int, files: Iterable[FileInfo], *, base: bool = False
-) -> bytes:
+def format_manifest(token: int, epoch: str, created_ms: int, files: Iterable[FileInfo]) -> bytes:
     """The bytes of a manifest."""
     listed = [
         {
@@ -169,7 +159,6 @@ def format_manifest(
             "rows": file.rows,
             "bytes": file.bytes,
             "sha256": file.sha256,
-            "oldest_ms": file.oldest_ms,
         }
         for file in files
     ]
@@ -178,7 +167,6 @@ def format_manifest(
         "epoch": epoch,
         "token": token,
         "created_ms": created_ms,
-        "base": base,
         "files": listed,
     }
     return json.dumps(document, separators=(",", ":")).encode() + b"\n"
@@ -194,15 +182,12 @@ def parse_manifest(content: bytes, directory: Path) -> SnapshotInfo:
         document = json.loads(content)
     except (ValueError, RecursionError):
         raise BadSnapshot(f"{where}: not JSON") from None
-    if isinstance(document, dict):
-        document.setdefault("base", True)  # Who does not say so may have one.
     match document:
         case {
             "format": int(version),
             "epoch": str(epoch),
             "token": int(token),
             "created_ms": int(created_ms),
-            "base": bool(base),
             "files": list(listed),
         } if version == FORMAT and token >= 0 and _is_hex(epoch, 16):
             files = tuple(_parse_file(entry, where) for entry in listed)
@@ -221,7 +206,6 @@ def parse_manifest(content: bytes, directory: Path) -> SnapshotInfo:
         bytes=sum(file.bytes for file in files),
         sha256=sha256(content).hexdigest(),
         created_ms=created_ms,
-        base=base,
     )
 
 
@@ -234,10 +218,9 @@ def _parse_file(entry: object, where: Path) -> FileInfo:
             "rows": int(rows),
             "bytes": int(size),
             "sha256": str(digest),
-            "oldest_ms": (int() | None) as oldest_ms,
         } if table in COLUMNS and 0 <= part < PARTS and rows > 0 and 0 < size <= MAX_FILE_BYTES:
             if _is_hex(digest, 64) and name == file_name(table, part, digest):
-                return FileInfo(name, table, part, rows, size, digest, oldest_ms)
+                return FileInfo(name, table, part, rows, size, digest)
     raise BadSnapshot(f"{where}: an entry that describes no file")
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 import trio
@@ -215,16 +215,15 @@ class Shelf:
         self, info: SnapshotInfo, file: str, offset: int, size: int
     ) -> AsyncGenerator[bytes, None]:
         """The bytes of a file from `offset` to `size`; raises OSError."""
-        opened = await self._in_thread(partial(_open_at, info.path(file), offset))
-        try:
-            while offset < size:
-                piece = await self._in_thread(partial(opened.read, min(PIECE, size - offset)))
-                if not piece:
-                    raise OSError(f"{info.path(file)} has become shorter")
-                yield piece
-                offset += len(piece)
-        finally:
-            opened.close()
+        path = info.path(file)
+        while offset < size:
+            piece = await self._in_thread(
+                partial(_read_at, path, offset, min(PIECE, size - offset))
+            )
+            if not piece:
+                raise OSError(f"{path} has become shorter")
+            yield piece
+            offset += len(piece)
 
     # --- clearing away ----------------------------------------------------------------------------
 
@@ -254,10 +253,10 @@ class Shelf:
                 await self._in_thread(partial(shutil.rmtree, directory, ignore_errors=True))
 
 
-def _open_at(path: Path, offset: int) -> BinaryIO:
-    opened = path.open("rb")
-    opened.seek(offset)
-    return opened
+def _read_at(path: Path, offset: int, length: int) -> bytes:
+    with path.open("rb") as opened:
+        opened.seek(offset)
+        return opened.read(length)
 
 
 def list_snapshots(root: Path) -> list[SnapshotInfo]:

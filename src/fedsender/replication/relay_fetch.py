@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import BinaryIO, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 import trio
@@ -231,19 +231,13 @@ class Fetcher:
         return 0
 
     async def _receive(self, wire: Wire, snapshot: str, file: FileInfo, offset: int) -> None:
-        path = self._partial(file)
-        target = await self._in_thread(lambda: path.open("ab") if offset else path.open("wb"))
+        writing = _Writing(self._partial(file), self._in_thread)
+        asked = Fetch(snapshot, file.name, offset)
         try:
-            writing = _Writing(target, self._in_thread)
-            asked = Fetch(snapshot, file.name, offset)
-            try:
-                await self._ask(wire, asked, file.bytes - offset, writing.take)
-            finally:
-                with trio.CancelScope(shield=True):
-                    await writing.flush()
+            await self._ask(wire, asked, file.bytes - offset, writing.take)
         finally:
             with trio.CancelScope(shield=True):
-                await self._in_thread(target.close)
+                await writing.flush()
 
     def _finish(self, file: FileInfo) -> bool:
         """Whether what arrived is the file; then it gets its name."""
@@ -286,12 +280,12 @@ def _digest(path: Path) -> str:
 
 
 class _Writing:
-    """Bytes on their way to a file, in larger pieces than they come."""
+    """Bytes on their way to the end of a file, in larger pieces than they come."""
 
     def __init__(
-        self, target: BinaryIO, in_thread: Callable[[Callable[[], int]], Awaitable[int]]
+        self, path: Path, in_thread: Callable[[Callable[[], int]], Awaitable[int]]
     ) -> None:
-        self._target = target
+        self._path = path
         self._in_thread = in_thread
         self._bytes = bytearray()
 
@@ -303,7 +297,11 @@ class _Writing:
     async def flush(self) -> None:
         if self._bytes:
             content, self._bytes = bytes(self._bytes), bytearray()
-            await self._in_thread(lambda: self._target.write(content))
+            await self._in_thread(partial(self._append, content))
+
+    def _append(self, content: bytes) -> int:
+        with self._path.open("ab") as target:
+            return target.write(content)
 
 
 def read_rows(info: SnapshotInfo, table: str, part: int) -> Iterator[Row]:

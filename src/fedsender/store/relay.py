@@ -833,7 +833,7 @@ class SnapshotTables:
             .outerjoin(_log, _log.c.token == named.c.token)
             .order_by(named.c.room_id, named.c.token)
         )
-        for event_id, room_id, token, lines, checksum in self._connection.execute(query):
+        for event_id, room_id, token, lines, checksum in self._read(query):
             if lines is None:
                 raise DamagedLog(f"the log has no record {token}, which has {event_id}")
             _check(token, lines, checksum)
@@ -853,7 +853,8 @@ class SnapshotTables:
         return self._read(query.order_by(table.redacts, table.event_id))
 
     def _read(self, query: Executable) -> Rows:
-        yield from (tuple(row) for row in self._connection.execute(query))
+        with self._connection.execute(query) as found:
+            yield from (tuple(row) for row in found)
 
 
 # --- the database ---------------------------------------------------------------------------------
