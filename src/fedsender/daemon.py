@@ -132,6 +132,7 @@ def store_config(config: Config) -> StoreConfig:
         state_url=None
         if state is None
         else database_url(state, homeserver.state_database_password_file or password),
+        server_name=config.server_name,
     )
 
 

@@ -48,8 +48,7 @@ class Relay:
         self._engine = sa.create_engine(f"sqlite:///{self.directory / 'relay.db'}")
         with self._engine.begin() as connection:
             upgrade(connection, "homeserver")
-            state = {"id": 1, "server_name": HS, "first": 1}
-            connection.execute(tables.relay_state.insert().values(state))
+            connection.execute(tables.relay_state.insert().values(id=1, first=1))
             connection.execute(tables.stream_epoch.insert().values(epoch=EPOCH, base=0))
 
     def say(self, *rows: Json) -> int:

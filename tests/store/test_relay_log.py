@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedsender.outside import Outside, real_outside
 from fedsender.replication.commands import Json
 from fedsender.store import (
     HomeserverSettings,
+    Store,
     StoreConfig,
     appends,
     intake,
@@ -622,7 +624,7 @@ async def test_a_database_belongs_to_one_relay(new_url: NewUrl) -> None:
     url = new_url()
     async with open_relay_store(url, real_outside(), SERVER):
         pass
-    with pytest.raises(WrongDatabase, match=r"relay of hs.example, not of other.example"):
+    with pytest.raises(WrongDatabase, match=r"relay of hs.example: the relay of other.example"):
         async with open_relay_store(url, real_outside(), "other.example"):
             pass
 
@@ -633,15 +635,24 @@ async def test_neither_a_sender_nor_a_relay_takes_the_other_ones_database(
     """What one does to it the other does not expect."""
     relays, senders = new_url(), new_url()
     settings = HomeserverSettings("embedded", "fed1", ("fed1",))
-    own = f"sqlite:///{tmp_path}/sender-of-mine.db"
+
+    def open_senders(url: str, name: str) -> AbstractAsyncContextManager[Store]:
+        own = f"sqlite:///{tmp_path}/sender-of-mine.db"
+        config = StoreConfig(settings, url, own, server_name=name)
+        return open_store(config, real_outside())
+
     async with open_relay_store(relays, real_outside(), SERVER):
         pass
-    with pytest.raises(WrongDatabase, match=r"is that of the relay of hs.example: a sender needs"):
-        async with open_store(StoreConfig(settings, relays, own), real_outside()):
+    with pytest.raises(WrongDatabase, match=f"the relay of {SERVER}: a sender of {SERVER} needs"):
+        async with open_senders(relays, SERVER):
             pass
-    async with open_store(StoreConfig(settings, senders, own), real_outside()) as store:
-        await store.homeserver.apply_feed([], 1)
-    with pytest.raises(WrongDatabase, match="store of a sender: a relay needs"):
+    for _ in range(2):
+        async with open_senders(senders, SERVER):
+            pass
+    with pytest.raises(WrongDatabase, match=f"of a sender of {SERVER}: a sender of other.example"):
+        async with open_senders(senders, "other.example"):
+            pass
+    with pytest.raises(WrongDatabase, match=f"a sender of {SERVER}: the relay of {SERVER} needs"):
         async with open_relay_store(senders, real_outside(), SERVER):
             pass
 

@@ -1,4 +1,4 @@
-"""A relay's log, its consumers, and what of the log its snapshots name."""
+"""Whose a store is; a relay's log, its consumers, and what of the log its snapshots name."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,19 @@ ROW_ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 def upgrade() -> None:
     op.create_table(
-        "relay_state",
+        "store_owner",
         sa.Column("id", ROW_ID, nullable=False, comment="1"),
         sa.Column(
-            "server_name", sa.Text(), nullable=False, comment="the homeserver that this log is of"
+            "server_name", sa.Text(), nullable=False, comment="the homeserver that all this is of"
         ),
+        sa.Column(
+            "is_relay", sa.Boolean(), nullable=False, comment="a relay writes here, not a sender"
+        ),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.create_table(
+        "relay_state",
+        sa.Column("id", ROW_ID, nullable=False, comment="1"),
         sa.Column(
             "first", sa.BigInteger(), nullable=False, comment="the log is whole from this token on"
         ),
@@ -124,3 +132,4 @@ def upgrade() -> None:
 def downgrade() -> None:
     for table in ("consumers", "edus", "departures", "heads", "log", "epochs", "state"):
         op.drop_table(f"relay_{table}")
+    op.drop_table("store_owner")

@@ -7,14 +7,14 @@ was written for, and never migrates a Synapse's.
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import trio
-from sqlalchemy import URL, Connection, inspect, select, text
+from sqlalchemy import URL, Connection, inspect, text
 
 from fedsender.outside import Outside
-from fedsender.store import tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import (
     Database,
@@ -29,6 +29,7 @@ from fedsender.store.engine import (
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 from fedsender.store.lock import AdvisoryLock, FileLock, InstanceLock, Lock, LockHeld
 from fedsender.store.migrations import Line, SchemaDiffers, bring_up_to_date
+from fedsender.store.ownership import claim_store
 from fedsender.store.receipt_book import ReceiptBook
 from fedsender.store.sender import SenderStore
 
@@ -59,6 +60,7 @@ class StoreConfig:
         homeserver_url: `sqlite:///path` or `postgresql://...`: the embedded store or Synapse's.
         sender_url: the same for the sender's tables.
         state_url: a Synapse's `state` database, if it is split.
+        server_name: whose an embedded store must be; None: anybody's.
         synchronous: SQLite's setting for databases of ours. FULL survives a power cut, NORMAL a
             killed process, OFF neither (simulations).
     """
@@ -68,6 +70,7 @@ class StoreConfig:
     sender_url: str
     state_url: str | None = None
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
+    server_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,9 @@ async def open_store(
         await bring_up_to_date(own, "sender", _lock(own.url, outside))
         if embedded:
             await bring_up_to_date(main, "homeserver", _lock(main.url, outside))
-            await main.read(_refuse_a_relays)
+            if config.server_name is not None:
+                name = config.server_name
+                await main.write(partial(claim_store, server_name=name, relay=False))
         intake_lock = None
         if embedded and main.dialect == "postgresql":
             intake_lock = AdvisoryLock(main.url, outside)
@@ -180,14 +185,6 @@ def _refuse_a_synapses(connection: Connection) -> None:
     if inspect(connection).has_table("schema_version"):
         raise WrongDatabase(
             "sender_database is a Synapse's own database: fedsender's tables need another one"
-        )
-
-
-def _refuse_a_relays(connection: Connection) -> None:
-    owner = connection.execute(select(tables.relay_state.c.server_name)).scalar()
-    if owner is not None:
-        raise WrongDatabase(
-            f"homeserver.database is that of the relay of {owner}: a sender needs one of its own"
         )
 
 

@@ -27,9 +27,29 @@ from sqlalchemy import (
     update,
 )
 
-from fedsender.store import sender_tables
+from fedsender.store import sender_tables, tables
+from fedsender.store.connections import WrongDatabase
 from fedsender.store.event_rows import in_chunks
 from fedsender.store.rows import insert_rows
+
+
+def claim_store(connection: Connection, server_name: str, *, relay: bool) -> None:
+    """Have a store of ours belong to this homeserver's sender, or relay. Raises WrongDatabase.
+
+    What a relay does to it a sender does not expect, and so the other way round.
+    """
+    owner = tables.store_owner
+    query = select(owner.c.server_name, owner.c.is_relay)
+    if connection.execute(query).first() is None:
+        # Another one may do so at this moment.
+        insert_rows(connection, owner, [{"id": 1, "server_name": server_name, "is_relay": relay}])
+    name, is_relay = connection.execute(query).one()
+    if (name, is_relay) != (server_name, relay):
+        kinds = {True: "the relay", False: "a sender"}
+        raise WrongDatabase(
+            f"this is the database of {kinds[is_relay]} of {name}:"
+            f" {kinds[relay]} of {server_name} needs one of its own"
+        )
 
 
 @dataclass(frozen=True, slots=True)

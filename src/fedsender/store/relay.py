@@ -56,14 +56,13 @@ from fedsender.intake.rows import (
 )
 from fedsender.outside import Outside
 from fedsender.sender.routing import is_sent_by
-from fedsender.store import appends, embedded, intake, positions, room_servers, tables
+from fedsender.store import appends, embedded, intake, ownership, positions, room_servers, tables
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import (
     Database,
     DatabaseOptions,
     Faults,
     StoreError,
-    WrongDatabase,
     open_database,
 )
 from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
@@ -1099,18 +1098,9 @@ class RelayStore:
 
 
 def _claim(connection: Connection, server_name: str) -> None:
-    """Have the database belong to this homeserver's relay. Raises WrongDatabase."""
-    query = select(_state.c.server_name)
-    if connection.execute(query).first() is None:
-        if positions.feed_position(connection) >= 0:
-            raise WrongDatabase(
-                "this is the store of a sender: a relay needs a database of its own"
-            )
-        # Another relay may do so at this moment.
-        insert_rows(connection, _state, [{"id": 1, "server_name": server_name, "first": 1}])
-    owner = connection.execute(query).scalar_one()
-    if owner != server_name:
-        raise WrongDatabase(f"this is the database of the relay of {owner}, not of {server_name}")
+    """Have the database be this homeserver's relay's. Raises WrongDatabase."""
+    ownership.claim_store(connection, server_name, relay=True)
+    insert_rows(connection, _state, [{"id": 1, "first": 1}])
 
 
 @asynccontextmanager

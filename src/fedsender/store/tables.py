@@ -226,13 +226,20 @@ generation_marks = Table(
     Column("mark", Text, nullable=False, comment="the mark that the sender's database holds too"),
 )
 
+store_owner = Table(
+    "store_owner",
+    homeserver,
+    Column("id", RowId, primary_key=True, comment="1"),
+    Column("server_name", Text, nullable=False, comment="the homeserver that all this is of"),
+    Column("is_relay", Boolean, nullable=False, comment="a relay writes here, not a sender"),
+)
+
 # --- a relay's: its log, and what of the log its snapshots still name -----------------------------
 
 relay_state = Table(
     "relay_state",
     homeserver,
     Column("id", RowId, primary_key=True, comment="1"),
-    Column("server_name", Text, nullable=False, comment="the homeserver that this log is of"),
     Column("first", BigInteger, nullable=False, comment="the log is whole from this token on"),
 )
 relay_epochs = Table(
