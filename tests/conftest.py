@@ -1,6 +1,7 @@
 """For all tests: servers that are started once for those that ask, and a log left as found."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,14 @@ def _logging_as_it_was() -> Iterator[None]:
     yield
     structlog.reset_defaults()
     root.handlers, root.level = handlers, level
+
+
+@pytest.fixture
+def ignored_sigterm() -> Iterator[None]:
+    """One that comes when nobody waits for it does not end the tests."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

@@ -153,8 +153,11 @@ def test_what_is_wrong_is_said_before_any_spark_starts(
         assert f"{option}: {tmp_path}: is a directory" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("ignored_sigterm")
 def test_a_job_that_is_told_to_end_says_what_stays(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """SIGTERM in the middle of a commit: nothing of it shows, no traceback, and 1."""
 
@@ -166,9 +169,8 @@ def test_a_job_that_is_told_to_end_says_what_stays(
 
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
     monkeypatch.setattr(ingest, "ingest", work)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert run_command(["pipeline", "ingest", "-c", str(config_file(tmp_path))]) == 1
-    assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     told = capsys.readouterr().err.splitlines()[-1]
     assert told == (
         "fedsender: pipeline ingest: interrupted; what it has committed stays, and the next run"

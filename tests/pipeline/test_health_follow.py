@@ -33,6 +33,7 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.usefixtures("ignored_sigterm")
 def test_it_follows_the_ledger_ends_at_sigterm_and_goes_on_where_it_was(
     spark: "SparkSession",
     tmp_path: Path,
@@ -67,13 +68,11 @@ def test_it_follows_the_ledger_ends_at_sigterm_and_goes_on_where_it_was(
             yield spark
 
     monkeypatch.setattr(session, "spark_session", this_one)
-    # One that comes when nobody waits for it must not end the tests.
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     operator = threading.Thread(target=operate)
     operator.start()
     code = run_command(["pipeline", "health", "-c", str(config), "--follow", "1"])
     operator.join()
-    assert signal.signal(signal.SIGTERM, before) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     out, err = capfd.readouterr()
     assert seen == [True, (1, 3)]
     assert (code, out) == (0, "1 servers, of which 1 ill; 2 batches taken up\n")
