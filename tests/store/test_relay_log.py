@@ -3,6 +3,7 @@
 import json
 import random
 import sqlite3
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -26,6 +27,7 @@ from fedsender.store import (
     Store,
     StoreConfig,
     appends,
+    connections,
     intake,
     open_store,
     relay,
@@ -45,6 +47,7 @@ from fedsender.store.relay import (
     open_relay_store,
 )
 
+MIB = 2**20
 SERVER = "hs.example"
 ROOMS = [f"!{number}:{SERVER}" for number in range(3)]
 SERVERS = [f"s{number}.example" for number in range(5)]
@@ -655,6 +658,40 @@ async def test_neither_a_sender_nor_a_relay_takes_the_other_ones_database(
     with pytest.raises(WrongDatabase, match=f"a sender of {SERVER}: the relay of {SERVER} needs"):
         async with open_relay_store(senders, real_outside(), SERVER):
             pass
+
+
+async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is appended meanwhile waits, if it must; the disk has its bytes back afterwards."""
+    monkeypatch.setattr(relay, "MAX_WAL_BYTES", 2 * MIB)
+    monkeypatch.setattr(connections, "SQLITE_WAL_BYTES", MIB)
+    wal, over = tmp_path / "relay.db-wal", threading.Event()
+    async with open_relay_store(f"sqlite:///{tmp_path}/relay.db", real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        await store.append_records([record("first", pdu(ROOMS[0], "$0", SERVERS[:1]))])
+
+        def read(tables: SnapshotTables) -> None:
+            assert len(list(tables.rows("hosts"))) == 1
+            assert over.wait(30)
+
+        def big(number: int) -> NewRecord:
+            return record(
+                f"{number}", ["edu", ["to_device", "a.example", f"{number}", {"a": "x" * 200_000}]]
+            )
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(store.with_tables, read)
+            await trio.sleep(0.2)
+            with trio.move_on_after(3) as waited:
+                for number in range(100):
+                    await store.append_records([big(number)])
+            assert waited.cancelled_caught
+            assert 2 * MIB < wal.stat().st_size < 4 * MIB
+            over.set()
+        for number in range(200, 210):
+            await store.append_records([big(number)])
+        assert wal.stat().st_size < 3 * MIB
 
 
 async def test_the_file_shrinks_by_what_was_deleted(tmp_path: Path) -> None:

@@ -78,7 +78,6 @@ class RelayLog:
         self._shared = dict(epochs)
         self._tail: deque[LogRecord] = deque()
         self._tail_bytes = 0
-        self._busy_since: float | None = None
         self.epoch = epochs[-1][0]
         self.bytes = bounds.bytes
         self.moved = Watermark(bounds.head)
@@ -111,7 +110,7 @@ class RelayLog:
 
     def committing_s(self) -> float:
         """For how many seconds something has been waiting to become durable; 0 if nothing is."""
-        since = self._busy_since
+        since = self._store.appending_since
         return 0.0 if since is None else trio.current_time() - since
 
     async def run(self) -> None:
@@ -119,9 +118,7 @@ class RelayLog:
         try:
             while True:
                 await self.writer.news()
-                self._busy_since = trio.current_time()
                 await self.writer.write()
-                self._busy_since = None
         finally:
             self.writer.close(Full("the relay is stopping"))
 
@@ -139,8 +136,6 @@ class RelayLog:
                 self.bytes += len(lines)
         while self._tail_bytes > TAIL_BYTES or len(self._tail) > MAX_TAIL:
             self._tail_bytes -= len(self._tail.popleft().lines)
-        # Here a write that takes long is seen to go on.
-        self._busy_since = trio.current_time()
         self.moved.advance(head)
 
     # --- reading ----------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ FIRST_PAUSE_S = 0.2
 LAST_PAUSE_S = 10.0
 SQLITE_BUSY_S = 5.0
 SQLITE_CACHE_KIB = 512
+SQLITE_WAL_BYTES = 64 * 2**20
+"""A write-ahead log that had to grow beyond this is cut back to it when it begins anew."""
 """Pages that a connection keeps. It would keep 2 MB, and be hours in getting there; what it asks
 again is in the system's own cache."""
 CONNECT_S = 10
@@ -117,6 +119,7 @@ def _sqlite_engine(kind: str, url: URL, size: int, options: DatabaseOptions) -> 
     if options.ours:
         # The first is for a file that has nothing in it yet, and must come before the second.
         pragmas[:0] = ["auto_vacuum = INCREMENTAL", "journal_mode = WAL"]
+        pragmas.append(f"journal_size_limit = {SQLITE_WAL_BYTES}")
     if kind == "read":
         pragmas.append("query_only = ON")
 

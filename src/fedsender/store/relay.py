@@ -80,6 +80,8 @@ KEEP_LEFT_MS: Final = 30 * 86_400_000
 MAX_EPOCHS: Final = 20_000
 ROWS_AT_ONCE: Final = 5_000
 """One transaction deletes no more rows of a table, so that appends need not wait for long."""
+MAX_WAL_BYTES: Final = 192 * 2**20
+"""Appends wait at this, if they have to. With those under way, 256 MiB are not exceeded."""
 MAX_READ: Final = 1_000
 """Records that are read at once."""
 PAGES_AT_ONCE: Final = 2_000
@@ -866,16 +868,19 @@ class RelayStore:
 
     Attributes:
         server_name: the homeserver's.
+        appending_since: when the append under way began, on Trio's clock; None: there is none.
     """
 
     def __init__(
         self, database: Database, outside: Outside, server_name: str, lock: Lock | None
     ) -> None:
         self.server_name = server_name
+        self.appending_since: float | None = None
         self._database = database
         self._outside = outside
         self._lock = lock
         self._epoch: str | None = None
+        self._snapshot: trio.Event | None = None
         self._log_after = 0
         self._departures_after: _Place = ("", "")
 
@@ -943,7 +948,13 @@ class RelayStore:
     # --- appending --------------------------------------------------------------------------------
 
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
-        """Store records in this order, in one transaction; see `appends`. Raises Elsewhere."""
+        """Store records in this order, in one transaction; see `appends`. Raises Elsewhere.
+
+        What is appended while a snapshot is read stays in SQLite's write-ahead log: if that has
+        grown too long, this waits until the snapshot is read.
+        """
+        while self._snapshot is not None and self._wal_bytes() > MAX_WAL_BYTES:
+            await self._snapshot.wait()
         epoch, now_ms = self._epoch, self._outside.now_ms()
         make_rows = partial(RelayRows, self.server_name, now_ms)
 
@@ -951,7 +962,16 @@ class RelayStore:
             intake.check(connection, epoch)
             return appends.append_records(connection, records, now_ms, make_rows)
 
-        return await self._database.write(append)
+        self.appending_since = trio.current_time()
+        try:
+            return await self._database.write(append)
+        finally:
+            self.appending_since = None
+
+    def _wal_bytes(self) -> int:
+        if self._database.dialect != "sqlite":
+            return 0
+        return Path(f"{self._database.url.database}-wal").stat().st_size
 
     async def find_appends(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
         """Key -> (token, checksum) of the records that are stored."""
@@ -1092,9 +1112,14 @@ class RelayStore:
         Raises what it raises.
         """
         now_ms = self._outside.now_ms()
-        return await self._database.read(
-            lambda connection: write(SnapshotTables(connection, now_ms))
-        )
+        self._snapshot = trio.Event()
+        try:
+            return await self._database.read(
+                lambda connection: write(SnapshotTables(connection, now_ms))
+            )
+        finally:
+            self._snapshot.set()
+            self._snapshot = None
 
 
 def _claim(connection: Connection, server_name: str) -> None:
