@@ -13,14 +13,14 @@ from tests.relay.relay_world import World
 
 from fedsender.relay.admin_app import Parts, build_app
 from fedsender.relay.showing import consumers, facts
-from fedsender.relay.status import RelayMetrics, status_of
+from fedsender.relay.status import status_of
 
 Clock = trio.testing.MockClock
 
 
 def asking(world: World) -> httpx.AsyncClient:
     """The endpoints, without what stands in front of them."""
-    app = build_app(Parts(world.relay, RelayMetrics(world.relay)))
+    app = build_app(Parts(world.relay))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://relay")
 
 

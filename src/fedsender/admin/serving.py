@@ -114,10 +114,11 @@ async def serve_app(
             log.info(name, address=str(admin.address), for_operators=admin.token() is not None)
             yield admin
     finally:
-        for listener in listeners:
-            await trio.aclose_forcefully(listener)
+        # Before what a cancellation ends: a socket that nobody listens on looks as if somebody did.
         if isinstance(listen, UnixAddress):
             listen.path.unlink(missing_ok=True)
+        for listener in listeners:
+            await trio.aclose_forcefully(listener)
 
 
 class _Once:

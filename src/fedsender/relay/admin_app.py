@@ -1,7 +1,7 @@
 """The relay's endpoints for operators and machines; served as the daemon's are."""
 
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
@@ -14,6 +14,8 @@ from fedsender.admin.bodies import Body
 from fedsender.admin.client import PREFIX
 from fedsender.admin.refusal import Error, Refusal, json_answer, not_found
 from fedsender.admin.serving import Admin, serve_app
+from fedsender.config import Config
+from fedsender.outside import Outside
 from fedsender.relay.registry import Connected
 from fedsender.relay.status import RelayMetrics, Status, doubts, status_of
 from fedsender.store.engine import StoreError
@@ -38,12 +40,23 @@ class Forget(Body):
     name: str = Field(min_length=1, max_length=64, description="The consumer's name.")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Parts:
-    """What the endpoints reach."""
+    """What the endpoints reach.
 
-    relay: "RelayDaemon"
-    metrics: RelayMetrics
+    Attributes:
+        relay: the parts that hold the lock; None: it waits, and `waits` says for what.
+    """
+
+    relay: "RelayDaemon | None" = None
+    waits: str = "the database has not answered yet"
+    metrics: RelayMetrics = field(default_factory=RelayMetrics)
+
+    def holding(self) -> "RelayDaemon":
+        """The relay, while it holds the lock. Raises Refusal."""
+        if self.relay is None:
+            raise Refusal(503, "M_UNKNOWN", f"this relay waits: {self.waits}")
+        return self.relay
 
 
 # Async, or FastAPI would go through a thread for it.
@@ -58,32 +71,33 @@ Reach = Annotated[Parts, Depends(_parts_of)]
 
 @open_router.get("/health", summary="200 while the loop turns and the disk answers")
 async def health(parts: Reach) -> Response:
-    hung = parts.relay.hub.hung()
+    hung = parts.relay is not None and parts.relay.hub.hung()
     return json_answer({"alive": not hung}, 503 if hung else 200)
 
 
 @open_router.get("/ready", summary="200 if facts are taken in and nothing is wrong, else 503")
 async def ready(parts: Reach) -> Response:
-    reasons = list(doubts(parts.relay))
+    waits = f"this relay waits: {parts.waits}"
+    reasons = [waits] if parts.relay is None else list(doubts(parts.relay))
     return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
 
 @open_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(parts: Reach) -> Response:
-    return Response(await parts.metrics.exposition(), media_type=EXPOSITION_TYPE)
+    return Response(await parts.metrics.exposition(parts.relay), media_type=EXPOSITION_TYPE)
 
 
 @router.get("", summary="The log, its consumers and snapshots")
 async def status(parts: Reach) -> Status:
     try:
-        return await status_of(parts.relay)
+        return await status_of(parts.holding())
     except StoreError as error:
         raise Refusal(503, "M_UNKNOWN", str(error)) from None
 
 
 @router.post("/forget", summary="Remove a consumer that is not connected; its log may go")
 async def forget(request: Forget, parts: Reach) -> dict[str, str]:
-    relay = parts.relay
+    relay = parts.holding()
     try:
         relay.registry.forget(request.name)
     except KeyError:
@@ -110,10 +124,9 @@ def description() -> dict[str, Any]:
     return build_app(None).openapi()
 
 
-def open_admin(relay: "RelayDaemon") -> AbstractAsyncContextManager[Admin]:
+def open_admin(
+    parts: Parts, config: Config, outside: Outside
+) -> AbstractAsyncContextManager[Admin]:
     """The endpoint of this relay; raises as `serve_app` does."""
-    app = build_app(Parts(relay, RelayMetrics(relay)))
-    admin = relay.config.admin
-    return serve_app(
-        lambda: app, admin.listen, admin.token_file, relay.outside, "relay's admin endpoint"
-    )
+    app, admin = build_app(parts), config.admin
+    return serve_app(lambda: app, admin.listen, admin.token_file, outside, "relay's admin endpoint")

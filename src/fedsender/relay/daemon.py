@@ -75,7 +75,7 @@ async def open_relay(
     faults: Faults | None = None,
     step: Callable[[], None] = lambda: None,
     free: Callable[[Path], int] = free_bytes,
-    waits: Callable[[], None] = lambda: None,
+    waits: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[RelayDaemon]:
     """A relay without its HTTP endpoints. Waits while another one holds the database's lock.
 
@@ -85,7 +85,7 @@ async def open_relay(
         kind: limits of a peer, for tests.
         synchronous, faults, step, free: for simulations; see `open_relay_store`, `open_shelf`,
             `Retention`.
-        waits: called if another relay holds the lock, or it cannot be taken yet.
+        waits: told why, if another relay holds the lock, or it cannot be taken yet.
 
     Raises:
         LockHeld: another relay runs on the same SQLite.
@@ -137,7 +137,7 @@ async def open_relay(
 
 @asynccontextmanager
 async def _holding(
-    store: RelayStore, outside: Outside, waits: Callable[[], None]
+    store: RelayStore, outside: Outside, waits: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Hold the lock, and write under an epoch of our own, while the body runs."""
     epoch = outside.entropy(8).hex()
@@ -151,7 +151,7 @@ async def _holding(
             reason = str(unknown)
         if reason != said:
             log.info("relay_waits", reason=reason)
-            waits()
+            waits(reason)
         said = reason
         await trio.sleep(LOOK_EVERY_S)
 

@@ -7,7 +7,7 @@ import os
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
-from fedsender.relay.admin_app import open_admin
+from fedsender.relay.admin_app import Parts, open_admin
 from fedsender.relay.daemon import LockLost, RelayDaemon, open_relay
 from fedsender.replication.server import Door, close, listen
 from fedsender.systemd import Notifier, real_notifier
@@ -106,22 +106,54 @@ async def _run_until_told(
 
     # A wrong address is found out at once, not when the lock is ours.
     await close(await open_doors())
-    while not orders.stop.is_set():
-        try:
-            await _serve(_Run(path, outside, notifier, orders, tls), config, open_doors)
-        except* LockLost as lost:
-            log.warning("relay_lock_lost", reason=str(lost.exceptions[0]))
+    parts = Parts()
+    run = _Run(path, outside, notifier, orders, tls, parts)
+    async with open_admin(parts, config, outside) as admin, trio.open_nursery() as nursery:
+        run.endpoints.append(admin)
+        nursery.start_soon(_reload_when_told, run)
+        while not orders.stop.is_set():
+            try:
+                await _serve(run, config, open_doors)
+            except* LockLost as lost:
+                log.warning("relay_lock_lost", reason=str(_only(lost)))
+        nursery.cancel_scope.cancel()
+
+
+def _only(error: BaseException) -> BaseException:
+    """What is in a group, or in one within it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one run of the command was given. `tls`: of the consumers' listeners."""
+    """One run of the command.
+
+    Attributes:
+        tls: of the consumers' listeners.
+        parts: what the admin endpoint reaches.
+        endpoints: that are served now.
+    """
 
     path: Path
     outside: Outside
     notifier: Notifier
     orders: Orders
     tls: ssl.SSLContext | None
+    parts: Parts
+    endpoints: list[Admin] = field(default_factory=list)
+
+    def waits(self, why: str) -> None:
+        """The lock cannot be taken yet."""
+        self.parts.waits = why
+        self.ready()
+
+    def ready(self) -> None:
+        """Say that what was begun is done, and what we are."""
+        relay = self.parts.relay
+        waiting = "waiting for the lock of the database"
+        self.notifier.ready(waiting if relay is None else f"relay of {relay.config.server_name}")
 
 
 async def _serve(
@@ -134,17 +166,15 @@ async def _serve(
         doors.extend(await open_doors())
         return doors
 
-    waits = partial(run.notifier.ready, "waiting for the lock of the database")
     try:
-        async with open_relay(config, run.outside, opened, waits=waits) as relay:
+        async with open_relay(config, run.outside, opened, waits=run.waits) as relay:
             run.orders.started = True
-            async with _open_endpoints(relay) as endpoints:
+            async with _open_intake(run, relay):
                 for door in doors:
                     log.info("relay_listens", address=str(door.address))
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(give_memory_back, run.outside.run_sync)
-                    nursery.start_soon(_reload_when_told, run, endpoints)
-                    run.notifier.ready(f"relay of {config.server_name}")
+                    run.ready()
                     log.info("ready", server=config.server_name, epoch=relay.log.epoch)
                     await run.orders.stop.wait()
                     nursery.cancel_scope.cancel()
@@ -155,22 +185,26 @@ async def _serve(
 
 
 @asynccontextmanager
-async def _open_endpoints(relay: RelayDaemon) -> AsyncIterator[tuple[Admin, ...]]:
+async def _open_intake(run: _Run, relay: RelayDaemon) -> AsyncIterator[None]:
+    """Take appends in; the admin endpoint shows this relay meanwhile."""
     settings = relay.config.relay
-    async with (
-        open_admin(relay) as admin,
-        serve_intake(
-            relay.intake,
-            settings.intake,
-            settings.intake_token_file,
-            relay.outside,
-            partial(relay.config.server_tls, "relay"),
-        ) as taking_in,
-    ):
-        yield admin, taking_in
+    async with serve_intake(
+        relay.intake,
+        settings.intake,
+        settings.intake_token_file,
+        relay.outside,
+        partial(relay.config.server_tls, "relay"),
+    ) as taking_in:
+        run.endpoints.append(taking_in)
+        run.parts.relay = relay
+        try:
+            yield
+        finally:
+            run.parts.relay = None
+            run.endpoints.remove(taking_in)
 
 
-async def _reload_when_told(run: _Run, endpoints: Sequence[Admin]) -> None:
+async def _reload_when_told(run: _Run) -> None:
     """On SIGHUP read tokens and certificates again, and how to log. Secrets are always fresh."""
     notifier, limiter = run.notifier, trio.CapacityLimiter(1)
     while True:
@@ -178,7 +212,7 @@ async def _reload_when_told(run: _Run, endpoints: Sequence[Admin]) -> None:
         notifier.reloading()
         try:
             newer = load_config(run.path)
-            for endpoint in endpoints:
+            for endpoint in list(run.endpoints):
                 await endpoint.read_files()
             renew = partial(newer.server_tls, "relay", renewed=run.tls)
             await run.outside.run_sync(renew, limiter=limiter)
@@ -187,4 +221,4 @@ async def _reload_when_told(run: _Run, endpoints: Sequence[Admin]) -> None:
             notifier.ready("the configuration cannot be used; running on the old one")
             continue
         configure_logging(newer.log, now_ms=real_outside().now_ms)
-        notifier.ready(f"relay of {newer.server_name}")
+        run.ready()

@@ -202,19 +202,18 @@ def doubts(relay: RelayDaemon) -> Iterator[str]:
 class RelayMetrics:
     """The same as Prometheus reads it. Labels are bounded: by `max_consumers`, and by us."""
 
-    def __init__(self, relay: RelayDaemon) -> None:
-        self._relay = relay
+    def __init__(self) -> None:
         self._of_status = _OfStatus()
         self._registry = CollectorRegistry()
         self._registry.register(self._of_status)
         ProcessCollector(registry=self._registry)
 
-    async def exposition(self) -> bytes:
-        """Everything as text; nothing of the log while the database does not answer."""
+    async def exposition(self, relay: RelayDaemon | None) -> bytes:
+        """Everything as text; nothing of the log while it waits, or the database is away."""
         self._of_status.status = None
-        if self._relay.store.available:
+        if relay is not None and relay.store.available:
             with suppress(StoreError):
-                self._of_status.status = await status_of(self._relay)
+                self._of_status.status = await status_of(relay)
         return generate_latest(self._registry)
 
 
