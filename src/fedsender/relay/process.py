@@ -116,6 +116,8 @@ async def _run_until_told(
                 await _serve(run, config, open_doors)
             except* LockLost as lost:
                 log.warning("relay_lock_lost", reason=str(_only(lost)))
+                # One that waits has nothing to drain: told to stop, it ends at once.
+                orders.started = False
         nursery.cancel_scope.cancel()
 
 
