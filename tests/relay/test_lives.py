@@ -8,6 +8,7 @@ from __future__ import annotations
 import sqlite3
 from pathlib import Path
 
+import httpx
 import structlog.testing
 import trio
 import trio.testing
@@ -16,6 +17,8 @@ from tests.relay.log_support import pdu
 from tests.relay.relay_world import World
 from tests.relay.shard import Line, MemoryStore, Shard, until
 
+from fedsender.intake.endpoint import ANSWER_S, PREFIX, build_app
+from fedsender.relay.status import doubts
 from fedsender.replication.commands import Json
 from fedsender.store.records import History
 
@@ -237,11 +240,32 @@ async def test_a_disk_that_is_full_for_a_while_costs_nobody_a_record(autojump_cl
         async with trio.open_nursery() as nursery:
             nursery.start_soon(world.append)
             await trio.sleep(30)
-            assert not world.relay.store.available
+            assert "the database does not answer: database or disk is full" in doubts(world.relay)
             assert world.relay.log.head == 3
             world.faults = lambda _: None
         await shard.level(4)
         assert shard.feed.full_syncs.total() == 0
+
+
+async def test_an_append_that_finds_the_disk_full_is_answered(autojump_clock: Clock) -> None:
+    """503, and when to come again. It is stored once when there is room, whoever asks again."""
+    world = World()
+    async with world.running():
+        app = build_app(world.relay.intake)
+        transport = httpx.ASGITransport(app=app)
+        body = {"appends": [{"id": "one", "rows": [pdu(1)]}]}
+        async with httpx.AsyncClient(transport=transport, base_url="http://relay") as http:
+            world.faults = refuse
+            began = trio.current_time()
+            answer = await http.post(f"{PREFIX}/append", json=body)
+            assert trio.current_time() - began == ANSWER_S
+            assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
+            assert answer.json()["errcode"] == "FEDSENDER_FULL"
+            assert "has not answered for 30 s" in answer.json()["error"]
+            world.faults = lambda _: None
+            answer = await http.post(f"{PREFIX}/append", json=body)
+            assert answer.json()["tokens"] == [1]
+        assert world.relay.log.head == 1
 
 
 async def test_one_that_was_away_for_many_starts_is_of_this_history_still(

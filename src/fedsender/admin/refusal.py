@@ -26,7 +26,7 @@ class Refusal(Exception):
     """The request is refused.
 
     Attributes:
-        more: further fields of the answer.
+        more: further fields of the answer; `retry_after_ms` is also in its head, in seconds.
     """
 
     def __init__(
@@ -68,13 +68,15 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http)
 
 
-def _answer(status: int, body: bytes) -> Response:
-    return Response(body, status, media_type="application/json")
+def _answer(status: int, body: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body, status, headers, media_type="application/json")
 
 
 async def _on_refusal(_: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return _answer(error.status, error_body(error.errcode, error.error, error.more))
+    wait_ms = error.more.get("retry_after_ms")
+    later = {"Retry-After": str(-(-wait_ms // 1000))} if isinstance(wait_ms, int) else None
+    return _answer(error.status, error_body(error.errcode, error.error, error.more), later)
 
 
 async def _on_validation(_: Request, error: Exception) -> Response:

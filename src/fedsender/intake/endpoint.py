@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
+import trio
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Security
 from fastapi.security import HTTPBearer
 from pydantic import Field
@@ -43,6 +44,8 @@ BOUNDS: Final = Bounds(body_bytes=8 * 2**20, requests=128, setting="intake token
 RETRY_AFTER_MS: Final = 1000
 MAX_OUTCOMES: Final = 1000
 MAX_WAIT_S: Final = 60.0
+ANSWER_S: Final = 30.0
+"""A request that the database has not answered by then is told to come again."""
 PROGRESS: Final = ("fanned_out", "delivered", "servers", "behind")
 
 router = APIRouter(
@@ -144,7 +147,7 @@ async def append(request: Appends, intake: Reach) -> Response:
     409 FEDSENDER_RESERVATION_GONE: reserve again. 409 FEDSENDER_ID_REUSED: an id came with other
     rows before. 409 FEDSENDER_SERVERS_OUTDATED: rooms have later rows than `as_of`; nothing of the
     record is stored, and `rooms` has what is stored of the first of them, `others` counts the rest.
-    503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later.
+    503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later (Retry-After).
     503 FEDSENDER_ELSEWHERE: `instance` takes the appends, of several senders.
     """
     appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
@@ -227,7 +230,7 @@ async def outcomes(
         raise Refusal(404, "M_NOT_FOUND", "a relay sends nothing; ask its senders")
     try:
         cursor = Cursor.parse(after) if after else None
-        page = await _taken(lambda: feedback.outcomes(cursor, limit, wait_s))
+        page = await _taken(lambda: feedback.outcomes(cursor, limit, wait_s), wait_s + ANSWER_S)
     except BadCursor as bad:
         raise bad_param(f"after: {bad}") from bad
     except Gap as gap:
@@ -253,11 +256,13 @@ def _elsewhere(closed: Elsewhere) -> Refusal:
     return Refusal(503, "FEDSENDER_ELSEWHERE", str(closed), more)
 
 
-async def _taken(take: Callable[[], Awaitable[T]]) -> T:
-    """What `take` gives, its errors as refusals."""
+async def _taken(take: Callable[[], Awaitable[T]], within_s: float = ANSWER_S) -> T:
+    """What `take` gives, its errors as refusals; one of these, too, if it takes too long."""
     later = {"retry_after_ms": RETRY_AFTER_MS}
     try:
-        return await take()
+        with trio.move_on_after(within_s):
+            return await take()
+        raise Full(f"the database has not answered for {within_s:.0f} s: send the same again")
     except BadRow as bad:
         raise Refusal(400, "M_BAD_JSON", str(bad)) from bad
     except KeyReused as reused:

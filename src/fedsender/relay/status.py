@@ -175,8 +175,8 @@ async def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> Cons
 
 def doubts(relay: RelayDaemon) -> Iterator[str]:
     """What is wrong, one sentence each; none: nothing is."""
-    if not relay.store.available:
-        yield "the database does not answer"
+    if relay.store.trouble is not None:
+        yield f"the database does not answer: {relay.store.trouble}"
     if relay.hub.hung():
         yield f"the database has not answered a commit for {relay.log.committing_s():.0f} s"
     if relay.log.refusing is not None:
@@ -211,7 +211,7 @@ class RelayMetrics:
     async def exposition(self, relay: RelayDaemon | None) -> bytes:
         """Everything as text; nothing of the log while it waits, or the database is away."""
         self._of_status.status = None
-        if relay is not None and relay.store.available:
+        if relay is not None and relay.store.trouble is None:
             with suppress(StoreError):
                 self._of_status.status = await status_of(relay)
         return generate_latest(self._registry)

@@ -82,6 +82,7 @@ class _Lane:
     engine: Engine
     limiter: trio.CapacityLimiter
     away_since: float | None = None
+    trouble: str | None = None
 
 
 class Database:
@@ -118,7 +119,12 @@ class Database:
     @property
     def available(self) -> bool:
         """False from the first failed try of an outage until a try has worked again."""
-        return self._readers.away_since is None and self._writer.away_since is None
+        return self.trouble is None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it does not answer, in its own words; None: it does."""
+        return self._writer.trouble or self._readers.trouble
 
     async def read(self, fn: Callable[[Connection], T]) -> T:
         """What `fn` returns, run in a read transaction of its own (one consistent snapshot).
@@ -226,6 +232,7 @@ class Database:
         raise error
 
     def _note_away(self, lane: _Lane, error: Exception) -> None:
+        lane.trouble = words(error)
         if lane.away_since is None:
             lane.away_since = trio.current_time()
             log.warning(
@@ -236,7 +243,7 @@ class Database:
         self._worked = True
         if lane.away_since is not None:
             away_s = round(trio.current_time() - lane.away_since, 1)
-            lane.away_since = None
+            lane.away_since = lane.trouble = None
             log.info("database available again", database=self.name, lane=lane.kind, away_s=away_s)
 
     async def close(self) -> None:

@@ -885,9 +885,9 @@ class RelayStore:
         self._departures_after: _Place = ("", "")
 
     @property
-    def available(self) -> bool:
-        """False while the database is away."""
-        return self._database.available
+    def trouble(self) -> str | None:
+        """Why the database does not answer, in its own words; None: it does."""
+        return self._database.trouble
 
     # --- who writes -------------------------------------------------------------------------------
 
