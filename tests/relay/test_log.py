@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 from tests.relay.log_support import append, lines_after, numbers, pdu
 from tests.relay.relay_world import World
 
+from fedsender.intake.intake import Full
 from fedsender.intake.rows import rows_of
 from fedsender.relay.log import TAIL_BYTES, Collected
 
@@ -116,6 +117,31 @@ async def test_22_23_a_kill_in_mid_append_leaves_no_hole(autojump_clock: Clock, 
         assert await world.append_rows(pdu(4), key=b"the fourth's key") == 4
         assert await world.append_rows(pdu(5)) == 5
         assert numbers(await lines_after(world.relay.log, 0)) == [1, 2, 3, 4, 5]
+
+
+async def test_a_commit_that_was_taken_for_failed_holds_up_nobody(autojump_clock: Clock) -> None:
+    """What it stored is told with what comes next, in its order, also to who reads from memory."""
+    world = World(settings={"keep_min": "1h"})
+
+    def fail(at: str) -> None:
+        if at == "after commit":
+            world.faults = lambda _: None
+            # Nothing that is cured by waiting: it is not run again, and who asked is told.
+            raise OperationalError("COMMIT", {}, sqlite3.OperationalError("no answer"))
+
+    async with world.running():
+        await world.append(3)
+        hands = await world.follow("sender-1", 3)
+        world.faults = fail
+        with pytest.raises(Full):
+            await world.append_rows(pdu(4), key=b"the fourth's key")
+        assert await world.append_rows(pdu(5)) == 5
+        await hands.until("RDATA events 4 ")
+        await hands.until("RDATA events 5 ")
+        assert await world.append_rows(pdu(4), key=b"the fourth's key") == 4
+        assert await world.append_rows(pdu(6)) == 6
+        await hands.until("RDATA events 6 ")
+        assert numbers(await lines_after(world.relay.log, 0)) == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_duplicate_in_a_group_is_told_once(autojump_clock: Clock) -> None:

@@ -128,7 +128,12 @@ class RelayLog:
         head = self.head
         for record, token in zip(records, answers, strict=True):
             # A token that is not new is that of a record that came before.
-            if isinstance(token, int) and token == head + 1:
+            if isinstance(token, int) and token > head:
+                if token > head + 1:
+                    # A commit of which we were told that it failed was none that did: what it
+                    # stored is in the table only.
+                    self._tail.clear()
+                    self._tail_bytes = 0
                 head = token
                 lines = lines_of(record.texts, token)
                 self._tail.append(LogRecord(token, now_ms, lines))
