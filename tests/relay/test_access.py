@@ -28,7 +28,14 @@ from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.endpoint import Endpoint, connect
 from fedsender.replication.feed import relay_settings
-from fedsender.replication.server import MAX_LEAVING, MAX_PROVING, close, listen
+from fedsender.replication.server import (
+    MAX_CONNECTIONS,
+    MAX_LEAVING,
+    MAX_OF_ONE,
+    MAX_PROVING,
+    close,
+    listen,
+)
 from fedsender.replication.wire import OWN_KIND, PeerKind
 
 Clock = trio.testing.MockClock
@@ -169,6 +176,26 @@ async def test_those_who_say_nothing_keep_nobody_out(
         await trio.sleep(15)
         assert len(hub.sessions) == 1
         assert len(silent) + len(spread) == 500
+
+
+async def test_one_secret_opens_so_many_connections_and_no_more(
+    autojump_clock: Clock, secret_file: Path, tmp_path: Path
+) -> None:
+    """A sender that runs wild, or whose secret was stolen, keeps no other sender out."""
+    other_file = tmp_path / "other.secret"
+    other_file.write_text("the secret of the other one\n")
+    settings = consumers(secret_file, **{"sender-2": other_file})
+    async with World(settings=settings).running() as world:
+        for _ in range(MAX_CONNECTIONS):
+            hands = world.connect(trusted=False)
+            await hands.say(f"AUTH {SECRET}")
+            await trio.testing.wait_all_tasks_blocked()
+        assert (await hands.error()).startswith("BUSY ")
+        assert len(world.relay.hub.sessions) == MAX_OF_ONE
+        other = world.connect(trusted=False)
+        await other.say("AUTH the secret of the other one")
+        await other.resume("sender-2", 0)
+        await other.until("POSITION ")
 
 
 async def test_29_the_secret_can_change_and_is_in_no_log(

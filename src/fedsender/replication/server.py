@@ -64,6 +64,8 @@ log = structlog.get_logger()
 
 MAX_CONNECTIONS: Final = 256
 """Connections that need no secret, or have given one."""
+MAX_OF_ONE: Final = 48
+"""Of these, connections that have given the same secret."""
 MAX_PROVING: Final = 32
 """Connections that have not yet given a secret; one more takes the place of one of them."""
 MAX_LEAVING: Final = 64
@@ -130,6 +132,7 @@ class Session:
     Attributes:
         name: what the client calls itself.
         peer: where it comes from, as far as shares go; see `peer_of`.
+        names: those whose secret it gave; None: any will do.
         proving: it has not yet given a secret.
         leaving: it has been refused, and takes nobody's place.
         over: why it has ended; None: it has not.
@@ -139,14 +142,13 @@ class Session:
     def __init__(self, server: LineServer[Any], wire: Wire, *, trusted: bool) -> None:
         self.name = "?"
         self.peer = ""
+        self.names: frozenset[str] | None = None
         self.proving = not trusted
         self.leaving = False
         self.over: str | None = None
         self.slow = False
         self.wire = wire
         self._server = server
-        # The names whose secret it gave; None: any will do.
-        self._names: frozenset[str] | None = None
         self._instance: str | None = None
         self._subscribed: set[str] = set()
         self._lines: deque[bytes] = deque()
@@ -233,7 +235,7 @@ class Session:
             if isinstance(command, Auth):
                 names = await self._server.names_of(command.secret)
             if names:
-                self._names = names
+                self.names = names
                 self._server.let_in(self)
                 return
             await self._server.wrong_secret()
@@ -245,7 +247,7 @@ class Session:
             case Ping() | Auth():
                 pass
             case Name(name):
-                if self._names is not None and name not in self._names:
+                if self.names is not None and name not in self.names:
                     # The same for a name that there is, and for one that there is not.
                     raise Refused("AUTH the secret that was given is not that of this name")
                 self.name = name[:200]
@@ -502,7 +504,8 @@ class LineServer(ABC, Generic[S]):
 
     def let_in(self, session: Session) -> None:
         """It has given a secret. Raises Refused."""
-        if self._staying() >= MAX_CONNECTIONS:
+        same = sum(each.names == session.names and not each.leaving for each in self.sessions)
+        if same > MAX_OF_ONE or self._staying() >= MAX_CONNECTIONS:
             raise Refused(BUSY)
         session.proving = False
         self._wrong_lately = 0
