@@ -365,6 +365,32 @@ async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: New
         assert await store.tidy(0, 1, 15_000) == 0
 
 
+async def test_a_device_list_for_which_there_is_no_room_is_asked_for(new_url: NewUrl) -> None:
+    """Before any message to a device goes, which nobody can have again from anywhere."""
+    async with open_relay_store(new_url(), real_outside(), SERVER) as store:
+        await store.begin_intake("e" * 16)
+        user, content = f"@u\u00e9:{SERVER}", {"keys": [["x" * 1_000]]}
+        message = ["edu", ["to_device", SERVERS[0], "m", {"a": "x" * 1_000}]]
+        lists = [["edu", ["device_list", server, user, "D", content]] for server in SERVERS[:3]]
+        gone = ["edu", ["device_list", SERVERS[3], user, "D", None]]
+        await store.append_records([record("a", message), record("b", *lists), record("c", gone)])
+        assert await store.tidy(0, 0, 2_000) == 0
+        edus = (await rows_of_snapshot(store))["edus"]
+        assert sorted((row[1], row[4]) for row in edus) == [
+            (1, False),
+            (2, True),
+            (2, True),
+            (2, True),
+            (3, True),
+        ]
+        shorter = [["edu", ["device_list", server, user, "D", None]] for server in SERVERS[:4]]
+        told = [json.loads(row[5]) for row in edus]
+        assert sorted(told, key=str) == sorted([message, *shorter], key=str)
+        # When that is not enough the oldest go, whatever they are.
+        assert await store.tidy(0, 0, 100) == 4
+        assert [row[1] for row in (await rows_of_snapshot(store))["edus"]] == [3]
+
+
 async def test_a_record_for_many_servers_is_not_read_once_for_each_of_them(
     new_url: NewUrl,
 ) -> None:

@@ -15,6 +15,7 @@ is named in the server's departure: the one that made it leave, or the last one 
 """
 
 import enum
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -30,6 +31,7 @@ from sqlalchemy import (
     Connection,
     Executable,
     and_,
+    bindparam,
     delete,
     exists,
     func,
@@ -82,6 +84,8 @@ ROWS_AT_ONCE: Final = 5_000
 """One transaction deletes no more rows of a table, so that appends need not wait for long."""
 MAX_WAL_BYTES: Final = 192 * 2**20
 """Appends wait at this, if they have to. With those under way, 256 MiB are not exceeded."""
+SHORTENED: Final = 200
+"""Device lists that are read and made shorter in one transaction."""
 MAX_READ: Final = 1_000
 """Records that are read at once."""
 PAGES_AT_ONCE: Final = 2_000
@@ -743,6 +747,32 @@ def _oldest_edus(connection: Connection, size: int) -> list[tuple[int, int, int]
     return found
 
 
+def _shorten_device_lists(connection: Connection) -> int:
+    """Leave of the oldest ones only that a server is to ask for the list; by how many bytes.
+
+    Several at a time, none of them twice.
+    """
+    at = (_edus.c.token, _edus.c.number)
+    # That of one that is short already ends with the content null.
+    whole = and_(_edus.c.kind == "device_list", _edus.c.text.like("%}]]"))
+    query = select(*at, _edus.c.bytes, _edus.c.text).where(whole).order_by(*at).limit(SHORTENED)
+    rows, gain = [], 0
+    for token, number, size, text in connection.execute(query):
+        edu, (kind, destination, *whose, _) = json.loads(text)
+        short = json.dumps(
+            [edu, [kind, destination, *whose, None]], ensure_ascii=False, separators=(",", ":")
+        )
+        left = len(short) + len(destination)
+        rows.append({"at": token, "row": number, "resync": True, "bytes": left, "text": short})
+        gain += size - left
+    if rows:
+        one = update(_edus).where(
+            _edus.c.token == bindparam("at"), _edus.c.number == bindparam("row")
+        )
+        connection.execute(one, rows)
+    return gain
+
+
 # --- snapshots ------------------------------------------------------------------------------------
 
 _IS_BACK = exists(
@@ -1059,9 +1089,14 @@ class RelayStore:
         return page.after
 
     async def _bound_edus(self, floor: int, most_bytes: int) -> int:
-        """Drop the oldest beyond the bound; how many of them some consumer may lack."""
+        """Drop the oldest beyond the bound; how many of them some consumer may lack.
+
+        What device lists say goes first: their servers can ask for it, if they are told to.
+        """
         dropped = 0
         excess = await self._database.read(_size_of_edus) - most_bytes
+        while excess > 0 and (shorter := await self._write(_shorten_device_lists)):
+            excess -= shorter
         while excess > 0:
             going = await self._database.read(partial(_oldest_edus, size=excess))
             if not going:
