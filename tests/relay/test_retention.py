@@ -6,15 +6,18 @@ Numbers are those of the scenarios in docs/relay.md.
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import structlog.testing
 import trio
 import trio.testing
 from sqlalchemy.exc import OperationalError
-from tests.relay.relay_world import World
+from tests.relay.log_support import outside
+from tests.relay.relay_world import World, config_of
 
 from fedsender.intake.intake import Full
+from fedsender.relay.daemon import open_relay
 from fedsender.relay.registry import Connected
 from fedsender.relay.status import doubts
 
@@ -329,6 +332,31 @@ async def test_51_a_full_disk_costs_dead_consumers_their_place_and_never_what_is
         assert await world.append() == 31
     async with world.running():
         assert (world.first, world.relay.log.head) == (30, 31)
+
+
+@pytest.mark.parametrize("where", ["directory", "elsewhere", "postgresql"])
+async def test_the_disk_that_counts_is_the_databases(
+    autojump_clock: Clock, tmp_path: Path, where: str, request: pytest.FixtureRequest
+) -> None:
+    """No record goes, and none is refused, for a disk that has no records."""
+    directory, other = tmp_path / "directory", tmp_path / "elsewhere"
+    other.mkdir()
+    settings: dict[str, object] = {"disk_reserve": "1GiB"}
+    if where == "elsewhere":
+        settings["database"] = f"sqlite:///{other}/relay.sqlite3"
+    elif where == "postgresql":
+        settings["database"] = request.getfixturevalue("postgres").create_schema()
+    looked: set[Path] = set()
+
+    def free(path: Path) -> int:
+        looked.add(path)
+        return 0
+
+    opened = open_relay(config_of(directory, settings), outside(), free=free)
+    async with opened as relay:
+        await relay.retention.tidy()
+        assert looked == {"directory": {directory}, "elsewhere": {other}}.get(where, set())
+        assert (relay.log.refusing is None) == (where == "postgresql")
 
 
 async def test_pages_go_back_to_the_disk(autojump_clock: Clock) -> None:

@@ -79,7 +79,8 @@ class Relay(Section):
     disk_reserve: Bytes = Field(
         default=2 * GIB,
         ge=0,
-        description="So much of the disk stays free, in the same way; then nothing is taken in.",
+        description="So much of an SQLite's disk stays free, in the same way; then nothing is"
+        " taken in.",
     )
     consumer_ttl: Seconds = Field(
         default=86_400.0,

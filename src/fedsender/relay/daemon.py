@@ -118,9 +118,7 @@ async def open_relay(
         ) as shelf,
     ):
         limits = Limits(settings.keep_min, settings.log_cap, settings.disk_reserve)
-        retention = Retention(
-            settings.directory, store, opened, registry, shelf, outside, limits, free
-        )
+        retention = Retention(store, opened, registry, shelf, outside, limits, free)
         secret_files = {name: one.secret_file for name, one in settings.consumers.items()}
         hub_settings = HubSettings(
             config.server_name, secret_files, kind, settings.fetch_bytes_per_second

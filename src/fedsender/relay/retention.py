@@ -69,7 +69,6 @@ class Retention:
 
     def __init__(
         self,
-        directory: Path,
         store: RelayStore,
         log: RelayLog,
         registry: Registry,
@@ -82,7 +81,6 @@ class Retention:
         self.dropped_edus = 0
         self.dropping = False
         self.failing: str | None = None
-        self._directory = directory
         self._store = store
         self._log = log
         self._registry = registry
@@ -162,7 +160,7 @@ class Retention:
             self._tell_the_lost(through + 1)
             await self._drop(through)
             await self._store.give_pages_back()
-            short = self._limits.disk_reserve - await self._free()
+            short = await self._reserve_short_by()
         self._refuse("the disk is nearly full" if short > 0 else None)
 
     def _refuse(self, why: str | None) -> None:
@@ -173,15 +171,15 @@ class Retention:
 
     async def _short_by(self) -> int:
         """Bytes that must go: to be below the cap, and to leave the reserve."""
-        return max(
-            self._log.bytes - self._limits.log_cap,
-            self._limits.disk_reserve - await self._free(),
-        )
+        return max(self._log.bytes - self._limits.log_cap, await self._reserve_short_by())
 
-    async def _free(self) -> int:
-        return await self._outside.run_sync(
-            lambda: self._free_in(self._directory), limiter=self._limiter
-        )
+    async def _reserve_short_by(self) -> int:
+        """Bytes that the database's disk lacks to the reserve; one elsewhere is not ours to see."""
+        directory = self._store.directory
+        if directory is None:
+            return 0
+        free = await self._outside.run_sync(lambda: self._free_in(directory), limiter=self._limiter)
+        return self._limits.disk_reserve - free
 
     def _tell_the_lost(self, first: int) -> None:
         for consumer in self._registry.overtake(first):

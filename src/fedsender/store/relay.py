@@ -898,13 +898,16 @@ class RelayStore:
 
     Attributes:
         server_name: the homeserver's.
+        directory: where an SQLite is; None: it is no file of ours.
         appending_since: when the append under way began, on Trio's clock; None: there is none.
     """
 
     def __init__(
         self, database: Database, outside: Outside, server_name: str, lock: Lock | None
     ) -> None:
+        file = Path(database.url.database or "")
         self.server_name = server_name
+        self.directory = file.parent if database.dialect == "sqlite" else None
         self.appending_since: float | None = None
         self._database = database
         self._outside = outside
