@@ -13,12 +13,14 @@ import structlog.testing
 import trio
 import trio.testing
 from sqlalchemy.exc import OperationalError
-from tests.relay.log_support import outside
+from tests.relay.log_support import outside, pdu
 from tests.relay.relay_world import World, config_of
 
 from fedsender.intake.intake import Full
+from fedsender.relay import retention
 from fedsender.relay.daemon import open_relay
 from fedsender.relay.registry import Connected
+from fedsender.relay.retention import TIDY_EVERY_S
 from fedsender.relay.status import doubts
 
 Clock = trio.testing.MockClock
@@ -194,6 +196,29 @@ async def test_a_clock_that_jumps_forgets_nobody(autojump_clock: Clock) -> None:
         await world.append()
         await trio.sleep(HOUR)
         assert (world.state("sender-1"), world.first) == ("STOPPED", 3)
+
+
+async def test_what_is_kept_for_a_time_is_kept_though_the_clock_jumps(
+    autojump_clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids for a day, and records for `keep_min`: by the clock they are a year old at once."""
+    monkeypatch.setattr(retention, "DAY_S", DAY)
+    world = World(settings={"keep_min": "10m"})
+    async with world.running():
+        hands = await world.follow("sender-1", 0)
+        for number in (1, 2, 3):
+            await world.append_rows(pdu(number), key=b"key %012d" % number)
+        await hands.ack(3)
+        await hands.leave()
+        world.ahead_ms += 365 * 86_400_000
+        await trio.sleep(TIDY_EVERY_S + 60)
+        assert world.first == 1
+        assert await world.append_rows(pdu(2), key=b"key %012d" % 2) == 2
+        await trio.sleep(600)
+        assert world.first == 3
+        assert await world.append_rows(pdu(2), key=b"key %012d" % 2) == 2
+        await trio.sleep(DAY)
+        assert await world.append_rows(pdu(2), key=b"key %012d" % 2) == 4
 
 
 async def test_49_50_an_erased_record_is_a_new_consumer(autojump_clock: Clock) -> None:

@@ -30,6 +30,9 @@ EVERY_S: Final = 10.0
 AT_LEAST_S: Final = 1.0
 """Between two looks, however much is acknowledged."""
 TIDY_EVERY_S: Final = 60.0
+JUMP_S: Final = 60.0
+"""A wall clock that gains so much between two looks was set ahead."""
+DAY_S: Final = 86_400.0
 EDU_SHARE: Final = 8
 """EDUs that some consumer may lack may take this part of `log_cap`."""
 
@@ -91,6 +94,8 @@ class Retention:
         self._limiter = trio.CapacityLimiter(1)
         self._kicked = trio.Event()
         self._tidy_at = 0.0
+        self._clock = self._clock_says()
+        self._jumped_at = float("-inf")
 
     def look(self) -> None:
         """Something moved: look soon."""
@@ -113,6 +118,7 @@ class Retention:
 
     async def tidy(self) -> None:
         """One look; raises OSError, StoreError."""
+        self._watch_the_clock()
         self._registry.expire()
         # Also those of whom it could not be stored before we were started again.
         self._tell_the_lost(self._log.first)
@@ -126,13 +132,29 @@ class Retention:
     async def _tidy_store(self) -> None:
         floor = self._registry.edu_floor()
         bound = self._limits.log_cap // EDU_SHARE
-        dropped = await self._store.tidy(self._outside.now_ms(), floor, bound)
+        wary = self._clock_jumped_within(max(DAY_S, self._limits.keep_min_s))
+        dropped = await self._store.tidy(0 if wary else self._outside.now_ms(), floor, bound)
         self.dropped_edus += dropped
         self.dropping = bool(dropped)
         if dropped:
             log.critical("relay_edus_dropped", count=dropped, bytes_kept=bound)
-        await self._store.forget_appends(round(self._limits.keep_min_s * 1000))
+        if not wary:
+            await self._store.forget_appends(round(self._limits.keep_min_s * 1000))
         await self._store.give_pages_back()
+
+    def _clock_says(self) -> float:
+        """The wall clock against one that nobody sets, in seconds."""
+        return self._outside.now_ms() / 1000 - trio.current_time()
+
+    def _watch_the_clock(self) -> None:
+        before, self._clock = self._clock, self._clock_says()
+        if self._clock > before + JUMP_S:
+            self._jumped_at = trio.current_time()
+            log.warning("relay_clock_jumped", seconds=round(self._clock - before))
+
+    def _clock_jumped_within(self, seconds: float) -> bool:
+        """What seems to be older than `seconds` may be younger: the clock was set ahead since."""
+        return trio.current_time() < self._jumped_at + seconds
 
     async def _expendable(self) -> int:
         """Up to here nobody needs the log."""
@@ -140,6 +162,8 @@ class Retention:
         through = self._log.head if pinned is None else pinned
         if through < self._log.first:
             return through
+        if self._clock_jumped_within(self._limits.keep_min_s):
+            return self._log.first - 1
         old_ms = self._outside.now_ms() - round(self._limits.keep_min_s * 1000)
         return min(through, await self._store.last_before(old_ms))
 
