@@ -5,16 +5,19 @@ Numbers are those of the scenarios in docs/relay.md.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import structlog.testing
 import trio
 import trio.testing
-from tests.relay.log_support import hosts, pdu, to_device
-from tests.relay.relay_world import World
+from tests.relay.log_support import append, hosts, pdu, to_device
+from tests.relay.relay_world import World, config_of
 from tests.relay.shard import Line, Shard, forget_log
 
+from fedsender.outside import real_outside
+from fedsender.relay.daemon import open_relay
 from fedsender.relay.retention import TIDY_EVERY_S
 from fedsender.relay.snapshot import SnapshotInfo
 from fedsender.relay.snapshots import SHARED_S
@@ -283,3 +286,29 @@ async def test_a_path_is_no_file_name(autojump_clock: Clock) -> None:
         hands, snapshot, _ = await world.join("sender-1")
         await hands.say(f"FETCH {snapshot} ../../consumers.json 0")
         assert "failed to parse line: FETCH" in await hands.error()
+
+
+async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path) -> None:
+    """Or nobody could join while the log moves on, and everybody else has all of it."""
+    begun, finish = threading.Event(), threading.Event()
+
+    def step() -> None:
+        begun.set()
+        assert finish.wait(30)
+
+    opened = open_relay(config_of(tmp_path), real_outside(), synchronous="OFF", step=step)
+    with trio.fail_after(30):
+        async with opened as relay:
+            await append(relay.log, pdu(1))
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(relay.shelf.make)
+                await trio.to_thread.run_sync(begun.wait)
+                for number in range(2, 6):
+                    await append(relay.log, pdu(number))
+                await relay.retention.tidy()
+                first = relay.log.first
+                finish.set()
+            (made,) = relay.shelf.snapshots
+            assert (made.token, first) == (1, 2)
+            await relay.retention.tidy()
+            assert relay.log.first == 5

@@ -158,8 +158,8 @@ class Retention:
 
     async def _expendable(self) -> int:
         """Up to here nobody needs the log."""
-        pinned = self._registry.floor()
-        through = self._log.head if pinned is None else pinned
+        pins = [self._registry.floor(), self._shelf.pin, self._log.head]
+        through = min(pin for pin in pins if pin is not None)
         if through < self._log.first:
             return through
         if self._clock_jumped_within(self._limits.keep_min_s):

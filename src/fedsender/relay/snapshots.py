@@ -69,8 +69,9 @@ class Makings:
 
 @dataclass(slots=True)
 class _Flight:
-    """A snapshot in the making."""
+    """A snapshot in the making. `above`: its token will be this one or a newer one."""
 
+    above: int
     done: trio.Event = field(default_factory=trio.Event)
     made: SnapshotInfo | None = None
     failure: str = ""
@@ -119,6 +120,11 @@ class Shelf:
         """The snapshot of this id."""
         return next((info for info in self.snapshots if info.id == name), None)
 
+    @property
+    def pin(self) -> int | None:
+        """What follows this token is kept for whoever waits for a snapshot; None: nobody does."""
+        return None if self._flight is None else self._flight.above
+
     # --- making -----------------------------------------------------------------------------------
 
     async def offer(self) -> SnapshotInfo:
@@ -142,7 +148,7 @@ class Shelf:
         """A snapshot of all that the log says by now. Raises SnapshotFailed."""
         flight = self._flight
         if flight is None:
-            flight = self._flight = _Flight()
+            flight = self._flight = _Flight(self._log.head)
             # Not in the task that asked: others may come to wait for it, and the first may leave.
             self._nursery.start_soon(self._fly, flight)
         await flight.done.wait()
