@@ -177,6 +177,28 @@ async def test_all_or_nothing_of_what_can_be_checked() -> None:
         assert await intake.append([event(1, place)]) == [1]
 
 
+@pytest.mark.parametrize(("appends", "rows"), [(1, 10_000), (1000, 1)])
+async def test_others_have_their_turn_while_a_large_request_is_checked(
+    appends: int, rows: int
+) -> None:
+    """A sender's requests and timers are of the same loop."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    many = [Append(f"id{n}", [["redaction", ["$a", f"${n}"]]] * rows) for n in range(appends)]
+    async with opened() as intake, trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        with pytest.raises(BadRow):
+            await intake.append([*many[1:], Append("last", [*many[0].rows[1:], ["pdu", []]])])
+        nursery.cancel_scope.cancel()
+    assert turns >= 900
+
+
 async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.MockClock) -> None:
     """FULL reaches each who waits, the places are gone, and nothing stands half."""
     outcomes: list[str] = []

@@ -22,9 +22,9 @@ import trio
 
 from fedsender.intake.rows import (
     Ephemeral,
+    Preparation,
     Prepared,
     RoomServers,
-    prepare,
     prepare_ephemeral,
 )
 from fedsender.matrix import JsonObject
@@ -38,6 +38,8 @@ log = structlog.get_logger()
 MAX_APPENDS: Final = 1000
 MAX_ID_BYTES: Final = 255
 KEY_BYTES: Final = 16
+STEP_ROWS: Final = 10
+"""Others have their turn after so many rows: a request can bring a hundred thousand."""
 
 
 class KeyReused(ValueError):
@@ -351,14 +353,26 @@ class Intake:
 
     async def _check(self, appends: Sequence[Append]) -> list[tuple[Append, _Held | None]]:
         """Each with its rows prepared. Raises BadRow, which says the number of it."""
-        if self.signer is None:
-            return [_checked(number, each) for number, each in enumerate(appends)]
-        checked = []
-        for number, each in enumerate(appends):
-            # A thousand signatures take a while.
-            await trio.lowlevel.checkpoint()
-            checked.append(_checked(number, each, self.signer.complete))
-        return checked
+        return [(each, await self._prepared(n, each)) for n, each in enumerate(appends)]
+
+    async def _prepared(self, number: int, each: Append) -> _Held | None:
+        """None: the work for its place came to nothing."""
+        try:
+            if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
+                raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
+            if not each.rows and each.reservation is not None:
+                return None
+            complete = (lambda row: row) if self.signer is None else self.signer.complete
+            preparation = Preparation(len(each.rows), complete)
+            for index, row in enumerate(each.rows):
+                if index % STEP_ROWS == 0:
+                    await trio.lowlevel.checkpoint()
+                preparation.add(row)
+            return _Held(key_of(each.id), preparation.done())
+        except UnicodeEncodeError as bad:
+            raise BadRow(f"append {number}: the id is not Unicode") from bad
+        except BadRow as bad:
+            raise BadRow(f"append {number}: {bad}") from bad
 
     async def _append(self, checked: Sequence[tuple[Append, _Held | None]]) -> list[int | None]:
         self._lapse()
@@ -448,22 +462,6 @@ class Intake:
         checked = [prepare_ephemeral(stream, row) for stream, row in rows]
         for each in checked:
             self.publish(each)
-
-
-def _checked(
-    number: int, each: Append, complete: Callable[[Json], Json] = lambda row: row
-) -> tuple[Append, _Held | None]:
-    try:
-        if not 1 <= len(each.id.encode()) <= MAX_ID_BYTES:
-            raise BadRow(f"an id of 1 to {MAX_ID_BYTES} bytes is needed")
-        if not each.rows and each.reservation is not None:
-            return each, None
-        record = prepare(each.rows, complete)
-        return each, _Held(key_of(each.id), record)
-    except UnicodeEncodeError as bad:
-        raise BadRow(f"append {number}: the id is not Unicode") from bad
-    except BadRow as bad:
-        raise BadRow(f"append {number}: {bad}") from bad
 
 
 def key_of(caller_id: str) -> bytes:

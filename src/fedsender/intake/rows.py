@@ -200,30 +200,50 @@ class Prepared:
 
 
 def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row) -> Prepared:
-    """Check the rows of one record and bring them into text. Raises BadRow.
+    """Check the rows of one record and bring them into text. Raises BadRow."""
+    preparation = Preparation(len(rows), complete)
+    for row in rows:
+        preparation.add(row)
+    return preparation.done()
 
-    `complete` makes of a row as it came the one whose meaning counts. The text is of what came, so
-    that what comes again is known by it.
+
+class Preparation:
+    """A record on its way to be `Prepared`, row by row, so that others have their turn in between.
+
+    Args:
+        count: how many rows it has. Raises BadRow.
+        complete: makes of a row as it came the one whose meaning counts. The text is of what came,
+            so that what comes again is known by it.
     """
-    if not 1 <= len(rows) <= MAX_ROWS:
-        raise BadRow(f"a record of {len(rows)} rows, and 1 to {MAX_ROWS} are allowed")
-    texts: list[bytes] = []
-    parsed: list[RelayRow] = []
-    events = 0
-    for number, row in enumerate(rows):
+
+    def __init__(self, count: int, complete: Callable[[Json], Json] = lambda row: row) -> None:
+        if not 1 <= count <= MAX_ROWS:
+            raise BadRow(f"a record of {count} rows, and 1 to {MAX_ROWS} are allowed")
+        self._complete = complete
+        self._texts: list[bytes] = []
+        self._parsed: list[RelayRow] = []
+        self._events = 0
+
+    def add(self, row: Json) -> None:
+        """Check the next row. Raises BadRow, which says its number."""
         try:
-            parsed.append(parse_relay_row(complete(row)))
-            events += _is_event(parsed[-1])
-            if events > 1:
+            parsed = parse_relay_row(self._complete(row))
+            self._events += _is_event(parsed)
+            if self._events > 1:
                 raise BadRow("a second event, and a token has one")
-            texts.append(_encode(row))
+            text = _encode(row)
         except (BadRow, ValueError, RecursionError) as bad:
             why = bad if isinstance(bad, BadRow) else "not JSON"
-            raise BadRow(f"row {number}: {why}") from bad
-    size = sum(map(len, texts))
-    if size > MAX_RECORD_BYTES:
-        raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
-    return Prepared(tuple(texts), size, tuple(parsed))
+            raise BadRow(f"row {len(self._texts)}: {why}") from bad
+        self._parsed.append(parsed)
+        self._texts.append(text)
+
+    def done(self) -> Prepared:
+        """The record with all its rows. Raises BadRow."""
+        size = sum(map(len, self._texts))
+        if size > MAX_RECORD_BYTES:
+            raise BadRow(f"a record of {size} bytes, and {MAX_RECORD_BYTES} are allowed")
+        return Prepared(tuple(self._texts), size, tuple(self._parsed))
 
 
 def _is_event(row: RelayRow) -> bool:

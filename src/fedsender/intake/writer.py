@@ -24,8 +24,8 @@ from fedsender.store.engine import StoreError, WrongValues
 log = structlog.get_logger()
 
 GROUP_RECORDS: Final = 1024
-GROUP_BYTES: Final = 4 * 2**20
-"""What one transaction takes, at most."""
+GROUP_BYTES: Final = 2**20
+"""What one transaction takes, at most, or one record: others that write wait for it."""
 WAITING_BYTES: Final = 32 * 2**20
 """Rows that wait for a transaction; who brings more waits before they are taken."""
 
