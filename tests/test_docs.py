@@ -129,7 +129,9 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {http1.HEAD_BYTES // kib} KiB within {http1.HEAD_SECONDS:.0f} s; a body of"
         f" {http1.OPERATORS.body_bytes // mib} MiB within {access.BODY_SECONDS:.0f} s;"
         f" {http1.OPERATORS.requests} requests with a token at once,"
-        f" {access.REQUEST_SECONDS:.0f} s each; {http1.SEND_SECONDS:.0f} s to read each 64 KiB",
+        f" {access.REQUEST_SECONDS:.0f} s each, with {access.LARGE_BYTES // mib} MiB of bodies"
+        f" beyond the first {access.SMALL_BODY // kib} KiB of each;"
+        f" {http1.SEND_SECONDS:.0f} s to read each 64 KiB",
         f"a drain waits {http1.GRACE_SECONDS:.0f} s",
         f"{protocol.SYNAPSE_MAX_LINE // kib} KiB from Synapse and"
         f" {protocol.OWN_MAX_LINE // kib} KiB from our own kind, Redis replies of"

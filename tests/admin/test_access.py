@@ -11,9 +11,9 @@ from tests.admin.desk import OURS, SYNAPSES, TOKEN, checked, open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.admin.access import BODY_SECONDS, Doorkeeper
+from fedsender.admin.access import BODY_SECONDS, LARGE_BYTES, SMALL_BODY, Doorkeeper
 from fedsender.admin.app import OPENAPI_PATH, description
-from fedsender.admin.http1 import OPERATORS
+from fedsender.admin.http1 import OPERATORS, Bounds
 from fedsender.replication.sink import FeedStatus
 
 GUARDED = (
@@ -244,6 +244,37 @@ async def test_a_crowd_is_turned_away_but_the_probes_answer(autojump_clock: Mock
 
     assert (late.status, probe.status, after.status) == (503, 200, 200)
     assert all(said.status == 200 for said in crowd)
+
+
+async def test_large_bodies_are_bounded_together_and_keep_no_small_one_out(
+    autojump_clock: MockClock,
+) -> None:
+    """Some megabytes each, and a hundred at once, would take all memory once they are parsed."""
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        await trio.sleep(10)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    def of(size: int) -> Receive:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b" " * size, "more_body": False}
+
+        return receive
+
+    size = LARGE_BYTES // 4 + SMALL_BODY
+    keeper = Doorkeeper(slow, lambda: TOKEN, Bounds(body_bytes=size))
+    large = [Said() for _ in range(4)]
+    late, small, after = Said(), Said(), Said()
+    async with trio.open_nursery() as nursery:
+        for said in large:
+            nursery.start_soon(keeper, scope_of("/x"), of(size), said.send)
+        await trio.sleep(1)
+        await keeper(scope_of("/x"), of(SMALL_BODY + 1), late.send)
+        nursery.start_soon(keeper, scope_of("/x"), of(SMALL_BODY), small.send)
+    await keeper(scope_of("/x"), of(size), after.send)
+
+    assert (late.status, small.status, after.status) == (503, 200, 200)
+    assert all(said.status == 200 for said in large)
 
 
 # --- probes ---------------------------------------------------------------------------------------

@@ -22,6 +22,10 @@ log = structlog.get_logger()
 OPEN_PATHS: Final = ("/health", "/ready", "/metrics")
 BODY_SECONDS: Final = 20.0
 REQUEST_SECONDS: Final = 60.0
+SMALL_BODY: Final = 64 * 1024
+LARGE_BYTES: Final = 32 * 2**20
+"""Bodies of all requests under way, beyond the first `SMALL_BODY` bytes of each. Once it is parsed
+a body takes ten times its bytes."""
 
 
 class Doorkeeper:
@@ -38,6 +42,7 @@ class Doorkeeper:
         self._token = token
         self._bounds = bounds
         self._under_way = 0
+        self._large_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -71,11 +76,13 @@ class Doorkeeper:
         if refusal is not None:
             raise refusal
         self._under_way += 1
+        body = bytearray()
         try:
-            body = await _read_body(receive, self._bounds.body_bytes)
-            await self._ask(_as_json(scope), _replay(body, receive), send)
+            await self._read_body(receive, body)
+            await self._ask(_as_json(scope), _replay(bytes(body), receive), send)
         finally:
             self._under_way -= 1
+            self._large_bytes -= _large(body)
 
     async def _ask(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -87,6 +94,23 @@ class Doorkeeper:
                 "M_UNKNOWN",
                 f"not done within {REQUEST_SECONDS:.0f} s; /ready says whether a database is away",
             ) from None
+
+    async def _read_body(self, receive: Receive, body: bytearray) -> None:
+        """The whole body into `body`; raises Refusal where it is too much or too slow."""
+        more, most = True, self._bounds.body_bytes
+        with trio.move_on_after(BODY_SECONDS) as scope:
+            while more:
+                message = await receive()
+                self._large_bytes -= _large(body)
+                body += message.get("body", b"")
+                self._large_bytes += _large(body)
+                more = message.get("more_body", False)
+                if len(body) > most:
+                    raise Refusal(413, "M_TOO_LARGE", f"the body has more than {most} bytes")
+                if self._large_bytes > LARGE_BYTES:
+                    raise Refusal(503, "M_LIMIT_EXCEEDED", "too many large requests at once")
+        if scope.cancelled_caught:
+            raise Refusal(408, "M_UNKNOWN", f"the body did not come within {BODY_SECONDS:.0f} s")
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         """Why this request may not pass; None: it may."""
@@ -136,19 +160,8 @@ def _as_json(scope: Scope) -> Scope:
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}
 
 
-async def _read_body(receive: Receive, most: int) -> bytes:
-    """The whole body; raises Refusal beyond `most` bytes and after `BODY_SECONDS`."""
-    body, more = bytearray(), True
-    with trio.move_on_after(BODY_SECONDS) as scope:
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > most:
-                raise Refusal(413, "M_TOO_LARGE", f"the body has more than {most} bytes")
-    if scope.cancelled_caught:
-        raise Refusal(408, "M_UNKNOWN", f"the body did not come within {BODY_SECONDS:.0f} s")
-    return bytes(body)
+def _large(body: bytearray) -> int:
+    return max(0, len(body) - SMALL_BODY)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
