@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import json
+import os
 import ssl
 import stat
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -94,6 +96,32 @@ async def test_over_a_unix_socket(tmp_path: Path) -> None:
         assert await relay.append([row]) == 1
         (lines,) = await lines_after(log_of(intake), 0)
         assert json.loads(rows_of(lines)[0]) == row
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+async def test_a_unix_socket_is_opened_by_another_user_through_its_group() -> None:
+    """A homeserver in another container: the group is that of our process, or the directory's
+    where that has the setgid bit. Who is in neither stays out."""
+    group, connect = 23456, "import socket, sys; socket.socket(1).connect(sys.argv[1])"
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        os.chown(directory, 0, group)
+        os.chmod(directory, 0o2755)
+        (directory / "relay").mkdir()
+        listen = UnixAddress(directory / "append.sock")
+        async with serving(directory / "relay", listen):
+            assert listen.path.stat().st_gid == group
+            for groups, code in (([group], 0), ([], 1)):
+                done = await trio.run_process(
+                    ["/usr/bin/python3", "-c", connect, str(listen.path)],
+                    user=54321,
+                    group=54321,
+                    extra_groups=groups,
+                    check=False,
+                    capture_stderr=True,
+                )
+                assert done.returncode == code, done.stderr
+            assert b"PermissionError" in done.stderr
 
 
 async def test_inside_tls(tmp_path: Path) -> None:
@@ -292,6 +320,12 @@ async def test_requests_that_are_refused(tmp_path: Path) -> None:
             with pytest.raises(Refused) as refusal:
                 await relay.append([pdu(1)])
             assert refusal.value.status == 401
+        log_of(intake).refusing = None
+        async with IntakeClient.at(address, f"{TOKEN}\n") as relay:
+            assert await relay.append([pdu(7)], id="id7") == 1, "as it was read from its file"
+        with pytest.raises(ValueError, match="token"):
+            async with IntakeClient.at(address, "two\nlines"):
+                pass
         assert log_of(intake).head == 1
 
 

@@ -154,7 +154,7 @@ class NewRecord:
     """A record to append: rows that belong together.
 
     Attributes:
-        rows: as `relay.facts` says; none, with a reservation: the work came to nothing.
+        rows: as docs/homeservers.md says; none, with a reservation: the work came to nothing.
         id: the caller's, the same whenever the same rows are sent.
     """
 
@@ -187,9 +187,10 @@ class IntakeClient:
         or a sender, or at several addresses senders that share a store.
 
         Args:
+            token: as it stands in its file; what is white around it is no part of it.
             ca_file: certificates to trust there; None takes the system's.
 
-        Raises ValueError for an address that is none, and OSError for the file.
+        Raises ValueError for an address or a token that is none, and OSError for the file.
         """
         async with AsyncExitStack() as stack:
             https = []
@@ -371,6 +372,9 @@ def _http_client(peer: HttpPeer, token: str, ca_file: str | None) -> httpx.Async
     where = peer.address
     path = str(where.path) if isinstance(where, UnixAddress) else None
     verify = ssl.create_default_context(cafile=ca_file) if peer.tls else False
+    token = token.strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError("the token has characters that no header takes")
     return httpx.AsyncClient(
         base_url=str(peer) if peer.tls else f"http://{'relay' if path else where}",
         headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
