@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
@@ -17,6 +18,8 @@ from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
 from tests.service import until
 
+from fedsender.config import UnixAddress
+from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.intake import Append, Elsewhere, Full, Intake, KeyReused, Outdated, key_of
 from fedsender.intake.rows import prepare
 from fedsender.outside import real_outside
@@ -269,6 +272,62 @@ async def test_a_record_that_the_database_refuses_is_refused_alone(
         assert answers[3] is answer
         assert len(await stored(store)) == 4
         assert sorted(answers[number] for number in (1, 2, 4, 5)) == [[1], [2], [3], [4]]
+
+
+class _Gated(_Stumbling):
+    """Such a store, whose first transaction takes until `gate` is set. `groups`: their sizes."""
+
+    def __init__(self, store: HomeserverStore, gate: trio.Event, groups: list[int]) -> None:
+        super().__init__(store, "$e3", _overflows)
+        self._gate = gate
+        self._groups = groups
+
+    async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
+        self._groups.append(len(records))
+        if len(self._groups) == 1:
+            await self._gate.wait()
+        return await super().append_records(records)
+
+
+async def test_requests_that_share_a_transaction_with_a_bad_one_are_answered_200(
+    config: StoreConfig, tmp_path: Path
+) -> None:
+    """Over HTTP: what the endpoint refuses by itself, and what only the database does."""
+    gate, groups = trio.Event(), list[int]()
+    answers: dict[int, tuple[int, Any]] = {}
+    around = partial(_Gated, gate=gate, groups=groups)
+    secret, listen = tmp_path / "token", UnixAddress(tmp_path / "append.sock")
+    secret.write_text("a token")
+    transport = httpx.AsyncHTTPTransport(uds=str(listen.path))
+    headers = {"Authorization": "Bearer a token"}
+    async with (
+        pushed_to(config, around=around) as (feed, store),
+        serve_intake(feed.intake, listen, secret, real_outside()),
+        httpx.AsyncClient(transport=transport, headers=headers) as http,
+    ):
+
+        async def post(number: int, row: Any) -> None:
+            body = {"appends": [{"id": f"id{number}", "rows": [row]}]}
+            answer = await http.post(f"http://x{PREFIX}/append", json=body)
+            answers[number] = answer.status_code, answer.json()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(post, 1, pdu(1))
+            await until(lambda: groups == [1])
+            nursery.start_soon(post, 2, ["hosts", ["!r\0:hs.example", [], []]])
+            await until(lambda: 2 in answers)
+            for number in range(3, 23):
+                nursery.start_soon(post, number, pdu(number))
+            await until(lambda: len(feed._writer._waiting._queue) == 21)
+            gate.set()
+        assert groups[1] == 20
+        assert "NUL" in answers[2][1]["error"]
+        assert "cannot be stored" in answers[3][1]["error"]
+        refused = {number for number, (status, _) in answers.items() if status == 400}
+        assert refused == {2, 3}
+        tokens = [said["tokens"] for status, said in answers.values() if status == 200]
+        assert sorted(tokens) == [[token] for token in range(1, 21)]
+        assert len(await stored(store)) == 20
 
 
 async def _is_taken_over(store: HomeserverStore) -> None:
