@@ -14,7 +14,7 @@ from fedsender.ledger import Line, SentPdu
 from fedsender.replication.sink import EduSink, Sink
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.sender import Sender, open_sender
-from fedsender.store import sender_tables, tables
+from fedsender.store import tables
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -38,7 +38,7 @@ def test_the_homeserver_tables_keep_synapses_names() -> None:
 
 
 def test_the_sender_tables_are_these() -> None:
-    assert {table.name for table in sender_tables.sender.sorted_tables} == {
+    assert {table.name for table in tables.sender.sorted_tables} == {
         "frozen_transactions",
         "server_states",
         "catch_ups",
@@ -55,7 +55,7 @@ def test_the_sender_tables_are_these() -> None:
 
 def test_the_two_databases_share_no_table() -> None:
     homeserver = {table.name for table in tables.homeserver.sorted_tables}
-    assert not homeserver & {table.name for table in sender_tables.sender.sorted_tables}
+    assert not homeserver & {table.name for table in tables.sender.sorted_tables}
 
 
 def test_a_ledger_line_has_the_fields_that_the_readme_names() -> None:

@@ -26,7 +26,7 @@ from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.ledger import NOTES, open_ledger, read_lines, segments
 from fedsender.outside import real_outside
 from fedsender.sender.takeover import take_over
-from fedsender.store import SenderStore, ownership, tables
+from fedsender.store import SenderStore, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import InstanceLock, SendersDiffer
 from fedsender.store.records import FrozenRecord
@@ -243,7 +243,10 @@ async def test_without_a_shared_database_a_sender_must_first_send_what_it_holds(
 
 @pytest.mark.parametrize("of_another", [True, False])
 async def test_what_another_sender_left_does_not_say_how_far_we_were(
-    tmp_path: Path, of_another: bool, autojump_clock: MockClock
+    tmp_path: Path,
+    of_another: bool,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its events position was ahead of ours: that is not our database having been set back, which
     would void every frozen transaction. Nor is it at the next start, after a kill right behind the
@@ -273,11 +276,9 @@ async def test_what_another_sender_left_does_not_say_how_far_we_were(
         )
         await writer.save_frozen(FrozenRecord("b.example", "t1", b"{}", manifest, 1, 1))
         await writer.begin_catch_up("b.example", 95, newest_only=False)
-        await database.write(
-            lambda connection: ownership.take_over(
-                connection, "fedsender", lambda _: True, ["other"], shared=True
-            )
-        )
+        monkeypatch.setattr(SenderStore, "shared", True)
+        await store.sender.take_over_records(lambda _: True, ["other"])
+        monkeypatch.undo()
         for _start in range(2):
             taken = await take_over(store, ledger, world.outside, "fedsender", lambda _: True)
             assert taken == ({"b.example"} if of_another else set())

@@ -21,9 +21,9 @@ from fedsender.sender.routing import is_ours
 from fedsender.store import SenderStore, Store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.lock import SendersDiffer
-from fedsender.store.ownership import Foreign
 from fedsender.store.positions import NEVER_ACKED
 from fedsender.store.records import Generation
+from fedsender.store.sender import Foreign
 
 __all__ = ["take_shard"]
 

@@ -24,7 +24,7 @@ from fedsender.pipeline import audit, ingest, session
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import find_java
-from fedsender.store import sender_tables, tables
+from fedsender.store import tables
 
 
 def config_file(directory: Path, **spark: object) -> Path:
@@ -90,7 +90,7 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
     url = f"sqlite:///{tmp_path}/homeserver.db"
     world = synapse_world(url, 11, rooms=2, steps=10)
     engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
-    sender_tables.sender.create_all(engine)
+    tables.sender.create_all(engine)
     engine.dispose()
     write(tmp_path / "ledger", "master.b.000001.jsonl", line(), "{torn\n")
     # Small plans: compiling them costs more than running them.
@@ -230,8 +230,8 @@ def test_the_homeservers_names_are_synapses() -> None:
     for target, table in (
         (schemas.DESTINATIONS, tables.destinations),
         (schemas.DESTINATION_ROOMS, tables.destination_rooms),
-        (schemas.QUARANTINE, sender_tables.quarantine),
-        (schemas.SERVER_STATES, sender_tables.server_states),
-        (schemas.REDELIVERIES, sender_tables.redeliveries),
+        (schemas.QUARANTINE, tables.quarantine),
+        (schemas.SERVER_STATES, tables.server_states),
+        (schemas.REDELIVERIES, tables.redeliveries),
     ):
         assert set(target.columns) <= {column.name for column in table.columns}

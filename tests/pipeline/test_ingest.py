@@ -17,7 +17,7 @@ from fedsender.pipeline import PipelineError, database, ingest, schemas
 from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.progress import showing
-from fedsender.store import sender_tables, tables
+from fedsender.store import tables
 
 ROOM_TABLES = (
     schemas.EVENTS,
@@ -156,16 +156,16 @@ def test_state_may_be_in_a_database_of_its_own(tmp_path: Path) -> None:
 def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/own.db"
     engine = sa.create_engine(url)
-    sender_tables.sender.create_all(engine)
+    tables.sender.create_all(engine)
     lake = open_lake(tmp_path / "lake", US, create=True)
     for room in ("!a", "!b"):
         with engine.begin() as connection:
             connection.execute(
-                sender_tables.catch_ups.insert().prefix_with("OR REPLACE"),
+                tables.catch_ups.insert().prefix_with("OR REPLACE"),
                 [{"destination": name, "floor": 3, "newest_only": False} for name in "xy"],
             )
             connection.execute(
-                sender_tables.catch_up_rooms.insert(),
+                tables.catch_up_rooms.insert(),
                 [{"destination": "x", "room_id": room, "sent_to": 4}],
             )
         told = ingest.Ingested()

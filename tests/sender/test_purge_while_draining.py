@@ -56,7 +56,7 @@ async def test_what_is_purged_during_a_drain_does_not_come_back(
     async with world.open() as store:
         if done:
             assert await store.homeserver.backoff(A) is None
-            assert await store.sender.server_state(A) is None
+            assert (await store.sender.all_server_states()).get(A) is None
             assert await store.sender.frozen_destinations() == []
             assert await store.homeserver.lagging() == []
     async with world.run():

@@ -23,9 +23,7 @@ from fedsender.store import (
 )
 from fedsender.store.engine import Database
 from fedsender.store.lock import InstanceLock, SendersDiffer
-from fedsender.store.ownership import Foreign, TakenOver
-from fedsender.store.receipt_book import OwedReceipts
-from fedsender.store.sender import Redelivery
+from fedsender.store.sender import Foreign, OwedReceipts, Redelivery, TakenOver
 
 
 def settings(url: str, directory: Path, instance: str) -> StoreConfig:

@@ -48,8 +48,7 @@ async def test_a_frozen_transaction_comes_back_byte_by_byte(store: SenderStore) 
     assert await store.frozen_destinations() == [ONE, TWO]
     await store.drop_frozen(ONE)
     assert await store.load_frozen(ONE) is None
-    assert await store.drop_all_frozen() == [frozen(TWO)]
-    assert await store.frozen_destinations() == []
+    assert await store.frozen_destinations() == [TWO]
 
 
 async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
@@ -76,8 +75,7 @@ async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
     await store.save_server_state(ServerState(TWO, reason="x" * 10_000))
     states = await store.all_server_states()
 
-    assert await store.server_state(ONE) == state
-    assert await store.server_state("three.example") is None
+    assert set(states) == {ONE, TWO}
     assert states[ONE] == state
     assert len(states[TWO].reason or "") == 500
 
@@ -170,10 +168,10 @@ async def test_released_events_are_redelivered(store: SenderStore) -> None:
     """The way out of quarantine and into the lane is one transaction."""
     item = await quarantine(store, ONE, "$1")
     edu = await store.quarantine_item(destination=ONE, kind="x", content=b"{}", reason="no")
-    released = await store.release([item, edu])
+    again = Redelivery(ONE, "$1", "!a:x", 7)
+    await store.add_redeliveries([again], released=[item, edu])
 
-    assert [one.id for one in released] == [item, edu]
-    assert await store.redeliveries(ONE, 9) == [Redelivery(ONE, "$1", "!a:x", 7)]
+    assert await store.redeliveries(ONE, 9) == [again]
     assert await store.quarantine_list(None, 9) == []
 
 
@@ -235,11 +233,9 @@ async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) 
         async with open_store(other, real_outside()) as second:
             await second.sender.take_lock("fed2", "boot2")
             assert await first.sender.renew_lock()
-            await first.sender.release_lock()
-            assert not await first.sender.renew_lock()
-        async with open_store(settings, real_outside()) as third:
-            await third.sender.take_lock("fed1", "boot3")
-            assert (await third.sender.lock_holder("fed1") or ("",))[0] == "boot3"
+    async with open_store(settings, real_outside()) as third:
+        await third.sender.take_lock("fed1", "boot3")
+        assert (await third.sender.lock_holder("fed1") or ("",))[0] == "boot3"
 
 
 async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from sqlalchemy import Connection, Engine, bindparam, func, select
 from fedsender.intake.rows import RelayRow
 from fedsender.pipeline.database import Source
 from fedsender.store import embedded, positions, tables
-from fedsender.store.event_rows import in_chunks
-from fedsender.store.rows import insert_rows
+from fedsender.store.rows import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
 PRUNED: Final = "pruned"

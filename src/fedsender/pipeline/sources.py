@@ -17,10 +17,11 @@ from fedsender.pipeline import PipelineError, schemas
 from fedsender.pipeline.database import Source
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
-from fedsender.store import positions, sender_tables, tables
-from fedsender.store.event_rows import auth_memberships, in_chunks, json_object, membership_in
+from fedsender.store import positions, tables
+from fedsender.store.event_rows import auth_memberships, json_object, membership_in
 from fedsender.store.records import EventRow
 from fedsender.store.room_servers import joined_now, memberships_of, partial_rooms
+from fedsender.store.rows import in_chunks
 
 if TYPE_CHECKING:
     import pyarrow
@@ -284,9 +285,9 @@ _SNAPSHOTS: Final = {
         (schemas.DESTINATION_ROOMS, tables.destination_rooms, ("destination", "room_id")),
     ),
     "sender": (
-        (schemas.QUARANTINE, sender_tables.quarantine, ("id",)),
-        (schemas.SERVER_STATES, sender_tables.server_states, ("destination",)),
-        (schemas.REDELIVERIES, sender_tables.redeliveries, ("destination", "event_id")),
+        (schemas.QUARANTINE, tables.quarantine, ("id",)),
+        (schemas.SERVER_STATES, tables.server_states, ("destination",)),
+        (schemas.REDELIVERIES, tables.redeliveries, ("destination", "event_id")),
     ),
 }
 
@@ -301,7 +302,7 @@ def snapshots(
         pages = source.pages(query, [table.c[name] for name in key])
         yield target, (_table(page, names) for page in pages)
     if database == "sender":
-        ups, rooms = sender_tables.catch_ups, sender_tables.catch_up_rooms
+        ups, rooms = tables.catch_ups, tables.catch_up_rooms
         query = sa.select(
             ups.c.destination,
             sa.func.coalesce(rooms.c.room_id, "").label("room"),

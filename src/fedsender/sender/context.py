@@ -16,8 +16,7 @@ from fedsender.sender.under_way import UnderWay
 from fedsender.sender.window import Window
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.receipt_book import ReceiptBook
-from fedsender.store.sender import SenderStore
+from fedsender.store.sender import ReceiptBook, SenderStore
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 

@@ -28,10 +28,8 @@ from fedsender.store.engine import (
 )
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 from fedsender.store.lock import AdvisoryLock, FileLock, InstanceLock, Lock, LockHeld
-from fedsender.store.migrations import Line, SchemaDiffers, bring_up_to_date
-from fedsender.store.ownership import claim_store
-from fedsender.store.receipt_book import ReceiptBook
-from fedsender.store.sender import SenderStore
+from fedsender.store.migrations import Line, SchemaDiffers, bring_up_to_date, claim_store
+from fedsender.store.sender import ReceiptBook, SenderStore
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics

@@ -12,8 +12,7 @@ from sqlalchemy import Connection, bindparam, delete, select
 from fedsender.intake.intake import KeyReused, Outdated
 from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
 from fedsender.store import positions, room_servers, tables
-from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
-from fedsender.store.rows import insert_rows
+from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows
 
 KEPT_MS: Final = 24 * 3600 * 1000
 """A key is known for so long at least."""

@@ -27,9 +27,8 @@ from sqlalchemy import (
 )
 
 from fedsender.store import positions, tables
-from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import Backoff, Lagging, Settlement
-from fedsender.store.rows import having_rows, insert_rows, upsert
+from fedsender.store.rows import having_rows, in_chunks, insert_rows, upsert
 
 destinations = tables.destinations
 destination_rooms = tables.destination_rooms

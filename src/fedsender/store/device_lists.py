@@ -15,9 +15,8 @@ from typing import Any
 from sqlalchemy import Connection, delete, select
 
 from fedsender.store import tables
-from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import CrossSigning, Device, DeviceChanges, DevicePoke
-from fedsender.store.rows import having_rows, insert_rows
+from fedsender.store.rows import having_rows, in_chunks, insert_rows
 
 pokes_table = tables.device_lists_outbound_pokes
 last_success = tables.device_lists_outbound_last_success

@@ -10,9 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from sqlalchemy import Connection, delete, func, select
 
 from fedsender.store import tables
-from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import DevicePoke, Receipt
-from fedsender.store.rows import insert_rows, upsert
+from fedsender.store.rows import in_chunks, insert_rows, upsert
 
 MAX_RECEIPTS = 100_000
 """So many receipts are kept for servers that do not answer; the oldest go first."""

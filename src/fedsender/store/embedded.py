@@ -14,9 +14,8 @@ from sqlalchemy import Connection, bindparam, select, tuple_, update
 from fedsender.intake.rows import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
 from fedsender.store import edu_rows, positions, tables
 from fedsender.store.engine import StoreError
-from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
 from fedsender.store.records import DevicePoke
-from fedsender.store.rows import insert_rows, upsert
+from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows, upsert
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 # Room versions 1 to 12; the number only matters to a Synapse, and only as "not NULL".

@@ -13,15 +13,24 @@ break after COMMIT was sent and before its answer came; the batch is then run ag
 given to `write` must come to the same when it is run twice.
 """
 
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TypeVar
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
 
 import structlog
 import trio
-from sqlalchemy import URL, Connection, Engine
+from sqlalchemy import URL, Column, Connection, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from fedsender.outside import Outside
@@ -38,6 +47,7 @@ from fedsender.store.connections import (
 )
 from fedsender.store.jobs import Batches, Job, StoreClosed, run_reads, run_writes
 from fedsender.store.outages import kind_of, words
+from fedsender.store.rows import having_rows
 
 __all__ = [
     "Database",
@@ -48,8 +58,12 @@ __all__ = [
     "WrongDatabase",
     "WrongValues",
     "open_database",
+    "reading",
+    "reading_together",
+    "writing",
 ]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")
 Asked = TypeVar("Asked", bound=Hashable)
@@ -250,6 +264,78 @@ class Database:
         """Close every connection. `open_database` calls it."""
         for lane in (self._readers, self._writer):
             await self._outside.run_sync(lane.engine.dispose, limiter=lane.limiter)
+
+
+# --- methods that are a transaction ---------------------------------------------------------------
+
+
+class _OfDatabase(Protocol):
+    _database: Database
+
+
+S = TypeVar("S", bound=_OfDatabase)
+Method = Callable[Concatenate[S, Connection, P], T]
+AsyncMethod = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
+
+
+def reading(method: Method[S, P, T]) -> AsyncMethod[S, P, T]:
+    """Make of a method that is given a connection an async one: see `Database.read`.
+
+    The method runs in a worker thread, in a transaction of its own on its object's `_database`.
+    """
+
+    @wraps(method)
+    async def ask(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._database.read(
+            lambda connection: method(self, connection, *args, **kwargs)
+        )
+
+    return ask
+
+
+def writing(method: Method[S, P, T]) -> AsyncMethod[S, P, T]:
+    """The same for one that changes something: see `Database.write`."""
+
+    @wraps(method)
+    async def change(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._database.write(
+            lambda connection: method(self, connection, *args, **kwargs)
+        )
+
+    return change
+
+
+def reading_together(
+    having: Column[str] | None = None, nothing: Callable[[], Any] = lambda: None
+) -> Callable[[Method[S, P, T]], AsyncMethod[S, P, T]]:
+    """The same for small questions that many ask at once: see `Database.read_together`.
+
+    `having`: the method runs only for a first argument that stands in this column of any row; for
+    others the answer is `nothing()`.
+    """
+
+    def decorate(method: Method[S, P, T]) -> AsyncMethod[S, P, T]:
+        def answers(self: S, connection: Connection, asked: Sequence[Any]) -> dict[Any, T]:
+            there: set[str] = set()
+            if having is not None:
+                there = having_rows(connection, having, [args[0] for args, _ in asked])
+            return {
+                (args, named): method(self, connection, *args, **dict(named))
+                if having is None or args[0] in there
+                else nothing()
+                for args, named in asked
+            }
+
+        @wraps(method)
+        async def ask(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            # Bound to the same object it is the same function, so that those who wait are joined.
+            run = MethodType(answers, self)
+            found: T = await self._database.read_together(run, (args, tuple(kwargs.items())))
+            return found
+
+        return ask
+
+    return decorate
 
 
 @asynccontextmanager

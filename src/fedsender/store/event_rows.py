@@ -4,8 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     Column,
@@ -26,18 +25,7 @@ from sqlalchemy import (
 from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.records import EventRow, StoredEvent
-
-X = TypeVar("X")
-
-# Well below SQLite's 32,766 variables and PostgreSQL's 65,535.
-MAX_PARAMETERS = 1_000
-
-
-def in_chunks(values: Iterable[X], size: int = MAX_PARAMETERS) -> Iterator[list[X]]:
-    """`values` in lists of at most `size`, for statements that name each of them."""
-    left = iter(values)
-    while chunk := list(islice(left, size)):
-        yield chunk
+from fedsender.store.rows import MAX_PARAMETERS, in_chunks
 
 
 def json_object(text: str | None) -> dict[str, Any]:

@@ -12,20 +12,21 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from sqlalchemy import Connection, Inspector, Table, UniqueConstraint, inspect, text
+from sqlalchemy import Connection, Inspector, Table, UniqueConstraint, inspect, select, text
 from sqlalchemy.types import TypeEngine
 
 import fedsender
-from fedsender.store import sender_tables, tables
-from fedsender.store.engine import Database, StoreError
+from fedsender.store import tables
+from fedsender.store.engine import Database, StoreError, WrongDatabase
 from fedsender.store.lock import Lock, tables_held
+from fedsender.store.rows import insert_rows
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
 Line = Literal["homeserver", "sender"]
 
-METADATA = {"homeserver": tables.homeserver, "sender": sender_tables.sender}
+METADATA = {"homeserver": tables.homeserver, "sender": tables.sender}
 # A migration takes seconds; who waits for longer waits for a daemon that runs.
 WAIT_SECONDS = 20.0
 # What Alembic migrates is a global of its own.
@@ -77,6 +78,25 @@ async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
         async with tables_held(lock, WAIT_SECONDS):
             await database.write(lambda connection: upgrade(connection, line))
     await database.read(lambda connection: check(connection, line))
+
+
+def claim_store(connection: Connection, server_name: str, *, relay: bool) -> None:
+    """Have a store of ours belong to this homeserver's sender, or relay. Raises WrongDatabase.
+
+    What a relay does to it a sender does not expect, and so the other way round.
+    """
+    owner = tables.store_owner
+    query = select(owner.c.server_name, owner.c.is_relay)
+    if connection.execute(query).first() is None:
+        # Another one may do so at this moment.
+        insert_rows(connection, owner, [{"id": 1, "server_name": server_name, "is_relay": relay}])
+    name, is_relay = connection.execute(query).one()
+    if (name, is_relay) != (server_name, relay):
+        kinds = {True: "the relay", False: "a sender"}
+        raise WrongDatabase(
+            f"this is the database of {kinds[is_relay]} of {name}:"
+            f" {kinds[relay]} of {server_name} needs one of its own"
+        )
 
 
 def alembic_config(line: Line) -> "Config":

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from sqlalchemy import ColumnElement, Connection, func, select
 
 from fedsender.store import tables
-from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import PresenceState
 from fedsender.store.room_servers import servers_now
+from fedsender.store.rows import in_chunks
 
 table = tables.presence_stream
 

@@ -58,7 +58,7 @@ from fedsender.intake.rows import (
 )
 from fedsender.outside import Outside
 from fedsender.sender.routing import is_sent_by
-from fedsender.store import appends, embedded, intake, ownership, positions, room_servers, tables
+from fedsender.store import appends, embedded, intake, positions, room_servers, tables
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import (
     Database,
@@ -67,10 +67,9 @@ from fedsender.store.engine import (
     StoreError,
     open_database,
 )
-from fedsender.store.event_rows import MAX_PARAMETERS, in_chunks
 from fedsender.store.lock import AdvisoryLock, FileLock, Lock, LockHeld
-from fedsender.store.migrations import bring_up_to_date
-from fedsender.store.rows import insert_rows, replace_rows
+from fedsender.store.migrations import bring_up_to_date, claim_store
+from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows, replace_rows
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 T = TypeVar("T")
@@ -1162,7 +1161,7 @@ class RelayStore:
 
 def _claim(connection: Connection, server_name: str) -> None:
     """Have the database be this homeserver's relay's. Raises WrongDatabase."""
-    ownership.claim_store(connection, server_name, relay=True)
+    claim_store(connection, server_name, relay=True)
     insert_rows(connection, _state, [{"id": 1, "first": 1}])
 
 

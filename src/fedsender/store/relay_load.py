@@ -55,9 +55,8 @@ from fedsender.intake.rows import DeviceListRow, SigningKeyRow, ToDeviceRow, par
 from fedsender.relay.snapshot import PARTS, Row, part_of
 from fedsender.replication.rows import BadRow
 from fedsender.store import edu_rows, embedded, positions, tables
-from fedsender.store.event_rows import in_chunks
 from fedsender.store.records import STANDS_ABOVE, History
-from fedsender.store.rows import insert_rows
+from fedsender.store.rows import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
 ROWS = 1000

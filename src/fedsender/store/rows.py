@@ -1,9 +1,10 @@
-"""Writing rows in the dialect of either database: functions of a connection."""
+"""Rows in the dialect of either database: functions of a connection."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Column, Connection, Table, Text, cast, exists, func, or_, select
 from sqlalchemy.dialects import sqlite
@@ -11,7 +12,18 @@ from sqlalchemy.dialects import sqlite
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql
 
+X = TypeVar("X")
 Insert: TypeAlias = "postgresql.Insert | sqlite.Insert"
+
+# Well below SQLite's 32,766 variables and PostgreSQL's 65,535.
+MAX_PARAMETERS = 1_000
+
+
+def in_chunks(values: Iterable[X], size: int = MAX_PARAMETERS) -> Iterator[list[X]]:
+    """`values` in lists of at most `size`, for statements that name each of them."""
+    left = iter(values)
+    while chunk := list(islice(left, size)):
+        yield chunk
 
 
 def upsert(connection: Connection, table: Table) -> Insert:

@@ -1,33 +1,43 @@
 """The sender's own tables: what must outlive a restart and is no business of the homeserver.
 
-Every write is group-committed; every method is one hop into a worker thread.
+Each record of a server names the instance that holds it. Where several senders share the database,
+and their list changes, servers go from one to another by the shard rule, and their records go with
+them: whoever sends next repeats the frozen transaction and sends the receipts that are owed. At its
+start a sender asks which records here are of servers of others, and takes over its own. Each sender
+has an entry of its own for an event that no server got; the first one that starts by another list
+gives these entries to all that are on that list.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 import structlog
 import trio
-from sqlalchemy import Connection, Executable, Select, Table, delete, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    Table,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    text,
+    update,
+)
 
 from fedsender.outside import Outside
 from fedsender.sender import suspicion
 from fedsender.sender.failure import ServerState
-from fedsender.store import catch_ups
-from fedsender.store import sender_tables as tables
+from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
-from fedsender.store.engine import Database
+from fedsender.store.engine import Database, reading, reading_together, writing
 from fedsender.store.lock import InstanceLock, LockHeld, LockUnknown
 from fedsender.store.migrations import refuse_old_tables
-from fedsender.store.ownership import (
-    Foreign,
-    TakenOver,
-    follow_list,
-    foreign_records,
-    last_list,
-    take_over,
-)
 from fedsender.store.records import (
     CatchUp,
     FrozenManifest,
@@ -36,33 +46,88 @@ from fedsender.store.records import (
     Redelivery,
     StoredGeneration,
 )
-from fedsender.store.rows import replace_rows
-from fedsender.store.withheld import MAX_REASON, WithheldStore
+from fedsender.store.rows import in_chunks, insert_rows, replace_rows
 
 __all__ = [
     "CatchUp",
     "Foreign",
     "FrozenRecord",
+    "OwedReceipts",
     "Quarantined",
+    "ReceiptBook",
     "Redelivery",
     "SenderStore",
     "StoredGeneration",
     "TakenOver",
 ]
 
+MAX_REASON = 500
+"""Characters of a reason that are stored."""
+
 log = structlog.get_logger()
 
 T = TypeVar("T")
+quarantine = tables.quarantine
+catch_ups, catch_up_rooms = tables.catch_ups, tables.catch_up_rooms
 
 
-class SenderStore(WithheldStore):
-    """See the module."""
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Records of servers that belong to another instance than the one that holds them.
+
+    Attributes:
+        holder: the instance that wrote them or took them over; None: not known.
+        owner: whose the servers are by the present list; None: nobody's.
+        servers: how many servers.
+        records: how many rows of each table.
+    """
+
+    holder: str | None
+    owner: str | None
+    servers: int
+    records: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """What a take-over moved, and what it could not.
+
+    Attributes:
+        taken: instance that held records of our servers -> how many servers; None: not known.
+        out_of_reach: the same for records that stay where they are: those of our servers held by
+            an instance that we may not take from; and, where the database is not shared, those we
+            hold ourselves of servers that are no longer ours (under our own name), because their
+            new owner cannot see them.
+    """
+
+    taken: Mapping[str | None, int] = field(default_factory=dict)
+    out_of_reach: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OwedReceipts:
+    """Which receipts are still owed.
+
+    Attributes:
+        position: each receipt up to this stream id is answered, or covered by `debts`. None:
+            nobody has begun to count.
+        debts: by server the stream id above which it is owed receipts.
+    """
+
+    position: int | None
+    debts: Mapping[str, int]
+
+
+class SenderStore:
+    """Questions to the sender's tables, and changes of them. Changes share commits."""
 
     def __init__(
         self, database: Database, outside: Outside, lock: InstanceLock, instance: str
     ) -> None:
         """`instance`: whose records we write."""
-        super().__init__(database, outside, instance)
+        self._database = database
+        self._now_ms = outside.now_ms
+        self._instance = instance
         self._lock = lock
         self._held_as = (instance, "")
 
@@ -73,28 +138,34 @@ class SenderStore(WithheldStore):
 
     # --- frozen transactions ----------------------------------------------------------------------
 
-    async def load_frozen(self, destination: str) -> FrozenRecord | None:
+    @reading
+    def load_frozen(self, connection: Connection, destination: str) -> FrozenRecord | None:
         """The destination's frozen transaction, if there is one."""
         table = tables.frozen_transactions
         query = _record(table).where(table.c.destination == destination)
-        row = await self._database.read(lambda connection: connection.execute(query).one_or_none())
+        row = connection.execute(query).one_or_none()
         return None if row is None else FrozenRecord(**row._mapping)
 
-    async def save_frozen(self, record: FrozenRecord) -> None:
+    @writing
+    def save_frozen(self, connection: Connection, record: FrozenRecord) -> None:
         """Store the record in place of any other of its destination."""
         values = {item.name: getattr(record, item.name) for item in fields(record)}
         values |= {"instance_name": self._instance, "taken_from": None}
-        await self._write_row(tables.frozen_transactions, ("destination",), values)
+        replace_rows(connection, tables.frozen_transactions, ("destination",), [values])
 
-    async def drop_frozen(self, destination: str) -> None:
+    @writing
+    def drop_frozen(self, connection: Connection, destination: str) -> None:
         """The transaction was answered, or is replaced by what was isolated from it."""
-        await self._delete(tables.frozen_transactions, destination)
+        table = tables.frozen_transactions
+        connection.execute(delete(table).where(table.c.destination == destination))
 
-    async def frozen_destinations(self) -> list[str]:
+    @reading
+    def frozen_destinations(self, connection: Connection) -> list[str]:
         """Destinations with a frozen transaction, by name."""
-        return await self._names(tables.frozen_transactions)
+        return _destinations(connection, tables.frozen_transactions)
 
-    async def frozen_page(self, after: str, limit: int) -> list[FrozenManifest]:
+    @reading
+    def frozen_page(self, connection: Connection, after: str, limit: int) -> list[FrozenManifest]:
         """What the frozen transactions of destinations above `after` hold, by name."""
         table = tables.frozen_transactions
         query = (
@@ -103,34 +174,15 @@ class SenderStore(WithheldStore):
             .order_by(table.c.destination)
             .limit(limit)
         )
-        rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return [FrozenManifest(*row) for row in rows]
-
-    async def drop_all_frozen(self) -> list[FrozenRecord]:
-        """Discard every frozen transaction, because the homeserver's database is not as we left it.
-
-        Returns what was discarded, for the ledger.
-        """
-        table = tables.frozen_transactions
-        query = _record(table).order_by(table.c.destination)
-        rows = await self._database.read(lambda connection: connection.execute(query).all())
-        await self._execute(delete(table))
-        return [FrozenRecord(**row._mapping) for row in rows]
+        return [FrozenManifest(*row) for row in connection.execute(query)]
 
     # --- server states ----------------------------------------------------------------------------
 
-    async def server_state(self, destination: str) -> ServerState | None:
-        """What is known of the server; None: nothing yet."""
-        table = tables.server_states
-        query = _record(table).where(table.c.destination == destination)
-        row = await self._database.read(lambda connection: connection.execute(query).one_or_none())
-        return None if row is None else _state(row._mapping)
-
-    async def all_server_states(self) -> dict[str, ServerState]:
+    @reading
+    def all_server_states(self, connection: Connection) -> dict[str, ServerState]:
         """What is known of every server."""
         query = _record(tables.server_states).order_by(tables.server_states.c.destination)
-        rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return {row.destination: _state(row._mapping) for row in rows}
+        return {row.destination: _state(row._mapping) for row in connection.execute(query)}
 
     async def save_server_state(self, state: ServerState) -> None:
         """Store the state in place of the one before."""
@@ -150,42 +202,267 @@ class SenderStore(WithheldStore):
 
     # --- catch-up ---------------------------------------------------------------------------------
 
-    async def catch_up(self, destination: str) -> CatchUp | None:
+    @reading_together(having=catch_ups.c.destination)
+    def catch_up(self, connection: Connection, destination: str) -> CatchUp | None:
         """The destination's catch-up, if one is under way."""
-        return await self._database.read_together(catch_ups.find, destination)
+        row = connection.execute(
+            select(catch_ups.c.floor, catch_ups.c.newest_only).where(
+                catch_ups.c.destination == destination
+            )
+        ).one_or_none()
+        if row is None:
+            return None
+        query = select(catch_up_rooms.c.room_id, catch_up_rooms.c.sent_to).where(
+            catch_up_rooms.c.destination == destination
+        )
+        rooms = {each.room_id: each.sent_to for each in connection.execute(query)}
+        return CatchUp(row.floor, row.newest_only, rooms)
 
-    async def begin_catch_up(self, destination: str, floor: int, newest_only: bool) -> None:
+    @writing
+    def begin_catch_up(
+        self, connection: Connection, destination: str, floor: int, newest_only: bool
+    ) -> None:
         """Start a catch-up. If one is under way, its floor and rooms stand: it only goes on."""
-        values = {"floor": floor, "newest_only": newest_only, "instance_name": self._instance}
-        await self._database.write(
-            lambda connection: catch_ups.begin(connection, destination, values)
-        )
+        row = {"destination": destination, "floor": floor, "newest_only": newest_only}
+        insert_rows(connection, catch_ups, [{**row, "instance_name": self._instance}])
 
-    async def catch_up_sent(self, destination: str, sent: Mapping[str, int]) -> None:
+    @writing
+    def catch_up_sent(
+        self, connection: Connection, destination: str, sent: Mapping[str, int]
+    ) -> None:
         """Note up to which stream ordering each room was answered; upwards only."""
-        instance = self._instance
-        await self._database.write(
-            lambda connection: catch_ups.sent(connection, destination, sent, instance)
-        )
+        rows = [
+            {
+                "destination": destination,
+                "room_id": room_id,
+                "sent_to": sent_to,
+                "instance_name": self._instance,
+            }
+            for room_id, sent_to in sorted(sent.items())
+        ]
+        insert_rows(connection, catch_up_rooms, rows, raising="sent_to")
 
-    async def restart_catch_up(self, destination: str, lsso: int) -> None:
+    @writing
+    def restart_catch_up(self, connection: Connection, destination: str, lsso: int) -> None:
         """Forget what was answered in a catch-up; its floor stays, or goes down to LSSO."""
-        await self._database.write(
-            lambda connection: catch_ups.restart(connection, destination, lsso)
+        connection.execute(
+            delete(catch_up_rooms).where(catch_up_rooms.c.destination == destination)
+        )
+        connection.execute(
+            update(catch_ups)
+            .where(catch_ups.c.destination == destination, catch_ups.c.floor > lsso)
+            .values(floor=lsso)
         )
 
-    async def catch_up_marks(self) -> dict[str, int]:
+    @reading
+    def catch_up_marks(self, connection: Connection) -> dict[str, int]:
         """By destination the newest stream ordering that its catch-up speaks of; of those that no
         other sender began."""
-        return await self._database.read(catch_ups.marks)
+        rooms = catch_up_rooms.c
+        begun_by_others = select(catch_ups.c.destination).where(catch_ups.c.taken_from.is_not(None))
+        query = (
+            select(rooms.destination, func.max(rooms.sent_to))
+            .where(rooms.destination.not_in(begun_by_others))
+            .group_by(rooms.destination)
+        )
+        found = {row[0]: row[1] for row in connection.execute(query)}
+        ours = select(catch_ups.c.destination, catch_ups.c.floor).where(
+            catch_ups.c.taken_from.is_(None)
+        )
+        for name, floor in connection.execute(ours):
+            found[name] = max(floor, found.get(name, floor))
+        return found
 
-    async def end_catch_up(self, destination: str) -> None:
+    @writing
+    def end_catch_up(self, connection: Connection, destination: str) -> None:
         """The destination is level."""
-        await self._database.write(lambda connection: catch_ups.end(connection, destination))
+        for table in (catch_up_rooms, catch_ups):
+            connection.execute(delete(table).where(table.c.destination == destination))
 
-    async def catching_up(self) -> list[str]:
+    @reading
+    def catching_up(self, connection: Connection) -> list[str]:
         """Destinations with a catch-up under way, by name."""
-        return await self._names(tables.catch_ups)
+        return _destinations(connection, catch_ups)
+
+    # --- quarantine -------------------------------------------------------------------------------
+
+    async def quarantine_item(
+        self,
+        *,
+        destination: str | None,
+        kind: str,
+        reason: str,
+        event_id: str | None = None,
+        room_id: str | None = None,
+        stream_ordering: int | None = None,
+        content: bytes | None = None,
+    ) -> int:
+        """Put an item into quarantine; its id. An event that is there already keeps its entry."""
+        values = {
+            "destination": destination,
+            "kind": kind,
+            "event_id": event_id,
+            "room_id": room_id,
+            "stream_ordering": stream_ordering,
+            "content": content,
+            # It may quote what no database holds.
+            "reason": reason.replace("\0", "\ufffd")[:MAX_REASON],
+            "at_ms": self._now_ms(),
+            "instance_name": self._instance,
+        }
+
+        def put(connection: Connection) -> int:
+            if event_id is not None:
+                query = select(func.min(quarantine.c.id)).where(
+                    quarantine.c.event_id == event_id,
+                    quarantine.c.destination.is_not_distinct_from(destination),
+                )
+                if destination is None:
+                    query = query.where(self._held)
+                there: int | None = connection.execute(query).scalar()
+                if there is not None:
+                    return there
+            made = connection.execute(quarantine.insert().values(values).returning(quarantine.c.id))
+            new_id: int = made.scalar_one()
+            return new_id
+
+        return await self._database.write(put)
+
+    @property
+    def _held(self) -> ColumnElement[bool]:
+        """Of the quarantine's entries those that we hold."""
+        holder = quarantine.c.instance_name
+        return or_(holder == self._instance, holder.is_(None))
+
+    @reading
+    def quarantined_rooms(self, connection: Connection) -> dict[str, int]:
+        """Rooms with an event that no server got, and the stream ordering of the first such event:
+        what is behind it waits."""
+        query = (
+            select(quarantine.c.room_id, func.min(quarantine.c.stream_ordering))
+            .where(quarantine.c.destination.is_(None), quarantine.c.room_id.is_not(None))
+            .where(self._held)
+            .where(quarantine.c.stream_ordering.is_not(None))
+            .group_by(quarantine.c.room_id)
+        )
+        return {row[0]: row[1] for row in connection.execute(query)}
+
+    @reading
+    def quarantined_for_all(self, connection: Connection) -> int:
+        """How many events no server got, of those that we hold."""
+        query = select(func.count()).where(quarantine.c.destination.is_(None), self._held)
+        count: int = connection.execute(query).scalar_one()
+        return count
+
+    @reading
+    def quarantined_of(self, connection: Connection, destination: str) -> int:
+        """How many items of this destination are in quarantine."""
+        query = select(func.count()).where(quarantine.c.destination == destination)
+        count: int = connection.execute(query).scalar_one()
+        return count
+
+    async def quarantined_events(self, destination: str) -> set[str]:
+        """Events that this destination does not get."""
+        return await self._database.read_together(self._quarantined_events, destination)
+
+    def _quarantined_events(
+        self, connection: Connection, names: Sequence[str]
+    ) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {name: set() for name in names}
+        for chunk in in_chunks(sorted(found)):
+            query = select(quarantine.c.destination, quarantine.c.event_id).where(
+                quarantine.c.destination.in_(chunk), quarantine.c.event_id.is_not(None)
+            )
+            for destination, event_id in connection.execute(query):
+                found[destination].add(event_id)
+        return found
+
+    @reading
+    def quarantine_list(
+        self, connection: Connection, destination: str | None, limit: int, after: int = 0
+    ) -> list[Quarantined]:
+        """Our items with an id above `after`, ascending; of one destination, or of all."""
+        query = self._entries().where(quarantine.c.id > after).limit(limit)
+        if destination is not None:
+            query = query.where(quarantine.c.destination == destination)
+        return [Quarantined(**row._mapping) for row in connection.execute(query)]
+
+    @reading
+    def quarantined(self, connection: Connection, ids: Sequence[int]) -> list[Quarantined]:
+        """Those of our items that have these ids, ascending."""
+        found: list[Quarantined] = []
+        for chunk in in_chunks(sorted(set(ids))):
+            rows = connection.execute(self._entries().where(quarantine.c.id.in_(chunk)))
+            found.extend(Quarantined(**row._mapping) for row in rows)
+        return found
+
+    def _entries(self) -> Select[Any]:
+        columns = [quarantine.c[each.name] for each in fields(Quarantined)]
+        return select(*columns).where(self._held).order_by(quarantine.c.id)
+
+    async def drop(self, ids: Sequence[int]) -> list[Quarantined]:
+        """Throw items away for good; returns them, for the ledger."""
+        items = await self.quarantined(ids)
+        ours = [item.id for item in items]
+        await self._database.write(lambda connection: _leave_quarantine(connection, ours))
+        return items
+
+    # --- redeliveries -----------------------------------------------------------------------------
+
+    async def add_redeliveries(
+        self, pairs: Sequence[Redelivery], *, released: Sequence[int] = ()
+    ) -> None:
+        """Queue events for redelivery; one that is queued already stays as it is.
+
+        `released`: items that leave quarantine in the same transaction. If they left later, an
+        event that its server refuses again at once would find its old entry, and go with it.
+        """
+        ours = {"added_ms": self._now_ms(), "instance_name": self._instance}
+        rows = {(pair.destination, pair.event_id): {**asdict(pair), **ours} for pair in pairs}
+
+        def add(connection: Connection) -> None:
+            insert_rows(connection, tables.redeliveries, list(rows.values()))
+            _leave_quarantine(connection, released)
+
+        await self._database.write(add)
+
+    @reading_together(having=tables.redeliveries.c.destination, nothing=list)
+    def redeliveries(
+        self, connection: Connection, destination: str, limit: int
+    ) -> list[Redelivery]:
+        """The destination's redeliveries, room by room, in stream order."""
+        lane = tables.redeliveries.c
+        query = (
+            select(lane.destination, lane.event_id, lane.room_id, lane.stream_ordering)
+            .where(lane.destination == destination)
+            .order_by(lane.room_id, lane.stream_ordering, lane.event_id)
+            .limit(limit)
+        )
+        return [Redelivery(*row) for row in connection.execute(query)]
+
+    @writing
+    def redelivered(
+        self,
+        connection: Connection,
+        destination: str,
+        event_ids: Sequence[str],
+        *,
+        upto_ms: int | None = None,
+    ) -> None:
+        """These were answered; of them, those that were asked for up to `upto_ms`."""
+        lane = tables.redeliveries.c
+        for chunk in in_chunks(sorted(event_ids)):
+            remove = delete(tables.redeliveries).where(
+                lane.destination == destination, lane.event_id.in_(chunk)
+            )
+            if upto_ms is not None:
+                remove = remove.where(lane.added_ms <= upto_ms)
+            connection.execute(remove)
+
+    @reading
+    def destinations_with_redeliveries(self, connection: Connection) -> list[str]:
+        """Destinations with something to redeliver, by name."""
+        return _destinations(connection, tables.redeliveries)
 
     # --- whose records they are -------------------------------------------------------------------
 
@@ -194,62 +471,116 @@ class SenderStore(WithheldStore):
         """Whether other instances may use this database too: it is a PostgreSQL."""
         return self._database.dialect == "postgresql"
 
-    async def foreign_records(self, owner_of: Callable[[str], str | None]) -> list[Foreign]:
-        """Records here of servers that belong to another instance than the one that holds them.
+    @reading
+    def foreign_records(
+        self, connection: Connection, owner_of: Callable[[str], str | None]
+    ) -> list[Foreign]:
+        """Records here of servers that belong to another instance than the one that holds them, by
+        holder and owner.
 
         `owner_of`: whose a server is, by the present list of instances; None: nobody's.
         """
-        return await self._database.read(lambda connection: foreign_records(connection, owner_of))
+        servers: dict[tuple[str | None, str | None], set[str]] = {}
+        records: dict[tuple[str | None, str | None], dict[str, int]] = {}
+        for (server, holder), rows in _holdings(connection).items():
+            pair = (holder, owner_of(server))
+            if pair[0] == pair[1]:
+                continue
+            servers.setdefault(pair, set()).add(server)
+            counts = records.setdefault(pair, {})
+            for name, count in rows.items():
+                counts[name] = counts.get(name, 0) + count
+        return [
+            Foreign(*pair, len(servers[pair]), records[pair])
+            for pair in sorted(servers, key=lambda each: (each[0] or "", each[1] or ""))
+        ]
 
     async def has_been_here(self, instance: str) -> bool:
         """Whether this sender has ever run on this database."""
         return await self.lock_holder(instance) is not None
 
-    async def last_list(self) -> list[str]:
+    @reading
+    def last_list(self, connection: Connection) -> list[str]:
         """The senders by whose list this database was last used, in order; []: not known."""
-        return await self._database.read(last_list)
+        return _last_list(connection)
 
-    async def follow_list(self, senders: Sequence[str]) -> None:
-        """This database is used by this list of senders from now on. Where it is shared, and the
-        list is another one than before, events that no server got are given to all of them."""
-        shared = self.shared
-        await self._database.write(
-            lambda connection: follow_list(connection, senders, shared=shared)
-        )
+    @writing
+    def follow_list(self, connection: Connection, senders: Sequence[str]) -> None:
+        """This database is used by this list of senders from now on.
 
-    async def take_over_records(
-        self, is_mine: Callable[[str], bool], instances: Sequence[str]
+        Where it is shared, and the list is another one than before, each of the senders is given
+        the events that no server got: its servers may have been those of anybody who held them.
+        (What one of them has been sent already comes twice if it is released again.) And each goes
+        on with receipts from where the last of the old ones was.
+        """
+        table = tables.sender_list
+        if self.shared:
+            # Of two that start at once the second must not give out again what was released since.
+            connection.execute(text("LOCK TABLE sender_list IN SHARE ROW EXCLUSIVE MODE"))
+        before = _last_list(connection)
+        if before == list(senders):
+            return
+        if self.shared:
+            _give_to_all(connection, senders)
+            _read_on_together(connection, before, senders)
+        connection.execute(delete(table))
+        rows = [{"instance_name": name, "place": place} for place, name in enumerate(senders)]
+        insert_rows(connection, table, rows)
+
+    @writing
+    def take_over_records(
+        self, connection: Connection, is_mine: Callable[[str], bool], instances: Sequence[str]
     ) -> TakenOver:
         """Become the holder of all records of our servers that `instances` hold, as one.
 
         Records of before holders were noted become ours in any database; others only where it is
         shared. The caller sees to it that none of `instances` still sends to these servers. May
         be repeated.
+
+        A holder may have been behind us with receipts: where any records were taken, our position
+        in their stream goes back to the lowest of the holders' (receipts may be sent twice).
         """
-        shared, instance = self.shared, self._instance
-        return await self._database.write(
-            lambda connection: take_over(
-                connection, instance, is_mine, instances if shared else (), shared=shared
-            )
+        instance, shared = self._instance, self.shared
+        reachable = {None, *(instances if shared else ())} - {instance}
+        taken: dict[str | None, set[str]] = {}
+        left: dict[str, set[str]] = {}
+        for server, holder in _holdings(connection):
+            if is_mine(server):
+                if holder in reachable:
+                    taken.setdefault(holder, set()).add(server)
+                elif holder is not None and holder != instance:
+                    left.setdefault(holder, set()).add(server)
+            elif not shared and holder in (None, instance):
+                left.setdefault(instance, set()).add(server)
+        servers = sorted(set().union(*taken.values()))
+        for table in tables.PER_DESTINATION:
+            _move(connection, table, servers, instance, reachable)
+        if servers:
+            position = _lowest_receipt_position(connection, (name for name in taken if name))
+            _lower_receipt_positions(connection, [instance], position)
+        return TakenOver(
+            {name: len(taken[name]) for name in sorted(taken, key=lambda each: each or "")},
+            {name: len(left[name]) for name in sorted(left)},
         )
 
     # --- generation and lock ----------------------------------------------------------------------
 
-    async def save_generation(self, instance: str, events_position: int, mark: str) -> None:
+    @writing
+    def save_generation(
+        self, connection: Connection, instance: str, events_position: int, mark: str
+    ) -> None:
         """Store how we leave the homeserver's database."""
-        await self._write_row(
-            tables.generation,
-            ("instance_name",),
-            {"instance_name": instance, "events_position": events_position, "mark": mark},
-        )
+        row = {"instance_name": instance, "events_position": events_position, "mark": mark}
+        replace_rows(connection, tables.generation, ("instance_name",), [row])
 
-    async def load_generation(self, instance: str) -> StoredGeneration | None:
+    @reading
+    def load_generation(self, connection: Connection, instance: str) -> StoredGeneration | None:
         """How we last left the homeserver's database; None: never."""
         table = tables.generation
         query = select(table.c.events_position, table.c.mark).where(
             table.c.instance_name == instance
         )
-        row = await self._database.read(lambda connection: connection.execute(query).one_or_none())
+        row = connection.execute(query).one_or_none()
         return None if row is None else StoredGeneration(*row)
 
     async def take_lock(self, instance: str, boot_id: str) -> None:
@@ -266,10 +597,11 @@ class SenderStore(WithheldStore):
             pause = min(LAST_PAUSE_S, 2 * pause)
         # From here on nobody can migrate them; before, somebody may have.
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
-        await self._write_row(
-            tables.instance_lock,
-            ("instance_name",),
-            {"instance_name": instance, "holder": boot_id, "seen_ms": self._now_ms()},
+        row = {"instance_name": instance, "holder": boot_id, "seen_ms": self._now_ms()}
+        await self._database.write(
+            lambda connection: replace_rows(
+                connection, tables.instance_lock, ("instance_name",), [row]
+            )
         )
 
     async def _try_lock(self, instance: str, boot_id: str) -> bool:
@@ -319,51 +651,74 @@ class SenderStore(WithheldStore):
         """Whether we still hold it. False: the connection that held it is gone; take it again."""
         return await self._lock.held()
 
-    async def release_lock(self) -> None:
-        """Let others have it. Leaving the store does so too."""
-        await self._lock.release()
-
-    async def lock_holder(self, instance: str) -> tuple[str, int] | None:
+    @reading
+    def lock_holder(self, connection: Connection, instance: str) -> tuple[str, int] | None:
         """The boot id that last took the lock, and when (ms)."""
         table = tables.instance_lock
         query = select(table.c.holder, table.c.seen_ms).where(table.c.instance_name == instance)
-        row = await self._database.read(lambda connection: connection.execute(query).one_or_none())
+        row = connection.execute(query).one_or_none()
         return None if row is None else (row.holder, row.seen_ms)
 
     # --- all of a destination ---------------------------------------------------------------------
 
-    async def forget(self, destination: str) -> None:
+    @writing
+    def forget(self, connection: Connection, destination: str) -> None:
         """Remove everything of a purged destination."""
+        for table in tables.PER_DESTINATION:
+            connection.execute(delete(table).where(table.c.destination == destination))
 
-        def remove(connection: Connection) -> None:
-            for table in tables.PER_DESTINATION:
-                connection.execute(delete(table).where(table.c.destination == destination))
 
-        await self._database.write(remove)
+class ReceiptBook:
+    """Which receipts are still owed: a position in their stream, and the servers behind it."""
 
-    async def _names(self, table: Table) -> list[str]:
-        query = select(table.c.destination).distinct()
-        names = await self._database.read(
-            lambda connection: list(connection.execute(query).scalars())
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @reading
+    def load(self, connection: Connection, instance: str) -> OwedReceipts:
+        """As it was last saved; debts to the instance's own servers."""
+        positions, debts = tables.receipt_positions, tables.receipt_debts
+        holder = debts.c.instance_name
+        rows = connection.execute(
+            select(debts.c.destination, debts.c.stream_id).where(
+                or_(holder == instance, holder.is_(None))
+            )
         )
-        return sorted(names)
+        owed = {row.destination: row.stream_id for row in rows}
+        query = select(positions.c.stream_id).where(positions.c.instance_name == instance)
+        return OwedReceipts(connection.execute(query).scalar(), owed)
 
-    async def _delete(self, table: Table, destination: str) -> None:
-        await self._execute(delete(table).where(table.c.destination == destination))
-
-    async def _execute(self, statement: Executable) -> None:
-        await self._database.write(lambda connection: _execute(connection, statement))
-
-    async def _write_row(
-        self, table: Table, key: tuple[str, ...], values: Mapping[str, Any]
+    @writing
+    def save(
+        self,
+        connection: Connection,
+        instance: str,
+        position: int,
+        debts: Mapping[str, int],
+        paid: Collection[str],
     ) -> None:
-        await self._database.write(
-            lambda connection: replace_rows(connection, table, key, [values])
-        )
+        """The position, new or changed debts, and servers without one, in one transaction."""
+        for chunk in in_chunks(sorted(paid)):
+            table = tables.receipt_debts
+            connection.execute(delete(table).where(table.c.destination.in_(chunk)))
+        owed = [
+            {"destination": name, "stream_id": after, "instance_name": instance}
+            for name, after in sorted(debts.items())
+        ]
+        if owed:
+            replace_rows(connection, tables.receipt_debts, ("destination",), owed)
+        row = {"instance_name": instance, "stream_id": position}
+        replace_rows(connection, tables.receipt_positions, ("instance_name",), [row])
 
 
-def _nothing_left(homeserver: str, instance: str, senders: Sequence[str]) -> str:
-    return f"of {homeserver}, by {','.join(senders)}: nothing left at {instance}"
+def _record(table: Table) -> Select[Any]:
+    """All that a record says, without whose it is."""
+    ours = ("instance_name", "taken_from")
+    return select(*(column for column in table.c if column.name not in ours))
+
+
+def _destinations(connection: Connection, table: Table) -> list[str]:
+    return sorted(connection.execute(select(table.c.destination).distinct()).scalars())
 
 
 def _state(row: Mapping[Any, Any]) -> ServerState:
@@ -371,11 +726,109 @@ def _state(row: Mapping[Any, Any]) -> ServerState:
     return ServerState(**{**row, **searches})
 
 
-def _execute(connection: Connection, statement: Executable) -> None:
-    connection.execute(statement)
+def _leave_quarantine(connection: Connection, ids: Sequence[int]) -> None:
+    for chunk in in_chunks(sorted(set(ids))):
+        connection.execute(delete(quarantine).where(quarantine.c.id.in_(chunk)))
 
 
-def _record(table: Table) -> Select[Any]:
-    """All that a record says, without whose it is."""
-    ours = ("instance_name", "taken_from")
-    return select(*(column for column in table.c if column.name not in ours))
+def _nothing_left(homeserver: str, instance: str, senders: Sequence[str]) -> str:
+    return f"of {homeserver}, by {','.join(senders)}: nothing left at {instance}"
+
+
+# --- whose records they are -----------------------------------------------------------------------
+
+
+def _holdings(connection: Connection) -> dict[tuple[str, str | None], dict[str, int]]:
+    """(server, holder) -> rows of each table."""
+    found: dict[tuple[str, str | None], dict[str, int]] = {}
+    for table in tables.PER_DESTINATION:
+        query = (
+            select(table.c.destination, table.c.instance_name, func.count())
+            .where(table.c.destination.is_not(None))
+            .group_by(table.c.destination, table.c.instance_name)
+        )
+        for destination, holder, rows in connection.execute(query):
+            found.setdefault((destination, holder), {})[table.name] = rows
+    return found
+
+
+def _move(
+    connection: Connection,
+    table: Table,
+    servers: Sequence[str],
+    instance: str,
+    holders: set[str | None],
+) -> None:
+    holder = table.c.instance_name
+    named = sorted(name for name in holders if name is not None)
+    reachable: ColumnElement[bool] = or_(holder.is_(None), holder.in_(named))
+    values: dict[str, Any] = {"instance_name": instance}
+    if "taken_from" in table.c:
+        values["taken_from"] = holder
+    for chunk in in_chunks(servers):
+        connection.execute(
+            update(table).where(table.c.destination.in_(chunk), reachable).values(values)
+        )
+
+
+def _lowest_receipt_position(connection: Connection, senders: Iterable[str]) -> int | None:
+    table = tables.receipt_positions
+    held = table.c.instance_name.in_(sorted(senders))
+    return connection.execute(select(func.min(table.c.stream_id)).where(held)).scalar()
+
+
+def _lower_receipt_positions(
+    connection: Connection, senders: Sequence[str], position: int | None
+) -> None:
+    if position is None:
+        return
+    table = tables.receipt_positions
+    # A sender without a position would begin at the newest receipt.
+    rows = [{"instance_name": sender, "stream_id": position} for sender in senders]
+    insert_rows(connection, table, rows)
+    connection.execute(
+        update(table)
+        .where(table.c.instance_name.in_(list(senders)), table.c.stream_id > position)
+        .values(stream_id=position)
+    )
+
+
+def _last_list(connection: Connection) -> list[str]:
+    table = tables.sender_list
+    query = select(table.c.instance_name).order_by(table.c.place)
+    return list(connection.execute(query).scalars())
+
+
+def _read_on_together(
+    connection: Connection, before: Sequence[str], senders: Sequence[str]
+) -> None:
+    """Also a sender that starts late: until then the others pass receipts for its servers too."""
+    table = tables.receipt_positions
+    lowest = _lowest_receipt_position(connection, before)
+    connection.execute(delete(table).where(table.c.instance_name.not_in(list(senders))))
+    _lower_receipt_positions(connection, senders, lowest)
+
+
+def _give_to_all(connection: Connection, senders: Sequence[str]) -> None:
+    """Give each of the senders an entry of its own for each event that no server got."""
+    table = tables.quarantine
+    names = [column.name for column in table.c if column.name not in ("id", "instance_name")]
+    of_nobody = table.c.destination.is_(None)
+    first_of_each = select(func.min(table.c.id)).where(of_nobody).group_by(table.c.event_id)
+    there = table.alias()
+    for sender in senders:
+        has_it = exists().where(
+            there.c.destination.is_(None),
+            there.c.event_id == table.c.event_id,
+            there.c.instance_name == sender,
+        )
+        missing = (
+            select(*(table.c[name] for name in names), literal(sender))
+            .where(table.c.id.in_(first_of_each), ~has_it)
+            .order_by(table.c.id)
+        )
+        connection.execute(insert(table).from_select([*names, "instance_name"], missing))
+    holder = table.c.instance_name
+    connection.execute(
+        delete(table).where(of_nobody, or_(holder.is_(None), holder.not_in(list(senders))))
+    )
