@@ -9,7 +9,6 @@ from tests.sender.harness import World, answer, ok
 from tests.sender.test_errors_and_reloads import R1, A, broken_table
 from trio.testing import MockClock
 
-from fedsender.sender import aftermath
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
 
@@ -51,7 +50,7 @@ async def test_not_ready_while_it_is_unknown_who_is_owed_something(
 async def test_a_full_quarantine_is_a_warning_and_no_server_can_make_us_unready(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aftermath, "QUARANTINE_LIMIT", 1)
+    monkeypatch.setattr("fedsender.sender.destination.QUARANTINE_LIMIT", 1)
     async with open_desk(world) as desk:
         await world.join(R1, A)
         await trio.sleep(10)

@@ -11,7 +11,6 @@ from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
-from fedsender.sender import aftermath
 from fedsender.sender.failure import DAY_MS
 from fedsender.store.records import PresenceState
 
@@ -163,7 +162,7 @@ async def test_at_most_so_many_items_of_a_server_are_taken_out_of_the_way(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that refuses item after item fills no disk: the next is held, and that is said."""
-    monkeypatch.setattr(aftermath, "QUARANTINE_LIMIT", 3)
+    monkeypatch.setattr("fedsender.sender.destination.QUARANTINE_LIMIT", 3)
     async with world.run() as sender:
         server = await begin(world)
         server.reply = refuses(400)
@@ -382,7 +381,7 @@ async def test_typing_and_presence_that_are_refused_take_no_room_from_what_is_du
 ) -> None:
     """A server that knows no presence would fill its quarantine by it, and get no keys from then
     on."""
-    monkeypatch.setattr(aftermath, "QUARANTINE_LIMIT", 3)
+    monkeypatch.setattr("fedsender.sender.destination.QUARANTINE_LIMIT", 3)
     async with world.run() as sender:
         server = await begin(world)
         server.reply = refuses(400, "m.presence")

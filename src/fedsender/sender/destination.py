@@ -1,28 +1,50 @@
 """One remote server's life: idle, sending, waiting, catching up, put away.
 
 The task of a destination is the only one that changes what is in flight; other tasks reach it
-through the synchronous verbs under "What others may do". Two sequences must stay free of `await`:
-between the last look at what may be sent and the freezing of the transaction (I6), and between the
-decision to leave and the book's striking it out (in `book.py`).
+through its synchronous methods. Two sequences must stay free of `await`: between the last look at
+what may be sent and the freezing of the transaction (I6), and between the decision to leave and the
+book's striking it out (in `book.py`).
+
+What an attempt changes is changed in this order. First the ledger has its line. After an answer
+the homeserver's database follows, then the frozen record goes. After a failure what is decided is
+on record before anything else is sent (I3).
 """
 
 import math
+import zlib
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import trio
 
 from fedsender.config import Policy
+from fedsender.config.policy import QUICK_ATTEMPTS
 from fedsender.federation.client import Link, Peer, Unreachable
-from fedsender.outside import OutOfResources
+from fedsender.matrix import Pdu
+from fedsender.outside import OutOfResources, Outside
 from fedsender.sender import failure
 from fedsender.sender.admission import nobody_told, not_now
-from fedsender.sender.aftermath import Aftermath
 from fedsender.sender.context import Announcer, Context, Phase
+from fedsender.sender.edus.presence import LIFETIME_S as PRESENCE_LIFETIME_S
+from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
+from fedsender.sender.edus.typing import TYPING, Typing
 from fedsender.sender.exchange import Exchange, GaveWay
-from fedsender.sender.failure import Outcome, ServerState, Verdict
-from fedsender.sender.reporter import STOPPED
+from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, Verdict
+from fedsender.sender.outbox import Outbox
+from fedsender.sender.reporter import STOPPED, Reporter
 from fedsender.sender.suspicion import Kind, Search, Turn
-from fedsender.sender.transaction import Draft, Transaction, envelope_bytes, freeze
+from fedsender.sender.transaction import (
+    Draft,
+    Edu,
+    Key,
+    Transaction,
+    envelope_bytes,
+    freeze,
+    thaw,
+)
+from fedsender.store.records import PresenceState, Receipt
+from fedsender.store.sender import FrozenRecord
 
 __all__ = ["Announcer", "Context", "Destination", "Phase"]
 
@@ -30,27 +52,235 @@ LEAVE_AFTER_S = 300.0
 """A longer wait than this is not waited for in memory; the book's timer ends it."""
 PUT_AWAY_AFTER_S = 5.0
 """Through a longer wait than this, no large body is kept in memory."""
+PUT_AWAY_BYTES = 8192
+"""A larger body than this is not kept in memory while its server is waited for."""
 PATIENCE_S = 5.0
 """A wake gives an attempt so long to end by itself."""
+HOUR_MS = 3_600_000
+QUARANTINE_LIMIT = 1_000
+"""So many items of one server may be taken out of the way; the next suspect is only held."""
 
 
-class Destination(Aftermath):
-    """What is known of, queued for and in flight to one server."""
+class AttemptTimer:
+    """When the next attempt may start, and what ends the wait for it.
+
+    The rules:
+
+    - After a failure the next attempt waits for the end of the backoff, and for `MIN_GAP_SECONDS`
+      at least (I5). After an answer it need not wait.
+    - A wake ends the backoff, but not that gap. One that comes in the middle of an attempt that has
+      lasted for long ends the attempt, and then the backoff of its failure.
+    - Whatever is put into the destination has its task look again at what is due.
+
+    Times are Trio's, in seconds. What is on record is on the wall clock, which somebody may set: it
+    is read at the start and after a failure, and never says more than was meant.
+
+    Attributes:
+        not_before: when the next attempt may start.
+    """
+
+    def __init__(self, state: ServerState, outside: Outside) -> None:
+        self._outside = outside
+        now = trio.current_time()
+        self._failed_at = -math.inf
+        if not state.healthy and state.last_attempt_ms is not None:
+            self._failed_at = min(now, self._from_wall(state.last_attempt_ms))
+        self.not_before = now + state.wait_s(outside.now_ms())
+        self._news = trio.Event()
+        self._woken_in_attempt = False
+
+    def _from_wall(self, at_ms: int | None) -> float:
+        """A moment of the wall clock on Trio's; None: now."""
+        now = trio.current_time()
+        return now if at_ms is None else now + (at_ms - self._outside.now_ms()) / 1000
+
+    def answered(self) -> None:
+        """The last attempt was answered."""
+        self.not_before = trio.current_time()
+
+    def failed(self) -> None:
+        """The last attempt failed at this moment."""
+        self._failed_at = trio.current_time()
+
+    def back_off(self, state: ServerState) -> None:
+        """Wait until the time that the backoff has set."""
+        self.not_before = self._from_wall(state.next_attempt_ms)
+
+    def hasten(self) -> None:
+        """Wait no longer than the shortest gap after a failure."""
+        self.not_before = self._failed_at + MIN_GAP_SECONDS
+
+    def wake_after_attempt(self) -> None:
+        """The attempt under way was ended by a wake: its failure is not waited for."""
+        self._woken_in_attempt = True
+
+    def take_wake(self) -> None:
+        """If a wake ended the last attempt, do not wait for its failure."""
+        if self._woken_in_attempt:
+            self._woken_in_attempt = False
+            self.hasten()
+
+    def look_again(self) -> None:
+        """Something has changed that may be due."""
+        self._news.set()
+
+    async def sleep_until(self, due: float) -> bool:
+        """Wait until this time; False: something changed before it."""
+        with trio.move_on_at(due):
+            await self._news.wait()
+        undisturbed = not self._news.is_set()
+        self._news = trio.Event()
+        return undisturbed
+
+
+class Destination:
+    """What is known of, queued for and in flight to one server.
+
+    Attributes:
+        name: the server's.
+        policy: the configuration's, followed from the next attempt on.
+        state: its health and the searches under way, as they are to be on record.
+        outbox: what it is owed.
+        frozen: the transaction that is in flight or is to be repeated, or None.
+        phase, since: what the task is doing, and since when (Trio's clock, seconds).
+        gone: set when the task has left and the book has struck it out.
+    """
 
     def __init__(
         self, name: str, policy: Policy, context: Context, state: ServerState, *, level: bool
     ) -> None:
-        super().__init__(name, policy, context, state, level=level)
+        """`level`: the database owes it nothing that will not be offered."""
+        self.name = name
+        self.policy = policy
+        self.state = state
+        self.outbox = Outbox(
+            name,
+            origin=context.origin,
+            now_ms=context.outside.now_ms,
+            homeserver=context.homeserver,
+            store=context.store,
+            edus=context.edus,
+            device_lists=context.device_lists,
+            router=context.router,
+            metrics=context.metrics,
+            window=context.window,
+            queue_pdus=context.sending.queue_pdus,
+            level=level,
+        )
+        self.frozen: Transaction | None = None
         self.phase = Phase.IDLE
         self.since = trio.current_time()
         self.gone = trio.Event()
+        self._context = context
+        self._timer = AttemptTimer(state, context.outside)
         self._exchange = Exchange()
+        self._reporter = Reporter(name, context)
         self._leave = context.admission.leave(name)
         self._before = self.phase
-        self._last_kind = Kind.PDUS
         self._draining = False
+        self._unread = False
+        self._state_unsaved = False
+        self._has_answered = False
+        # What a search needs to know that is on no record.
+        self._last_kind = Kind.PDUS
+        self._new_edus = False
+        self._witness: Edu | None = None
+        if state.pdu_search is not None:
+            self.outbox.sent_ahead(state.pdu_search.ahead)
+        if not level:
+            # Whatever waits in a database; the hints were for the object that was here before.
+            self.owe_redeliveries()
+            self.owe_keys()
 
-    # --- What others may do: synchronous, and safe at any moment ----------------------------------
+    @property
+    def retry_in_s(self) -> float:
+        """Seconds until it may be tried again; 0 if it may be now."""
+        due = self._due
+        return max(0.0, (self._timer.not_before if due == math.inf else due) - trio.current_time())
+
+    @property
+    def owes(self) -> bool:
+        """Whether anything durable is left to send."""
+        return self.has_frozen or self.outbox.owes
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether there is a frozen transaction, here or on record."""
+        return self.frozen is not None or self._unread
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether `write_down` has something to do."""
+        frozen = self.frozen
+        return self._state_unsaved or (frozen is not None and (frozen.answered or not frozen.saved))
+
+    # --- What is put into it: synchronous, and safe at any moment ---------------------------------
+
+    def offer(self, pdu: Pdu) -> None:
+        """The fan-out has made it durable that this server is owed the PDU."""
+        self.outbox.offer(pdu, healthy=self.state.healthy)
+        self._timer.look_again()
+
+    def spill(self) -> None:
+        """Give the queued PDUs up; the database knows them."""
+        self.outbox.spill(healthy=self.state.healthy)
+        self._timer.look_again()
+
+    def owe_keys(self) -> None:
+        """There may be to-device messages, or device lists, for it in the database."""
+        self.owe_to_device()
+        self.owe_device_lists()
+
+    def owe_to_device(self) -> None:
+        """There are to-device messages for it in the database."""
+        if self.policy.edus.to_device:
+            self.outbox.owe_to_device()
+            self._edu_came()
+
+    def owe_device_lists(self) -> None:
+        """There are changed devices or keys for it in the database."""
+        if self.policy.edus.device_lists:
+            self.outbox.owe_device_lists()
+            self._edu_came()
+
+    def owe_redeliveries(self) -> None:
+        """There are events to send it again."""
+        self.outbox.owe_redeliveries()
+        self._timer.look_again()
+
+    def put_receipt(self, receipt: Receipt) -> None:
+        """One of our users has read something that it is to hear of."""
+        if self.policy.edus.receipts:
+            self.outbox.receipts.put(receipt)
+            self._edu_came()
+
+    def put_typing(self, typing: Typing) -> None:
+        """One of our users types, or has stopped. Not worth a retry."""
+        if self.policy.edus.typing and self.state.healthy:
+            self.outbox.put_edu(typing.key, TYPING, typing.content(), lifetime_s=TYPING_LIFETIME_S)
+            self._edu_came()
+
+    def put_presence(self, state: PresenceState) -> None:
+        """It is to hear how present one of our users is."""
+        if self.policy.edus.presence:
+            expires_at = trio.current_time() + PRESENCE_LIFETIME_S
+            self.outbox.presence.put(state, expires_at=expires_at)
+            self._edu_came()
+
+    def put_edu(self, key: Key, edu_type: str, content: Mapping[str, Any]) -> None:
+        """Send this EDU, unless a newer one of the same key replaces it or it grows too old.
+
+        Raises:
+            ValueError: its content has no canonical form.
+        """
+        self.outbox.put_edu(key, edu_type, content, lifetime_s=PRESENCE_LIFETIME_S)
+        self._edu_came()
+
+    def _edu_came(self) -> None:
+        self._new_edus = True
+        self._timer.look_again()
+
+    # --- What others have it do: the same ---------------------------------------------------------
 
     def wake(self, *, by_admin: bool = False) -> bool:
         """Try now instead of later; False if this server was woken too often lately (I5)."""
@@ -59,8 +289,8 @@ class Destination(Aftermath):
             self.state, granted = failure.take_wake(self.state, self._context.outside.now_ms())
         if granted:
             self.state = self.state.hastened()
-            self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
-            self._woken.set()
+            self._timer.hasten()
+            self._timer.look_again()
             self._leave.hasten()
             self._end_wait()
         return granted
@@ -74,13 +304,14 @@ class Destination(Aftermath):
         """An attempt at a failing server that has waited for long is given up for a fresh one."""
         in_attempt = self.phase in (Phase.CONNECTING, Phase.SENDING, Phase.CATCHING_UP)
         waited = trio.current_time() - self.since
-        if in_attempt and waited > PATIENCE_S and not self.state.healthy:
-            self._wake_after |= self._exchange.give_up()
+        late = in_attempt and waited > PATIENCE_S and not self.state.healthy
+        if late and self._exchange.give_up():
+            self._timer.wake_after_attempt()
 
     def come_due(self) -> None:
         """The book has waited for it, on a clock that nobody sets."""
-        self._not_before = self._failed_at + failure.MIN_GAP_SECONDS
-        self._woken.set()
+        self._timer.hasten()
+        self._timer.look_again()
 
     def hold(self, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send."""
@@ -101,14 +332,9 @@ class Destination(Aftermath):
 
     def _look_up(self) -> None:
         """What it may do has changed; what only stands in a line for it need not stay there."""
-        self._woken.set()
+        self._timer.look_again()
         if self._held and self.phase is Phase.QUEUED and self._before is Phase.CONNECTING:
             self._exchange.withdraw()
-
-    @property
-    def owes(self) -> bool:
-        """Whether anything durable is left to send."""
-        return self.has_frozen or self.outbox.owes
 
     # --- The task ---------------------------------------------------------------------------------
 
@@ -167,7 +393,7 @@ class Destination(Aftermath):
                 return False
             now = trio.current_time()
             self.outbox.expire()
-            not_before = max(self._not_before, self._context.admission.gate.frozen_until)
+            not_before = max(self._timer.not_before, self._context.admission.gate.frozen_until)
             due = max(self._due, not_before)
             if due <= now:
                 return True
@@ -179,11 +405,31 @@ class Destination(Aftermath):
                 self._put_away()
             # Through a long wait of a search, what is not concerned by it may still come.
             leaves = due > now + LEAVE_AFTER_S
-            with trio.move_on_at(idle_until if leaves else due) as slept:
-                await self._woken.wait()
-            if slept.cancelled_caught and leaves and not self._woken.is_set():
+            if await self._timer.sleep_until(idle_until if leaves else due) and leaves:
                 return False
-            self._woken = trio.Event()
+
+    @property
+    def _due(self) -> float:
+        """When there is something that may be sent, on trio's clock; infinity: there is nothing."""
+        if self.frozen is not None:
+            return self._timer.not_before
+        return min((self._due_with(kind) for kind in Kind), default=math.inf)
+
+    def _due_with(self, kind: Kind) -> float:
+        """When there is something of this kind that may be sent."""
+        search, pdus = self.state.search(kind), kind is Kind.PDUS
+        has = self.outbox.owes_pdus if pdus else self.outbox.has_edus
+        if search is None:
+            return self._timer.not_before if has else math.inf
+        if not has and search.suspect is None:
+            return math.inf
+        if search.alone and (self.outbox.has_new_pdus if pdus else self._new_edus):
+            return self._timer.not_before
+        wait_s = search.wait_s(self._context.outside.now_ms())
+        # Without a wait it was due before this very moment, which is over when it is looked at.
+        return max(self._timer.not_before, trio.current_time() + wait_s if wait_s else -math.inf)
+
+    # --- An attempt -------------------------------------------------------------------------------
 
     async def _attempt(self, peer: Peer) -> None:
         """Connect, form or repeat a transaction, send it, and act on what comes of it."""
@@ -274,6 +520,8 @@ class Destination(Aftermath):
         else:
             await self._failed(peer, transaction, verdict)
 
+    # --- What goes into a transaction -------------------------------------------------------------
+
     async def _fill(self) -> Draft:
         """What goes next, keys first. Ephemeral EDUs take what room is left."""
         draft = self._draft()
@@ -347,6 +595,265 @@ class Destination(Aftermath):
             now_ms=self._context.outside.now_ms(),
             lsso_before=self.outbox.stored_lsso,
         )
+
+    # --- After an answer --------------------------------------------------------------------------
+
+    async def _answered(self, transaction: Transaction) -> None:
+        """Move what the answer moves: the ledger has it already, so the databases may follow."""
+        now_ms, before = self._context.outside.now_ms(), self.state
+        was_failing = not before.healthy
+        self.state = self._searched(failure.after_success(before, now_ms), transaction)
+        self._timer.answered()
+        if was_failing and before.failures and not self.state.searches:
+            self._reporter.well_again()
+        searched = self.state.pdu_search, self.state.edu_search
+        changed = searched != (before.pdu_search, before.edu_search)
+        if was_failing or changed or self._another_hour(before.last_success_ms, now_ms):
+            # Before the rest, so that a kill in between does not leave it waiting for nothing.
+            await self._save_state()
+        await self._settle(transaction)
+        if was_failing or not self._has_answered:
+            self._has_answered = True
+            await self._reporter.clear_backoff(self.state)
+
+    def _searched(self, state: ServerState, transaction: Transaction) -> ServerState:
+        """What an answer to this transaction says to the searches that are under way."""
+        if state.pdu_search is None and state.edu_search is None:
+            return state
+        edus, pdus = transaction.items_by_kind
+        rng, most = self._context.outside.random, self.policy.max_pdus + self.policy.max_edus
+        for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
+            search = state.search(kind)
+            if search is None:
+                continue
+            marks = [item.mark for item in items]
+            if not marks:
+                search = search.lives()
+            else:
+                ahead = any(pdu.lane == "witness" for pdu in transaction.pdus)
+                search = search.answered(marks, most, rng, out_of_turn=ahead)
+                if ahead:
+                    self.outbox.sent_ahead(marks)
+            if search is not None and self.outbox.level:
+                search = search.level()
+            state = state.with_search(kind, search)
+        if state.edu_search is not None and transaction.drafted is not None:
+            for edu in transaction.drafted.edus[:1]:
+                # Sent once more, it speaks for the server, and its answer moves nothing.
+                self._witness = replace(edu, outbox_ids=(), pokes=(), keys=())
+        return state
+
+    def _another_hour(self, before_ms: int | None, now_ms: int) -> bool:
+        """Whether that it is well is to be put down again; not of all servers at the same time."""
+        shift = zlib.crc32(self.name.encode()) % HOUR_MS
+        return before_ms is None or (before_ms + shift) // HOUR_MS != (now_ms + shift) // HOUR_MS
+
+    async def _save_state(self) -> None:
+        self._state_unsaved = True
+        state = self.state
+        self._context.note(state)
+        await self._context.store.save_server_state(state)
+        self._state_unsaved = False
+
+    async def _settle(self, transaction: Transaction) -> None:
+        await self.outbox.settle(transaction)
+        await self._thaw_out(transaction)
+        self._context.ledger.settled(self.name)
+
+    async def _thaw_out(self, transaction: Transaction) -> None:
+        """The transaction is over; only now may another one follow it."""
+        if transaction.saved:
+            await self._context.store.drop_frozen(self.name)
+        self.frozen = None
+
+    # --- After a failure --------------------------------------------------------------------------
+
+    async def _failed(self, peer: Peer, transaction: Transaction | None, verdict: Verdict) -> None:
+        context = self._context
+        self._timer.failed()
+        self.state = failure.after_failure(
+            self.policy.backoff,
+            self.state,
+            verdict,
+            context.outside.now_ms(),
+            context.outside.random,
+        )
+        self._timer.back_off(self.state)
+        if transaction is not None and not verdict.sent:
+            self._unfreeze(transaction)
+        elif transaction is not None:
+            await self._follow(peer, transaction, verdict)
+        self._reporter.failed(self.state, verdict, self.retry_in_s)
+        self._timer.take_wake()
+        interval = failure.shared_interval_ms(self.state, verdict)
+        if interval is not None:
+            self.state = replace(self.state, shared_interval_ms=interval)
+            await self._reporter.backoff(self.state, interval)
+        await self._save_state()
+
+    def _unfreeze(self, transaction: Transaction) -> None:
+        """No byte of it left. One that is on record stays: an earlier attempt may have arrived."""
+        if transaction.saved or transaction.attempts > 1:
+            return
+        self.frozen = None
+        self.outbox.take_back(transaction)
+
+    async def _follow(self, peer: Peer, transaction: Transaction, verdict: Verdict) -> None:
+        """Decide what becomes of a transaction that may have arrived, and do it."""
+        now_ms = self._context.outside.now_ms()
+        edus, pdus = transaction.items_by_kind
+        kinds = [kind for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items]
+        searching = any(self.state.search(kind) in self.state.searches for kind in kinds)
+        suspect = failure.content_is_suspect(
+            self.state, verdict, now_ms=now_ms, searching=searching
+        )
+        if not transaction.items:
+            # It has no content; whoever rejects it rejects everything.
+            await self._save_frozen(transaction)
+        elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
+            await self._search(transaction, verdict, now_ms)
+        elif failure.wants_probe(self.state, verdict, now_ms=now_ms):
+            state = self.state
+            for kind in kinds:
+                search = replace(state.search(kind) or Search(0), limit=0)
+                state = state.with_search(kind, search)
+            await self._reform(transaction, state)
+        else:
+            await self._save_frozen(transaction)
+
+    async def _version_answers(self, peer: Peer) -> bool:
+        with trio.move_on_after(self._context.connect_deadline):
+            return await peer.version_answers()
+        return False
+
+    async def _search(self, transaction: Transaction, verdict: Verdict, now_ms: int) -> None:
+        """One step of the search for the item that is at fault, if any is."""
+        self._reporter.isolated()
+        edus, pdus = transaction.items_by_kind
+        if edus and pdus:
+            state = self.state
+            for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
+                search = replace(state.search(kind) or Search(0), limit=len(items))
+                state = state.with_search(kind, search)
+            await self._reform(transaction, self._wait_for_it(state, Kind.PDUS, verdict, now_ms))
+            return
+        kind, items = (Kind.PDUS, pdus) if pdus else (Kind.EDUS, edus)
+        search = self.state.search(kind) or Search(0)
+        if len(items) > 1:
+            search = search.refused_together(len(items), transaction.first_suspect)
+        elif search.suspect is None and self.outbox.let_go(transaction):
+            search = search.acquitted()
+        else:
+            search = search.refused_alone(items[0], self._context.outside.random)
+            if search.convicted and search.suspect == items[0].mark:
+                search = await self._convict(search, transaction, verdict)
+        state = self.state.with_search(kind, search)
+        await self._reform(transaction, self._wait_for_it(state, kind, verdict, now_ms))
+
+    async def _convict(self, search: Search, transaction: Transaction, verdict: Verdict) -> Search:
+        """Take the suspect out of the way, if there is room for it in quarantine."""
+        if await self._context.store.quarantined_of(self.name) >= QUARANTINE_LIMIT:
+            return replace(search, turn=Turn.EMPTY, full=True)
+        await self.outbox.quarantine(transaction, verdict.reason)
+        return search.acquitted()
+
+    def _wait_for_it(
+        self, state: ServerState, kind: Kind, verdict: Verdict, now_ms: int
+    ) -> ServerState:
+        """When the search goes on: a few steps in a row at once, others after a growing wait (I5).
+
+        An answer to an item of this kind begins that anew.
+        """
+        search = state.search(kind)
+        assert search is not None
+        if search.at_once:
+            self._timer.hasten()
+            return state
+        if sum(each.quick for each in state.searches) < QUICK_ATTEMPTS:
+            self._timer.hasten()
+            # Waits have not begun to grow by it.
+            state = replace(state, failures=state.failures - 1)
+            return state.with_search(kind, replace(search.hastened(), quick=search.quick + 1))
+        since = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
+        rng = self._context.outside.random
+        wait_s = failure.wait_s(self.policy.backoff, since, verdict, now_ms, rng)
+        return state.with_search(kind, search.waiting(now_ms, wait_s))
+
+    async def _reform(self, transaction: Transaction, state: ServerState) -> None:
+        """Give this transaction up for another one."""
+        self.state = replace(state, stubborn=0, stubborn_since_ms=None)
+        # On record before another id may follow this one (I3).
+        await self._save_state()
+        await self._thaw_out(transaction)
+        self.outbox.take_back(transaction)
+
+    # --- The frozen transaction on record ---------------------------------------------------------
+
+    async def _recall(self) -> None:
+        # Until it was read: an error here must not have another one follow it (I3).
+        self._unread = True
+        record = await self._context.store.load_frozen(self.name)
+        self._unread = False
+        if record is not None:
+            self.frozen = thaw(
+                record.transaction_id,
+                record.body,
+                record.manifest,
+                record.frozen_ms,
+                record.attempts,
+            )
+
+    async def _take_out(self, frozen: Transaction) -> None:
+        record = await self._context.store.load_frozen(self.name)
+        if record is not None and record.transaction_id == frozen.id:
+            frozen.body = record.body
+        else:
+            self.frozen = None  # An operator has purged it.
+
+    def _put_away(self) -> None:
+        """The bodies of all that fail at once would take more memory than all else (I7)."""
+        frozen = self.frozen
+        if frozen is not None and frozen.saved and len(frozen.body) > PUT_AWAY_BYTES:
+            frozen.put_away_body()
+
+    async def _save_frozen(self, transaction: Transaction) -> None:
+        if transaction.lsso_before is None:
+            # A level destination's mark is not read until somebody needs it; it cannot have moved.
+            transaction.lsso_before = await self._context.homeserver.lsso(self.name)
+        record = FrozenRecord(
+            destination=self.name,
+            transaction_id=transaction.id,
+            body=transaction.body,
+            manifest=transaction.manifest(),
+            frozen_ms=transaction.frozen_ms,
+            attempts=transaction.attempts,
+        )
+        await self._context.store.save_frozen(record)
+        transaction.saved = True
+
+    # --- When the task has ended ------------------------------------------------------------------
+
+    def crashed(self) -> None:
+        """A bug ended the task: back off, or it becomes a hot loop; the database knows the rest."""
+        verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
+        context = self._context
+        now_ms = context.outside.now_ms()
+        self.state = failure.after_failure(
+            self.policy.backoff, self.state, verdict, now_ms, context.outside.random
+        )
+        self._timer.back_off(self.state)
+        self.spill()
+
+    async def write_down(self) -> None:
+        """Make durable what the task that has ended knew of its server and its transaction."""
+        if self._state_unsaved:
+            await self._save_state()
+        if self.frozen is None:
+            return
+        if self.frozen.answered:
+            await self._settle(self.frozen)
+        elif not self.frozen.saved:
+            await self._save_frozen(self.frozen)
 
 
 def _why_cut_off(error: BaseException) -> str:
