@@ -153,20 +153,7 @@ class Destination:
         self.name = name
         self.policy = policy
         self.state = state
-        self.outbox = Outbox(
-            name,
-            origin=context.origin,
-            now_ms=context.outside.now_ms,
-            homeserver=context.homeserver,
-            store=context.store,
-            edus=context.edus,
-            device_lists=context.device_lists,
-            router=context.router,
-            metrics=context.metrics,
-            window=context.window,
-            queue_pdus=context.sending.queue_pdus,
-            level=level,
-        )
+        self.outbox = Outbox(name, context, level=level)
         self.frozen: Transaction | None = None
         self.phase = Phase.IDLE
         self.since = trio.current_time()

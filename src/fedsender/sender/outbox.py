@@ -1,8 +1,9 @@
 """What one server is owed, wherever it waits: in memory, in the homeserver's database, in ours.
 
-An outbox is *level* when all the PDUs it owes are in its queue, in stream order, or will be
-offered. Otherwise they are in the database, and catch-up reads them there. To-device messages and
-redeliveries are always in a database; memory only knows that there are some.
+Live PDUs wait in a queue. An outbox is *level* when all the PDUs it owes are in its queue, in
+stream order, or will be offered. Otherwise they are in the database, and catch-up reads them there.
+To-device messages, device lists and redeliveries are always in a database; memory only knows that
+there are some. Receipts are in memory or are a debt; typing and presence are in memory only.
 
 Its owner, the destination's task, is the only one that calls the coroutines here, one at a time.
 Two sequences must stay free of `await`: between the query that found nothing owed, the check that
@@ -10,74 +11,71 @@ nothing was offered since, and the switch to level (else a PDU falls between the
 queue); and, in the destination, between `fill` and the freezing of what it filled (I6).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import structlog
+import trio
 
-from fedsender.config import Policy
-from fedsender.matrix import Pdu
+from fedsender.config import EduKinds, Policy
+from fedsender.matrix import BadEvent, Pdu, canonical_json
 from fedsender.sender.catch_up import CatchUp
-from fedsender.sender.edus.receipts import RECEIPT, fill_page
-from fedsender.sender.lanes import Lanes
-from fedsender.sender.queue import PduQueue
-from fedsender.sender.routing import Bad, Routed, Router
+from fedsender.sender.context import Context
+from fedsender.sender.edus import device_lists
+from fedsender.sender.edus.presence import PresenceQueue
+from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
+from fedsender.sender.queue import EphemeralQueue, PduQueue
+from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.suspicion import Search, Turn
-from fedsender.sender.transaction import Draft, Outgoing, Transaction
-from fedsender.sender.window import Window
-from fedsender.store.edus import EduStore
-from fedsender.store.homeserver import HomeserverStore, Settlement
+from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction
+from fedsender.store.homeserver import Settlement
 from fedsender.store.records import DevicePoke, Receipt
-from fedsender.store.sender import SenderStore
-from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
 
+EPHEMERAL_KEYS = 1000
+PRESENCE_USERS = 1000
+RECEIPTS = 1000
+RECEIPT_PAGE = 500
+RECEIPT_PAGES = 20
+"""So many pages are looked through for one transaction."""
+RESERVED_EDUS = 10
+"""So many EDUs of a transaction are kept from to-device messages while device lists wait."""
+TO_DEVICE = "m.direct_to_device"
 
-class Outbox(Lanes):
-    """See the module.
+
+class Outbox:
+    """What one server is owed.
 
     Attributes:
-        level: see the module.
+        destination: the server's name.
+        level: whether all the PDUs it owes are in `queue` or will be offered.
         queue: live PDUs.
+        ephemeral: typing.
+        presence: the states of users.
+        receipts: those that wait in memory, and whether more wait in the database.
         lsso: the destination's low-water mark; None until somebody had to know it.
         stored_lsso: the same as the database has it, where it may have none.
     """
 
-    def __init__(
-        self,
-        destination: str,
-        *,
-        origin: str,
-        now_ms: Callable[[], int],
-        homeserver: HomeserverStore,
-        store: SenderStore,
-        edus: EduStore,
-        device_lists: Watermark,
-        router: Router,
-        metrics: Metrics,
-        window: Window,
-        queue_pdus: int,
-        level: bool,
-    ) -> None:
-        """`device_lists`: up to where rows of device lists may be read."""
-        super().__init__(
-            destination,
-            origin=origin,
-            homeserver=homeserver,
-            store=store,
-            edus=edus,
-            device_lists=device_lists,
-            metrics=metrics,
-            # One that is not level was not told of all that was written for it.
-            owes=not level,
-        )
+    def __init__(self, destination: str, context: Context, *, level: bool) -> None:
+        """One that is not level was not told of all that was written for it."""
+        self.destination = destination
         self.level = level
-        self.queue = PduQueue(queue_pdus, window)
         self.lsso: int | None = None
         self.stored_lsso: int | None = None
-        self._now_ms = now_ms
-        self._router = router
+        self._context = context
+        # No method of ours: it would know us, and who has left would wait for Python's search for
+        # cycles, hundreds at a time.
+        self._count_dropped = partial(_count_dropped, context.metrics)
+        self.queue = PduQueue(context.sending.queue_pdus, context.window)
+        self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS, self._count_dropped)
+        self.presence = PresenceQueue(PRESENCE_USERS, self._count_dropped)
+        self.receipts = ReceiptQueue(RECEIPTS)
+        self._owes_to_device = self._owes_device_lists = not level
+        self._owes_redeliveries = not level
         self._spilled_in_health = False
         # Offers and spills, counted: what a question to the database may not know of yet.
         self._news = 0
@@ -85,7 +83,7 @@ class Outbox(Lanes):
         self._ahead: set[str] = set()
         self._catch_up: CatchUp | None = None
 
-    # --- Taking in: synchronous -------------------------------------------------------------------
+    # --- What is put into it: synchronous ---------------------------------------------------------
 
     def offer(self, pdu: Pdu, *, healthy: bool) -> None:
         """The fan-out has made it durable that this server is owed the PDU."""
@@ -104,8 +102,50 @@ class Outbox(Lanes):
         if self.level:
             self.level = False
             self._spilled_in_health = healthy
-            self._metrics.spills.inc()
+            self._context.metrics.spills.inc()
         self.queue.clear()
+
+    def owe_keys(self) -> None:
+        """There may be to-device messages, or device lists, in the database."""
+        self._owes_to_device = self._owes_device_lists = True
+
+    def owe_to_device(self) -> None:
+        """There are to-device messages in the database."""
+        self._owes_to_device = True
+
+    def owe_device_lists(self) -> None:
+        """There are changed devices or keys in the database."""
+        self._owes_device_lists = True
+
+    def owe_redeliveries(self) -> None:
+        """There are events to send again."""
+        self._owes_redeliveries = True
+
+    def put_edu(
+        self, key: Key, edu_type: str, content: Mapping[str, object], *, lifetime_s: float
+    ) -> None:
+        """Send this EDU, unless a newer one of the same key replaces it or it grows too old."""
+        wire = canonical_json({"content": content, "edu_type": edu_type})
+        expires_at = trio.current_time() + lifetime_s
+        self.ephemeral.put(key, edu_type, wire, expires_at=expires_at)
+
+    def take_back(self, transaction: Transaction) -> None:
+        """This transaction will not be repeated; what was in it waits again."""
+        self._owes_to_device |= bool(transaction.outbox_ids)
+        self._owes_device_lists |= bool(transaction.pokes)
+
+    def give_back(self, draft: Draft) -> None:
+        """This draft was filled, and is not sent; what was in it waits again."""
+        self._owes_to_device |= any(edu.outbox_ids for edu in draft.edus)
+        self._owes_device_lists |= any(edu.pokes for edu in draft.edus)
+
+    def sent_ahead(self, event_ids: Iterable[str]) -> None:
+        """These were answered out of turn."""
+        self._ahead.update(event_ids)
+        if self._catch_up is not None:
+            self._catch_up.refused |= self._ahead
+
+    # --- What is there ----------------------------------------------------------------------------
 
     @property
     def owes(self) -> bool:
@@ -129,11 +169,22 @@ class Outbox(Lanes):
         """Whether PDUs were offered since another one than the suspect was last looked for."""
         return self._news != self._news_seen
 
-    def sent_ahead(self, event_ids: Iterable[str]) -> None:
-        """These were answered out of turn."""
-        self._ahead.update(event_ids)
-        if self._catch_up is not None:
-            self._catch_up.refused |= self._ahead
+    @property
+    def edus_waiting(self) -> int:
+        """How many EDUs wait in memory."""
+        return len(self.ephemeral) + len(self.receipts) + len(self.presence)
+
+    def expire(self) -> None:
+        """Let go of EDUs that have outlived their use."""
+        now = trio.current_time()
+        self.ephemeral.expire(now)
+        self.presence.expire(now)
+
+    def close(self) -> None:
+        """It leaves memory, and with it typing and presence that could not be sent."""
+        waiting = len(self.ephemeral) + len(self.presence)
+        if waiting:
+            self._count_dropped("expired", waiting)
 
     # --- Filling a transaction --------------------------------------------------------------------
 
@@ -159,7 +210,7 @@ class Outbox(Lanes):
         self.expire()
         self.receipts.fill(draft)
         self.ephemeral.fill(draft)
-        self.presence.fill(draft, self._now_ms())
+        self.presence.fill(draft, self._context.outside.now_ms())
 
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
         """Put in the one PDU whose turn it is in this search, if there is one; there is a suspect.
@@ -186,19 +237,94 @@ class Outbox(Lanes):
                 await self._fill_redeliveries(draft)
         else:
             event_id = search.witnesses[0]
-            item = (await self._router.load([event_id])).get(event_id)
+            item = (await self._context.router.load([event_id])).get(event_id)
             if isinstance(item, Routed) and self.destination in item.servers:
                 draft.add_pdu(Outgoing(item.pdu, "witness"))
         await self._quarantine_stuck(catch_up)
 
+    def _drop_unwanted(self, kinds: EduKinds) -> None:
+        """Kinds that the policy has switched off since they were queued."""
+        if not kinds.receipts:
+            self.receipts.clear()
+        if not kinds.typing:
+            self.ephemeral.clear()
+        if not kinds.presence:
+            self.presence.clear()
+
+    async def _fill_to_device(self, draft: Draft, policy: Policy) -> None:
+        # Cleared before the read, so that a message that arrives during it asks for another look.
+        self._owes_to_device = False
+        if not policy.edus.to_device:
+            return
+        room = draft.max_edus
+        if self._owes_device_lists:
+            room = max(1, room - RESERVED_EDUS)
+        rows = await self._context.homeserver.to_device(self.destination, 0, None, room)
+        for row_id, content in rows:
+            try:
+                # What a homeserver stores is JSON, but hardly ever in canonical form.
+                wire = canonical_json(
+                    {"content": json.loads(content), "edu_type": TO_DEVICE},
+                    allow_fractions=True,
+                    allow_big_integers=True,
+                )
+            except (BadEvent, ValueError, RecursionError) as error:
+                await self._quarantine_row(row_id, content, str(error))
+                continue
+            edu = Edu(TO_DEVICE, wire, outbox_ids=(row_id,))
+            if not draft.add_edu(edu):
+                # Rows are deleted by id: those of one id leave together or not at all.
+                self._owes_to_device = True
+                if draft.drop_outbox(row_id):
+                    return
+                draft.add_edu(edu, anyway=True)
+        self._owes_to_device |= len(rows) >= room
+
+    async def _fill_device_lists(self, draft: Draft, policy: Policy) -> None:
+        room = draft.edu_room
+        if not room:
+            return
+        self._owes_device_lists = False
+        if not policy.edus.device_lists:
+            return
+        changes = await self._context.edus.device_changes(
+            self.destination, self._context.device_lists.value
+        )
+        self._owes_device_lists |= not changes.complete or device_lists.count(changes) > room
+        for together in device_lists.compose(changes, room):
+            if not draft.add_edu(*together):
+                self._owes_device_lists = True
+                return
+
+    async def _owed_receipts(self, policy: Policy) -> tuple[list[Receipt], int] | None:
+        """Of the next page above the debt that has any, this server's; and where the page ends."""
+        queue, origin = self.receipts, self._context.origin
+        if not policy.edus.receipts:
+            queue.clear()
+            return None
+        for _ in range(RECEIPT_PAGES):
+            offered = queue.begin_page()
+            if queue.debt is None:
+                return None
+            page = await self._context.edus.receipts(origin, queue.debt, None, RECEIPT_PAGE)
+            if not page:
+                queue.none_found(offered)
+                return None
+            servers = await self._context.homeserver.servers_now([item.room_id for item in page])
+            mine = [item for item in page if self.destination in servers[item.room_id]]
+            if mine:
+                return mine, page[-1].stream_id
+            queue.pay(page[-1].stream_id)
+        return None
+
     async def _fill_redeliveries(self, draft: Draft) -> None:
         self._owes_redeliveries = False
-        waiting = await self._store.redeliveries(self.destination, draft.max_pdus)
+        waiting = await self._context.store.redeliveries(self.destination, draft.max_pdus)
         if not waiting:
             return
         self._owes_redeliveries = True
         event_ids = [item.event_id for item in waiting]
-        routed = await self._router.load(event_ids)
+        routed = await self._context.router.load(event_ids)
         dropped = []
         for event_id in event_ids:
             item = routed.get(event_id)
@@ -213,7 +339,9 @@ class Outbox(Lanes):
                 break
         if dropped:
             log.info("not redelivered: not for it", destination=self.destination, n=len(dropped))
-            await self._store.redelivered(self.destination, dropped)
+            await self._context.store.redelivered(self.destination, dropped)
+
+    # --- Catch-up ---------------------------------------------------------------------------------
 
     async def _fill_owed(self, draft: Draft, policy: Policy) -> None:
         """What the database owes; if that is nothing, become level."""
@@ -235,37 +363,21 @@ class Outbox(Lanes):
         catch_up.gap_events = policy.catch_up_gap_events
         return catch_up
 
-    async def _quarantine_stuck(self, catch_up: CatchUp) -> None:
-        for bad in list(catch_up.stuck.values()):
-            await self.quarantine_pdu(bad)
-            del catch_up.stuck[bad.event_id]
-
     async def caught_up(self) -> bool:
         """Become level if a catch-up under way finds nothing more owed; whether it did."""
         news = self._news
         if self._catch_up is None or self.lsso is None:
             return False
-        if await self._homeserver.owed_rooms(self.destination, self.lsso, 1):
+        if await self._context.homeserver.owed_rooms(self.destination, self.lsso, 1):
             return False
         await self._end_catch_up(news)
         return self.level
 
-    async def _end_catch_up(self, news: int) -> None:
-        """A query found nothing owed that was asked when `news` was all there was."""
-        if self._catch_up is not None and self._catch_up.on_record:
-            await self._store.end_catch_up(self.destination)
-        self._catch_up = None
-        # No await from here on: what was not offered by now will be offered to a level queue.
-        if self._news == news:
-            self.level = True
-            self._spilled_in_health = False
-            self._ahead.clear()
-
     async def _begin_catch_up(self) -> CatchUp:
         """Go on with the catch-up on record, or begin one at the present LSSO."""
         name = self.destination
-        lsso = await self._homeserver.lsso(name)
-        record = await self._store.catch_up(name)
+        lsso = await self._context.homeserver.lsso(name)
+        record = await self._context.store.catch_up(name)
         if record is not None:
             floor, newest_only, answered = record.floor, record.newest_only, dict(record.rooms)
         else:
@@ -275,12 +387,12 @@ class Outbox(Lanes):
         self.stored_lsso = lsso
         catch_up = CatchUp(
             name,
-            self._homeserver,
-            self._router,
+            self._context.homeserver,
+            self._context.router,
             floor,
             newest_only,
             gap_events=0,
-            refused=set(await self._store.quarantined_events(name)) | self._ahead,
+            refused=set(await self._context.store.quarantined_events(name)) | self._ahead,
             whole=self._spilled_in_health,
             answered=answered,
             on_record=record is not None,
@@ -295,13 +407,29 @@ class Outbox(Lanes):
         # What was answered until now was all that was owed then.
         catch_up.floor = self.lsso
         catch_up.answered.clear()
-        await self._store.begin_catch_up(self.destination, self.lsso, catch_up.newest_only)
+        await self._context.store.begin_catch_up(self.destination, self.lsso, catch_up.newest_only)
         catch_up.on_record = True
 
     async def _floor_without_lsso(self) -> int:
         """A server that was never reached by whoever sent before us: below all that it is owed."""
-        owed = await self._homeserver.owed_rooms(self.destination, 0, 1)
+        owed = await self._context.homeserver.owed_rooms(self.destination, 0, 1)
         return owed[0][1] - 1 if owed else 0
+
+    async def _end_catch_up(self, news: int) -> None:
+        """A query found nothing owed that was asked when `news` was all there was."""
+        if self._catch_up is not None and self._catch_up.on_record:
+            await self._context.store.end_catch_up(self.destination)
+        self._catch_up = None
+        # No await from here on: what was not offered by now will be offered to a level queue.
+        if self._news == news:
+            self.level = True
+            self._spilled_in_health = False
+            self._ahead.clear()
+
+    async def _quarantine_stuck(self, catch_up: CatchUp) -> None:
+        for bad in list(catch_up.stuck.values()):
+            await self.quarantine_pdu(bad)
+            del catch_up.stuck[bad.event_id]
 
     # --- Settling ---------------------------------------------------------------------------------
 
@@ -316,7 +444,7 @@ class Outbox(Lanes):
         )
         redelivered = [pdu.event_id for pdu in transaction.pdus if pdu.lane == "redelivery"]
         if redelivered:
-            await self._store.redelivered(self.destination, redelivered)
+            await self._context.store.redelivered(self.destination, redelivered)
         self.ephemeral.answered(transaction.ephemeral)
         self.receipts.answered(transaction.ephemeral)
         self.presence.answered(transaction.ephemeral)
@@ -345,16 +473,18 @@ class Outbox(Lanes):
                 if not self._catch_up.on_record:
                     await self._put_on_record(self._catch_up)
             if self._catch_up.on_record:
-                await self._store.catch_up_sent(self.destination, rooms_done)
+                await self._context.store.catch_up_sent(self.destination, rooms_done)
             self._catch_up.answered.update(rooms_done)
         if lsso is not None or outbox_ids or pokes:
             settlement = Settlement(
                 self.destination, lsso, tuple(outbox_ids), pokes=tuple(pokes), resync=resync
             )
-            await self._homeserver.settle([settlement])
+            await self._context.homeserver.settle([settlement])
         if lsso is not None:
             self.lsso = self.stored_lsso = max(lsso, self.lsso or 0)
             self.queue.settled(lsso)
+
+    # --- Quarantine -------------------------------------------------------------------------------
 
     def let_go(self, transaction: Transaction) -> bool:
         """Typing or presence that was refused alone is not worth a search, nor a place in
@@ -375,13 +505,13 @@ class Outbox(Lanes):
                 # What it stood in for is still owed; the rest of its gap goes without it.
                 return
         if not transaction.pdus:
-            await self._store.quarantine_item(
+            await self._context.store.quarantine_item(
                 destination=self.destination,
                 kind=next(iter(transaction.edu_types)),
                 content=transaction.body,
                 reason=reason,
             )
-            self._metrics.quarantined.inc()
+            self._context.metrics.quarantined.inc()
         await self.settle(transaction, quarantined=True)
 
     async def quarantine_pdu(self, bad: Bad) -> None:
@@ -392,10 +522,10 @@ class Outbox(Lanes):
             event_id=bad.event_id,
             reason=bad.reason,
         )
-        self._metrics.quarantined.inc()
+        self._context.metrics.quarantined.inc()
         if self._catch_up is not None:
             self._catch_up.refused.add(bad.event_id)
-        await self._store.quarantine_item(
+        await self._context.store.quarantine_item(
             destination=self.destination,
             kind="pdu",
             event_id=bad.event_id,
@@ -403,3 +533,15 @@ class Outbox(Lanes):
             stream_ordering=bad.stream_ordering,
             reason=bad.reason,
         )
+
+    async def _quarantine_row(self, row_id: int, content: str, reason: str) -> None:
+        await self._context.store.quarantine_item(
+            destination=self.destination, kind=TO_DEVICE, content=content.encode(), reason=reason
+        )
+        await self._context.homeserver.settle([Settlement(self.destination, None, (row_id,))])
+        self._context.metrics.quarantined.inc()
+        log.error("to-device message quarantined", destination=self.destination, row=row_id)
+
+
+def _count_dropped(metrics: Metrics, reason: str, count: int) -> None:
+    metrics.dropped_edus.labels(reason).inc(count)
