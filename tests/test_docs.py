@@ -16,7 +16,7 @@ from fedsender.cli import app
 from fedsender.config import Federation, Ledger, Sending, files
 from fedsender.federation import answer, client, discovery, places, transport
 from fedsender.replication import protocol, resp, server
-from fedsender.sender import admission, suspicion
+from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
 
 ROOT = Path(__file__).parents[1]
@@ -122,8 +122,8 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" ({sending.window_bytes // mib} MiB) for all",
         f"{ledger.keep_days} days, {ledger.keep_bytes // 2**30} GiB",
         f"nobody is attempted for {admission.LACK_S:.0f} s",
-        f"up to {suspicion.WITNESSES} of them; at most {QUARANTINE_LIMIT:,} items of one server",
-        f"1 in {1 / suspicion.CHANCE:,.0f}",
+        f"up to {isolation.WITNESSES} of them; at most {QUARANTINE_LIMIT:,} items of one server",
+        f"1 in {1 / isolation.CHANCE:,.0f}",
         f"fewer than {files.LEAST_SECRET} characters",
         f"{http1.OPERATORS.connections} connections, HTTP/1.1 only; headers of"
         f" {http1.HEAD_BYTES // kib} KiB within {http1.HEAD_SECONDS:.0f} s; a body of"

@@ -73,8 +73,8 @@ async def test_those_that_did_well_are_brought_back_first(
     """Of servers that are otherwise alike (I8)."""
     known = {A: ServerHealth(0.5, 10, 1, 1, 1, None), C: ServerHealth(0.8, 10, 1, 1, 1, None)}
     async with world.run() as sender:
-        sender.book.open_with({}, [A, B, C], lambda server: 0, partial(doubts, known))
-        assert [server for _, _, server in sorted(sender.book._timer)] == [B, C, A]
+        sender.registry.open_with({}, [A, B, C], lambda server: 0, partial(doubts, known))
+        assert [server for _, _, server in sorted(sender.registry._timer)] == [B, C, A]
 
 
 async def test_why_says_how_the_last_day_went(world: World, autojump_clock: MockClock) -> None:

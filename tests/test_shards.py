@@ -25,7 +25,7 @@ from fedsender.demo.receivers import Receivers, failing, healthy, open_receivers
 from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.ledger import NOTES, open_ledger, read_lines, segments
 from fedsender.outside import real_outside
-from fedsender.sender.takeover import take_over
+from fedsender.sender.recovery import take_over
 from fedsender.store import SenderStore, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import InstanceLock, SendersDiffer

@@ -34,7 +34,7 @@ from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.push import PushFeed
 from fedsender.sender.admission import Admission
-from fedsender.sender.fan_out import Had
+from fedsender.sender.fan_out import AlreadyOwed
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.shards import take_shard
 from fedsender.store import (
@@ -173,7 +173,7 @@ async def open_core(
         open_store(
             store_settings or store_config(config), outside, faults=faults, metrics=metrics
         ) as store,
-        _hold_instance(store, config, boot_id, admission) as had,
+        _hold_instance(store, config, boot_id, admission) as already_owed,
         open_ledger(
             config.ledger.directory,
             config.instance_name,
@@ -201,7 +201,7 @@ async def open_core(
             admission=admission,
             announcer=announcer,
             doubt=partial(doubts, read_health(config.pipeline.health, outside.now_ms())),
-            had=had,
+            already_owed=already_owed,
         ) as sender,
         open_feed(config, outside, store.homeserver, sender, keys=keys, metrics=metrics) as feed,
     ):
@@ -237,10 +237,10 @@ class _Announcer:
 @asynccontextmanager
 async def _hold_instance(
     store: Store, config: Config, boot_id: str, admission: Admission
-) -> AsyncIterator[Had | None]:
+) -> AsyncIterator[AlreadyOwed | None]:
     """Be the only daemon of this instance name; while that is in doubt, no attempt starts."""
     instance = config.instance_name
-    had = await take_shard(store, config, boot_id)
+    already_owed = await take_shard(store, config, boot_id)
     # Only who must not send at all gives up; any other error is the database's, and may pass.
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type((StoreError, OSError))
@@ -263,7 +263,7 @@ async def _hold_instance(
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(keep, name="instance lock")
-        yield had
+        yield already_owed
         nursery.cancel_scope.cancel()
 
 

@@ -23,7 +23,7 @@ from sqlalchemy import make_url
 from fedsender.config import Config, ConfigError
 from fedsender.ledger import Ledger, open_ledger
 from fedsender.outside import Outside
-from fedsender.sender.takeover import discard, hand_over, note_handed_over, take_over
+from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
 from fedsender.shards import take_shard
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Settlement

@@ -16,7 +16,7 @@ import trio
 
 from fedsender.config import Config, ConfigError
 from fedsender.matrix import shard_of
-from fedsender.sender.fan_out import Had
+from fedsender.sender.fan_out import AlreadyOwed
 from fedsender.sender.routing import is_ours
 from fedsender.store import SenderStore, Store
 from fedsender.store.homeserver import HomeserverStore
@@ -44,7 +44,7 @@ _WORDS: Final = {
 makes his own: it may repeat something, and loses nothing."""
 
 
-async def take_shard(both: Store, config: Config, boot_id: str) -> Had | None:
+async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed | None:
     """Be the only one who sends under our instance name, and take what is on record of our servers.
 
     By another list than before our position may go back to that of a sender who was behind us; what
@@ -77,10 +77,10 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> Had | None:
         await _refuse_unless_level(both.homeserver, before, config.server_name)
     if not left:
         await store.say_nothing_left(config.server_name, senders)
-    had: Had | None = None
+    already_owed: AlreadyOwed | None = None
     if both.homeserver.known_to_others:
         there = await both.homeserver.senders()
-        had = _dealt_before(me, before, there, senders)
+        already_owed = _dealt_before(me, before, there, senders)
         unseen = [
             name
             for name in _old_holders(me, before, there, senders)
@@ -92,7 +92,7 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> Had | None:
     done = await store.take_over_records(config.handles, holders)
     if holders:
         log.info("records taken over", servers=sum(done.taken.values()), holders=holders)
-    return had
+    return already_owed
 
 
 def _left_behind(foreign: Sequence[Foreign], me: str) -> tuple[Counter[str], set[str]]:
@@ -133,7 +133,7 @@ def _is_ours(stands: Generation) -> bool:
 
 def _dealt_before(
     me: str, before: Sequence[str], there: Mapping[str, Generation], senders: Sequence[str]
-) -> Had | None:
+) -> AlreadyOwed | None:
     mine, lowest = there.get(me), min((each.position for each in there.values()), default=-1)
     changed = before != list(senders) and me in before
     if not changed or mine is None or not _is_ours(mine) or mine.position <= lowest:

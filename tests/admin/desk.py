@@ -100,7 +100,7 @@ def parts_of(world: World, standing: Standing) -> Parts:
             world.store.sender,
             standing,
             standing,
-            world.sender.book.complete,
+            world.sender.registry.complete,
             world.sender.context.troubles,
             world.sender.fan_out.standstill,
         ),

@@ -24,7 +24,7 @@ from fedsender.intake.intake import Busy, Intake
 from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
 from fedsender.outside import Outside, real_outside
 from fedsender.segments import segments
-from fedsender.sender.book import Progress
+from fedsender.sender.registry import Progress
 
 OUTSIDE = real_outside()
 FED1 = "fed1"

@@ -16,8 +16,8 @@ from trio.testing import MockClock
 from fedsender.config import Policy
 from fedsender.federation.client import Answer
 from fedsender.matrix import Pdu
-from fedsender.sender.keep_going import keep_going
 from fedsender.sender.sender import Sender
+from fedsender.sender.supervise import supervise
 from fedsender.store import StoreError, tables
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import FrozenRecord, Lagging, PresenceState
@@ -64,7 +64,7 @@ async def test_a_loop_goes_on_after_errors_and_ends_when_it_is_cancelled(
         raise ValueError("no")
 
     with trio.move_on_after(100) as scope:
-        await keep_going(failing, "failing", metrics, troubles)
+        await supervise(failing, "failing", metrics, troubles)
 
     assert scope.cancelled_caught
     assert troubles == {"failing": began[-1]}

@@ -1,5 +1,5 @@
 """W13: an item that a server refuses is found and taken out of the way; a server's own fault is no
-item's. The rule by itself is in `test_suspicion.py`."""
+item's. The rule by itself is in `test_search.py`."""
 
 import random
 from pathlib import Path

@@ -255,7 +255,7 @@ async def test_what_is_frozen_is_read_page_by_page(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I3, I7: a start has neither all of it in memory at once nor overlooks any."""
-    monkeypatch.setattr("fedsender.sender.takeover.PAGE", 2)
+    monkeypatch.setattr("fedsender.sender.recovery.PAGE", 2)
     names = [f"s{number}.example" for number in range(5)]
     async with world.run():
         await world.join(R1, *names)

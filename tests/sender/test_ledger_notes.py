@@ -13,7 +13,7 @@ from trio.testing import MockClock
 from fedsender.config import from_values
 from fedsender.ledger import NOTES, read_lines
 from fedsender.segments import segments
-from fedsender.sender.takeover import hand_over
+from fedsender.sender.recovery import hand_over
 from fedsender.store import Store
 
 R1 = "!1:hs.example"

@@ -90,10 +90,10 @@ async def test_nothing_is_said_while_it_is_not_known_what_is_owed(
     async with world.run() as sender:
         await world.join(R1, A)
         await trio.sleep(1)
-        sender.book.doubt()
+        sender.registry.doubt()
         assert sender.progress() is None
         await trio.sleep(1)
-        sender.book.complete.set()
+        sender.registry.complete.set()
         assert sender.progress() is not None
     assert sender.progress() is None, "it drains"
 

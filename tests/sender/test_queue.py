@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsender.matrix import Pdu
+from fedsender.sender.pdu_pool import PduPool
 from fedsender.sender.queue import EphemeralQueue, PduQueue
 from fedsender.sender.transaction import Draft
-from fedsender.sender.window import Window
 
 
 def pdu(stream_ordering: int, wire: bytes = b"{}") -> Pdu:
@@ -35,7 +35,7 @@ def test_every_pdu_leaves_in_stream_order_and_only_once_answered(
     orderings: list[int], max_pdus: int
 ) -> None:
     """I2, I4: a failed transaction's PDUs are still there, in their place."""
-    queue = PduQueue(1000, Window(2**20))
+    queue = PduQueue(1000, PduPool(2**20))
     for ordering in sorted(orderings):
         assert queue.add(pdu(ordering))
     sent: list[int] = []
@@ -52,7 +52,7 @@ def test_every_pdu_leaves_in_stream_order_and_only_once_answered(
 
 
 def test_a_full_queue_refuses_and_an_older_pdu_is_an_error() -> None:
-    queue = PduQueue(2, Window(2**20))
+    queue = PduQueue(2, PduPool(2**20))
     queue.add(pdu(5))
 
     with pytest.raises(ValueError, match="4 offered after 5"):
@@ -63,7 +63,7 @@ def test_a_full_queue_refuses_and_an_older_pdu_is_an_error() -> None:
 
 
 def test_a_pdu_redacted_while_it_waits_goes_out_pruned() -> None:
-    window = Window(2**20)
+    window = PduPool(2**20)
     queue = PduQueue(10, window)
     queue.add(pdu(1, b'{"content":{"body":"secret"}}'))
     window.prune("$1", pdu(1, b'{"content":{}}'))

@@ -22,9 +22,9 @@ async def test_what_no_queue_holds_any_more_leaves_memory(
         for number in range(20):
             await world.say("!a:hs.example", f"{number} {LONG}")
             await trio.sleep(0.2)
-            assert sender.context.window.bytes < 2 * len(LONG)
+            assert sender.context.pdu_pool.bytes < 2 * len(LONG)
         await trio.sleep(1)
-        assert (len(sender.context.window), sender.context.window.bytes) == (0, 0)
+        assert (len(sender.context.pdu_pool), sender.context.pdu_pool.bytes) == (0, 0)
     assert len(world.servers[A].got) == 20
 
 
@@ -44,14 +44,14 @@ async def test_what_one_queue_still_holds_stays_and_is_pruned_when_redacted(
         for number in range(20):
             await world.say("!a:hs.example", f"{number} {LONG}")
             await trio.sleep(0.2)
-        assert sender.context.window.bytes < 2 * len(LONG)
+        assert sender.context.pdu_pool.bytes < 2 * len(LONG)
         await world.redact("!b:hs.example", secret.event_id)
         await trio.sleep(1)
         # In flight, the secret, and its redaction.
-        assert len(sender.context.window) == len(sender.active[B].outbox.queue) == 3
+        assert len(sender.context.pdu_pool) == len(sender.active[B].outbox.queue) == 3
         assert sender.active[B].outbox.level
         await trio.sleep(200)
-        assert len(sender.context.window) == 0
+        assert len(sender.context.pdu_pool) == 0
     sent = b"".join(request.body for request in busy.answered)
     assert b"secret" not in sent
     assert busy.got == ["in flight", "m.room.message", "m.room.redaction"]

@@ -7,14 +7,14 @@ from typing import Any
 
 import trio
 from tests.sender.harness import World
-from tests.sender.test_under_way import transaction, until_killed
+from tests.sender.test_attempt_log import transaction, until_killed
 from trio.testing import MockClock
 
 from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
 from fedsender.outside import real_outside
+from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.failure import ServerState
-from fedsender.sender.takeover import hand_over, take_over
-from fedsender.sender.under_way import cut_off
+from fedsender.sender.recovery import hand_over, take_over
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.sender import FrozenRecord, Redelivery
 from fedsender.telemetry import Metrics
@@ -178,9 +178,9 @@ async def test_a_full_window_does_not_ask_every_queue_about_every_event(
         await trio.sleep(1)
         await world.say("!b:hs.example", "in flight")
         await trio.sleep(1)
-        window = sender.context.window
+        window = sender.context.pdu_pool
         window._limit = 20 * window.bytes
-        sender.book.active = looks = Looks(sender.book.active)
+        sender.registry.active = looks = Looks(sender.registry.active)
         for number in range(60):
             await world.say("!b:hs.example", str(number))
             await trio.sleep(0.1)

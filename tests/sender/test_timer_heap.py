@@ -19,5 +19,5 @@ async def test_the_heap_does_not_grow_with_wakes(tmp_path: Path, autojump_clock:
         for _ in range(200):
             sender.wake([A], by_admin=True)
             await trio.sleep(5)
-        size = len(sender.book._timer)
+        size = len(sender.registry._timer)
     assert size < 10, size

@@ -11,7 +11,7 @@ from tests.store.conftest import NewUrl
 
 from fedsender.outside import real_outside
 from fedsender.sender.failure import ServerState
-from fedsender.sender.suspicion import Search, Turn
+from fedsender.sender.isolation import Search, Turn
 from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.sender import CatchUp, FrozenRecord, Redelivery

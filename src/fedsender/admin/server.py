@@ -69,7 +69,7 @@ def parts_of(daemon: Daemon, outside: Outside) -> Parts:
             own,
             daemon.ledger,
             daemon.admission.gate,
-            daemon.sender.book.complete,
+            daemon.sender.registry.complete,
             daemon.sender.context.troubles,
             daemon.sender.fan_out.standstill,
         ),

@@ -9,8 +9,8 @@ from fedsender.admin.parts import Parts
 from fedsender.admin.words import duration, many
 from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
+from fedsender.sender.isolation import Kind
 from fedsender.sender.sender import Status
-from fedsender.sender.suspicion import Kind
 from fedsender.store.records import Backoff, Pending
 
 COUNTED = 1_000

@@ -22,7 +22,7 @@ from fedsender.outside import Outside
 from fedsender.segments import Segment, open_segment, segments_of
 
 if TYPE_CHECKING:
-    from fedsender.sender.book import Progress
+    from fedsender.sender.registry import Progress
 
 READ_BYTES: Final = 2**20
 """So much of the ledger is read for one answer, and one line more."""

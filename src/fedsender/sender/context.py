@@ -9,11 +9,11 @@ from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission
+from fedsender.sender.attempt_log import AttemptLog
 from fedsender.sender.failure import ServerState
+from fedsender.sender.pdu_pool import PduPool
 from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
-from fedsender.sender.under_way import UnderWay
-from fedsender.sender.window import Window
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import ReceiptBook, SenderStore
@@ -36,7 +36,7 @@ class Context:
         connect_deadline: seconds for finding and reaching a server, all its addresses included.
         request_timeout: seconds for one transaction, unless the destination's policy says other.
         device_lists: up to where rows of device lists may be read.
-        window: what stands in queues.
+        pdu_pool: what stands in queues.
         full: servers with no room in quarantine for an item that is convicted.
         troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
     """
@@ -57,11 +57,11 @@ class Context:
     client: FederationClient
     admission: Admission
     ledger: Ledger
-    under_way: UnderWay
+    attempt_log: AttemptLog
     metrics: Metrics
     ids: TransactionIds
     announcer: Announcer
-    window: Window
+    pdu_pool: PduPool
     full: set[str] = field(default_factory=set)
     troubles: dict[str, float] = field(default_factory=dict)
 

@@ -3,7 +3,7 @@
 The task of a destination is the only one that changes what is in flight; other tasks reach it
 through its synchronous methods. Two sequences must stay free of `await`: between the last look at
 what may be sent and the freezing of the transaction (I6), and between the decision to leave and the
-book's striking it out (in `book.py`).
+book's striking it out (in `registry.py`).
 
 What an attempt changes is changed in this order. First the ledger has its line. After an answer
 the homeserver's database follows, then the frozen record goes. After a failure what is decided is
@@ -31,9 +31,9 @@ from fedsender.sender.edus.typing import LIFETIME_S as TYPING_LIFETIME_S
 from fedsender.sender.edus.typing import TYPING, Typing
 from fedsender.sender.exchange import Exchange, GaveWay
 from fedsender.sender.failure import MIN_GAP_SECONDS, Outcome, ServerState, Verdict
+from fedsender.sender.isolation import Kind, Search, Turn
 from fedsender.sender.outbox import Outbox
 from fedsender.sender.reporter import STOPPED, Reporter
-from fedsender.sender.suspicion import Kind, Search, Turn
 from fedsender.sender.transaction import (
     Draft,
     Edu,
@@ -49,7 +49,7 @@ from fedsender.store.sender import FrozenRecord
 __all__ = ["Announcer", "Context", "Destination", "Phase"]
 
 LEAVE_AFTER_S = 300.0
-"""A longer wait than this is not waited for in memory; the book's timer ends it."""
+"""A longer wait than this is not waited for in memory; the registry's timer ends it."""
 PUT_AWAY_AFTER_S = 5.0
 """Through a longer wait than this, no large body is kept in memory."""
 PUT_AWAY_BYTES = 8192
@@ -143,7 +143,7 @@ class Destination:
         outbox: what it is owed.
         frozen: the transaction that is in flight or is to be repeated, or None.
         phase, since: what the task is doing, and since when (Trio's clock, seconds).
-        gone: set when the task has left and the book has struck it out.
+        gone: set when the task has left and the registry has struck it out.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class Destination:
             self._timer.wake_after_attempt()
 
     def come_due(self) -> None:
-        """The book has waited for it, on a clock that nobody sets."""
+        """The registry has waited for it, on a clock that nobody sets."""
         self._timer.hasten()
         self._timer.look_again()
 
@@ -479,7 +479,7 @@ class Destination:
         self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP)
         transaction.attempts += 1
         started = trio.current_time()
-        slot = context.under_way.begin(self.name, transaction, context.outside.now_ms())
+        slot = context.attempt_log.begin(self.name, transaction, context.outside.now_ms())
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
             answer, verdict = await self._exchange.put(link, transaction, timeout_s)
@@ -487,7 +487,7 @@ class Destination:
             took_s = trio.current_time() - started
             cut_off = _why_cut_off(error)
             self._reporter.attempt(transaction, None, took_s=took_s, cut_off=cut_off)
-            context.under_way.end(slot)
+            context.attempt_log.end(slot)
             if not isinstance(error, GaveWay | OutOfResources):
                 raise
             if isinstance(error, OutOfResources):
@@ -500,7 +500,7 @@ class Destination:
         transaction.answered = verdict.outcome is Outcome.DELIVERED
         took_s = trio.current_time() - started
         self._reporter.attempt(transaction, verdict, took_s=took_s, answer=answer)
-        context.under_way.end(slot)
+        context.attempt_log.end(slot)
         if transaction.answered:
             self._leave.answered()
             await self._answered(transaction)

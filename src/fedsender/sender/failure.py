@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
-from fedsender.sender.suspicion import Kind, Search
+from fedsender.sender.isolation import Kind, Search
 
 DAY_MS = 86_400_000
 MIN_GAP_SECONDS = 1.0

@@ -25,8 +25,8 @@ import structlog
 import trio
 
 from fedsender.matrix import Pdu
+from fedsender.sender.pdu_pool import PduPool
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
-from fedsender.sender.window import Window
 from fedsender.store.engine import StoreError
 from fedsender.store.records import StoredEvent
 from fedsender.streams import Watermark
@@ -40,7 +40,7 @@ NEWEST = 2**63
 REDACT_EVENTS = ("redact_events", "org.matrix.msc4293.redact_events")
 
 
-Had = Callable[[str, int], bool]
+AlreadyOwed = Callable[[str, int], bool]
 """Whether an event of this stream ordering was put down as owed to this server before."""
 
 
@@ -95,11 +95,13 @@ class FanOut:
         quarantine: Callable[[Sequence[Bad]], Any],
         blocked_rooms: Callable[[], Awaitable[dict[str, int]]],
         chunk: int,
-        window: Window,
-        had: Had | None = None,
+        pool: PduPool,
+        already_owed: AlreadyOwed | None = None,
     ) -> None:
-        """`quarantine` makes bad events durable; `blocked_rooms`: room -> its first one; `had`:
-        what is not to be sent again, where the position has gone back."""
+        """`quarantine` makes bad events durable; `blocked_rooms`: room -> its first one.
+
+        `already_owed`: what is not to be sent again, where the position has gone back.
+        """
         self._homeserver = homeserver
         self._router = router
         self._downstream = downstream
@@ -110,8 +112,8 @@ class FanOut:
         self._emptied, self._looked = 1, 0
         self._redacted: set[str] = set()
         self._chunk = chunk
-        self._window = window
-        self._had = had
+        self._pool = pool
+        self._already_owed = already_owed
         # Held by a step, and while an event is passed over.
         self._turn = trio.Lock()
         self._one_by_one = 0
@@ -197,17 +199,17 @@ class FanOut:
                 tell = self._downstream.owe if item.supersedes else self._downstream.offer
                 for server in sorted(self._without(item)):
                     tell(server, item.pdu)
-        too_old = self._window.overflow()
+        too_old = self._pool.overflow()
         if too_old is not None:
             self._downstream.spill_before(too_old)
         self._downstream.fanned_out(position, len(rows), routed)
 
     def _without(self, item: Routed) -> Collection[str]:
         """The servers of this event but for those that it was put down for before."""
-        had = self._had
-        if had is None:
+        already_owed = self._already_owed
+        if already_owed is None:
             return item.servers
-        return [name for name in item.servers if not had(name, item.pdu.stream_ordering)]
+        return [name for name in item.servers if not already_owed(name, item.pdu.stream_ordering)]
 
     async def _sort_out(self, items: Sequence[Routed | Bad]) -> list[Routed]:
         """The events that can go; the others, and all behind them in their rooms, to quarantine."""
@@ -240,14 +242,14 @@ class FanOut:
             elif row.type == "m.room.member" and _redacts_all(row):
                 # Not only what is queued: any of the target's events may be remembered.
                 self._router.clear()
-                targets += self._window.sent_by(row.state_key or "", row.room_id)
+                targets += self._pool.sent_by(row.state_key or "", row.room_id)
         for target in targets:
             self._router.forget(target)
-        queued = [target for target in targets if target in self._window]
+        queued = [target for target in targets if target in self._pool]
         found = await self._homeserver.events_by_id(queued) if queued else {}
         for event_id, row in found.items():
             if row.redacted:
-                self._window.prune(event_id, parse_row(row))
+                self._pool.prune(event_id, parse_row(row))
         self._redacted.difference_update(told)
 
     def redacted(self, event_ids: Collection[str]) -> None:

@@ -25,9 +25,9 @@ from fedsender.sender.context import Context
 from fedsender.sender.edus import device_lists
 from fedsender.sender.edus.presence import PresenceQueue
 from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
+from fedsender.sender.isolation import Search, Turn
 from fedsender.sender.queue import EphemeralQueue, PduQueue
 from fedsender.sender.routing import Bad, Routed
-from fedsender.sender.suspicion import Search, Turn
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction
 from fedsender.store.homeserver import Settlement
 from fedsender.store.records import DevicePoke, Receipt
@@ -70,7 +70,7 @@ class Outbox:
         # No method of ours: it would know us, and who has left would wait for Python's search for
         # cycles, hundreds at a time.
         self._count_dropped = partial(_count_dropped, context.metrics)
-        self.queue = PduQueue(context.sending.queue_pdus, context.window)
+        self.queue = PduQueue(context.sending.queue_pdus, context.pdu_pool)
         self.ephemeral = EphemeralQueue(EPHEMERAL_KEYS, self._count_dropped)
         self.presence = PresenceQueue(PRESENCE_USERS, self._count_dropped)
         self.receipts = ReceiptQueue(RECEIPTS)

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from fedsender.matrix import Pdu
+from fedsender.sender.pdu_pool import PduPool
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
-from fedsender.sender.window import Window
 
 
 class PduQueue:
     """Live PDUs for one server, in stream order, at most `limit` of them."""
 
-    def __init__(self, limit: int, window: Window) -> None:
+    def __init__(self, limit: int, pool: PduPool) -> None:
         self._limit = limit
-        self._window = window
+        self._pool = pool
         self._pdus: deque[Pdu] = deque()
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class PduQueue:
         if len(self._pdus) >= self._limit:
             return False
         self._pdus.append(pdu)
-        self._window.hold(pdu)
+        self._pool.hold(pdu)
         return True
 
     @property
@@ -52,7 +52,7 @@ class PduQueue:
     def fill(self, draft: Draft) -> None:
         """Put as many PDUs from the head into the draft as it takes; they stay queued."""
         for pdu in self._pdus:
-            if not draft.add_pdu(Outgoing(self._window.as_it_goes_out(pdu), "live")):
+            if not draft.add_pdu(Outgoing(self._pool.as_it_goes_out(pdu), "live")):
                 return
             draft.lsso = pdu.stream_ordering
 
@@ -61,12 +61,12 @@ class PduQueue:
         leaving = []
         while self._pdus and self._pdus[0].stream_ordering <= upto:
             leaving.append(self._pdus.popleft())
-        self._window.let_go(leaving)
+        self._pool.let_go(leaving)
 
     def clear(self) -> int:
         """Forget all; how many there were."""
         count = len(self._pdus)
-        self._window.let_go(self._pdus)
+        self._pool.let_go(self._pdus)
         self._pdus.clear()
         return count
 

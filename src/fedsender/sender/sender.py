@@ -1,7 +1,7 @@
 """The sender: the way in for the feed, the fan-out and the operator; `open_sender` makes it run.
 
-What is going on with each server is in the book (`book.py`); this module brings its parts together,
-takes over what the last daemon left, and drains at the end.
+What is going on with each server is in the registry (`registry.py`); this module brings its parts
+together, takes over what the last daemon left, and drains at the end.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
@@ -17,19 +17,19 @@ from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu
 from fedsender.outside import Outside
 from fedsender.sender.admission import FEW, Admission, Pace
-from fedsender.sender.book import Book, Policies, Progress, Status
+from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
-from fedsender.sender.fan_out import FanOut, Had, Standstill
-from fedsender.sender.keep_going import attempted, keep_going
-from fedsender.sender.repairs import Refusal, Repairs
+from fedsender.sender.fan_out import AlreadyOwed, FanOut, Standstill
+from fedsender.sender.isolation import Kind
+from fedsender.sender.operations import Operations, Refusal
+from fedsender.sender.pdu_pool import PduPool
+from fedsender.sender.recovery import hand_over, take_over
+from fedsender.sender.registry import Policies, Progress, Registry, Status
 from fedsender.sender.routing import Bad, Routed, Router
-from fedsender.sender.suspicion import Kind
-from fedsender.sender.takeover import hand_over, take_over
+from fedsender.sender.supervise import attempted, supervise
 from fedsender.sender.transaction import TransactionIds
-from fedsender.sender.under_way import open_under_way
-from fedsender.sender.window import Window
 from fedsender.store import Store
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
@@ -55,7 +55,7 @@ class Sender:
         policies: Policies,
         nursery: trio.Nursery,
         store: Store,
-        had: Had | None,
+        already_owed: AlreadyOwed | None,
     ) -> None:
         self.events = Watermark()
         self.edus = EduFlow(context, policies, self)
@@ -66,32 +66,32 @@ class Sender:
             quarantine=self._quarantine,
             blocked_rooms=context.store.quarantined_rooms,
             chunk=context.sending.fan_out_chunk,
-            window=context.window,
-            had=had,
+            pool=context.pdu_pool,
+            already_owed=already_owed,
         )
         self.context = context
-        self.book = Book(self.context, policies, nursery, self.edus)
+        self.registry = Registry(self.context, policies, nursery, self.edus)
         self._policies = policies
         self._nursery = nursery
         self._store = store
-        self._repairs = Repairs(self.context, self.book, self.fan_out)
+        self._operations = Operations(self.context, self.registry, self.fan_out)
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
 
     @property
     def active(self) -> dict[str, Destination]:
         """The destinations that have a task, by name."""
-        return self.book.active
+        return self.registry.active
 
     # --- The fan-out's side -----------------------------------------------------------------------
 
     def offer(self, server: str, pdu: Pdu) -> None:
         """This server is owed the PDU, durably. Never waits."""
-        destination = self.book.reach(server, kind=Kind.PDUS)
+        destination = self.registry.reach(server, kind=Kind.PDUS)
         if destination is not None:
             destination.offer(pdu)
         elif not self._policies.may_send_to(server):
-            self.book.put_off(server)  # Denied since the event was routed.
+            self.registry.put_off(server)  # Denied since the event was routed.
         # Else the database remembers.
 
     def owe(self, server: str, pdu: Pdu) -> None:
@@ -101,9 +101,9 @@ class Sender:
             destination.spill()
             destination.offer(pdu)
         elif not self._policies.may_send_to(server):
-            self.book.put_off(server)
-        elif not self.book.is_behind(server) and not self.book.draining:
-            self.book.schedule(server, trio.current_time())
+            self.registry.put_off(server)
+        elif not self.registry.is_behind(server) and not self.registry.draining:
+            self.registry.schedule(server, trio.current_time())
 
     def hurry(self, servers: Collection[str]) -> None:
         """What was offered to these just now is for nobody else; if they are few, they go first."""
@@ -148,14 +148,14 @@ class Sender:
         It goes on once all that is owed is taken up: whatever it offered to a server before that
         would have the server's mark pass what was not offered (I2).
         """
-        if not self.book.complete.is_set():
+        if not self.registry.complete.is_set():
             await self.sweep()
-            self.book.complete.set()
+            self.registry.complete.set()
         position = (await self.context.homeserver.generation()).position
         try:
             await self.fan_out.run(self.events, position)
         except Exception:
-            self.book.doubt()
+            self.registry.doubt()
             raise
 
     # --- The feed's side: synchronous calls that cannot fail -------------------------------------
@@ -166,8 +166,8 @@ class Sender:
 
     def backoff_changed(self, server: str) -> None:
         """Somebody else wrote this server's backoff columns; a reset means that it is back."""
-        known = not self.book.state_of(server).healthy or server in self.active
-        if self.book.draining:
+        known = not self.registry.state_of(server).healthy or server in self.active
+        if self.registry.draining:
             return  # Nobody is woken any more.
         if server in self._looked_at:
             self._look_again.add(server)
@@ -205,7 +205,7 @@ class Sender:
         """Its object, to put something into its outbox. None: not now, or not at all."""
         if not self._policies.may_send_to(server):
             return None
-        return self.book.reach(server, kind=Kind.EDUS)
+        return self.registry.reach(server, kind=Kind.EDUS)
 
     # --- The operator's side ----------------------------------------------------------------------
 
@@ -218,42 +218,42 @@ class Sender:
         woken = []
         for server in servers:
             self.context.client.forget(server)  # It may be back at another address.
-            if self.book.wake(server, by_admin=by_admin):
+            if self.registry.wake(server, by_admin=by_admin):
                 woken.append(server)
         return woken
 
     def known(self, pattern: str = "*") -> list[str]:
         """Servers that are active or owe something, by glob."""
-        return self.book.known(pattern)
+        return self.registry.known(pattern)
 
     def status(self, server: str) -> Status | None:
         """What is going on with this server; None: nothing, and nothing is owed that we know of."""
-        return self.book.status(server)
+        return self.registry.status(server)
 
     def progress(self) -> Progress | None:
         """How far the stream of events has come; None while it is not known what is owed."""
-        return self.book.progress(self.fan_out.position)
+        return self.registry.progress(self.fan_out.position)
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send to this server; durable on return."""
-        await self._repairs.hold(server, paused=paused, parked=parked)
+        await self._operations.hold(server, paused=paused, parked=parked)
 
     async def redeliver(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
         """Send these (server, event id) pairs again; those refused, each with the reason."""
-        return await self._repairs.redeliver(pairs)
+        return await self._operations.redeliver(pairs)
 
     async def owe_events(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
         """Write these (server, event id) pairs into `destination_rooms`, upwards only, and send
         them; those refused, each with the reason."""
-        return await self._repairs.owe(pairs)
+        return await self._operations.owe(pairs)
 
     async def release(self, ids: Sequence[int]) -> list[Refusal]:
         """Try quarantined PDUs again, through the redelivery lane; those that stay, and why."""
-        return await self._repairs.release(ids)
+        return await self._operations.release(ids)
 
     async def drop_quarantined(self, ids: Sequence[int]) -> None:
         """Give quarantined items up for good."""
-        await self._repairs.drop(ids)
+        await self._operations.drop(ids)
 
     async def skip(self, token: int) -> Standstill | None:
         """Pass over the event that the fan-out stands at; None: it does not stand at this one."""
@@ -261,7 +261,7 @@ class Sender:
 
     async def purge(self, server: str, *, force: bool = False) -> list[str]:
         """Forget this server and all it owes. The rooms shared with it, if they forbid that."""
-        shared = await self._repairs.purge(server, force=force)
+        shared = await self._operations.purge(server, force=force)
         if not shared or force:
             self.edus.forget(server)
             return []
@@ -270,14 +270,14 @@ class Sender:
     def use_policies(self) -> None:
         """The policies have changed: those that are active follow them from their next turn on."""
         self.context.router.clear()
-        self.book.use_policies()
+        self.registry.use_policies()
 
     # --- Its own ----------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
         """Take up what is owed and nobody is at: a lost hint, a row that somebody else wrote."""
         for lag in await self.context.homeserver.lagging():
-            destination = self.book.reach(lag.destination, level=lag.rooms == 0)
+            destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
             if destination is not None and lag.owes_keys:
                 destination.owe_keys()
         for server in list(self.edus.debts):
@@ -304,8 +304,8 @@ class Sender:
                 # its floor would lie below all that goes out meanwhile.
                 await context.store.end_catch_up(server)
         others = set(await context.store.destinations_with_redeliveries()) | set(self.edus.debts)
-        backoffs = await context.homeserver.backoffs(self.book.told_of)
-        self.book.open_with(
+        backoffs = await context.homeserver.backoffs(self.registry.told_of)
+        self.registry.open_with(
             lagging,
             others,
             lambda server: -self._policies.policy_for(server).priority,
@@ -318,8 +318,8 @@ class Sender:
         """Make durable what the tasks that have ended knew."""
         # Side by side: one whose answer waits for a database that is away holds back no record.
         async with trio.open_nursery() as nursery:
-            for server in list(self.book.unsaved):
-                nursery.start_soon(self.book.write_down_unsaved, server)
+            for server in list(self.registry.unsaved):
+                nursery.start_soon(self.registry.write_down_unsaved, server)
         await self.edus.save()
 
 
@@ -340,12 +340,12 @@ async def open_sender(
     admission: Admission,
     announcer: Announcer,
     doubt: Callable[[str], int] = lambda server: 0,
-    had: Had | None = None,
+    already_owed: AlreadyOwed | None = None,
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
     `doubt`: how much its last day speaks against a server; those with the least are brought back
-    first. `had`: see `FanOut`.
+    first. `already_owed`: see `FanOut`.
 
     Draining takes at most `sending.drain_seconds`. A transaction that is then still unanswered is
     written down, to be repeated unchanged by the next daemon (I3); so it is if the body raises.
@@ -358,7 +358,7 @@ async def open_sender(
     )
     frozen = await take_over(store, ledger, outside, instance, policies.handles)
     boot = outside.entropy(8)
-    with open_under_way(ledger.directory, instance, boot.hex()) as under_way:
+    with open_attempt_log(ledger.directory, instance, boot.hex()) as attempt_log:
         context = Context(
             origin=server_name,
             sending=sending,
@@ -376,13 +376,13 @@ async def open_sender(
             client=client,
             admission=admission,
             ledger=ledger,
-            under_way=under_way,
+            attempt_log=attempt_log,
             metrics=metrics,
             ids=TransactionIds(boot),
             announcer=announcer,
-            window=Window(sending.window_bytes),
+            pdu_pool=PduPool(sending.window_bytes),
         )
-        async with _running(context, policies, store, frozen, doubt, had) as sender:
+        async with _running(context, policies, store, frozen, doubt, already_owed) as sender:
             yield sender
         await sender.write_down()
         await hand_over(store, instance)
@@ -395,22 +395,22 @@ async def _running(
     store: Store,
     frozen: set[str],
     doubt: Callable[[str], int],
-    had: Had | None,
+    already_owed: AlreadyOwed | None,
 ) -> AsyncIterator[Sender]:
     """The sender with its tasks; they have ended afterwards, whatever ended them."""
     states = await store.sender.all_server_states()
     sender: Sender | None = None
     try:
         async with trio.open_nursery() as nursery:
-            sender = Sender(context, policies, nursery, store, had)
-            sender.book.take_in(states, frozen)
+            sender = Sender(context, policies, nursery, store, already_owed)
+            sender.registry.take_in(states, frozen)
             await sender.edus.load()
             loops = await nursery.start(_run_loops, sender, partial(sender.load_book, doubt))
             with trio.move_on_after(LOAD_PATIENCE_S):
-                await sender.book.complete.wait()
+                await sender.registry.complete.wait()
             yield sender
             loops.cancel()
-            sender.book.begin_drain()
+            sender.registry.begin_drain()
             nursery.cancel_scope.deadline = trio.current_time() + context.sending.drain_seconds
     except Exception:
         # Not a kill: what may have left is still known, and must come again unchanged (I3).
@@ -433,16 +433,16 @@ async def _run_loops(
     pace = Pace(context.sending.ramp_per_second)
     loops: dict[str, Callable[[], Awaitable[None]]] = {
         "fan-out": sender.follow_events,
-        "ramp": partial(sender.book.bring_back, pace),
+        "ramp": partial(sender.registry.bring_back, pace),
         "sweep": sender.sweep_for_ever,
     }
     with trio.CancelScope() as scope:
         task_status.started(scope)
         name = "the look for what is owed"
-        await keep_going(load, name, context.metrics, context.troubles, once=True)
+        await supervise(load, name, context.metrics, context.troubles, once=True)
         async with trio.open_nursery() as nursery:
             for name, loop in loops.items():
                 nursery.start_soon(
-                    keep_going, loop, name, context.metrics, context.troubles, name=name
+                    supervise, loop, name, context.metrics, context.troubles, name=name
                 )
             nursery.start_soon(sender.edus.run, name="edus")

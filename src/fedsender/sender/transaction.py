@@ -12,7 +12,7 @@ from typing import Any
 
 from fedsender.ledger import SentPdu
 from fedsender.matrix import Pdu, canonical_json
-from fedsender.sender.suspicion import Item
+from fedsender.sender.isolation import Item
 from fedsender.store.records import DevicePoke
 
 _ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'

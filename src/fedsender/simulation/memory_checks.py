@@ -36,11 +36,11 @@ class MemoryChecks:
             waits_s = trio.current_time() - destination.since
             if destination.retry_in_s > LONG_WAIT_S and waits_s > LONG_WAIT_S:
                 evidence.fail("I7", f"{destination.name} waits for hours in memory")
-        window = sender.context.window.bytes
+        window = sender.context.pdu_pool.bytes
         counts["largest window"] = max(counts["largest window"], window)
         if window > daemon.config.sending.window_bytes + MAX_PDU_BYTES:
             evidence.fail("I7", f"the window of queued events has {window} bytes")
-        if (held := len(sender.context.window)) != len(queued_ids):
+        if (held := len(sender.context.pdu_pool)) != len(queued_ids):
             evidence.fail("I7", f"{held} events are held, {len(queued_ids)} are queued")
         tasks = trio.lowlevel.current_statistics().tasks_living
         counts["most tasks"] = max(counts["most tasks"], tasks)

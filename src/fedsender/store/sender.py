@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 
 from fedsender.outside import Outside
-from fedsender.sender import suspicion
+from fedsender.sender import isolation
 from fedsender.sender.failure import ServerState
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
@@ -722,7 +722,7 @@ def _destinations(connection: Connection, table: Table) -> list[str]:
 
 
 def _state(row: Mapping[Any, Any]) -> ServerState:
-    searches = {name: suspicion.of_json(row[name]) for name in ("pdu_search", "edu_search")}
+    searches = {name: isolation.of_json(row[name]) for name in ("pdu_search", "edu_search")}
     return ServerState(**{**row, **searches})
 
 

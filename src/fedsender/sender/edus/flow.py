@@ -23,7 +23,7 @@ from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
 from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
 from fedsender.sender.edus.typing import Typing, TypingRooms
-from fedsender.sender.keep_going import keep_going
+from fedsender.sender.supervise import supervise
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.streams import Watermark
@@ -39,7 +39,7 @@ MAX_PENDING = 10_000
 TYPING_SWEEP_S = 5.0
 
 
-class Book(Protocol):
+class Registry(Protocol):
     """What the flow asks of the sender."""
 
     @property
@@ -65,13 +65,13 @@ class EduFlow:
         debts: for servers that are not active, the stream id above which each is owed receipts.
     """
 
-    def __init__(self, context: Context, policies: Policies, book: Book) -> None:
+    def __init__(self, context: Context, policies: Policies, registry: Registry) -> None:
         self.device_lists = context.device_lists
         self.receipts = Watermark()
         self.debts: dict[str, int] = {}
         self._context = context
         self._policies = policies
-        self._book = book
+        self._registry = registry
         self._seen = 0
         self._plain = 0
         self._saved: tuple[int, dict[str, int]] = (-1, {})
@@ -118,7 +118,7 @@ class EduFlow:
             for name, task in tasks.items():
                 # What goes wrong with one kind of EDU stops neither the others nor PDUs.
                 nursery.start_soon(
-                    keep_going, task, name, context.metrics, context.troubles, name=name
+                    supervise, task, name, context.metrics, context.troubles, name=name
                 )
 
     # --- Servers that come and go: synchronous ----------------------------------------------------
@@ -150,10 +150,10 @@ class EduFlow:
             position = await self.device_lists.wait_past(seen)
             servers = await self._context.edus.changed_device_lists(seen, position)
             for server in servers:
-                destination = self._book.reach(server)
+                destination = self._registry.reach(server)
                 if destination is not None:
                     destination.owe_device_lists()
-            self._book.hurry(servers)
+            self._registry.hurry(servers)
             seen = position
 
     # --- Receipts ---------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class EduFlow:
                     wanted = servers[receipt.room_id]
                     first = at_once(wanted, events.get(receipt.event_id), now_ms)
                     self._put_now(receipt, sorted(first))
-                    self._book.hurry(wanted)
+                    self._registry.hurry(wanted)
                     self._put_off(receipt, sorted(wanted - first))
                 self._seen = page[-1].stream_id if len(page) == RECEIPT_PAGE else upto
                 self._unsaved.set()
@@ -234,7 +234,7 @@ class EduFlow:
             self._put(item, server)
 
     def _put(self, item: Receipt | PresenceState, server: str) -> None:
-        destination = self._book.reach(server)
+        destination = self._registry.reach(server)
         if isinstance(item, PresenceState):
             if destination is not None:
                 destination.put_presence(item)
@@ -288,10 +288,10 @@ class EduFlow:
                     del self._typing[key]
                 for server in sorted(servers[change.room_id]):
                     if self._wants(server, "typing"):
-                        destination = self._book.reach(server)
+                        destination = self._registry.reach(server)
                         if destination is not None:
                             destination.put_typing(change)
-                self._book.hurry(servers[change.room_id])
+                self._registry.hurry(servers[change.room_id])
 
     # --- Presence ---------------------------------------------------------------------------------
 
@@ -327,14 +327,14 @@ class EduFlow:
         self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
     ) -> None:
         """This server is to get this EDU; a newer one of the same key takes its place."""
-        destination = self._book.reach(server)
+        destination = self._registry.reach(server)
         if destination is None:
             return
         self._plain += 1
         place = ("", str(self._plain)) if key is None else (edu_type, *key)
         try:
             destination.put_edu(place, edu_type, content)
-            self._book.hurry([server])
+            self._registry.hurry([server])
         except ValueError:
             # What is no canonical JSON, no receiver takes.
             self._context.metrics.dropped_edus.labels("unsendable").inc()
@@ -407,7 +407,7 @@ class EduFlow:
         while True:
             self._unsaved = trio.Event()
             await trio.sleep(SAVE_EVERY_S)
-            for destination in self._book.active.values():
+            for destination in self._registry.active.values():
                 if not destination.state.healthy:
                     destination.outbox.receipts.give_up()
             await self.save()
@@ -417,7 +417,7 @@ class EduFlow:
     @property
     def _receipts_on_their_way(self) -> bool:
         """Whether what is owed changes without a word to us: by an answer, or a turn that comes."""
-        owed = (item.outbox.receipts.owed_above for item in self._book.active.values())
+        owed = (item.outbox.receipts.owed_above for item in self._registry.active.values())
         return bool(self._later) or any(above is not None for above in owed)
 
     async def save(self) -> None:
@@ -437,7 +437,7 @@ class EduFlow:
         for waiting in self._later.values():
             ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))
             position = min(position, min(ids, default=position + 1) - 1)
-        for name, destination in self._book.active.items():
+        for name, destination in self._registry.active.items():
             queue = destination.outbox.receipts
             if queue.debt is not None:
                 debts[name] = queue.debt

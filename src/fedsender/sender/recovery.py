@@ -15,7 +15,7 @@ import trio
 from fedsender.ledger import EVERY_SERVER, Ledger, Line
 from fedsender.outside import Outside
 from fedsender.sender import failure
-from fedsender.sender.under_way import cut_off
+from fedsender.sender.attempt_log import cut_off
 from fedsender.store import Store
 from fedsender.store.records import DevicePoke, Settlement
 from fedsender.store.sender import StoredGeneration
@@ -43,7 +43,7 @@ async def take_over(
     own worker ran, a backup was restored); one is if its server's LSSO is not what it was. Void
     ones are discarded, each with a line in the ledger.
     """
-    takeover = _Takeover(store, ledger, outside, is_mine)
+    takeover = _Recovery(store, ledger, outside, is_mine)
     await takeover.note_cut_off(instance)
     left = await store.sender.load_generation(instance)
     frozen, newest = await takeover.look_at_frozen()
@@ -122,7 +122,7 @@ async def _for_each(items: Iterable[T], task: Callable[[T], Awaitable[object]]) 
 
 
 @dataclass(frozen=True, slots=True)
-class _Takeover:
+class _Recovery:
     store: Store
     ledger: Ledger
     outside: Outside

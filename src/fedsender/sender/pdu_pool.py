@@ -6,7 +6,7 @@ from itertools import accumulate
 from fedsender.matrix import Pdu
 
 
-class Window:
+class PduPool:
     """Every PDU that a queue holds, and how those go out that were redacted since.
 
     What the last queue lets go is gone. Bounded by the bytes of the PDUs: if it overflows, whoever

@@ -29,7 +29,7 @@ async def attempted(task: Callable[[], Awaitable[None]], name: str, metrics: Met
     return True
 
 
-async def keep_going(
+async def supervise(
     task: Callable[[], Awaitable[None]],
     name: str,
     metrics: Metrics,

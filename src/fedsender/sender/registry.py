@@ -1,4 +1,4 @@
-"""The book of destinations: who is active, who is behind, and the timer that brings them back.
+"""The registry of destinations: who is active, who is behind, and the timer that brings them back.
 
 A server is in one of three places. `active`: it has an object and a task. `behind`: it owes
 something, but nothing is to be tried before some time (or before an operator says so); only its
@@ -24,7 +24,7 @@ from fedsender.sender.admission import Pace
 from fedsender.sender.context import Context
 from fedsender.sender.destination import LEAVE_AFTER_S, Destination
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake
-from fedsender.sender.suspicion import Kind
+from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
 
 log = structlog.get_logger()
@@ -64,7 +64,7 @@ class Status:
 
 
 class Progress(NamedTuple):
-    """How far the stream of events has come; see `Book.progress`.
+    """How far the stream of events has come; see `Registry.progress`.
 
     Attributes:
         fanned_out: up to here it is on record which servers every event is for.
@@ -88,7 +88,7 @@ class Neighbour(Protocol):
     def left(self, destination: Destination) -> None: ...
 
 
-class Book:
+class Registry:
     """See the module. Its own calls are synchronous but for `bring_back` and `write_down`.
 
     Attributes:
@@ -205,7 +205,7 @@ class Book:
 
         Args:
             level: the database owes it nothing that will not be offered. Nobody can say so while
-                the book is not complete.
+                the registry is not complete.
             though_behind: its time has come, or somebody says so.
             kind: what has just come for it.
         """

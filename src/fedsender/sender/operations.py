@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from fedsender.ledger import EVERY_SERVER, Line, SentPdu
-from fedsender.sender.book import Book
 from fedsender.sender.context import Context
 from fedsender.sender.fan_out import FanOut
+from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed
 from fedsender.store.sender import Quarantined, Redelivery
 
@@ -13,12 +13,12 @@ Refusal = tuple[str, str, str]
 """Server ("*" if no server got it), event id (or the EDU's type), and why."""
 
 
-class Repairs:
+class Operations:
     """See the module. Everything is durable on return."""
 
-    def __init__(self, context: Context, book: Book, fan_out: FanOut) -> None:
+    def __init__(self, context: Context, registry: Registry, fan_out: FanOut) -> None:
         self._context = context
-        self._book = book
+        self._registry = registry
         self._fan_out = fan_out
 
     async def redeliver(
@@ -45,7 +45,7 @@ class Repairs:
         store = self._context.store
         await store.add_redeliveries(accepted, released=() if refused else released)
         for server in sorted({item.destination for item in accepted}):
-            destination = self._book.reach(server)
+            destination = self._registry.reach(server)
             if destination is not None:
                 destination.owe_redeliveries()
         return refused
@@ -99,7 +99,7 @@ class Repairs:
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
         """Set or clear an operator's reasons not to send to this server."""
-        state = self._book.hold(server, paused=paused, parked=parked)
+        state = self._registry.hold(server, paused=paused, parked=parked)
         await self._context.store.save_server_state(state)
 
     async def purge(self, server: str, *, force: bool) -> list[str]:
@@ -108,17 +108,17 @@ class Repairs:
         if shared and not force:
             return shared
         await self.hold(server, paused=None, parked="being purged")
-        while server in self._book.active:
-            await self._book.active[server].gone.wait()
+        while server in self._registry.active:
+            await self._registry.active[server].gone.wait()
         # A drain would write down what it left.
-        self._book.unsaved.pop(server, None)
+        self._registry.unsaved.pop(server, None)
         # What becomes owed is either purged with the rest, and the ledger says so, or offered to a
         # server that is level.
         async with self._fan_out.handing_over:
             await self._note_purged(server)
             await self._context.store.forget(server)
             await self._context.homeserver.purge(server)
-            self._book.forget(server)
+            self._registry.forget(server)
         return []
 
     async def _note_purged(self, server: str) -> None:

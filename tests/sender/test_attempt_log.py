@@ -5,8 +5,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fedsender.ledger import SentPdu
+from fedsender.sender.attempt_log import SLOTS_AT_ONCE, AttemptLog, cut_off, open_attempt_log
 from fedsender.sender.transaction import Transaction
-from fedsender.sender.under_way import SLOTS_AT_ONCE, UnderWay, cut_off, open_under_way
 
 
 def transaction(number: int, *, pdus: int = 1) -> Transaction:
@@ -32,9 +32,9 @@ class Killed(BaseException):
 
 
 @contextmanager
-def until_killed(directory: Path, instance: str = "fedsender") -> Iterator[UnderWay]:
+def until_killed(directory: Path, instance: str = "fedsender") -> Iterator[AttemptLog]:
     """The process is killed where the body ends."""
-    with suppress(Killed), open_under_way(directory, instance, "boot") as under_way:
+    with suppress(Killed), open_attempt_log(directory, instance, "boot") as under_way:
         yield under_way
         raise Killed
 
@@ -71,12 +71,12 @@ def test_what_does_not_fit_is_noted_without_its_content(tmp_path: Path) -> None:
 
 
 def test_an_end_in_order_leaves_nothing(tmp_path: Path) -> None:
-    with open_under_way(tmp_path, "fedsender", "boot") as under_way:
+    with open_attempt_log(tmp_path, "fedsender", "boot") as under_way:
         under_way.end(under_way.begin("a.example", transaction(1), 7))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_that_takes_nothing_is_of_no_consequence(tmp_path: Path) -> None:
-    with open_under_way(tmp_path / "absent", "fedsender", "boot") as under_way:
+    with open_attempt_log(tmp_path / "absent", "fedsender", "boot") as under_way:
         assert under_way.begin("a.example", transaction(1), 7) is None
         under_way.end(None)

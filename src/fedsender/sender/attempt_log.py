@@ -31,8 +31,8 @@ _LENGTH_BYTES = 4
 _EMPTY = bytes(_LENGTH_BYTES)
 
 
-class UnderWay:
-    """The slots of this boot. Made by `open_under_way`."""
+class AttemptLog:
+    """The slots of this boot. Made by `open_attempt_log`."""
 
     def __init__(self, file: int | None) -> None:
         """`file`: None where there is no room for one; then nothing is noted."""
@@ -94,7 +94,7 @@ class UnderWay:
 
 
 @contextmanager
-def open_under_way(directory: Path, instance: str, boot: str) -> Iterator[UnderWay]:
+def open_attempt_log(directory: Path, instance: str, boot: str) -> Iterator[AttemptLog]:
     """Slots for this boot. An end in order leaves no file: every attempt has its line."""
     path = directory / f"{instance}.{boot}.attempts"
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -102,9 +102,9 @@ def open_under_way(directory: Path, instance: str, boot: str) -> Iterator[UnderW
         file: int | None = os.open(path, flags, 0o600)
     except OSError:
         file = None
-    under_way = UnderWay(file)
+    attempt_log = AttemptLog(file)
     try:
-        yield under_way
+        yield attempt_log
     except Exception:
         # The attempts that this cut off have their lines.
         path.unlink(missing_ok=True)
@@ -112,7 +112,7 @@ def open_under_way(directory: Path, instance: str, boot: str) -> Iterator[UnderW
     else:
         path.unlink(missing_ok=True)
     finally:
-        under_way.close()
+        attempt_log.close()
 
 
 def cut_off(directory: Path, instance: str, torn: Sequence[Path]) -> tuple[list[Line], list[Path]]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedsender.sender.suspicion import (
+from fedsender.sender.isolation import (
     Item,
     Search,
     Turn,
