@@ -72,7 +72,6 @@ async def test_a_fed_event_is_read_back(store: Store) -> None:
     assert found.internal_metadata == {}
     assert not found.redacted
     assert await store.homeserver.feed_position() == 3
-    assert await store.homeserver.persisted_upto() == 3
 
 
 async def test_servers_are_there_above_the_token_of_their_coming_and_upto_their_going(

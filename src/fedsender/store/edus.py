@@ -1,86 +1,164 @@
-"""What EDUs are made of, as Synapse's database has it: questions in the words of the sender.
+"""What EDUs are made of, as Synapse's database has it.
 
 An embedded store has what a relay brings of it; it does not know whose users are in which rooms.
+
+Device lists: Synapse writes a row of `device_lists_outbound_pokes` for each (server, changed device
+or key). What changed is not in the row: it is read when it is sent, so that a device that changed
+five times is sent once, as it is now. `device_lists_outbound_last_success` says, by server and
+user, to which update the next one is chained by its `prev_id`. A server that does not know that
+update asks for all of the user's devices, and so it does when `prev_id` is empty.
+
+Receipts: only the newest one of each (room, type, user, thread) has a row, with the stream id of
+its last change: a server that missed many finds one.
 """
 
-from collections.abc import Collection, Sequence
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import ColumnElement, Connection, delete, func, select
 
-from fedsender.store import device_lists, presence, receipts
-from fedsender.store.engine import Database
-from fedsender.store.homeserver import HomeserverSettings
-from fedsender.store.records import DeviceChanges, PresenceState, Receipt
+from fedsender.store import tables
+from fedsender.store.engine import Database, reading, reading_together
+from fedsender.store.event_rows import json_object
+from fedsender.store.records import (
+    CrossSigning,
+    Device,
+    DeviceChanges,
+    DevicePoke,
+    HomeserverSettings,
+    PresenceState,
+    Receipt,
+)
+from fedsender.store.room_servers import servers_now
+from fedsender.store.rows import in_chunks, insert_rows
+
+MAX_POKES = 500
+"""So many rows are looked at for one transaction; what repeats among them is sent once."""
+MAX_STATES = 100_000
+"""So many states are read at once; more users than that are hardly present at once."""
+PRIVATE = "m.read.private"
+"""The receipts that are not sent to other servers (Matrix client-server API, "Receipts")."""
+
+pokes_table = tables.device_lists_outbound_pokes
+last_success = tables.device_lists_outbound_last_success
+receipts_table = tables.receipts_linearized
+presence = tables.presence_stream
+
+
+def _no_changes() -> DeviceChanges:
+    return DeviceChanges([], complete=True, devices={}, cross_signing={}, last_sent={})
 
 
 class EduStore:
-    """See the module. Every method is one hop into a worker thread."""
+    """Questions to the homeserver's database."""
 
     def __init__(self, database: Database, settings: HomeserverSettings) -> None:
         self._database = database
         self._embedded = settings.kind == "embedded"
-        self._device_names = settings.device_names
+        # A homeserver behind a relay has left out what others are not to know.
+        self._device_names = settings.device_names or self._embedded
 
     # --- device lists -----------------------------------------------------------------------------
 
-    async def device_changes(self, destination: str, upto: int) -> DeviceChanges:
+    @reading_together(having=pokes_table.c.destination, nothing=_no_changes)
+    def device_changes(self, connection: Connection, destination: str, upto: int) -> DeviceChanges:
         """What the server is to hear of devices, by its oldest rows at or below `upto`."""
-        asked = (destination, upto)
-        return await self._database.read_together(self._device_changes, asked)
-
-    def _device_changes(
-        self, connection: Connection, asked: Sequence[tuple[str, int]]
-    ) -> dict[tuple[str, int], DeviceChanges]:
-        # A homeserver behind a relay has left out what others are not to know.
-        names = self._device_names or self._embedded
-        return device_lists.changes(connection, asked, names=names)
-
-    async def changed_device_lists(self, after: int, upto: int) -> list[str]:
-        """The servers to be told of device changes with after < stream id <= upto."""
-        return await self._database.read(
-            lambda connection: device_lists.poked(connection, after, upto)
+        query = (
+            select(pokes_table.c.stream_id, pokes_table.c.user_id, pokes_table.c.device_id)
+            .where(pokes_table.c.destination == destination, pokes_table.c.stream_id <= upto)
+            .order_by(pokes_table.c.stream_id, pokes_table.c.user_id, pokes_table.c.device_id)
+            .limit(MAX_POKES)
         )
+        pokes = [DevicePoke(*row) for row in connection.execute(query)]
+        users = {poke.user_id for poke in pokes}
+        return DeviceChanges(
+            pokes,
+            complete=len(pokes) < MAX_POKES,
+            devices=_devices(connection, pokes, names=self._device_names),
+            cross_signing=_cross_signing(connection, users),
+            last_sent=_last_sent(connection, destination, users),
+        )
+
+    @reading
+    def changed_device_lists(self, connection: Connection, after: int, upto: int) -> list[str]:
+        """The servers to be told of device changes with after < stream id <= upto, by name."""
+        query = (
+            select(pokes_table.c.destination)
+            .where(pokes_table.c.stream_id > after, pokes_table.c.stream_id <= upto)
+            .distinct()
+        )
+        return sorted(connection.execute(query).scalars())
 
     # --- receipts ---------------------------------------------------------------------------------
 
-    async def newest_receipt(self) -> int:
+    @reading
+    def newest_receipt(self, connection: Connection) -> int:
         """The newest stream id of a receipt; 0: there is none."""
-        return await self._database.read(receipts.newest)
+        query = select(func.coalesce(func.max(receipts_table.c.stream_id), 0))
+        newest: int = connection.execute(query).scalar_one()
+        return newest
 
-    async def receipts(
-        self, server_name: str, after: int, upto: int | None, limit: int
+    @reading
+    def receipts(
+        self, connection: Connection, server_name: str, after: int, upto: int | None, limit: int
     ) -> list[Receipt]:
         """Public receipts of this server's users with after < stream id (<= upto), ascending."""
-        return await self._database.read(
-            lambda connection: receipts.read(connection, server_name, after, upto, limit)
+        table = receipts_table
+        query = (
+            select(
+                table.c.stream_id,
+                table.c.room_id,
+                table.c.receipt_type,
+                table.c.user_id,
+                table.c.event_id,
+                table.c.thread_id,
+                table.c.data,
+            )
+            .where(table.c.stream_id > after, table.c.receipt_type != PRIVATE)
+            .where(table.c.user_id.endswith(":" + server_name, autoescape=True))
+            .order_by(table.c.stream_id, table.c.user_id)
+            .limit(limit)
         )
+        if upto is not None:
+            query = query.where(table.c.stream_id <= upto)
+        return [Receipt(*row[:-1], _ts(row[-1])) for row in connection.execute(query)]
 
-    # --- presence ---------------------------------------------------------------------------------
+    # --- presence (a Synapse only) ----------------------------------------------------------------
 
     async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
         """The states of this server's users who are not offline, and the newest stream id then."""
         if self._embedded:
             return [], 0
-        return await self._database.read(
-            lambda connection: (
-                presence.present(connection, server_name),
-                presence.newest(connection),
-            )
-        )
+
+        def look(connection: Connection) -> tuple[list[PresenceState], int]:
+            states = _states(connection, _of_server(server_name) & (presence.c.state != "offline"))
+            newest = connection.execute(select(func.max(presence.c.stream_id))).scalar()
+            return states, newest or 0
+
+        return await self._database.read(look)
 
     async def presence_said(self, server_name: str, after: int, upto: int) -> list[PresenceState]:
         """The states of this server's users with after < stream id <= upto, ascending."""
         if self._embedded:
             return []
+        written = (presence.c.stream_id > after) & (presence.c.stream_id <= upto)
         return await self._database.read(
-            lambda connection: presence.said(connection, server_name, after, upto)
+            lambda connection: _states(connection, _of_server(server_name) & written)
         )
 
     async def presence_of(self, users: Collection[str]) -> list[PresenceState]:
         """The states of those users who have one."""
         if self._embedded:
             return []
-        return await self._database.read(lambda connection: presence.of_users(connection, users))
+        return await self._database.read(
+            lambda connection: [
+                state
+                for chunk in in_chunks(sorted(users))
+                for state in _states(connection, presence.c.user_id.in_(chunk))
+            ]
+        )
 
     async def servers_of(
         self, users: Collection[str], excluded_rooms: Collection[str]
@@ -88,6 +166,198 @@ class EduStore:
         """By user the servers in the rooms that the user is in now; some rooms do not count."""
         if self._embedded:
             return dict.fromkeys(users, frozenset())
-        return await self._database.read(
-            lambda connection: presence.servers_of(connection, users, excluded_rooms)
+
+        def look(connection: Connection) -> dict[str, frozenset[str]]:
+            state = tables.current_state_events.c
+            rooms: defaultdict[str, set[str]] = defaultdict(set)
+            for chunk in in_chunks(sorted(users)):
+                query = (
+                    select(state.state_key, state.room_id)
+                    .where(state.type == "m.room.member", state.membership == "join")
+                    .where(state.state_key.in_(chunk))
+                )
+                for user_id, room_id in connection.execute(query):
+                    if room_id not in excluded_rooms:
+                        rooms[user_id].add(room_id)
+            servers = servers_now(connection, {room for each in rooms.values() for room in each})
+            return {
+                user: frozenset().union(*(servers[room_id] for room_id in rooms[user]))
+                for user in users
+            }
+
+        return await self._database.read(look)
+
+
+def _ts(data: str) -> int | None:
+    ts = json_object(data).get("ts")
+    return ts if isinstance(ts, int) and not isinstance(ts, bool) else None
+
+
+def _of_server(server_name: str) -> ColumnElement[bool]:
+    return presence.c.user_id.endswith(":" + server_name, autoescape=True)
+
+
+def _states(connection: Connection, which: ColumnElement[bool]) -> list[PresenceState]:
+    query = (
+        select(
+            presence.c.user_id,
+            presence.c.state,
+            presence.c.last_active_ts,
+            presence.c.status_msg,
+            presence.c.currently_active,
         )
+        .where(which)
+        .order_by(presence.c.stream_id)
+        .limit(MAX_STATES)
+    )
+    return [
+        PresenceState(user_id, state or "offline", active or 0, status, bool(currently))
+        for user_id, state, active, status, currently in connection.execute(query)
+    ]
+
+
+# --- device lists ---------------------------------------------------------------------------------
+
+
+def _devices(
+    connection: Connection, pokes: Iterable[DevicePoke], *, names: bool
+) -> dict[tuple[str, str], Device]:
+    """Those of the poked devices that exist; a hidden one only stands for a key."""
+    wanted = {(poke.user_id, poke.device_id) for poke in pokes}
+    table, keys = tables.devices, tables.e2e_device_keys_json
+    found: dict[tuple[str, str], Device] = {}
+    for chunk in in_chunks(sorted({user_id for user_id, _ in wanted})):
+        signatures = _own_signatures(connection, chunk)
+        query = (
+            select(table.c.user_id, table.c.device_id, table.c.display_name, keys.c.key_json)
+            .select_from(
+                table.outerjoin(
+                    keys,
+                    (keys.c.user_id == table.c.user_id) & (keys.c.device_id == table.c.device_id),
+                )
+            )
+            .where(table.c.user_id.in_(chunk), table.c.hidden.is_not(True))
+        )
+        for user_id, device_id, name, key_json in connection.execute(query):
+            key = (user_id, device_id)
+            if key in wanted:
+                signed = _with_signatures(_json_object(key_json), user_id, signatures[key])
+                found[key] = Device(signed, name if names else None)
+    return found
+
+
+def _own_signatures(
+    connection: Connection, users: Sequence[str]
+) -> Mapping[tuple[str, str], dict[str, str]]:
+    """(user, device) -> key id -> signature, of those that the user made; only they are told."""
+    table = tables.e2e_cross_signing_signatures
+    query = select(
+        table.c.user_id, table.c.target_device_id, table.c.key_id, table.c.signature
+    ).where(table.c.user_id.in_(users), table.c.target_user_id == table.c.user_id)
+    found: defaultdict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    for user_id, device_id, key_id, signature in connection.execute(query):
+        found[user_id, device_id][key_id] = signature
+    return found
+
+
+def _with_signatures(
+    keys: dict[str, Any] | None, user_id: str, signatures: Mapping[str, str]
+) -> dict[str, Any] | None:
+    if keys is None or not signatures:
+        return keys
+    there = keys.get("signatures")
+    there = dict(there) if isinstance(there, dict) else {}
+    own = there.get(user_id)
+    there[user_id] = {**(own if isinstance(own, dict) else {}), **signatures}
+    return {**keys, "signatures": there}
+
+
+def _cross_signing(connection: Connection, users: Collection[str]) -> dict[str, CrossSigning]:
+    """The cross-signing keys of those users who have any."""
+    table = tables.e2e_cross_signing_keys
+    keys: dict[str, dict[str, Any]] = {}
+    public: defaultdict[str, set[str]] = defaultdict(set)
+    for chunk in in_chunks(sorted(users)):
+        query = (
+            select(table.c.user_id, table.c.keytype, table.c.keydata)
+            .where(table.c.user_id.in_(chunk), table.c.keytype.in_(("master", "self_signing")))
+            .order_by(table.c.stream_id)
+        )
+        for user_id, kind, text in connection.execute(query):
+            key = _json_object(text)
+            keys.setdefault(user_id, {})[kind] = key
+            values = (key or {}).get("keys")
+            if isinstance(values, dict):
+                public[user_id] |= {value for value in values.values() if isinstance(value, str)}
+    return {
+        user_id: CrossSigning(
+            newest.get("master"), newest.get("self_signing"), frozenset(public[user_id])
+        )
+        for user_id, newest in keys.items()
+    }
+
+
+def _last_sent(connection: Connection, destination: str, users: Collection[str]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for chunk in in_chunks(sorted(users)):
+        query = select(last_success.c.user_id, last_success.c.stream_id).where(
+            last_success.c.destination == destination, last_success.c.user_id.in_(chunk)
+        )
+        found.update((user_id, stream_id) for user_id, stream_id in connection.execute(query))
+    return found
+
+
+def _json_object(text: str | None) -> dict[str, Any] | None:
+    """What a column holds as JSON; None if it is no object. Then the homeserver has no use for it
+    either."""
+    try:
+        value = json.loads(text or "null")
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def settle_device_lists(
+    connection: Connection, destination: str, pokes: Sequence[DevicePoke], *, resync: bool
+) -> None:
+    """These rows were answered (`resync`: were taken out of the way) and go, by their exact ids.
+
+    The user's chain goes on from the newest update that was answered; key updates are no part of
+    it (W31). If rows are gone already and the chain does not end beyond them, they were pruned, and
+    others with them: the chain is cut, so that the server asks for all of the user's devices.
+    """
+    keys = _cross_signing(connection, {poke.user_id for poke in pokes})
+    ends: dict[str, int] = {}
+    cut = {poke.user_id for poke in pokes} if resync else set()
+    for poke in sorted(set(pokes)):
+        known = keys.get(poke.user_id)
+        if known is None or poke.device_id not in known.public_keys:
+            ends[poke.user_id] = max(poke.stream_id, ends.get(poke.user_id, 0))
+        if not _delete(connection, destination, poke):
+            cut.add(poke.user_id)
+    stored = _last_sent(connection, destination, cut)
+    for user_id in sorted(cut):
+        if resync or stored.get(user_id, 0) < ends.get(user_id, 0):
+            connection.execute(
+                delete(last_success).where(
+                    last_success.c.destination == destination, last_success.c.user_id == user_id
+                )
+            )
+    rows = [
+        {"destination": destination, "user_id": user_id, "stream_id": stream_id}
+        for user_id, stream_id in sorted(ends.items())
+        if user_id not in cut
+    ]
+    insert_rows(connection, last_success, rows, raising="stream_id")
+
+
+def _delete(connection: Connection, destination: str, poke: DevicePoke) -> bool:
+    gone = connection.execute(
+        delete(pokes_table).where(
+            pokes_table.c.destination == destination,
+            pokes_table.c.stream_id == poke.stream_id,
+            pokes_table.c.user_id == poke.user_id,
+            pokes_table.c.device_id == poke.device_id,
+        )
+    )
+    return gone.rowcount > 0

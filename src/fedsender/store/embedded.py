@@ -6,21 +6,23 @@ the feed goes on from there, with nothing missing and nothing twice.
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, tuple_, update
+from sqlalchemy import Connection, bindparam, delete, func, select, tuple_, update
 
 from fedsender.intake.rows import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
-from fedsender.store import edu_rows, positions, tables
+from fedsender.store import positions, tables
 from fedsender.store.engine import StoreError
-from fedsender.store.records import DevicePoke
+from fedsender.store.records import DevicePoke, Receipt
 from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows, upsert
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 # Room versions 1 to 12; the number only matters to a Synapse, and only as "not NULL".
 _FORMATS = {"1": 1, "2": 1, "3": 2, "12": 4}
 _MAX_BIGINT = 2**63 - 1
+MAX_RECEIPTS = 100_000
+"""So many receipts are kept for servers that do not answer; the oldest go first."""
 
 
 class FeedError(StoreError):
@@ -116,21 +118,9 @@ class Rows:
                 insert_rows(connection, table, chunk)
         store_exceptions(connection, self._exceptions)
         store_hosts(connection, self._hosts)
-        edu_rows.store_to_device(connection, self._to_device, self._now_ms)
+        store_to_device(connection, self._to_device, self._now_ms)
         for token, row in self._device_lists:
             store_device_list(connection, token, row, resync=False)
-
-
-def store_device_list(
-    connection: Connection, token: int, row: DeviceListRow | SigningKeyRow, *, resync: bool
-) -> None:
-    """Have a server hear of a user's device, or keys."""
-    if isinstance(row, SigningKeyRow):
-        poke = DevicePoke(token, row.user_id, row.public_key)
-        edu_rows.store_signing_keys(connection, row.destination, poke, row.keys)
-    else:
-        poke = DevicePoke(token, row.user_id, row.device_id)
-        edu_rows.store_device_list(connection, row.destination, poke, row.content, resync=resync)
 
 
 def event_values(row: PduRow, token: int, now_ms: int) -> dict[str, Any]:
@@ -266,3 +256,164 @@ def open_stays(
         for room_id, server, joined in connection.execute(query):
             found[room_id].setdefault(server, []).append(joined)
     return found
+
+
+# --- EDUs -----------------------------------------------------------------------------------------
+# They end up in the tables that a Synapse has for them, so that the sender reads both alike. What a
+# device is now is the same for every server that is told of it, and is stored once.
+
+
+def store_to_device(
+    connection: Connection,
+    messages: Iterable[tuple[str, int, str, Mapping[str, object]]],
+    now_ms: int,
+) -> None:
+    """Queue to-device messages: (destination, stream id, message id, content of the EDU)."""
+    rows = [
+        {
+            "destination": destination,
+            "stream_id": stream_id,
+            "queued_ts": now_ms,
+            # By its id a receiver knows a message that it has already.
+            "messages_json": json.dumps({"message_id": message_id, **content}),
+        }
+        for destination, stream_id, message_id, content in messages
+    ]
+    for chunk in in_chunks(rows):
+        insert_rows(connection, tables.device_federation_outbox, chunk)
+
+
+def store_device_list(
+    connection: Connection, token: int, row: DeviceListRow | SigningKeyRow, *, resync: bool
+) -> None:
+    """Have a server hear of a user's device, or keys."""
+    if isinstance(row, SigningKeyRow):
+        poke = DevicePoke(token, row.user_id, row.public_key)
+        _store_signing_keys(connection, row.destination, poke, row.keys)
+    else:
+        poke = DevicePoke(token, row.user_id, row.device_id)
+        _store_device_update(connection, row.destination, poke, row.content, resync=resync)
+
+
+def _store_device_update(
+    connection: Connection,
+    destination: str,
+    poke: DevicePoke,
+    content: Mapping[str, object] | None,
+    *,
+    resync: bool,
+) -> None:
+    """A server is to hear of a device. Without content, or with `resync`, of all of the user's."""
+    connection.execute(
+        tables.device_lists_outbound_pokes.insert().values(
+            destination=destination, **poke._asdict()
+        )
+    )
+    _store_device(connection, poke, content)
+    if resync or content is None:
+        # Without the update before it, the next one makes the server ask for all.
+        last = tables.device_lists_outbound_last_success
+        connection.execute(
+            delete(last).where(last.c.destination == destination, last.c.user_id == poke.user_id)
+        )
+
+
+def _store_device(
+    connection: Connection, poke: DevicePoke, content: Mapping[str, object] | None
+) -> None:
+    devices, keys_table = tables.devices, tables.e2e_device_keys_json
+    who = {"user_id": poke.user_id, "device_id": poke.device_id}
+    if content is None:
+        # Nothing is known of it; but a device that is not there would be told as deleted.
+        connection.execute(
+            upsert(connection, devices).values(**who, hidden=False).on_conflict_do_nothing()
+        )
+        return
+    for table in (keys_table, devices):
+        connection.execute(
+            delete(table).where(
+                table.c.user_id == poke.user_id, table.c.device_id == poke.device_id
+            )
+        )
+    if content.get("deleted"):
+        return
+    name = _storable(content.get("device_display_name"))
+    connection.execute(devices.insert().values(**who, hidden=False, display_name=name))
+    keys = content.get("keys")
+    if isinstance(keys, dict):
+        connection.execute(keys_table.insert().values(**who, key_json=json.dumps(keys)))
+
+
+def _store_signing_keys(
+    connection: Connection,
+    destination: str,
+    poke: DevicePoke,
+    keys: Mapping[str, Mapping[str, object]],
+) -> None:
+    """A server is to hear of a user's cross-signing keys, by kind; others stay as they are.
+
+    `poke` names the public half of one of them as its device. It may wait for long, so a key that
+    was replaced stays known as one.
+    """
+    connection.execute(
+        tables.device_lists_outbound_pokes.insert().values(
+            destination=destination, **poke._asdict()
+        )
+    )
+    table = tables.e2e_cross_signing_keys
+    for kind, key in keys.items():
+        its = (table.c.user_id == poke.user_id) & (table.c.keytype == kind)
+        query = select(table.c.stream_id, table.c.keydata).where(its).order_by(table.c.stream_id)
+        stored = [(stream_id, json.loads(text)) for stream_id, text in connection.execute(query)]
+        if stored and stored[-1][1] == key:
+            continue
+        again = [stream_id for stream_id, other in stored if other["keys"] == key["keys"]]
+        connection.execute(delete(table).where(its, table.c.stream_id.in_(again)))
+        newest = max([poke.stream_id, *(stream_id + 1 for stream_id, _ in stored)])
+        connection.execute(
+            table.insert().values(
+                user_id=poke.user_id, keytype=kind, stream_id=newest, keydata=json.dumps(key)
+            )
+        )
+
+
+def _storable(name: object) -> str | None:
+    """A device's name; None for one that a database cannot hold."""
+    if not isinstance(name, str) or "\0" in name:
+        return None
+    return name if name.encode(errors="ignore").decode() == name else None
+
+
+def store_receipts(connection: Connection, receipts: Sequence[Receipt]) -> int:
+    """Store receipts in place of older ones of the same user, room, type and thread.
+
+    Their own stream ids are not looked at. Returns the newest stream id.
+    """
+    table = tables.receipts_linearized
+    newest: int = connection.execute(
+        select(func.coalesce(func.max(table.c.stream_id), 0))
+    ).scalar_one()
+    for receipt in receipts:
+        newest += 1
+        thread = table.c.thread_id
+        connection.execute(
+            delete(table).where(
+                table.c.room_id == receipt.room_id,
+                table.c.receipt_type == receipt.receipt_type,
+                table.c.user_id == receipt.user_id,
+                thread.is_(None) if receipt.thread_id is None else thread == receipt.thread_id,
+            )
+        )
+        connection.execute(
+            table.insert().values(
+                stream_id=newest,
+                room_id=receipt.room_id,
+                receipt_type=receipt.receipt_type,
+                user_id=receipt.user_id,
+                event_id=receipt.event_id,
+                thread_id=receipt.thread_id,
+                data=json.dumps({} if receipt.ts is None else {"ts": receipt.ts}),
+            )
+        )
+    connection.execute(delete(table).where(table.c.stream_id <= newest - MAX_RECEIPTS))
+    return newest

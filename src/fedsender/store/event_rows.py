@@ -7,15 +7,10 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import (
-    Column,
-    ColumnElement,
     Connection,
-    LargeBinary,
     Row,
     Select,
     bindparam,
-    cast,
-    func,
     inspect,
     literal,
     select,
@@ -24,7 +19,7 @@ from sqlalchemy import (
 
 from fedsender.matrix import server_of
 from fedsender.store import tables
-from fedsender.store.records import EventRow, StoredEvent
+from fedsender.store.records import EventRow
 from fedsender.store.rows import MAX_PARAMETERS, in_chunks
 
 
@@ -59,11 +54,11 @@ def late_schema(connection: Connection) -> LateSchema:
 
 def read_events(
     connection: Connection,
-    *,
     after: int,
     upto: int,
     limit: int,
-    room_id: str | None,
+    *,
+    room_id: str | None = None,
     late: LateSchema,
 ) -> list[EventRow]:
     """Events with `after` < stream ordering <= `upto`, ascending. Backfilled ones (< 1) never."""
@@ -83,36 +78,6 @@ def _events_between() -> Select[Any]:
         .order_by(tables.events.c.stream_ordering)
         .limit(bindparam("most"))
     )
-
-
-def next_event(connection: Connection, after: int, upto: int) -> StoredEvent | None:
-    """The first event with `after` < stream ordering <= `upto`, whatever stands in it."""
-    events, event_json = tables.events, tables.event_json
-
-    def raw(column: Column[str]) -> ColumnElement[bytes]:
-        # SQLite holds texts that are none, and whoever asks for those as texts gets an error.
-        if connection.dialect.name == "sqlite":
-            return cast(column, LargeBinary)
-        return func.convert_to(column, "UTF8", type_=LargeBinary)
-
-    query = (
-        select(
-            events.c.stream_ordering,
-            raw(events.c.event_id),
-            raw(events.c.room_id),
-            raw(event_json.c.json),
-        )
-        .select_from(events.outerjoin(event_json, event_json.c.event_id == events.c.event_id))
-        .where(events.c.stream_ordering > max(after, 0), events.c.stream_ordering <= upto)
-        .order_by(events.c.stream_ordering)
-        .limit(1)
-    )
-    row = connection.execute(query).first()
-    if row is None:
-        return None
-    token, *ids, text = row
-    event_id, room_id = (each.decode(errors="replace").replace("\0", "\ufffd") for each in ids)
-    return StoredEvent(token, event_id, room_id, text or b"")
 
 
 def events_by_id(
@@ -337,16 +302,3 @@ def membership_in(text: str) -> str:
     content = json_object(text).get("content")
     membership = content.get("membership") if isinstance(content, dict) else None
     return membership if isinstance(membership, str) else ""
-
-
-def forward_extremities(connection: Connection, room_id: str) -> list[str]:
-    """The room's newest events that nothing follows yet, the deepest ten."""
-    extremities, events = tables.event_forward_extremities, tables.events
-    query = (
-        select(extremities.c.event_id)
-        .join(events, events.c.event_id == extremities.c.event_id)
-        .where(extremities.c.room_id == room_id)
-        .order_by(events.c.depth.desc(), events.c.event_id)
-        .limit(10)
-    )
-    return list(connection.execute(query).scalars())

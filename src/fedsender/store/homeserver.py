@@ -1,58 +1,78 @@
 """The homeserver's database, as questions and answers in the words of the sender.
 
 One class for both kinds: a Synapse's database, used in place, and the embedded store, which a feed
-fills. Every method is one hop into a worker thread; the functions of a connection that it runs
-there stand in the modules beside this one.
+fills. What needs several tables at once, or is asked by several transactions, is a function of a
+connection in a module beside this one: `event_rows`, `room_servers`, `delivery`, `positions`, and
+for the embedded store `embedded`, `appends`, `intake` and `relay_load`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import trio
-from sqlalchemy import Connection
+from cachetools import LRUCache
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    LargeBinary,
+    and_,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    text,
+)
+from sqlalchemy import cast as cast_sql
 
 from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
 from fedsender.outside import Outside
 from fedsender.store import (
     appends,
     delivery,
-    device_lists,
-    edu_rows,
     embedded,
+    event_rows,
     intake,
-    pages,
     positions,
     relay_load,
     room_servers,
     tables,
 )
 from fedsender.store.appends import Appended, NewRecord
-from fedsender.store.engine import Database, StoreError
-from fedsender.store.events import EventStore, HomeserverSettings
+from fedsender.store.edus import settle_device_lists
+from fedsender.store.engine import Database, StoreError, reading, reading_together, writing
 from fedsender.store.intake import News, Notice, Place
 from fedsender.store.lock import Lock, LockHeld
 from fedsender.store.records import (
     Backoff,
     DestinationRoomsPage,
+    DestinationRow,
     DestinationsPage,
     EventRow,
     Generation,
     History,
+    HomeserverSettings,
+    Hosts,
     HostsUnknown,
     Lagging,
     Pending,
     Receipt,
     Settlement,
+    StoredEvent,
 )
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
+from fedsender.store.rows import in_chunks, insert_rows, replace_rows, upsert
 from fedsender.streams import HostsRow, RedactionRow
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
 T = TypeVar("T")
+MAX_SERVERS_KNOWN = 200_000
+"""Of an embedded store's rooms so many servers are remembered: some 20 MB if they all differ."""
 SORTABLE = (
     "destination",
     "retry_last_ts",
@@ -60,9 +80,15 @@ SORTABLE = (
     "failure_ts",
     "last_successful_stream_ordering",
 )
+# Synapse database schemas that this was tested with.
+OLDEST_SCHEMA = 84
+NEWEST_SCHEMA = 94
+
+destinations, destination_rooms = tables.destinations, tables.destination_rooms
+outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_pokes
 
 
-class HomeserverStore(EventStore):
+class HomeserverStore:
     """See the module. Errors: StoreError for what waiting does not cure."""
 
     def __init__(
@@ -79,65 +105,148 @@ class HomeserverStore(EventStore):
             state_database: where a Synapse keeps `state_groups_state` and its edges apart.
             intake_lock: held while we take appends; None: nobody else can use this store.
         """
-        super().__init__(database, outside, settings, state_database=state_database)
+        self._database = database
+        self._state_database = state_database
         self._outside = outside
+        self._now_ms = outside.now_ms
+        self._settings = settings
+        self._embedded = settings.kind == "embedded"
+        # Synapse's caches of backoff rows live in other processes only with PostgreSQL.
+        self._tells_caches = not self._embedded and database.dialect == "postgresql"
+        self._groups = room_servers.StateGroups()
+        self._groups_lock = trio.Lock()
+        self._late = event_rows.LateSchema()
+        self._here: LRUCache[str, frozenset[str]] = LRUCache(
+            MAX_SERVERS_KNOWN, getsizeof=lambda servers: 1 + len(servers)
+        )
+        self._moves = 0
         self._intake_lock = intake_lock
         self._epoch: str | None = None
 
+    @property
+    def available(self) -> bool:
+        """False while the database is away."""
+        state = self._state_database
+        return self._database.available and (state is None or state.available)
+
+    async def check_schema(self) -> None:
+        """Raise StoreError if this is not a Synapse database of a version that we know.
+
+        On a Synapse it must have been called before events are read. Nothing on an embedded store.
+        """
+        if self._embedded:
+            return
+        await self._database.read(_check_synapse_schema)
+        self._late = await self._database.read(event_rows.late_schema)
+
     # --- positions --------------------------------------------------------------------------------
 
-    async def events_position(self) -> int:
-        """Up to where everything is fanned out. Reconciles the table with the configured senders.
+    @writing
+    def events_position(self, connection: Connection) -> int:
+        """Up to where everything is fanned out. Reconciles the table with the configured senders,
+        as Synapse's do at start.
+
+        If the table's instance names are not the configured ones, ours start at the smallest
+        position of each type and rows of others that are no longer configured go: some events may
+        be sent twice, none is left out. A configured sender without a row is given one there: else
+        it would begin where we are when it starts, and what we pass until then would be left out
+        for its servers. Not so if we are `alone` in this database.
 
         Raises StoreError if a Synapse has no position at all.
         """
-        settings = self._settings
-        return await self._database.write(
-            lambda connection: positions.reconcile(
-                connection, settings.instance, settings.instances, alone=self.alone
+        table, shared = positions.positions, positions.SHARED
+        instance, instances = self._settings.instance, self._settings.instances
+        rows = connection.execute(select(table).where(table.c.type.in_(shared))).all()
+        smallest: dict[str, int] = {}
+        for row in rows:
+            smallest[row.type] = min(row.stream_id, smallest.get(row.type, row.stream_id))
+        if "events" not in smallest:
+            raise StoreError("federation_stream_position has no row of type 'events'")
+        if {row.instance_name for row in rows} != set(instances):
+            connection.execute(
+                delete(table).where(
+                    table.c.type.in_(shared), table.c.instance_name.not_in(sorted(instances))
+                )
             )
-        )
+            for kind, stream_id in sorted(smallest.items()):
+                positions.set_position(connection, kind, instance, stream_id)
+            others = set() if self.alone else set(instances) - {instance}
+            start = (("events", smallest["events"]), ("federation", positions.NEVER_ACKED))
+            rows_of_new = [
+                {"type": kind, "instance_name": name, "stream_id": stream_id}
+                for name in sorted(others - {row.instance_name for row in rows})
+                for kind, stream_id in start
+            ]
+            insert_rows(connection, table, rows_of_new)
+        return positions.read_position(connection, "events", instance)
 
-    async def senders(self) -> dict[str, Generation]:
+    @reading
+    def senders(self, connection: Connection) -> dict[str, Generation]:
         """Where each of those who send for this homeserver stands; `ours` is that of a fedsender
         that has not handed back."""
-        return await self._database.read(positions.senders)
+        table = positions.positions
+        found: dict[str, dict[str, int]] = {}
+        for row in connection.execute(select(table).where(table.c.type.in_(positions.SHARED))):
+            found.setdefault(row.instance_name, {})[row.type] = row.stream_id
+        return {
+            name: Generation(each["events"], each.get("federation"), None)
+            for name, each in found.items()
+            if "events" in each
+        }
 
-    async def hand_back(self) -> None:
+    @writing
+    def hand_back(self, connection: Connection) -> None:
         """Say, to whoever comes after us, that we have no records of our own any more."""
-        await self._database.write(partial(positions.give_up, instance=self._settings.instance))
+        instance = self._settings.instance
+        positions.set_position(connection, "federation", instance, positions.NEVER_ACKED)
 
-    async def generation(self) -> Generation:
+    @reading
+    def generation(self, connection: Connection) -> Generation:
         """Whether anybody else moved our position, and our mark in this database."""
-        return await self._database.read(
-            lambda connection: positions.generation(
-                connection, self._settings.instance, marked=self._embedded
-            )
+        table, marks = positions.positions, tables.generation_marks
+        instance = self._settings.instance
+        rows = connection.execute(
+            select(table.c.type, table.c.stream_id).where(table.c.instance_name == instance)
         )
+        found: dict[str, int] = {row.type: row.stream_id for row in rows}
+        mark = None
+        if self._embedded:
+            query = select(marks.c.mark).where(marks.c.instance_name == instance)
+            mark = connection.execute(query).scalar()
+        return Generation(found.get("events", -1), found.get("federation"), mark)
 
-    async def adopt_generation(self, mark: str) -> None:
+    @writing
+    def adopt_generation(self, connection: Connection, mark: str) -> None:
         """Take the database as it is: from here on it is as we left it.
 
         Writes the mark where there is room for one (not on a Synapse).
         """
         instance = self._settings.instance
+        position = positions.read_position(connection, "events", instance)
+        positions.set_position(connection, "federation", instance, position)
+        if self._embedded:
+            row = {"instance_name": instance, "mark": mark}
+            replace_rows(connection, tables.generation_marks, ("instance_name",), [row])
 
-        def adopt(connection: Connection) -> None:
-            position = positions.read_position(connection, "events", instance)
-            positions.set_position(connection, "federation", instance, position)
-            if self._embedded:
-                positions.set_mark(connection, instance, mark)
+    @reading
+    def event_writer_positions(self, connection: Connection) -> dict[str, int]:
+        """Per configured writer of events a position below which it is done. A lower bound.
 
-        await self._database.write(adopt)
-
-    async def event_writer_positions(self) -> dict[str, int]:
-        """Per configured writer of events a position below which it is done. A lower bound."""
-        settings = self._settings
-        return await self._database.read(
-            lambda connection: positions.event_writer_positions(
-                connection, settings.instance, settings.event_writers
-            )
-        )
+        A writer's row lags, and appears only after its first write: one without a row may be
+        writing its first event right now, so it stands where we stand. It announces itself on the
+        feed soon.
+        """
+        writers = self._settings.event_writers
+        found: dict[str, int] = {}
+        has_rows = _has_table(connection, "stream_positions")
+        if has_rows:
+            found = _stream_positions(connection, "events")
+        if not has_rows or (not found and connection.dialect.name == "sqlite"):
+            # With SQLite one process writes and keeps no positions: what is there is all there is.
+            query = select(func.coalesce(func.max(tables.events.c.stream_ordering), 0))
+            return dict.fromkeys(writers, connection.execute(query).scalar_one())
+        ours = positions.read_position(connection, "events", self._settings.instance)
+        return {writer: found.get(writer, ours) for writer in writers}
 
     async def stream_positions(self, stream: str) -> dict[str, int]:
         """By writer up to where it has stored rows of a stream (by Synapse's name for it there).
@@ -146,20 +255,169 @@ class HomeserverStore(EventStore):
         """
         if self._embedded:
             return {}
-        return await self._database.read(
-            lambda connection: positions.stream_positions(connection, stream)
+        return await self._database.read(partial(_stream_positions, stream=stream))
+
+    # --- events -----------------------------------------------------------------------------------
+
+    @reading
+    def read_events(
+        self, connection: Connection, after: int, upto: int, limit: int
+    ) -> list[EventRow]:
+        """Events with `after` < stream ordering <= `upto`, ascending, the first `limit` of them.
+
+        Rejected ones too (flagged); one without JSON has `json` "". Backfilled ones (< 1) never.
+        """
+        return event_rows.read_events(connection, after, upto, limit, late=self._late)
+
+    @reading_together()
+    def room_events(
+        self, connection: Connection, room_id: str, after: int, upto: int, limit: int
+    ) -> Sequence[EventRow]:
+        """The same for one room. All who catch up ask for the same rooms."""
+        return event_rows.read_events(
+            connection, after, upto, limit, room_id=room_id, late=self._late
         )
 
-    async def persisted_upto(self) -> int:
-        """A token below which every writer of events is known to be done."""
+    @reading
+    def next_event(self, connection: Connection, after: int, upto: int) -> StoredEvent | None:
+        """The first event of these, whatever stands in it: for one that `read_events` raises at."""
+        events, event_json = tables.events, tables.event_json
+
+        def raw(column: Column[str]) -> ColumnElement[bytes]:
+            # SQLite holds texts that are none, and to ask for those as texts is an error.
+            if connection.dialect.name == "sqlite":
+                return cast_sql(column, LargeBinary)
+            return func.convert_to(column, "UTF8", type_=LargeBinary)
+
+        query = (
+            select(
+                events.c.stream_ordering,
+                raw(events.c.event_id),
+                raw(events.c.room_id),
+                raw(event_json.c.json),
+            )
+            .select_from(events.outerjoin(event_json, event_json.c.event_id == events.c.event_id))
+            .where(events.c.stream_ordering > max(after, 0), events.c.stream_ordering <= upto)
+            .order_by(events.c.stream_ordering)
+            .limit(1)
+        )
+        row = connection.execute(query).first()
+        if row is None:
+            return None
+        token, *ids, json = row
+        event_id, room_id = (each.decode(errors="replace").replace("\0", "\ufffd") for each in ids)
+        return StoredEvent(token, event_id, room_id, json or b"")
+
+    async def events_by_id(self, event_ids: Sequence[str]) -> dict[str, EventRow]:
+        """Those of the events that the homeserver has."""
+        if not event_ids:
+            return {}
+        return await self._database.read(
+            lambda connection: event_rows.events_by_id(connection, event_ids, late=self._late)
+        )
+
+    @reading
+    def auth_memberships(
+        self, connection: Connection, events: Sequence[EventRow]
+    ) -> dict[str, str]:
+        """For memberships set by somebody else: the target's one in the event's auth events."""
+        return event_rows.auth_memberships(connection, events)
+
+    async def forward_extremities(self, room_id: str) -> list[str]:
+        """The room's newest events, the deepest ten; an embedded store knows of none."""
         if self._embedded:
-            return await self.feed_position()
-        return min((await self.event_writer_positions()).values())
+            return []
+        extremities, events = tables.event_forward_extremities, tables.events
+        query = (
+            select(extremities.c.event_id)
+            .join(events, events.c.event_id == extremities.c.event_id)
+            .where(extremities.c.room_id == room_id)
+            .order_by(events.c.depth.desc(), events.c.event_id)
+            .limit(10)
+        )
+        return await self._database.read(
+            lambda connection: list(connection.execute(query).scalars())
+        )
+
+    # --- servers in rooms -------------------------------------------------------------------------
+
+    async def servers_before(self, events: Sequence[EventRow]) -> dict[str, Hosts]:
+        """Per event id the servers joined in the state before it, or why that cannot be told."""
+        if self._embedded:
+            return await self._database.read(
+                partial(room_servers.embedded_servers_before, events=events)
+            )
+
+        def look(connection: Connection) -> dict[str, Hosts]:
+            states = room_servers.load_states(connection, events)
+
+            def memberships(event_ids: Iterable[str]) -> Mapping[str, str]:
+                return room_servers.memberships_of(connection, event_ids)
+
+            if self._state_database is None:
+                return self._groups.servers_before(connection, events, states, memberships)
+            with self._state_database.reading() as state:
+                return self._groups.servers_before(state, events, states, memberships)
+
+        async with self._groups_lock:
+            return await self._database.read(look)
+
+    async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
+        """Per room the servers in it now; of a partial-state room all that may be."""
+        wanted = set(room_ids)
+        if not self._embedded:
+            return await self._database.read(partial(room_servers.servers_now, room_ids=wanted))
+        # Nobody else writes here; and all who catch up ask for the same rooms.
+        known = {name: self._here[name] for name in wanted if name in self._here}
+        moves, unknown = self._moves, wanted - known.keys()
+        if not unknown:
+            await trio.lowlevel.checkpoint()
+            return known
+        found = await self._database.read(
+            partial(room_servers.embedded_servers_now, room_ids=unknown)
+        )
+        if moves == self._moves:
+            for name, servers in found.items():
+                if len(servers) < MAX_SERVERS_KNOWN:
+                    self._here[name] = servers
+        return known | found
+
+    @contextmanager
+    def _hosts_moving(self) -> Iterator[None]:
+        """While servers come to rooms, or leave them: what is read meanwhile is not remembered."""
+        self._moves += 1
+        try:
+            yield
+        finally:
+            self._hosts_moved()
+
+    def _hosts_moved(self) -> None:
+        """Servers have come to rooms, or left them: what was read before is not to be used."""
+        self._moves += 1
+        self._here.clear()
+
+    @reading
+    def rooms_shared_with(self, connection: Connection, destination: str) -> list[str]:
+        """The rooms that the server is in now, or may be in."""
+        if self._embedded:
+            stays = tables.room_servers.c
+            here = select(stays.room_id).where(stays.server == destination, stays.left.is_(None))
+            return sorted(connection.execute(here.distinct()).scalars())
+        state, told = tables.current_state_events.c, tables.partial_state_rooms_servers.c
+        joined = (
+            select(state.room_id)
+            .where(state.type == "m.room.member", state.membership == "join")
+            .where(state.state_key.endswith(":" + destination, autoescape=True))
+        )
+        partial_state = select(told.room_id).where(told.server_name == destination)
+        return sorted(set(connection.execute(joined.union(partial_state)).scalars()))
 
     # --- what destinations are owed ---------------------------------------------------------------
 
-    async def commit_fan_out(
+    @writing
+    def commit_fan_out(
         self,
+        connection: Connection,
         position: int,
         owed: Mapping[tuple[str, str], int],
         first: Mapping[str, int] | None = None,
@@ -174,26 +432,29 @@ class HomeserverStore(EventStore):
         Stream orderings go upwards only; rooms that were purged are left out. Raises StoreError if
         the position is gone or beyond `position`.
         """
+        gone = delivery.record_owed(connection, owed, first or {})
+        positions.advance_events(connection, self._settings.instance, position)
+        return gone
 
-        def commit(connection: Connection) -> set[str]:
-            gone = delivery.record_owed(connection, owed, first or {})
-            positions.advance_events(connection, self._settings.instance, position)
-            return gone
-
-        return await self._database.write(commit)
-
-    async def record_owed(self, owed: Mapping[tuple[str, str], int]) -> None:
+    @writing
+    def record_owed(self, connection: Connection, owed: Mapping[tuple[str, str], int]) -> None:
         """Record what each (destination, room) is owed, upwards only; purged rooms are left out."""
+        delivery.record_owed(connection, owed, {})
 
-        def record(connection: Connection) -> None:
-            delivery.record_owed(connection, owed, {})
-
-        await self._database.write(record)
-
-    async def owed_rooms(self, destination: str, after: int, limit: int) -> list[tuple[str, int]]:
-        """(room, stream ordering) above `after`, ascending by stream ordering."""
-        asked = (destination, after, limit)
-        return await self._database.read_together(delivery.owed_rooms, asked)
+    @reading_together()
+    def owed_rooms(
+        self, connection: Connection, destination: str, after: int, limit: int
+    ) -> list[tuple[str, int]]:
+        """The first `limit` of the destination's (room, newest stream ordering) above `after`,
+        ascending by stream ordering."""
+        query = (
+            select(destination_rooms.c.room_id, destination_rooms.c.stream_ordering)
+            .where(destination_rooms.c.destination == destination)
+            .where(destination_rooms.c.stream_ordering > after)
+            .order_by(destination_rooms.c.stream_ordering, destination_rooms.c.room_id)
+            .limit(limit)
+        )
+        return [(room_id, ordering) for room_id, ordering in connection.execute(query)]
 
     async def lsso(self, destination: str) -> int | None:
         """The destination's last successful stream ordering; None: unknown."""
@@ -220,9 +481,8 @@ class HomeserverStore(EventStore):
         return [found[name] for name in sorted(found)]
 
     async def _owing_keys(self) -> list[str]:
-        outboxes = [tables.device_federation_outbox, tables.device_lists_outbound_pokes]
         names: set[str] = set()
-        for table in outboxes:
+        for table in (outbox, pokes):
             start: str | None = ""
             while start is not None:
                 look = partial(delivery.owing_keys_page, table=table, start=start)
@@ -230,109 +490,189 @@ class HomeserverStore(EventStore):
                 names.update(page)
         return sorted(names)
 
-    async def settle(self, settlements: Sequence[Settlement]) -> dict[str, int]:
+    @reading_together(having=outbox.c.destination, nothing=list)
+    def to_device(
+        self, connection: Connection, destination: str, after: int, upto: int | None, limit: int
+    ) -> list[tuple[int, str]]:
+        """(stream id, EDU content as JSON text) above `after`, ascending.
+
+        The rows of one stream id always come together, beyond the limit if they must: they are
+        deleted by it.
+        """
+        query = (
+            select(outbox.c.stream_id, outbox.c.messages_json)
+            .where(outbox.c.destination == destination, outbox.c.stream_id > after)
+            .where(outbox.c.stream_id <= positions.counting_upto())
+            .order_by(outbox.c.stream_id)
+        )
+        if upto is not None:
+            query = query.where(outbox.c.stream_id <= upto)
+        rows = list(connection.execute(query.limit(limit + 1)))
+        if len(rows) > limit:
+            last = rows[limit - 1].stream_id
+            rows = [row for row in rows if row.stream_id < last]
+            rows += connection.execute(query.where(outbox.c.stream_id == last))
+        return [(stream_id, messages) for stream_id, messages in rows]
+
+    @reading
+    def changed_to_device(self, connection: Connection, after: int, upto: int) -> list[str]:
+        """The destinations of to-device rows with after < stream id <= upto, by name."""
+        return delivery.changed_to_device(connection, after, upto)
+
+    @writing
+    def purge(self, connection: Connection, destination: str) -> None:
+        """Forget the destination: its row, and all that it is owed."""
+        changes = (pokes, tables.device_lists_outbound_last_success)
+        for table in (destination_rooms, outbox, destinations, *changes):
+            connection.execute(delete(table).where(table.c.destination == destination))
+
+    # --- answers and backoff ----------------------------------------------------------------------
+
+    async def settle(self, settlements: Sequence[Settlement]) -> None:
         """Write what answered transactions change, in one transaction.
 
-        Returns, on a Synapse with PostgreSQL, per destination whose backoff was cleared the id to
-        publish on the `caches` stream; what others settle at the same moment is in it too.
+        LSSO goes upwards only. Outbox rows go by their exact ids: others may have come below them.
         """
-        return await self._database.write_together(self._settle, settlements)
+        await self._database.write_together(_settle, settlements)
 
-    def _settle(
-        self, connection: Connection, groups: Sequence[Sequence[Settlement]]
-    ) -> dict[str, int]:
-        settlements = [item for group in groups for item in group]
-        for item in settlements:
-            if item.pokes:
-                device_lists.settle(connection, item.destination, item.pokes, resync=item.resync)
-        return self._tell(connection, delivery.settle(connection, settlements))
-
-    async def store_backoff(
-        self, destination: str, failure_ts: int | None, retry_last_ts: int, retry_interval: int
+    @writing
+    def store_backoff(
+        self,
+        connection: Connection,
+        destination: str,
+        failure_ts: int | None,
+        retry_last_ts: int,
+        retry_interval: int,
     ) -> int | None:
         """Write the shared failure columns (ms), unless the row there is later or longer.
 
+        It applies if it is a reset, or if the stored interval is missing or shorter, or the stored
+        last try is older: as Synapse's own upsert does, which the other processes rely on.
+
         Returns, on a Synapse with PostgreSQL, the id to publish on the `caches` stream.
         """
+        statement = upsert(connection, destinations).values(
+            destination=destination,
+            failure_ts=failure_ts,
+            retry_last_ts=retry_last_ts,
+            retry_interval=retry_interval,
+        )
+        given, stored = statement.excluded, destinations.c
+        applies: ColumnElement[bool] = or_(
+            given.retry_interval == 0,
+            given.retry_last_ts == 0,
+            stored.retry_interval.is_(None),
+            stored.retry_interval < given.retry_interval,
+            stored.retry_last_ts < given.retry_last_ts,
+        )
+        written = connection.execute(
+            statement.on_conflict_do_update(
+                index_elements=["destination"],
+                set_={
+                    "failure_ts": given.failure_ts,
+                    "retry_last_ts": given.retry_last_ts,
+                    "retry_interval": given.retry_interval,
+                },
+                where=applies,
+            ).returning(destinations.c.destination)
+        )
+        if written.first() is None or not self._tells_caches:
+            return None
+        return self._invalidate_backoff_cache(connection, destination)
 
-        def store(connection: Connection) -> int | None:
-            written = delivery.store_backoff(
-                connection, destination, failure_ts, retry_last_ts, retry_interval
-            )
-            return self._tell(connection, [destination] if written else []).get(destination)
+    def _invalidate_backoff_cache(self, connection: Connection, destination: str) -> int:
+        """Tell Synapse's processes that a backoff row changed: a row of their `caches` stream.
 
-        return await self._database.write(store)
-
-    def _tell(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
-        if not self._tells_caches:
-            return {}
-        instance, now_ms = self._settings.instance, self._now_ms()
-        return {
-            name: delivery.invalidate_backoff_cache(connection, name, instance, now_ms)
-            for name in names
-        }
+        Returns its stream id, taken from their sequence; they accept no other. The caller publishes
+        it once the transaction is durable.
+        """
+        stream_id: int = connection.execute(
+            text("SELECT nextval('cache_invalidation_stream_seq')")
+        ).scalar_one()
+        connection.execute(
+            text(
+                "INSERT INTO cache_invalidation_stream_by_instance"
+                " (stream_id, instance_name, cache_func, keys, invalidation_ts)"
+                " VALUES (:stream_id, :instance, 'get_destination_retry_timings', :keys, :now)"
+            ),
+            {
+                "stream_id": stream_id,
+                "instance": self._settings.instance,
+                "keys": [destination],
+                "now": self._now_ms(),
+            },
+        )
+        return stream_id
 
     async def backoff(self, destination: str) -> Backoff | None:
         """The destination's row; None if it has none."""
-        return await self._database.read_together(delivery.backoffs, destination)
+        return await self._database.read_together(_backoffs, destination)
 
     async def backoffs(self, destinations: Sequence[str]) -> dict[str, Backoff | None]:
         """The rows of these destinations; None for one that has none."""
-        return await self._database.read(partial(delivery.backoffs, names=destinations))
+        return await self._database.read(partial(_backoffs, names=destinations))
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
         """The servers whose backoff `writer` changed, by its rows of the `caches` stream with
         after < stream id <= upto. None where there is no such stream."""
         if not self._tells_caches:
             return []
-        return await self._database.read(
-            lambda connection: delivery.changed_backoffs(connection, writer, after, upto)
+        query = text(
+            "SELECT keys FROM cache_invalidation_stream_by_instance"
+            " WHERE instance_name = :writer AND cache_func = 'get_destination_retry_timings'"
+            " AND stream_id > :after AND stream_id <= :upto"
         )
+        given = {"writer": writer, "after": after, "upto": upto}
+        rows = await self._database.read(lambda connection: connection.execute(query, given).all())
+        # Without keys the whole cache is void; nobody's reset can be told from that.
+        return sorted({name for (keys,) in rows for name in keys or ()})
 
     async def last_cache_write(self, *, of_all: bool = False) -> int | None:
         """The newest id in the `caches` stream that we wrote (or anybody), if we ever did."""
         if not self._tells_caches:
             return None
-        writer = None if of_all else self._settings.instance
-        return await self._database.read(partial(delivery.last_cache_write, instance=writer))
+        query = "SELECT MAX(stream_id) FROM cache_invalidation_stream_by_instance"
+        if not of_all:
+            query += " WHERE instance_name = :instance"
+        given = {"instance": self._settings.instance}
 
-    async def changed_to_device(self, after: int, upto: int) -> list[str]:
-        """The destinations of to-device rows with after < stream id <= upto."""
-        return await self._database.read(
-            partial(delivery.changed_to_device, after=after, upto=upto)
-        )
+        def look(connection: Connection) -> int | None:
+            newest: int | None = connection.execute(text(query), given).scalar()
+            return newest
 
-    async def to_device(
-        self, destination: str, after: int, upto: int | None, limit: int
-    ) -> list[tuple[int, str]]:
-        """(stream id, EDU content as JSON text) above `after`, ascending.
+        return await self._database.read(look)
 
-        The rows of one stream id always come together, beyond the limit if they must.
-        """
-        asked = (destination, after, upto, limit)
-        return await self._database.read_together(delivery.to_device, asked)
+    # --- what operators ask -----------------------------------------------------------------------
 
-    async def pending_counts(self, destination: str) -> Pending:
+    @reading
+    def pending_counts(self, connection: Connection, destination: str) -> Pending:
         """How much the destination is owed, and since when."""
-        return await self._database.read(lambda connection: pages.pending(connection, destination))
-
-    async def rooms_shared_with(self, destination: str) -> list[str]:
-        """The rooms that the server is in now."""
-        find = (
-            room_servers.embedded_rooms_shared_with
-            if self._embedded
-            else room_servers.rooms_shared_with
+        changes = select(func.count()).where(pokes.c.destination == destination)
+        mark = (
+            select(func.coalesce(destinations.c.last_successful_stream_ordering, 0))
+            .where(destinations.c.destination == destination)
+            .scalar_subquery()
         )
-        return await self._database.read(lambda connection: find(connection, destination))
+        owed = select(func.count(), func.min(destination_rooms.c.stream_ordering)).where(
+            destination_rooms.c.destination == destination,
+            destination_rooms.c.stream_ordering > func.coalesce(mark, 0),
+        )
+        rooms, oldest = connection.execute(owed).one()
+        events = tables.events
+        received = select(events.c.received_ts).where(events.c.stream_ordering == oldest)
+        messages = select(func.count()).where(outbox.c.destination == destination)
+        return Pending(
+            rooms=rooms,
+            oldest_stream_ordering=oldest,
+            oldest_received_ts=connection.execute(received).scalar(),
+            to_device=connection.execute(messages).scalar_one(),
+            device_lists=connection.execute(changes).scalar_one(),
+        )
 
-    async def purge(self, destination: str) -> None:
-        """Forget the destination: its row, and all that it is owed."""
-        await self._database.write(lambda connection: delivery.purge(connection, destination))
-
-    # --- pages for the admin endpoints ------------------------------------------------------------
-
-    async def destinations_page(
+    @reading
+    def destinations_page(
         self,
+        connection: Connection,
         start: int,
         limit: int,
         order_by: str = "destination",
@@ -345,25 +685,55 @@ class HomeserverStore(EventStore):
         """
         if order_by not in SORTABLE:
             raise StoreError(f"order_by must be one of {', '.join(SORTABLE)}")
-        return await self._database.read(
-            lambda connection: pages.destinations_page(
-                connection,
-                start=start,
-                limit=limit,
-                order_by=order_by,
-                backwards=direction == "b",
-                substring=substring,
+        matching: ColumnElement[bool] = and_(True)
+        if substring:
+            name = func.lower(destinations.c.destination)
+            matching = name.contains(substring.lower(), autoescape=True)
+        column = destinations.c[order_by]
+        query = (
+            select(
+                destinations.c.destination,
+                func.coalesce(destinations.c.retry_last_ts, 0),
+                func.coalesce(destinations.c.retry_interval, 0),
+                destinations.c.failure_ts,
+                destinations.c.last_successful_stream_ordering,
             )
+            .where(matching)
+            .order_by(column.desc() if direction == "b" else column, destinations.c.destination)
+            .offset(start)
+            .limit(limit)
+        )
+        count = select(func.count()).select_from(destinations).where(matching)
+        rows = connection.execute(query).all()
+        return DestinationsPage(
+            tuple(DestinationRow(*row) for row in rows), connection.execute(count).scalar_one()
         )
 
-    async def destination_rooms_page(
-        self, destination: str, start: int, limit: int, direction: Literal["f", "b"] = "f"
+    @reading
+    def destination_rooms_page(
+        self,
+        connection: Connection,
+        destination: str,
+        start: int,
+        limit: int,
+        direction: Literal["f", "b"] = "f",
     ) -> DestinationRoomsPage:
-        """Rows `start`.. of the rooms in which the destination is owed, or was sent, an event."""
-        return await self._database.read(
-            lambda connection: pages.destination_rooms_page(
-                connection, destination, start=start, limit=limit, backwards=direction == "b"
-            )
+        """Rows `start`.. of the rooms in which the destination is owed, or was sent, an event; by
+        room id."""
+        ours = destination_rooms.c.destination == destination
+        column = destination_rooms.c.room_id
+        query = (
+            select(column, destination_rooms.c.stream_ordering)
+            .where(ours)
+            .order_by(column.desc() if direction == "b" else column)
+            .offset(start)
+            .limit(limit)
+        )
+        count = select(func.count()).select_from(destination_rooms).where(ours)
+        rows = connection.execute(query).all()
+        return DestinationRoomsPage(
+            tuple((room_id, stream_ordering) for room_id, stream_ordering in rows),
+            connection.execute(count).scalar_one(),
         )
 
     # --- the feed (embedded only) -----------------------------------------------------------------
@@ -377,11 +747,7 @@ class HomeserverStore(EventStore):
 
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
         """The same for several tokens, ascending, in one transaction."""
-        now_ms = self._now_ms()
-
-        def apply(connection: Connection) -> None:
-            embedded.apply_tokens(connection, batch, now_ms)
-
+        apply = partial(embedded.apply_tokens, batch=batch, now_ms=self._now_ms())
         if _move_hosts(row for _, rows in batch for row in rows):
             with self._hosts_moving():
                 await self._database.write(apply)
@@ -444,13 +810,17 @@ class HomeserverStore(EventStore):
                 return await self._database.write(append)
         return await self._database.write(append)
 
-    async def room_servers(self, room_id: str) -> RoomServers | None:
+    @reading
+    def room_servers(self, connection: Connection, room_id: str) -> RoomServers | None:
         """The servers that are in a room by what the feed brought; None: it said nothing of it."""
-        return await self._database.read(partial(room_servers.embedded_room, room_id=room_id))
+        return room_servers.embedded_room(connection, room_id)
 
-    async def find_appends(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
+    @reading
+    def find_appends(
+        self, connection: Connection, keys: Sequence[bytes]
+    ) -> dict[bytes, tuple[int, int]]:
         """Key -> (token, checksum) of the records that are stored."""
-        return await self._database.read(partial(appends.find_appends, keys=keys))
+        return appends.find_appends(connection, keys)
 
     async def forget_appends(self) -> int:
         """Delete some of the keys that are old enough, and old notices; returns how many keys."""
@@ -475,29 +845,29 @@ class HomeserverStore(EventStore):
             intake.check(connection, epoch)
             if not self.alone:
                 intake.tell(connection, instance, notices, now_ms)
-            return edu_rows.store_receipts(connection, receipts) if receipts else None
+            return embedded.store_receipts(connection, receipts) if receipts else None
 
         return await self._database.write(store)
 
-    async def feed_position(self) -> int:
+    @reading
+    def feed_position(self, connection: Connection) -> int:
         """The token up to which the feed is stored; -1 before the first one."""
-        return await self._database.read(positions.feed_position)
+        return positions.feed_position(connection)
 
-    async def feed_history(self) -> History | None:
+    @reading
+    def feed_history(self, connection: Connection) -> History | None:
         """The history that the feed's tokens belong to; None: not known yet."""
-        return await self._database.read(positions.feed_history)
+        return positions.feed_history(connection)
 
-    async def begin_history(self, history: History) -> None:
+    @writing
+    def begin_history(self, connection: Connection, history: History) -> None:
         """Store the history that the feed's tokens belong to from now on."""
-        await self._database.write(
-            lambda connection: positions.set_feed_history(connection, history)
-        )
+        positions.set_feed_history(connection, history)
 
-    async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
+    @writing
+    def store_receipts(self, connection: Connection, receipts: Sequence[Receipt]) -> int:
         """Keep receipts for those that do not answer now; the newest stream id that they got."""
-        return await self._database.write(
-            lambda connection: edu_rows.store_receipts(connection, receipts)
-        )
+        return embedded.store_receipts(connection, receipts)
 
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
         """Take a snapshot over; nothing of it counts until all is stored. See `relay_load`.
@@ -524,13 +894,91 @@ class HomeserverStore(EventStore):
 
     async def queue_to_device(self, destination: str, stream_id: int, messages: str) -> None:
         """Put a to-device message (EDU content as JSON text) into the outbox."""
-        now_ms = self._now_ms()
-        await self._database.write(
-            lambda connection: delivery.queue_to_device(
-                connection, destination, stream_id, messages, now_ms
-            )
+        statement = insert(outbox).values(
+            destination=destination,
+            stream_id=stream_id,
+            queued_ts=self._now_ms(),
+            messages_json=messages,
         )
+
+        def queue(connection: Connection) -> None:
+            connection.execute(statement)
+
+        await self._database.write(queue)
 
 
 def _move_hosts(rows: Iterable[RelayRow]) -> bool:
     return any(isinstance(row, HostsRow | ServersRow) for row in rows)
+
+
+def _backoffs(connection: Connection, names: Sequence[str]) -> dict[str, Backoff | None]:
+    found: dict[str, Backoff | None] = dict.fromkeys(names)
+    for chunk in in_chunks(sorted(found)):
+        query = select(
+            destinations.c.destination,
+            destinations.c.retry_last_ts,
+            destinations.c.retry_interval,
+            destinations.c.failure_ts,
+            destinations.c.last_successful_stream_ordering,
+        ).where(destinations.c.destination.in_(chunk))
+        found.update((row[0], Backoff(*row[1:])) for row in connection.execute(query))
+    return found
+
+
+def _settle(connection: Connection, groups: Sequence[Sequence[Settlement]]) -> None:
+    settlements = [item for group in groups for item in group]
+    marks: dict[str, int] = {}
+    for item in settlements:
+        if item.pokes:
+            settle_device_lists(connection, item.destination, item.pokes, resync=item.resync)
+        if item.lsso is not None:
+            name = item.destination
+            marks[name] = max(item.lsso, marks.get(name, item.lsso))
+    rows = [
+        {"destination": name, "last_successful_stream_ordering": mark}
+        for name, mark in sorted(marks.items())
+    ]
+    insert_rows(connection, destinations, rows, raising="last_successful_stream_ordering")
+    for item in settlements:
+        for chunk in in_chunks(sorted(item.outbox_ids)):
+            connection.execute(
+                delete(outbox).where(
+                    outbox.c.destination == item.destination, outbox.c.stream_id.in_(chunk)
+                )
+            )
+
+
+def _stream_positions(connection: Connection, stream: str) -> dict[str, int]:
+    """By writer up to where it has stored rows of the stream."""
+    stored = tables.stream_positions
+    rows = connection.execute(
+        select(stored.c.instance_name, stored.c.stream_id).where(stored.c.stream_name == stream)
+    )
+    return {row.instance_name: row.stream_id for row in rows}
+
+
+def _has_table(connection: Connection, name: str) -> bool:
+    return connection.dialect.has_table(connection, name)
+
+
+def _check_synapse_schema(connection: Connection) -> None:
+    """Raise StoreError if this Synapse's schema is outside the range that was tested.
+
+    Both ways: on an older one something that we read may be missing, on a newer one something may
+    have changed its meaning. Synapse's own workers are as strict.
+    """
+    for table in ("schema_version", "schema_compat_version", "destination_rooms"):
+        if not _has_table(connection, table):
+            raise StoreError(f"this is not a Synapse database: it has no table {table}")
+    version = connection.execute(text("SELECT version FROM schema_version")).scalar()
+    compat = connection.execute(text("SELECT compat_version FROM schema_compat_version")).scalar()
+    if version is None or version < OLDEST_SCHEMA:
+        raise StoreError(
+            f"Synapse's schema is version {version}; the oldest one supported is {OLDEST_SCHEMA}:"
+            " upgrade Synapse"
+        )
+    if compat is None or version > NEWEST_SCHEMA or compat > NEWEST_SCHEMA:
+        raise StoreError(
+            f"Synapse's schema is version {version} (compatible with {compat}); this fedsender was"
+            f" tested up to {NEWEST_SCHEMA}: upgrade fedsender, or let Synapse's own worker send"
+        )

@@ -2,7 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class HomeserverSettings:
+    """What the homeserver's store must know of its homeserver.
+
+    Attributes:
+        instance: our name in `federation_stream_position`.
+        instances: all configured senders, ourselves among them.
+        event_writers: the instances that write the events stream.
+        device_names: whether other servers are told the names of devices.
+        shared: whether `instances` all read one embedded store; a Synapse's they do in any case.
+    """
+
+    kind: Literal["embedded", "synapse"]
+    instance: str
+    instances: tuple[str, ...]
+    event_writers: tuple[str, ...] = ("master",)
+    device_names: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +204,11 @@ class Settlement:
         pokes: rows of device changes that were in it, or were conflated into what was.
         resync: the changes of `pokes` never arrived (they are in quarantine): the next update of
             each of their users makes the server ask for all of that user's devices.
-        clear_backoff: the server answered: its failure columns are cleared.
     """
 
     destination: str
     lsso: int | None
     outbox_ids: tuple[int, ...] = ()
-    clear_backoff: bool = False
     pokes: tuple[DevicePoke, ...] = ()
     resync: bool = False
 

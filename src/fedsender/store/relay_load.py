@@ -54,7 +54,7 @@ from sqlalchemy import (
 from fedsender.intake.rows import DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
 from fedsender.relay.snapshot import PARTS, Row, part_of
 from fedsender.replication.rows import BadRow
-from fedsender.store import edu_rows, embedded, positions, tables
+from fedsender.store import embedded, positions, tables
 from fedsender.store.records import STANDS_ABOVE, History
 from fedsender.store.rows import in_chunks, insert_rows
 from fedsender.streams import PduRow
@@ -417,7 +417,7 @@ class _Loading:
                 messages.append((row.destination, token, row.message_id, row.content))
             else:
                 embedded.store_device_list(connection, token, row, resync=False)
-        edu_rows.store_to_device(connection, messages, self._now_ms)
+        embedded.store_to_device(connection, messages, self._now_ms)
 
 
 def _token(event: tuple[int, PduRow]) -> int:

@@ -133,13 +133,6 @@ def last_told(connection: Connection, room_ids: Iterable[str]) -> dict[str, int]
     return found
 
 
-def embedded_rooms_shared_with(connection: Connection, server: str) -> list[str]:
-    """The rooms that the server is in."""
-    table = tables.room_servers.c
-    query = select(table.room_id).where(table.server == server, table.left.is_(None)).distinct()
-    return sorted(connection.execute(query).scalars())
-
-
 # --- Synapse: the main database -------------------------------------------------------------------
 
 
@@ -232,18 +225,6 @@ def servers_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, fr
     for room_id, servers in partial_rooms(connection, wanted).items():
         now[room_id] |= servers
     return now
-
-
-def rooms_shared_with(connection: Connection, server: str) -> list[str]:
-    """The rooms in whose current state the server has a joined user, or may have one."""
-    state, partial = tables.current_state_events.c, tables.partial_state_rooms_servers.c
-    joined = (
-        select(state.room_id)
-        .where(state.type == "m.room.member", state.membership == "join")
-        .where(state.state_key.endswith(":" + server, autoescape=True))
-    )
-    told = select(partial.room_id).where(partial.server_name == server)
-    return sorted(set(connection.execute(joined.union(told)).scalars()))
 
 
 # --- Synapse: the state database ------------------------------------------------------------------
