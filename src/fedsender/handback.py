@@ -23,6 +23,7 @@ from sqlalchemy import make_url
 from fedsender.config import Config, ConfigError
 from fedsender.ledger import Ledger, open_ledger
 from fedsender.outside import Outside
+from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
 from fedsender.shards import take_shard
 from fedsender.store import Store, StoreConfig, open_store
@@ -203,7 +204,7 @@ async def _settle(
 
 async def _held_back(store: Store, config: Config) -> list[str]:
     """Whom an operator keeps us from sending to, and nothing will keep Synapse's sender from."""
-    states = await store.sender.all_server_states()
+    states = states_of(await store.sender.all_server_states())
     notes = []
     for name, state in sorted(states.items()):
         word = "parked" if state.parked is not None else "paused"

@@ -216,6 +216,18 @@ def server_of(mxid: str) -> str:
     return server
 
 
+def is_sent_by(server_name: str, sender: str, metadata: Mapping[str, object]) -> bool:
+    """Whether this homeserver sends an event: by its sender, and the homeserver's notes on it."""
+    if metadata.get("out_of_band_membership") or metadata.get("proactively_send") is False:
+        return False
+    if metadata.get("send_on_behalf_of"):
+        return True
+    try:
+        return server_of(sender) == server_name
+    except ValueError:
+        return False
+
+
 def shard_of(destination: str, shards: int) -> int:
     """The index, in the configured order, of the sender that handles `destination`.
 

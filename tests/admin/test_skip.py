@@ -24,7 +24,7 @@ async def happen(world: World, *pdus: PduRow, bad: PduRow) -> int:
     first = world.token + 1
     for pdu in pdus:
         world.token += 1
-        await world.store.homeserver.apply_feed([pdu], world.token)
+        await world.store.homeserver.apply_feed_batch([(world.token, [pdu])])
     with sqlite3.connect(world.directory / "homeserver.sqlite3") as connection:
         connection.execute(
             "UPDATE event_json SET json = CAST(? AS TEXT) WHERE event_id = ?",

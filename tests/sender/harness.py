@@ -279,7 +279,7 @@ class World:
     async def apply(self, *rows: RelayRow) -> int:
         """One token's rows; the sender, if it runs, is told."""
         self.token += 1
-        await self.store.homeserver.apply_feed(rows, self.token)
+        await self.store.homeserver.apply_feed_batch([(self.token, rows)])
         if hasattr(self, "sender"):
             self.sender.redacted([row.target for row in rows if isinstance(row, RedactionRow)])
             self.sender.events.advance(self.token)

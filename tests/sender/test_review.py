@@ -13,7 +13,7 @@ from trio.testing import MockClock
 from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
 from fedsender.outside import real_outside
 from fedsender.sender.attempt_log import cut_off
-from fedsender.sender.failure import ServerState
+from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.sender import FrozenRecord, Redelivery
@@ -125,11 +125,11 @@ async def test_the_state_of_anothers_server_is_left_alone(tmp_path: Path) -> Non
             ledger.record(answered())
         await store.sender.save_server_state(state)
         await start(store, tmp_path, "b3", lambda _: False)
-        assert (await store.sender.all_server_states()).get(A) == state
+        assert states_of(await store.sender.all_server_states()).get(A) == state
         async with a_ledger(tmp_path, "b4") as ledger:
             ledger.record(answered())
         await start(store, tmp_path, "b5")
-        found = (await store.sender.all_server_states()).get(A)
+        found = states_of(await store.sender.all_server_states()).get(A)
         assert found is not None
         assert found.healthy
 

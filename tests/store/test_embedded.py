@@ -59,7 +59,7 @@ async def before(store: Store, *tokens: int) -> list[set[str]]:
 
 async def feed(store: Store, *tokens: tuple[int, list[FeedRow]]) -> None:
     for token, rows in tokens:
-        await store.homeserver.apply_feed(rows, token)
+        await store.homeserver.apply_feed_batch([(token, rows)])
 
 
 async def test_a_fed_event_is_read_back(store: Store) -> None:
@@ -174,7 +174,7 @@ async def test_rows_that_cannot_be_stored_change_nothing(
     store: Store, token: int, rows: list[FeedRow]
 ) -> None:
     with pytest.raises(FeedError):
-        await store.homeserver.apply_feed([pdu(1, room_id="!before:x"), *rows][1:], token)
+        await store.homeserver.apply_feed_batch([(token, [pdu(1, room_id="!before:x"), *rows][1:])])
 
     assert await store.homeserver.feed_position() == -1
     assert await store.homeserver.read_events(0, 2**62, 9) == []

@@ -51,7 +51,7 @@ def run(directory: Path, crash_at: int) -> list[str]:
             async with trio.open_nursery() as nursery:
                 for token in (1, 2, 3):
                     rows = [HostsRow("!a:x", (f"{token}.example",), ())]
-                    nursery.start_soon(store.homeserver.apply_feed, rows, token)
+                    nursery.start_soon(store.homeserver.apply_feed_batch, [(token, rows)])
                     nursery.start_soon(
                         store.sender.begin_catch_up, f"{token}.example", token, False
                     )

@@ -10,7 +10,7 @@ from tests.servers import Databases
 from tests.store.conftest import NewUrl
 
 from fedsender.outside import real_outside
-from fedsender.sender.failure import ServerState
+from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.isolation import Search, Turn
 from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
@@ -73,7 +73,7 @@ async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
     await store.save_server_state(ServerState(ONE))
     await store.save_server_state(state)
     await store.save_server_state(ServerState(TWO, reason="x" * 10_000))
-    states = await store.all_server_states()
+    states = states_of(await store.all_server_states())
 
     assert set(states) == {ONE, TWO}
     assert states[ONE] == state

@@ -140,7 +140,7 @@ def upgrade() -> None:
             "pdu_search",
             sa.JSON(none_as_null=True),
             nullable=True,
-            comment="for a poisonous PDU: sender.suspicion",
+            comment="for a poisonous PDU: sender.isolation",
         ),
         sa.Column(
             "edu_search",

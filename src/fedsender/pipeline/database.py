@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Engine, Row
 from sqlalchemy.exc import DBAPIError
 
 from fedsender.pipeline import PipelineError
-from fedsender.store.outages import kind_of, words
+from fedsender.store.connections import kind_of, words
 
 T = TypeVar("T")
 

@@ -33,9 +33,9 @@ from fedsender.pipeline.progress import Step, Steps
 from fedsender.replication.relay_rows import parse_record
 from fedsender.replication.rows import BadRow
 from fedsender.store import embedded, positions, tables
+from fedsender.store.connections import words
 from fedsender.store.engine import StoreError
 from fedsender.store.migrations import upgrade
-from fedsender.store.outages import words
 from fedsender.store.records import History
 from fedsender.store.relay import (
     DamagedLog,

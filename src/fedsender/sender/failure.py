@@ -7,11 +7,12 @@ waits, whether the homeserver's other workers are told), and what it does with t
 """
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
-from fedsender.sender.isolation import Kind, Search
+from fedsender.sender.isolation import Kind, Search, of_json
 
 DAY_MS = 86_400_000
 MIN_GAP_SECONDS = 1.0
@@ -224,6 +225,20 @@ class ServerState:
         return replace(
             self, pdu_search=pdus and pdus.hastened(), edu_search=edus and edus.hastened()
         )
+
+
+def states_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, ServerState]:
+    """By server its state, from the columns that the store has of it."""
+    return {
+        server: ServerState(
+            **{
+                **row,
+                "pdu_search": of_json(row["pdu_search"]),
+                "edu_search": of_json(row["edu_search"]),
+            }
+        )
+        for server, row in rows.items()
+    }
 
 
 def well_lately(state: ServerState, now_ms: int) -> bool:

@@ -195,7 +195,7 @@ class _Recovery:
 
     async def note_well(self) -> None:
         """Who has answered since its state was written down has nothing to wait for."""
-        found = (await self.store.sender.all_server_states()).items()
+        found = failure.states_of(await self.store.sender.all_server_states()).items()
         states = {name: state for name, state in found if self.is_mine(name)}
 
         async def note(line: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ import tenacity
 import trio
 from cachetools import TTLCache
 
-from fedsender.matrix import BadEvent, Pdu, is_server_name, make_pdu, prune, server_of
+from fedsender.matrix import BadEvent, Pdu, is_sent_by, is_server_name, make_pdu, prune, server_of
 from fedsender.store.records import stands_above
 
 FIRST_WAIT_S = 0.1
@@ -113,18 +113,6 @@ def is_ours(row: EventRow, server_name: str) -> bool:
     if row.rejected or row.outlier:
         return False
     return is_sent_by(server_name, row.sender, row.internal_metadata)
-
-
-def is_sent_by(server_name: str, sender: str, metadata: Mapping[str, object]) -> bool:
-    """The same, of an event that was taken in: by its sender and the homeserver's notes."""
-    if metadata.get("out_of_band_membership") or metadata.get("proactively_send") is False:
-        return False
-    if metadata.get("send_on_behalf_of"):
-        return True
-    try:
-        return server_of(sender) == server_name
-    except ValueError:
-        return False
 
 
 def _target_outside(row: EventRow, membership_before: str | None, content: object) -> str | None:

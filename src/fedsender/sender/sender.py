@@ -21,6 +21,7 @@ from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
+from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import AlreadyOwed, FanOut, Standstill
 from fedsender.sender.isolation import Kind
 from fedsender.sender.operations import Operations, Refusal
@@ -398,7 +399,7 @@ async def _running(
     already_owed: AlreadyOwed | None,
 ) -> AsyncIterator[Sender]:
     """The sender with its tasks; they have ended afterwards, whatever ended them."""
-    states = await store.sender.all_server_states()
+    states = states_of(await store.sender.all_server_states())
     sender: Sender | None = None
     try:
         async with trio.open_nursery() as nursery:

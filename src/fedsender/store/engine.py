@@ -42,11 +42,12 @@ from fedsender.store.connections import (
     WrongDatabase,
     WrongValues,
     checked_url,
+    kind_of,
     make_engine,
     prepare_file,
+    words,
 )
-from fedsender.store.jobs import Batches, Job, StoreClosed, run_reads, run_writes
-from fedsender.store.outages import kind_of, words
+from fedsender.store.group_commit import Batches, Job, StoreClosed, run_reads, run_writes
 from fedsender.store.rows import having_rows
 
 __all__ = [

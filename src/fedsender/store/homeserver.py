@@ -738,15 +738,12 @@ class HomeserverStore:
 
     # --- the feed (embedded only) -----------------------------------------------------------------
 
-    async def apply_feed(self, rows: Sequence[RelayRow], token: int) -> None:
-        """Store a token's rows and the token, as one. Nothing if the token was stored before.
-
-        Raises FeedError for rows that cannot be stored.
-        """
-        await self.apply_feed_batch([(token, rows)])
-
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
-        """The same for several tokens, ascending, in one transaction."""
+        """Store the rows of each (token, rows), ascending, and the newest token, as one.
+
+        A token that was stored before is passed over. Raises FeedError for rows that cannot be
+        stored.
+        """
         apply = partial(embedded.apply_tokens, batch=batch, now_ms=self._now_ms())
         if _move_hosts(row for _, rows in batch for row in rows):
             with self._hosts_moving():

@@ -19,8 +19,13 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from fedsender.outside import Outside
-from fedsender.store import outages
-from fedsender.store.connections import CONNECT_S, FIRST_PAUSE_S, LAST_PAUSE_S, StoreError
+from fedsender.store.connections import (
+    CONNECT_S,
+    FIRST_PAUSE_S,
+    LAST_PAUSE_S,
+    StoreError,
+    words,
+)
 
 log = structlog.get_logger()
 
@@ -206,8 +211,8 @@ class AdvisoryLock:
         if self._list is not None:
             # Somebody may have started while nobody could see ours.
             self._agree(self._list)
-        for words in sorted(self._said):
-            self._say(words)
+        for said in sorted(self._said):
+            self._say(said)
 
     def _say(self, words: str) -> None:
         self._try("pg_try_advisory_lock_shared", words)
@@ -239,7 +244,7 @@ class AdvisoryLock:
                 self._connection.execute(text(f"SET tcp_keepalives_{name} = {value}"))
         except DBAPIError as error:
             self._close()
-            raise LockUnknown(f"the lock cannot be taken: {outages.words(error)}") from None
+            raise LockUnknown(f"the lock cannot be taken: {words(error)}") from None
 
     def _try(self, function: str, name: str) -> bool:
         return self._ask(f"SELECT {function}(:key)", {"key": _key(name)})
@@ -251,7 +256,7 @@ class AdvisoryLock:
             return bool(self._connection.scalar(text(question), values))
         except DBAPIError as error:
             self._close()
-            raise LockUnknown(f"the lock cannot be taken: {outages.words(error)}") from None
+            raise LockUnknown(f"the lock cannot be taken: {words(error)}") from None
 
     def _held(self) -> bool:
         if self._connection is None:

@@ -56,8 +56,8 @@ from fedsender.intake.rows import (
     lines_of,
     rows_of,
 )
+from fedsender.matrix import is_sent_by
 from fedsender.outside import Outside
-from fedsender.sender.routing import is_sent_by
 from fedsender.store import appends, embedded, intake, positions, room_servers, tables
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import (

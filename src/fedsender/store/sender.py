@@ -10,7 +10,7 @@ gives these entries to all that are on that list.
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import structlog
 import trio
@@ -31,8 +31,6 @@ from sqlalchemy import (
 )
 
 from fedsender.outside import Outside
-from fedsender.sender import isolation
-from fedsender.sender.failure import ServerState
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database, reading, reading_together, writing
@@ -118,6 +116,18 @@ class OwedReceipts:
     debts: Mapping[str, int]
 
 
+class StateRecord(Protocol):
+    """A dataclass of a server's state; its fields are the columns of `server_states`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def destination(self) -> str: ...
+
+    @property
+    def reason(self) -> str | None: ...
+
+
 class SenderStore:
     """Questions to the sender's tables, and changes of them. Changes share commits."""
 
@@ -179,16 +189,17 @@ class SenderStore:
     # --- server states ----------------------------------------------------------------------------
 
     @reading
-    def all_server_states(self, connection: Connection) -> dict[str, ServerState]:
-        """What is known of every server."""
+    def all_server_states(self, connection: Connection) -> dict[str, Mapping[str, Any]]:
+        """By server the columns of its state: see `sender.failure.states_of`."""
         query = _record(tables.server_states).order_by(tables.server_states.c.destination)
-        return {row.destination: _state(row._mapping) for row in connection.execute(query)}
+        rows = connection.execute(query)
+        return {row.destination: {**row._mapping} for row in rows}
 
-    async def save_server_state(self, state: ServerState) -> None:
+    async def save_server_state(self, state: StateRecord) -> None:
         """Store the state in place of the one before."""
         await self._database.write_together(self._save_states, state)
 
-    def _save_states(self, connection: Connection, states: Sequence[ServerState]) -> None:
+    def _save_states(self, connection: Connection, states: Sequence[StateRecord]) -> None:
         newest = {state.destination: state for state in states}
         rows = [
             {
@@ -719,11 +730,6 @@ def _record(table: Table) -> Select[Any]:
 
 def _destinations(connection: Connection, table: Table) -> list[str]:
     return sorted(connection.execute(select(table.c.destination).distinct()).scalars())
-
-
-def _state(row: Mapping[Any, Any]) -> ServerState:
-    searches = {name: isolation.of_json(row[name]) for name in ("pdu_search", "edu_search")}
-    return ServerState(**{**row, **searches})
 
 
 def _leave_quarantine(connection: Connection, ids: Sequence[int]) -> None:

@@ -350,7 +350,7 @@ server_states = Table(
     ),
     Column("stubborn_since_ms", BigInteger),
     Column("shared_interval_ms", BigInteger, nullable=False, default=0),
-    Column("pdu_search", JSON(none_as_null=True), comment="for a poisonous PDU: sender.suspicion"),
+    Column("pdu_search", JSON(none_as_null=True), comment="for a poisonous PDU: sender.isolation"),
     Column("edu_search", JSON(none_as_null=True), comment="the same among EDUs"),
     Column("paused", Text, comment="an operator's reason; NULL: not paused"),
     Column("parked", Text, comment="why nothing is tried; NULL: not parked"),

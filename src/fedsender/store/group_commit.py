@@ -1,4 +1,4 @@
-"""Reads and writes that wait for a database, and how they are run: all that wait in one go."""
+"""Group commit: the reads and writes that wait for a database are run in one transaction."""
 
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
