@@ -19,9 +19,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import trio
+
+Json = Any
+"""What JSON parses to; rows stay untyped until somebody who knows them reads them."""
 
 R = TypeVar("R")
 

@@ -16,11 +16,10 @@ from tests.sender.harness import EPOCH_MS, HS, RemoteServer, World
 from tests.sender.test_errors_and_reloads import crashes
 from trio.testing import MockClock
 
+from fedsender.facts import BadRow, prepare
 from fedsender.intake.intake import Append
-from fedsender.intake.rows import prepare
 from fedsender.matrix import MAX_NESTING, ROOM_VERSIONS, BadEvent, event_id_of, is_server_name
 from fedsender.replication.push import PushFeed
-from fedsender.replication.rows import BadRow
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 
 A, B = "a.example", "b.example"

@@ -21,6 +21,7 @@ import trustme
 from tests.relay.log_support import lines_after, log_of, numbers, open_log, pdu
 
 from fedsender.config import Address, TcpAddress, UnixAddress
+from fedsender.facts import Ephemeral, prepare_ephemeral, rows_of
 from fedsender.intake.client import (
     IntakeClient,
     NewRecord,
@@ -31,7 +32,6 @@ from fedsender.intake.client import (
 )
 from fedsender.intake.endpoint import BOUNDS, PREFIX, description, serve_intake
 from fedsender.intake.intake import Intake
-from fedsender.intake.rows import Ephemeral, prepare_ephemeral, rows_of
 from fedsender.outside import real_outside
 
 TOKEN = "not for everybody"

@@ -18,18 +18,16 @@ from tests.relay.log_support import (
 )
 from tests.relay.relay_world import new_directory
 
+from fedsender.facts import BadRow, Ephemeral, KeyReused
 from fedsender.intake.intake import (
     Append,
     Busy,
     Full,
     Intake,
     IntakeSettings,
-    KeyReused,
     ReservationGone,
     Waiting,
 )
-from fedsender.intake.rows import Ephemeral
-from fedsender.replication.rows import BadRow
 
 SETTINGS = IntakeSettings(lapse_s=60, wait_s=10, max_places=8, max_held_bytes=5000)
 

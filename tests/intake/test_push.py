@@ -19,12 +19,11 @@ from tests.replication.support import RecordingSink
 from tests.service import until
 
 from fedsender.config import UnixAddress
+from fedsender.facts import BadRow, Elsewhere, KeyReused, Outdated, prepare
 from fedsender.intake.endpoint import PREFIX, serve_intake
-from fedsender.intake.intake import Append, Elsewhere, Full, Intake, KeyReused, Outdated, key_of
-from fedsender.intake.rows import prepare
+from fedsender.intake.intake import Append, Full, Intake, key_of
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
-from fedsender.replication.rows import BadRow
 from fedsender.sender.edus.device_lists import SIGNING_KEYS, compose
 from fedsender.store import (
     Store,

@@ -18,10 +18,10 @@ from tests.intake.test_push import pushed_to
 from tests.relay.log_support import key, pdu
 
 from fedsender.config import UnixAddress
+from fedsender.facts import Outdated, RoomServers, prepare
 from fedsender.intake.client import IntakeClient, Refused, ServersOutdated
 from fedsender.intake.endpoint import serve_intake
-from fedsender.intake.intake import Append, Full, Intake, Outdated
-from fedsender.intake.rows import RoomServers, prepare
+from fedsender.intake.intake import Append, Full, Intake
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.store import Store, StoreConfig, StoreError, appends, open_store

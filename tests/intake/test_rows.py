@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.relay.log_support import hosts, pdu, to_device
 
-from fedsender.intake.rows import (
+from fedsender.facts import (
     MAX_RECORD_BYTES,
     MAX_ROW_BYTES,
     MAX_ROWS,
+    BadRow,
     DeviceListRow,
     SigningKeyRow,
     ToDeviceRow,
@@ -20,10 +21,9 @@ from fedsender.intake.rows import (
     rows_of,
     without_edus,
 )
-from fedsender.replication.commands import Json, Rdata
+from fedsender.replication.commands import Rdata
 from fedsender.replication.protocol import OWN_MAX_LINE, Batches, Connection
-from fedsender.replication.rows import BadRow
-from fedsender.streams import HostsRow, PduRow
+from fedsender.streams import HostsRow, Json, PduRow
 
 KEY = {"keys": {"ed25519:PUB": "PUB"}}
 DEVICE = ["device_list", "b.example", "@a:hs.example", "DEV", None]

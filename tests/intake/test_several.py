@@ -21,10 +21,11 @@ from fedsender.demo.events import Signer, new_timeline
 from fedsender.demo.process import write_signing_key
 from fedsender.demo.receivers import open_receivers
 from fedsender.demo.rules import Origin, pdu_reader
+from fedsender.facts import Elsewhere, KeyReused
 from fedsender.handback import hand_back
 from fedsender.intake.client import IntakeClient
 from fedsender.intake.endpoint import PREFIX, serve_intake
-from fedsender.intake.intake import Append, Elsewhere, KeyReused, ReservationGone
+from fedsender.intake.intake import Append, ReservationGone
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed

@@ -19,15 +19,14 @@ from tests.service import until
 
 from fedsender.demo import process
 from fedsender.demo.rules import ReceivedPdu, pdu_reader
+from fedsender.facts import BadRow, prepare
 from fedsender.federation.signing import SigningKey, parse_signing_keys, signing_key_from_seed
 from fedsender.intake.client import NewRecord
 from fedsender.intake.intake import Append, Intake
-from fedsender.intake.rows import prepare
 from fedsender.intake.signing import EventSigner
 from fedsender.matrix import ROOM_VERSIONS, redact
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
-from fedsender.replication.rows import BadRow
 from fedsender.store import StoreConfig, open_store
 
 OURS = "hs.example"

@@ -23,14 +23,14 @@ from fedsender.pipeline.ingest import Ingested
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.progress import showing
 from fedsender.relay.log import RelayLog
-from fedsender.relay.snapshot import Row, SnapshotInfo, write_snapshot
-from fedsender.replication.commands import Json
 from fedsender.replication.relay_fetch import read_rows
 from fedsender.replication.relay_rows import parse_record
+from fedsender.snapshot import Row, SnapshotInfo, write_snapshot
 from fedsender.store import embedded, positions, relay_load, tables
 from fedsender.store.event_rows import membership_in
 from fedsender.store.migrations import upgrade
 from fedsender.store.records import History
+from fedsender.streams import Json
 
 INSTANCE = "sender-1"
 MS = 1_800_000_000_000

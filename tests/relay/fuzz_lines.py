@@ -23,20 +23,14 @@ from tests.relay.fuzz_peers import fuzz_bodies, fuzz_fetches, fuzz_parts
 from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, pdu, to_device
 
-from fedsender.intake.rows import (
+from fedsender.facts import (
+    BadRow,
     lines_of,
     parse_relay_row,
     prepare,
     prepare_ephemeral,
     rows_of,
     without_edus,
-)
-from fedsender.relay.snapshot import (
-    BadSnapshot,
-    FileInfo,
-    file_name,
-    format_manifest,
-    parse_manifest,
 )
 from fedsender.replication.commands import Rdata
 from fedsender.replication.protocol import (
@@ -48,7 +42,13 @@ from fedsender.replication.protocol import (
     UnsendableCommand,
     parse_command,
 )
-from fedsender.replication.rows import BadRow
+from fedsender.snapshot import (
+    BadSnapshot,
+    FileInfo,
+    file_name,
+    format_manifest,
+    parse_manifest,
+)
 
 SLOW_S: Final = 5.0
 GROWTH_BYTES: Final = 256 * 2**20

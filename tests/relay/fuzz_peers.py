@@ -16,10 +16,14 @@ from fastapi import FastAPI
 from tests.relay.fuzz_tools import ODD, spoil, spoil_json
 from tests.relay.log_support import hosts, outside, pdu, to_device
 
+from fedsender.facts import Ephemeral, Prepared
 from fedsender.intake.endpoint import PREFIX, build_app
 from fedsender.intake.intake import Intake
-from fedsender.intake.rows import Ephemeral, Prepared
-from fedsender.relay.snapshot import (
+from fedsender.replication.commands import File, Snapshot
+from fedsender.replication.protocol import format_command
+from fedsender.replication.relay_fetch import Fetcher, FetchFailed
+from fedsender.replication.wire import OWN_KIND, Wire
+from fedsender.snapshot import (
     COLUMNS,
     BadSnapshot,
     FileInfo,
@@ -29,10 +33,6 @@ from fedsender.relay.snapshot import (
     format_manifest,
     snapshot_id,
 )
-from fedsender.replication.commands import File, Snapshot
-from fedsender.replication.protocol import format_command
-from fedsender.replication.relay_fetch import Fetcher, FetchFailed
-from fedsender.replication.wire import OWN_KIND, Wire
 
 EPOCH: Final = "9f1c0a77d2e4b358"
 DEEP: Final = [b"[" * 20_000, b'{"a":' * 20_000, b"1" * 5000]

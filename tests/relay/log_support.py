@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 
 import trio
 
+from fedsender.facts import prepare, rows_of
 from fedsender.intake.intake import Intake
-from fedsender.intake.rows import prepare, rows_of
 from fedsender.intake.writer import Writer
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.log import RelayLog
-from fedsender.replication.commands import Json
 from fedsender.store.relay import open_relay_store
+from fedsender.streams import Json
 
 
 async def inline(

@@ -8,12 +8,12 @@ from typing import Any
 import sqlalchemy as sa
 from tests.relay.relay_world import new_directory
 
-from fedsender.intake.rows import prepare
-from fedsender.relay.snapshot import SnapshotInfo, write_snapshot
-from fedsender.replication.commands import Json
+from fedsender.facts import prepare
+from fedsender.snapshot import SnapshotInfo, write_snapshot
 from fedsender.store import positions, tables
 from fedsender.store.migrations import upgrade
 from fedsender.store.relay import RelayRows, SnapshotTables
+from fedsender.streams import Json
 
 HS = "hs.example"
 EPOCH = "0123456789abcdef"

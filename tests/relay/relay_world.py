@@ -18,12 +18,12 @@ from tests.relay.log_support import outside, pdu
 from tests.replication.support import Netcat
 
 from fedsender.config import Config, from_values
-from fedsender.intake.rows import prepare
+from fedsender.facts import prepare
 from fedsender.outside import Outside
 from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
-from fedsender.replication.commands import Json
 from fedsender.replication.wire import OWN_KIND, PeerKind
 from fedsender.simulation.virtual import now_ms
+from fedsender.streams import Json
 
 SERVER = "hs.example"
 MIB = 2**20

@@ -19,10 +19,9 @@ from tests.relay.relay_world import new_directory
 from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
-from fedsender.intake.rows import RelayRow
+from fedsender.facts import RelayRow
 from fedsender.outside import Outside
 from fedsender.replication.client import LineSettings, connect_relay
-from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.relay_fetch import Fetcher
@@ -30,7 +29,7 @@ from fedsender.replication.sink import Sink
 from fedsender.simulation.virtual import now_ms
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
-from fedsender.streams import PduRow
+from fedsender.streams import Json, PduRow
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0

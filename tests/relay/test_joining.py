@@ -19,11 +19,11 @@ from tests.relay.shard import Line, Shard, forget_log
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import open_relay
 from fedsender.relay.retention import TIDY_EVERY_S
-from fedsender.relay.snapshot import SnapshotInfo
 from fedsender.relay.snapshots import SHARED_S
 from fedsender.relay.status import doubts, status_of
-from fedsender.replication.commands import Json
 from fedsender.replication.relay_feed import State
+from fedsender.snapshot import SnapshotInfo
+from fedsender.streams import Json
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.

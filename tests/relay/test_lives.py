@@ -19,8 +19,8 @@ from tests.relay.shard import Line, MemoryStore, Shard, until
 
 from fedsender.intake.endpoint import ANSWER_S, PREFIX, build_app
 from fedsender.relay.status import doubts
-from fedsender.replication.commands import Json
 from fedsender.store.records import History
+from fedsender.streams import Json
 
 Clock = trio.testing.MockClock
 

@@ -18,8 +18,8 @@ from tests.relay.relay_tables import Relay, hosts, pdu
 from tests.relay.test_relay_load import as_loaded, load
 
 from fedsender.outside import real_outside
-from fedsender.relay.snapshot import PARTS, BadSnapshot
 from fedsender.sender.failure import ServerState
+from fedsender.snapshot import PARTS, BadSnapshot
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, relay_load
 from fedsender.store.records import History
 from fedsender.store.relay_load import LoadedSnapshot

@@ -17,14 +17,13 @@ from tests.relay.relay_world import World, new_directory
 from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
 from tests.replication.support import RecordingSink
 
-from fedsender.intake.rows import RelayRow
+from fedsender.facts import RelayRow
 from fedsender.relay import session
-from fedsender.relay.snapshot import MANIFEST
 from fedsender.relay.snapshots import SHARED_S
-from fedsender.replication.commands import Json
 from fedsender.replication.relay_feed import State
+from fedsender.snapshot import MANIFEST
 from fedsender.store.records import History
-from fedsender.streams import PduRow
+from fedsender.streams import Json, PduRow
 from fedsender.telemetry import Metrics
 
 Clock = trio.testing.MockClock

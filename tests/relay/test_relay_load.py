@@ -21,17 +21,17 @@ from tests.relay.relay_world import new_directory
 from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, hosts, row_of, until
 from tests.sender.harness import HS, World
 
+from fedsender.facts import RoomServers
 from fedsender.intake.intake import Append
-from fedsender.intake.rows import RoomServers
 from fedsender.outside import real_outside
-from fedsender.relay.snapshot import SnapshotInfo
-from fedsender.replication.commands import Json
 from fedsender.replication.push import PushFeed
 from fedsender.replication.relay_feed import State
 from fedsender.replication.relay_fetch import read_rows
+from fedsender.snapshot import SnapshotInfo
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.records import History, stands_above
 from fedsender.store.relay_load import Loaded
+from fedsender.streams import Json
 
 Clock = trio.testing.MockClock
 ROOM = "!room:hs.example"

@@ -14,7 +14,7 @@ import trio.testing
 from tests.relay.log_support import pdu, to_device
 from tests.relay.relay_world import World
 
-from fedsender.intake.rows import prepare_ephemeral
+from fedsender.facts import prepare_ephemeral
 from fedsender.relay.status import status_of
 from fedsender.replication.commands import Ping, Rdata
 from fedsender.replication.endpoint import Disconnected

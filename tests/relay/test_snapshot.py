@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from fedsender.relay import snapshot
-from fedsender.relay.snapshot import (
+from fedsender import snapshot
+from fedsender.relay.snapshots import list_snapshots
+from fedsender.snapshot import (
     COLUMNS,
     KEYS,
     MANIFEST,
@@ -26,7 +27,6 @@ from fedsender.relay.snapshot import (
     stream_part,
     write_snapshot,
 )
-from fedsender.relay.snapshots import list_snapshots
 
 EPOCH = "0123456789abcdef"
 MANY = 100_000

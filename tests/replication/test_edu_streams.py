@@ -14,10 +14,11 @@ import trio.lowlevel
 import trio.testing
 from tests.replication.support import ANYWHERE, HandNetwork, RecordingEduSink, outside_with
 
-from fedsender.replication.commands import Json, Position
+from fedsender.replication.commands import Position
 from fedsender.replication.edu_streams import EduStreams
 from fedsender.replication.missed import NotFetched, Peers, fetch_missed
 from fedsender.store.records import PresenceState
+from fedsender.streams import Json
 
 ALICE = "@alice:hs.example"
 Clock = trio.testing.MockClock

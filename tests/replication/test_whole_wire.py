@@ -20,10 +20,11 @@ from tests.servers import Valkey
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.outside import listen_tcp, listen_unix, real_outside
-from fedsender.replication.commands import Command, Json, RemoteServerUp
+from fedsender.replication.commands import Command, RemoteServerUp
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.streams import Json
 
 ALICE = "@alice:hs.example"
 HOST = "127.0.0.1"

@@ -21,10 +21,10 @@ import orjson
 import trio
 
 from fedsender.config import Config, Policy, from_values
+from fedsender.facts import RelayRow
 from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
-from fedsender.intake.rows import RelayRow
 from fedsender.ledger import open_ledger, read_lines, segments
 from fedsender.outside import Outside
 from fedsender.sender.admission import Admission, Leave

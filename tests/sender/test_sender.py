@@ -7,9 +7,9 @@ import trio
 from tests.sender.harness import HS, Request, World, answer, ok
 from trio.testing import MockClock
 
+from fedsender.facts import ServersRow
 from fedsender.federation.client import Answer, SendFailed
 from fedsender.federation.transport import FailureKind
-from fedsender.intake.rows import ServersRow
 from fedsender.store.records import Lagging
 from fedsender.streams import RedactionRow
 

@@ -18,10 +18,8 @@ import trio
 from sqlalchemy import Connection, Select, func, select, update
 from tests.store.conftest import NewUrl
 
-from fedsender.intake.intake import Elsewhere, KeyReused, Outdated
-from fedsender.intake.rows import check_of, prepare
+from fedsender.facts import Elsewhere, KeyReused, Outdated, check_of, prepare
 from fedsender.outside import Outside, real_outside
-from fedsender.replication.commands import Json
 from fedsender.store import (
     HomeserverSettings,
     Store,
@@ -46,6 +44,7 @@ from fedsender.store.relay import (
     SnapshotTables,
     open_relay_store,
 )
+from fedsender.streams import Json
 
 MIB = 2**20
 SERVER = "hs.example"

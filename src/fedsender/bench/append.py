@@ -27,9 +27,9 @@ from fedsender.config import Config, Log, from_values
 from fedsender.daemon import open_core, open_intake
 from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender.demo.process import write_secret, write_signing_key
+from fedsender.facts import prepare
 from fedsender.intake.client import IntakeClient, NewRecord
 from fedsender.intake.intake import KEY_BYTES, MAX_APPENDS
-from fedsender.intake.rows import prepare
 from fedsender.intake.writer import GROUP_RECORDS
 from fedsender.outside import real_outside
 from fedsender.store import appends

@@ -16,12 +16,12 @@ import trio
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.config import Config, Log, from_values, parse_address
 from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
-from fedsender.intake.rows import prepare
+from fedsender.facts import prepare
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.replication.commands import Json
 from fedsender.replication.server import close, listen
 from fedsender.replication.wire import SEND_PIECE
+from fedsender.streams import Json
 from fedsender.telemetry import configure_logging
 
 CONSUMERS: Final = (1, 4, 16)

@@ -19,12 +19,11 @@ import trio
 from fedsender.bench.meter import Options, percentile
 from fedsender.config import UnixAddress, from_values
 from fedsender.demo.children import BenchFailed
+from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES
-from fedsender.intake.rows import prepare
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.client import LineSettings, connect_relay
-from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, State
 from fedsender.replication.relay_fetch import Fetcher
@@ -32,7 +31,7 @@ from fedsender.replication.server import listen
 from fedsender.replication.wire import Wire
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.streams import Watermark
+from fedsender.streams import Json, Watermark
 
 SERVER: Final = "relay.test"
 AT_ONCE: Final = 1000

@@ -33,8 +33,8 @@ import anyio
 import httpx
 
 from fedsender.config.values import HttpPeer, UnixAddress, parse_http_peer
-from fedsender.intake.rows import EPHEMERAL_STREAMS, MAX_RECORD_BYTES, MAX_ROWS, RoomServers
-from fedsender.replication.commands import Json
+from fedsender.facts import EPHEMERAL_STREAMS, MAX_RECORD_BYTES, MAX_ROWS, RoomServers
+from fedsender.streams import Json
 
 T = TypeVar("T")
 

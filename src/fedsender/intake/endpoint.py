@@ -17,24 +17,27 @@ from fedsender.admin.http1 import Bounds
 from fedsender.admin.refusal import Error, Refusal, bad_param, json_answer, not_found
 from fedsender.admin.serving import Admin, MakeTls, serve_app
 from fedsender.config import Address
+from fedsender.facts import (
+    EPHEMERAL_STREAMS,
+    MAX_ROWS,
+    BadRow,
+    Elsewhere,
+    KeyReused,
+    Outdated,
+    id_of,
+)
 from fedsender.intake.feedback import BadCursor, Cursor, Feedback, Gap
 from fedsender.intake.intake import (
     MAX_APPENDS,
     MAX_ID_BYTES,
     Append,
-    Broken,
     Busy,
-    Elsewhere,
     Full,
     Intake,
-    KeyReused,
-    Outdated,
     ReservationGone,
     Waiting,
 )
-from fedsender.intake.rows import EPHEMERAL_STREAMS, MAX_ROWS
 from fedsender.outside import Outside
-from fedsender.replication.rows import BadRow, id_of
 
 T = TypeVar("T")
 
@@ -281,7 +284,7 @@ async def _taken(take: Callable[[], Awaitable[T]], within_s: float = ANSWER_S) -
         raise Refusal(503, "FEDSENDER_BUSY", str(busy), later) from busy
     except Full as full:
         raise Refusal(503, "FEDSENDER_FULL", str(full), later) from full
-    except (OSError, Broken) as error:
+    except OSError as error:
         raise Refusal(503, "FEDSENDER_DISK", str(error), later) from error
 
 

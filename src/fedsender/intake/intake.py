@@ -20,8 +20,11 @@ from typing import Final, Protocol
 import structlog
 import trio
 
-from fedsender.intake.rows import (
+from fedsender.facts import (
+    BadRow,
+    Elsewhere,
     Ephemeral,
+    KeyReused,
     Preparation,
     Prepared,
     RoomServers,
@@ -29,9 +32,7 @@ from fedsender.intake.rows import (
 )
 from fedsender.matrix import JsonObject
 from fedsender.outside import Outside
-from fedsender.replication.commands import Json
-from fedsender.replication.rows import BadRow
-from fedsender.streams import Fact, IdGenerator, Moved
+from fedsender.streams import Fact, IdGenerator, Json, Moved
 
 log = structlog.get_logger()
 
@@ -42,49 +43,12 @@ STEP_ROWS: Final = 10
 """Others have their turn after so many rows: a request can bring a hundred thousand."""
 
 
-class KeyReused(ValueError):
-    """An id that already stands for other rows."""
-
-
-class Outdated(ValueError):
-    """A record says who is in rooms as of a token, and later rows say it, too. It was not kept.
-
-    Attributes:
-        rooms: what is stored of these rooms, of the first of them.
-        others: how many more there are.
-    """
-
-    def __init__(self, rooms: Sequence[RoomServers], others: int) -> None:
-        super().__init__(
-            f"rooms of the record have a row after its as_of, or as_of is above the newest token:"
-            f" {len(rooms) + others}, the first is {rooms[0].room_id}, at token {rooms[0].token}"
-        )
-        self.rooms = rooms
-        self.others = others
-
-
 class Full(Exception):
     """Nothing more is taken at present. Nothing was kept; try again later."""
 
 
-class Broken(Exception):
-    """What was written may not last, and nothing more is written until a new start."""
-
-
 class ReservationGone(Exception):
     """There is no such place (any more): it lapsed, or the relay began anew. Reserve again."""
-
-
-class Elsewhere(Exception):
-    """Another instance of the sender takes the appends. Nothing was kept; append to that one.
-
-    Attributes:
-        instance: its name; None: it cannot be told now.
-    """
-
-    def __init__(self, instance: str | None) -> None:
-        super().__init__(f"instance {instance or 'of another name'} takes the appends")
-        self.instance = instance
 
 
 class Busy(Exception):
@@ -190,12 +154,12 @@ class Recorder(Protocol):
     async def known(self, records: Sequence[tuple[bytes, Prepared]]) -> set[bytes]:
         """The keys of those that are durable or on their way.
 
-        Raises KeyReused if one came with other rows; OSError, Full, Broken.
+        Raises KeyReused if one came with other rows; Full.
         """
         ...
 
     def submit(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
-        """Put records in line, to be waited for by the `Call`. Raises KeyReused, Full, Broken."""
+        """Put records in line, to be waited for by the `Call`. Raises KeyReused, Full."""
         ...
 
     async def append_all(self, records: Sequence[tuple[bytes, Prepared]]) -> list[int]:
@@ -321,7 +285,7 @@ class Intake:
     def _submit(self, held: _Held) -> None:
         try:
             held.call = self.recorder.submit([(held.key, held.record)])
-        except (KeyReused, Full, Broken, Elsewhere) as error:
+        except (KeyReused, Full, Elsewhere) as error:
             held.error = error
         held.submitted.set()
 
@@ -333,7 +297,7 @@ class Intake:
         Raises:
             BadRow, ReservationGone: something is wrong with one of them; none was taken.
             KeyReused, Outdated: one of them cannot be taken; the others may have been.
-            Busy, Waiting, Full, Broken, OSError: not all are durable; send them all again.
+            Busy, Waiting, Full: not all are durable; send them all again.
             Elsewhere: the same, to the other instance.
         """
         return await self._append(await self._check(appends))

@@ -11,12 +11,12 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from fedsender.facts import BadRow
 from fedsender.federation.signing import SigningKey
 from fedsender.intake.intake import Full
 from fedsender.matrix import BadEvent, JsonObject, event_id_of, hashed, make_pdu, room_version_of
-from fedsender.replication.commands import Json
-from fedsender.replication.rows import BadRow
 from fedsender.store.engine import StoreError
+from fedsender.streams import Json
 
 Read = Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]]
 """Reads the rows (`store.records.EventRow`) of events by their ids."""

@@ -15,9 +15,8 @@ from typing import Final, Protocol
 import structlog
 import trio
 
-from fedsender.intake.intake import Call, Elsewhere, Full, KeyReused
-from fedsender.intake.rows import Prepared, RoomServers
-from fedsender.replication.rows import BadRow
+from fedsender.facts import BadRow, Elsewhere, KeyReused, Prepared, RoomServers
+from fedsender.intake.intake import Call, Full
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import StoreError, WrongValues
 

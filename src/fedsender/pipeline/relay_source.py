@@ -25,13 +25,12 @@ import orjson
 import sqlalchemy as sa
 from sqlalchemy import Engine
 
-from fedsender.intake.rows import RelayRow, rows_of
+from fedsender.facts import BadRow, RelayRow, rows_of
 from fedsender.pipeline import PipelineError, relay_store, sources
 from fedsender.pipeline.database import Source, open_source
 from fedsender.pipeline.lake import RELAY, Lake, locked
 from fedsender.pipeline.progress import Step, Steps
 from fedsender.replication.relay_rows import parse_record
-from fedsender.replication.rows import BadRow
 from fedsender.store import embedded, positions, tables
 from fedsender.store.connections import words
 from fedsender.store.engine import StoreError

@@ -11,7 +11,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy import Connection, Engine, bindparam, func, select
 
-from fedsender.intake.rows import RelayRow
+from fedsender.facts import RelayRow
 from fedsender.pipeline.database import Source
 from fedsender.store import embedded, positions, tables
 from fedsender.store.rows import in_chunks, insert_rows

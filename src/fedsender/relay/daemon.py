@@ -15,7 +15,8 @@ import structlog
 import trio
 
 from fedsender.config import Config, database_url
-from fedsender.intake.intake import Elsewhere, Intake
+from fedsender.facts import Elsewhere
+from fedsender.intake.intake import Intake
 from fedsender.outside import Outside
 from fedsender.relay.hub import Hub, HubSettings
 from fedsender.relay.log import RelayLog

@@ -13,17 +13,17 @@ import structlog
 import trio
 
 from fedsender.config import ConfigError, read_secret
-from fedsender.intake.rows import SERVER_UP, STREAM, Ephemeral, without_edus
+from fedsender.facts import SERVER_UP, STREAM, Ephemeral, without_edus
 from fedsender.outside import Outside
 from fedsender.relay.log import Collected, RelayLog
 from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Retention
 from fedsender.relay.session import READ_PIECE, Session
 from fedsender.relay.snapshots import Shelf
-from fedsender.replication.commands import Json, Shard
+from fedsender.replication.commands import Shard
 from fedsender.replication.server import Counts, LineServer, TooFarBehind
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
-from fedsender.streams import Fact, Watermark
+from fedsender.streams import Fact, Json, Watermark
 
 log = structlog.get_logger()
 

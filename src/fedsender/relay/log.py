@@ -15,8 +15,8 @@ from typing import Final
 
 import trio
 
+from fedsender.facts import lines_of
 from fedsender.intake.intake import Full
-from fedsender.intake.rows import lines_of
 from fedsender.intake.writer import Writer
 from fedsender.outside import Outside
 from fedsender.store.appends import NewRecord

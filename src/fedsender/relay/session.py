@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from fedsender.intake.rows import STREAM
+from fedsender.facts import STREAM
 from fedsender.relay.log import Collected, Cursor
 from fedsender.relay.registry import TooManyConsumers, is_consumer_name
 from fedsender.relay.snapshots import SnapshotFailed

@@ -23,7 +23,7 @@ import trio
 from fedsender.outside import Outside
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
-from fedsender.relay.snapshot import (
+from fedsender.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     BadSnapshot,

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 import structlog
 import trio
 
-from fedsender.intake.rows import STREAM, RelayRow, ToDeviceRow
+from fedsender.facts import STREAM, BadRow, RelayRow, ToDeviceRow
 from fedsender.matrix import is_server_name
 from fedsender.outside import Outside
 from fedsender.replication.commands import (
@@ -31,7 +31,6 @@ from fedsender.replication.commands import (
     Auth,
     Command,
     Error,
-    Json,
     Name,
     Ping,
     Position,
@@ -47,12 +46,12 @@ from fedsender.replication.endpoint import Disconnected, Endpoint, Pauses, conne
 from fedsender.replication.parsing import BadLine
 from fedsender.replication.protocol import Batches
 from fedsender.replication.relay_rows import parse_record, redacted_in, tell_ephemeral
-from fedsender.replication.rows import BadRow
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
 from fedsender.store.embedded import FeedError
 from fedsender.store.records import Receipt
 from fedsender.store.relay_load import Handles
+from fedsender.streams import Json
 
 log = structlog.get_logger()
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
-# What JSON parses to; rows stay untyped until the feed that understands them.
-Json = Any
+from fedsender.streams import Json
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.replication.commands import Json, Position
+from fedsender.replication.commands import Position
 from fedsender.replication.missed import NotFetched
 from fedsender.replication.sink import EduSink
 from fedsender.store.records import PresenceState
-from fedsender.streams import HeardPositions
+from fedsender.streams import HeardPositions, Json
 
 log = structlog.get_logger()
 

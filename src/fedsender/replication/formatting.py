@@ -16,7 +16,6 @@ from fedsender.replication.commands import (
     File,
     InvalidateCache,
     Join,
-    Json,
     LockReleased,
     Name,
     NewActiveTask,
@@ -36,6 +35,7 @@ from fedsender.replication.commands import (
     UserIp,
     UserSync,
 )
+from fedsender.streams import Json
 
 
 class UnsendableCommand(ValueError):

@@ -16,8 +16,8 @@ import trio
 
 from fedsender.federation.transport import AnswerMemory, Bounds, Connection, ExchangeFailed
 from fedsender.outside import Outside
-from fedsender.replication.commands import Json
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.streams import Json
 
 BOUNDS = Bounds(body_bytes=16 * 2**20, framing_bytes=2**20)
 MAX_PAGES = 100

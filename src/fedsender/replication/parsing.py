@@ -22,7 +22,6 @@ from fedsender.replication.commands import (
     File,
     InvalidateCache,
     Join,
-    Json,
     LockReleased,
     Name,
     NewActiveTask,
@@ -43,6 +42,7 @@ from fedsender.replication.commands import (
     UserIp,
     UserSync,
 )
+from fedsender.streams import Json
 
 _MAX_TOKEN = 2**63 - 1
 _INTEGER = re.compile(r"-?[0-9]{1,19}\Z")

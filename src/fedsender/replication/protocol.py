@@ -23,9 +23,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fedsender.replication.commands import Command, Json, Rdata
+from fedsender.facts import MAX_LINE_BYTES
+from fedsender.replication.commands import Command, Rdata
 from fedsender.replication.formatting import UnsendableCommand, format_command
 from fedsender.replication.parsing import BadLine, Dialect, parse_command
+from fedsender.streams import Json
 
 __all__ = [
     "OWN_MAX_LINE",
@@ -43,7 +45,7 @@ __all__ = [
 SYNAPSE_MAX_LINE = 16_384
 # Rows of our own kind hold a whole PDU: 65,536 bytes by the specification, up to three times that
 # when every character is escaped.
-OWN_MAX_LINE = 262_144
+OWN_MAX_LINE = MAX_LINE_BYTES
 
 
 class Connection:

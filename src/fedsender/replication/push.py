@@ -17,23 +17,24 @@ from typing import Any, Final, Protocol
 import structlog
 import trio
 
-from fedsender.intake.intake import Elsewhere, Full, Intake, Signer
-from fedsender.intake.rows import (
+from fedsender.facts import (
     SERVER_UP,
     DeviceListRow,
+    Elsewhere,
     Ephemeral,
     SigningKeyRow,
     ToDeviceRow,
 )
+from fedsender.intake.intake import Full, Intake, Signer
 from fedsender.intake.writer import AppendStore, Writer
 from fedsender.outside import Outside
-from fedsender.replication.commands import Json
 from fedsender.replication.relay_rows import redacted_in, tell_ephemeral
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.store.appends import NewRecord, stored_rows
 from fedsender.store.engine import StoreError
 from fedsender.store.intake import REDACTED, News, Notice, Place
 from fedsender.store.records import Receipt
+from fedsender.streams import Json
 
 log = structlog.get_logger()
 

@@ -26,9 +26,8 @@ from typing import Protocol
 import structlog
 import trio
 
-from fedsender.intake.rows import STREAM
+from fedsender.facts import STREAM
 from fedsender.outside import Outside
-from fedsender.relay.snapshot import BadSnapshot, Row
 from fedsender.replication.client import (
     EmbeddedFeed,
     EmbeddedStore,
@@ -54,6 +53,7 @@ from fedsender.replication.endpoint import Disconnected, Pauses
 from fedsender.replication.relay_fetch import Fetcher, FetchFailed, read_rows
 from fedsender.replication.sink import FeedStatus, Sink
 from fedsender.replication.wire import Wire
+from fedsender.snapshot import BadSnapshot, Row
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 

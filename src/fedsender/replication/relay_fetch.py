@@ -22,7 +22,11 @@ import structlog
 import trio
 
 from fedsender.outside import Outside
-from fedsender.relay.snapshot import (
+from fedsender.replication.commands import Error, Fetch, File, Snapshot
+from fedsender.replication.endpoint import Disconnected
+from fedsender.replication.parsing import BadLine
+from fedsender.replication.wire import Wire
+from fedsender.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     BadSnapshot,
@@ -32,10 +36,6 @@ from fedsender.relay.snapshot import (
     parse_manifest,
     stream_part,
 )
-from fedsender.replication.commands import Error, Fetch, File, Snapshot
-from fedsender.replication.endpoint import Disconnected
-from fedsender.replication.parsing import BadLine
-from fedsender.replication.wire import Wire
 
 log = structlog.get_logger()
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from fedsender.intake.rows import STREAM, EduRow, RelayRow, parse_relay_row
-from fedsender.replication.commands import Json
-from fedsender.replication.rows import BadRow
+from fedsender.facts import STREAM, BadRow, EduRow, RelayRow, parse_relay_row
 from fedsender.replication.sink import EduSink
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.relay_load import Handles
-from fedsender.streams import RedactionRow
+from fedsender.streams import Json, RedactionRow
 
 MAX_TYPISTS = 1000
 

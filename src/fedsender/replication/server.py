@@ -40,7 +40,6 @@ from fedsender.replication.commands import (
     Error,
     FederationAck,
     InvalidateCache,
-    Json,
     Name,
     Ping,
     Position,
@@ -58,7 +57,7 @@ from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.formatting import UnsendableCommand, format_command
 from fedsender.replication.parsing import BadLine, Dialect
 from fedsender.replication.wire import OTHERS, PING_EVERY_S, SEND_PIECE, PeerKind, TooSlow, Wire
-from fedsender.streams import Fact, Watermark
+from fedsender.streams import Fact, Json, Watermark
 
 log = structlog.get_logger()
 

@@ -21,7 +21,6 @@ from fedsender.outside import Outside
 from fedsender.replication.commands import (
     Command,
     FederationAck,
-    Json,
     LockReleased,
     Position,
     Rdata,
@@ -33,7 +32,7 @@ from fedsender.replication.missed import Peers, fetch_missed
 from fedsender.replication.protocol import BadLine, Batches, format_command
 from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
 from fedsender.replication.sink import Feed, FeedStatus, Sink
-from fedsender.streams import Hold, StreamPositions, UnknownWriter
+from fedsender.streams import Hold, Json, StreamPositions, UnknownWriter
 
 log = structlog.get_logger()
 

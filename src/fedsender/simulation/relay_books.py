@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import trio
 
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.replication.commands import Json
 from fedsender.simulation.evidence import Violation
 from fedsender.simulation.virtual import Trace
+from fedsender.streams import Json
 
 DROPPED = "messages dropped for want of room"
 KEPT_VIOLATIONS = 50

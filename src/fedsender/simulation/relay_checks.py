@@ -13,9 +13,9 @@ import trio
 from fedsender.config.relay import Relay
 from fedsender.relay.daemon import DATABASE, RelayDaemon
 from fedsender.relay.retention import EDU_SHARE
-from fedsender.relay.snapshot import MANIFEST
 from fedsender.relay.snapshots import DIRECTORY
 from fedsender.simulation.relay_books import DROPPED, RelayBooks
+from fedsender.snapshot import MANIFEST
 
 SETTLE_S: Final = 30.0
 """For so long after there was too little room records may go because of that."""

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import trio
 
 from fedsender.config import UnixAddress
-from fedsender.intake.rows import RelayRow, ToDeviceRow
+from fedsender.facts import RelayRow, ToDeviceRow
 from fedsender.outside import Network, Outside
-from fedsender.relay.snapshot import PARTS
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed
@@ -29,6 +28,7 @@ from fedsender.simulation.lives import Crash
 from fedsender.simulation.relay_books import RelayBooks, Standing
 from fedsender.simulation.relay_steps import Steps, flip_bit
 from fedsender.simulation.virtual import now_ms
+from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import PduRow, Watermark

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import trio
 
-from fedsender.intake.intake import Append, Busy, Full, KeyReused, ReservationGone, Waiting
+from fedsender.facts import BadRow, KeyReused
+from fedsender.intake.intake import Append, Busy, Full, ReservationGone, Waiting
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.replication.commands import Json
-from fedsender.replication.rows import BadRow
 from fedsender.simulation.relay_books import RelayBooks, name_of
 from fedsender.simulation.relay_station import Away, RelayStation
+from fedsender.streams import Json
 
 SERVER = "hs.example"
 ROOMS = 6

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import trio
 
 from fedsender.config import Config
-from fedsender.intake.rows import rows_of
+from fedsender.facts import rows_of
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.log import Collected

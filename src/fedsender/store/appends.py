@@ -9,8 +9,7 @@ from typing import Final, NamedTuple, Protocol
 
 from sqlalchemy import Connection, bindparam, delete, select
 
-from fedsender.intake.intake import KeyReused, Outdated
-from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
+from fedsender.facts import KeyReused, Outdated, RelayRow, RoomServers, ServersRow
 from fedsender.store import positions, room_servers, tables
 from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows
 

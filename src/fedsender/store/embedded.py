@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, func, select, tuple_, update
 
-from fedsender.intake.rows import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
+from fedsender.facts import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
 from fedsender.store import positions, tables
 from fedsender.store.engine import StoreError
 from fedsender.store.records import DevicePoke, Receipt
@@ -52,7 +52,7 @@ def apply_tokens(
 
 
 class Rows:
-    """The rows of a batch, parsed and checked (`replication.rows`), by table.
+    """The rows of a batch, parsed and checked (`facts.py`), by table.
 
     `add` raises FeedError, and nothing is stored then.
     """

@@ -29,7 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy import cast as cast_sql
 
-from fedsender.intake.rows import RelayRow, RoomServers, ServersRow
+from fedsender.facts import RelayRow, RoomServers, ServersRow
 from fedsender.outside import Outside
 from fedsender.store import (
     appends,

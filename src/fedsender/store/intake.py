@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from sqlalchemy import Connection, and_, delete, func, or_, select
 
-from fedsender.intake.intake import Elsewhere
+from fedsender.facts import Elsewhere
 from fedsender.store import delivery, positions, tables
 
 REDACTED: Final = "redacted"

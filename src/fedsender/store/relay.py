@@ -44,10 +44,10 @@ from sqlalchemy import (
     update,
 )
 
-from fedsender.intake.intake import Elsewhere
-from fedsender.intake.rows import (
+from fedsender.facts import (
     DeviceListRow,
     EduRow,
+    Elsewhere,
     RelayRow,
     RoomServers,
     ServersRow,
@@ -801,7 +801,7 @@ Rows = Iterator[tuple[Any, ...]]
 
 
 class SnapshotTables:
-    """What a snapshot holds, read in one transaction; rows as `relay.snapshot.COLUMNS` has them.
+    """What a snapshot holds, read in one transaction; rows as `snapshot.COLUMNS` has them.
 
     Attributes:
         token: up to and with this one all that the log said is in it.

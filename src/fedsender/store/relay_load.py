@@ -51,9 +51,8 @@ from sqlalchemy import (
     update,
 )
 
-from fedsender.intake.rows import DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
-from fedsender.relay.snapshot import PARTS, Row, part_of
-from fedsender.replication.rows import BadRow
+from fedsender.facts import BadRow, DeviceListRow, SigningKeyRow, ToDeviceRow, parse_relay_row
+from fedsender.snapshot import PARTS, Row, part_of
 from fedsender.store import embedded, positions, tables
 from fedsender.store.records import STANDS_ABOVE, History
 from fedsender.store.rows import in_chunks, insert_rows

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from cachetools import LRUCache
 from sqlalchemy import BigInteger, Connection, cast, func, or_, select
 
-from fedsender.intake.rows import RoomServers
+from fedsender.facts import RoomServers
 from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.event_rows import json_object, membership_in
