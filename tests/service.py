@@ -23,12 +23,18 @@ import yaml
 
 from fedsender.demo import process
 from fedsender.demo.homeserver import STREAM, Homeserver, Room
-from fedsender.demo.receivers import Behaviour, Receivers, ReceivingServer, healthy, open_receivers
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.ledger import NOTES, read_lines, segments
 from fedsender.outside import real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.testing.receiver import (
+    Behaviour,
+    Receivers,
+    ReceivingServer,
+    healthy,
+    open_receivers,
+)
+from fedsender.testing.rules import Origin, pdu_reader
 
 TOKEN = "the admin endpoint's token"
 PATIENCE_S = 60.0

@@ -27,10 +27,10 @@ from fedsender import daemon
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.demo.process import SERVER_NAME, write_signing_key
-from fedsender.demo.receivers import STALLING, ReceivingServer, healthy, slow
 from fedsender.ledger import NOTES, segments
 from fedsender.outside import real_outside
 from fedsender.systemd import Notifier
+from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
 
 SENDING = f"sending for {SERVER_NAME}"
 OLD_CONFIG = "the configuration cannot be used; running on the old one"

@@ -21,8 +21,6 @@ from trio.testing import MockClock
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.daemon import Daemon, open_core
 from fedsender.demo.process import write_signing_key
-from fedsender.demo.receivers import Receivers, failing, healthy, open_receivers
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.ledger import NOTES, open_ledger, read_lines, segments
 from fedsender.outside import real_outside
 from fedsender.sender.recovery import take_over
@@ -30,6 +28,8 @@ from fedsender.store import SenderStore, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import InstanceLock, SendersDiffer
 from fedsender.store.records import FrozenRecord
+from fedsender.testing.receiver import Receivers, failing, healthy, open_receivers
+from fedsender.testing.rules import Origin, pdu_reader
 
 HS = "hs.example"
 SERVERS = 12

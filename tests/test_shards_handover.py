@@ -20,7 +20,6 @@ from tests.test_shards import HS, PATIENCE_S, Site, config_of, site, until
 from fedsender import shards
 from fedsender.config import ConfigError
 from fedsender.daemon import Daemon, store_config
-from fedsender.demo.events import Event, Signer, new_timeline
 from fedsender.demo.process import KEY_VERSION
 from fedsender.handback import Findings, hand_back
 from fedsender.ledger import read_lines, segments
@@ -29,6 +28,7 @@ from fedsender.outside import real_outside
 from fedsender.store import LockHeld, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import SendersDiffer
+from fedsender.testing.rooms import Event, Signer, new_timeline
 
 ROOM = "!room:us.example"
 BAD = "$not-its-hash"

@@ -17,9 +17,9 @@ from signedjson.key import decode_signing_key_base64
 from signedjson.sign import sign_json
 from unpaddedbase64 import encode_base64
 
-from fedsender.demo.receivers import (
+from fedsender.testing.http import Request
+from fedsender.testing.receiver import (
     DOWN,
-    SEND,
     STALLING,
     VERSION,
     Behaviour,
@@ -32,8 +32,7 @@ from fedsender.demo.receivers import (
     open_receivers,
     refusing,
 )
-from fedsender.demo.rules import Origin, ReceivedPdu
-from fedsender.demo.wire import Request
+from fedsender.testing.rules import SEND, Origin, ReceivedPdu
 
 ORIGIN = "hs.example"
 KEY = Ed25519PrivateKey.from_private_bytes(b"s" * 32)
@@ -332,7 +331,7 @@ async def test_a_server_that_goes_down_answers_nothing_that_it_did_not_take_in(
     # Its open connections outlive the change by a moment; a 200 then would be a lie.
     async with receiving(tmp_path, healthy()) as server:
         body = body_of(1)
-        request = Request("PUT", SEND + "t1", body=bytearray(body), complete=True)
+        request = Request(0, "PUT", SEND + "t1", body=bytearray(body), complete=True)
         request.headers["authorization"] = header(server.name, request.target, body)
         request.headers["content-type"] = "application/json"
         server.request_began(request)

@@ -7,14 +7,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.demo.homeserver import Homeserver
-from fedsender.demo.rules import (
+from fedsender.matrix import ROOM_VERSIONS, redact
+from fedsender.testing.rules import (
     KEPT_VIOLATIONS,
     Broken,
     Violations,
     parse_authorization,
     pdu_reader,
 )
-from fedsender.matrix import ROOM_VERSIONS, redact
 
 
 def a_homeserver() -> Homeserver:

@@ -9,9 +9,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.demo.homeserver import Homeserver, Step
-from fedsender.demo.receivers import ReceivedTransaction, Receivers, ReceivingServer
-from fedsender.demo.rules import ReceivedPdu
 from fedsender.demo.verdict import Verdict, judge, read_ledger, unrecorded
+from fedsender.testing.receiver import ReceivedTransaction, Receivers, ReceivingServer
+from fedsender.testing.rules import ReceivedPdu
 
 SERVER = "127.0.0.1:4000"
 GAP = 3

@@ -31,6 +31,7 @@ from fedsender.outside import (
     RecordType,
     real_outside,
 )
+from fedsender.testing.http import Request, RequestReader
 
 OURS = "ours.example"
 NAME = "b.example"
@@ -69,29 +70,15 @@ def no_descriptors() -> Iterator[None]:
             os.close(each)
 
 
-@dataclass(frozen=True)
-class Request:
-    """One request as a server saw it; header names are lower case."""
-
-    line: str
-    headers: dict[str, str]
-    body: bytes
-
-
 async def read_request(stream: trio.abc.Stream) -> Request | None:
     """The next request on a connection, or None when the client has left."""
-    data = bytearray()
-    while b"\r\n\r\n" not in data:
+    reader = RequestReader()
+    while not reader.whole:
         chunk = await stream.receive_some()
         if not chunk:
             return None
-        data += chunk
-    head, _, body = bytes(data).partition(b"\r\n\r\n")
-    line, *rest = head.decode().split("\r\n")
-    headers = {name.lower(): value for name, _, value in (each.partition(": ") for each in rest)}
-    while len(body) < int(headers.get("content-length", "0")):
-        body += await stream.receive_some()
-    return Request(line, headers, body)
+        reader.feed(chunk)
+    return reader.whole[0]
 
 
 def answering(*answers: bytes, then_close: bool = False) -> Conversation:

@@ -20,7 +20,6 @@ from tests.federation.servers import (
     AnybodyMay,
     Authority,
     Conversation,
-    Request,
     TableNetwork,
     Zone,
     answering,
@@ -45,6 +44,7 @@ from fedsender.federation.client import (
 from fedsender.federation.signing import signing_key_from_seed
 from fedsender.outside import OutOfResources, RealNetwork
 from fedsender.telemetry import Metrics
+from fedsender.testing.http import Request
 
 
 def noting(requests: list[Request], *answers: bytes) -> Conversation:

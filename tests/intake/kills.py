@@ -29,10 +29,10 @@ from tests.intake import small_homeserver
 
 from fedsender.config.policy import GAP_EVENTS
 from fedsender.demo import process
-from fedsender.demo.receivers import ReceivedTransaction, Receivers, open_receivers
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.demo.verdict import still_owed
 from fedsender.outside import real_outside
+from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
+from fedsender.testing.rules import Origin, pdu_reader
 
 SERVERS = 4
 PATIENCE_S = 120.0

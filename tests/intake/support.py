@@ -9,10 +9,10 @@ from typing import Any
 from fedsender.config import load
 from fedsender.daemon import open_core, open_intake
 from fedsender.demo import process
-from fedsender.demo.receivers import Receivers, ReceivingServer, open_receivers
-from fedsender.demo.rules import Origin, PduReader, pdu_reader
 from fedsender.intake.client import IntakeClient
 from fedsender.outside import real_outside
+from fedsender.testing.receiver import Receivers, ReceivingServer, open_receivers
+from fedsender.testing.rules import Origin, PduReader, pdu_reader
 
 TOKEN = "a token that is long enough"
 ROOM_VERSION = "11"

@@ -19,13 +19,13 @@ from tests.servers import Databases, free_port
 
 from fedsender.config.policy import GAP_EVENTS
 from fedsender.demo import process
-from fedsender.demo.events import Signer, new_timeline
 from fedsender.demo.process import DaemonProcess, open_daemon_process
-from fedsender.demo.receivers import open_receivers
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.intake.client import IntakeClient
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.outside import real_outside
+from fedsender.testing.receiver import open_receivers
+from fedsender.testing.rooms import Signer, new_timeline
+from fedsender.testing.rules import Origin, pdu_reader
 
 HS = process.SERVER_NAME
 USER = f"@a:{HS}"

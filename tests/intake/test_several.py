@@ -17,10 +17,7 @@ from tests.servers import Databases
 
 from fedsender.config import Config, ConfigError, UnixAddress, from_values
 from fedsender.daemon import Daemon, open_core, store_config
-from fedsender.demo.events import Signer, new_timeline
 from fedsender.demo.process import write_signing_key
-from fedsender.demo.receivers import open_receivers
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.facts import Elsewhere, KeyReused
 from fedsender.handback import hand_back
 from fedsender.intake.client import IntakeClient
@@ -31,6 +28,9 @@ from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.store import HomeserverSettings, LockHeld, Store, StoreConfig, open_store
 from fedsender.store.records import PresenceState
+from fedsender.testing.receiver import open_receivers
+from fedsender.testing.rooms import Signer, new_timeline
+from fedsender.testing.rules import Origin, pdu_reader
 
 HS = "hs.example"
 NAMES = ("a", "b")

@@ -18,7 +18,6 @@ from tests.replication.support import RecordingSink
 from tests.service import until
 
 from fedsender.demo import process
-from fedsender.demo.rules import ReceivedPdu, pdu_reader
 from fedsender.facts import BadRow, prepare
 from fedsender.federation.signing import SigningKey, parse_signing_keys, signing_key_from_seed
 from fedsender.intake.client import NewRecord
@@ -28,6 +27,7 @@ from fedsender.matrix import ROOM_VERSIONS, redact
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.store import StoreConfig, open_store
+from fedsender.testing.rules import ReceivedPdu, pdu_reader
 
 OURS = "hs.example"
 ONE, TWO = (signing_key_from_seed(name, name.encode() * 32) for name in ("a", "b"))

@@ -22,8 +22,8 @@ from fedsender.facts import prepare
 from fedsender.outside import Outside
 from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
 from fedsender.replication.wire import OWN_KIND, PeerKind
-from fedsender.simulation.virtual import now_ms
 from fedsender.streams import Json
+from fedsender.testing.clock import now_ms
 
 SERVER = "hs.example"
 MIB = 2**20

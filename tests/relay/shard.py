@@ -26,10 +26,10 @@ from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.sink import Sink
-from fedsender.simulation.virtual import now_ms
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import Json, PduRow
+from fedsender.testing.clock import now_ms
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0

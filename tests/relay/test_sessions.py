@@ -20,7 +20,7 @@ from fedsender.replication.commands import Ping, Rdata
 from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.protocol import Batches, Connection
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
-from fedsender.simulation.virtual import now_ms
+from fedsender.testing.clock import now_ms
 
 Clock = trio.testing.MockClock
 

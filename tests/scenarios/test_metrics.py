@@ -16,10 +16,10 @@ from trio.testing import MockClock
 from fedsender.admin.probes import observe
 from fedsender.config import load
 from fedsender.daemon import open_core
-from fedsender.demo.receivers import healthy, slow
 from fedsender.federation.client import Answer
 from fedsender.outside import real_outside
 from fedsender.telemetry import Metrics
+from fedsender.testing.receiver import healthy, slow
 
 A, B = "a.example", "b.example"
 R1, R2 = "!1:hs.example", "!2:hs.example"

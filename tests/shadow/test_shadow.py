@@ -22,7 +22,6 @@ from tests.store import synapse_schema
 from tests.store.rooms import ROOM, Room
 
 from fedsender.config import Config, ConfigError, from_values
-from fedsender.demo.events import Signer, Timeline
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.orders import Orders
 from fedsender.outside import real_outside
@@ -32,6 +31,7 @@ from fedsender.shadow.run import run_shadow
 from fedsender.store import StoreError, tables
 from fedsender.store.engine import Database, open_database
 from fedsender.systemd import Notifier
+from fedsender.testing.rooms import Signer, Timeline
 
 US = "us.example"
 

@@ -11,8 +11,8 @@ from fedsender.simulation.disk import Disk
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Happening, Homeserver, Room
 from fedsender.simulation.ledger_checks import LedgerChecks
-from fedsender.simulation.virtual import Trace
 from fedsender.simulation.world import Size, found
+from fedsender.testing.clock import Trace
 
 A = "a.example"
 

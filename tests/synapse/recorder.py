@@ -7,17 +7,18 @@ bytes are passed on as they are, so that signatures hold.
 import json
 import socket
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httptools
 import trio
 import trustme
 from tests.proxy import Address
 
-_SEND = "/_matrix/federation/v1/send/"
+from fedsender.testing.http import RequestReader
+from fedsender.testing.rules import SEND
+
 _CHUNK = 65_536
 
 
@@ -50,30 +51,6 @@ class Recording:
         return [edu["content"] for edu in found if edu["edu_type"] == edu_type]
 
 
-class _Reader:
-    """Reads the requests of one connection."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._recording = recording
-        self._url = ""
-        self._body = b""
-        self.parser = httptools.HttpRequestParser(self)
-
-    def on_message_begin(self) -> None:
-        self._url, self._body = "", b""
-
-    def on_url(self, url: bytes) -> None:
-        self._url += url.decode()
-
-    def on_body(self, body: bytes) -> None:
-        self._body += body
-
-    def on_message_complete(self) -> None:
-        _, found, transaction_id = self._url.partition(_SEND)
-        if found:
-            self._recording.transactions.append(Sent(transaction_id, json.loads(self._body)))
-
-
 @asynccontextmanager
 async def open_recorder(
     address: Address, upstream: Address, authority: trustme.CA
@@ -89,13 +66,22 @@ async def open_recorder(
     authority.configure_trust(client_side)
 
     async def serve(client: trio.SSLStream[trio.SocketStream]) -> None:
-        reader = _Reader(recording)
+        reader = RequestReader()
+
+        def note(data: bytes | bytearray) -> None:
+            reader.feed(data)
+            while reader.whole:
+                request = reader.whole.popleft()
+                _, found, transaction_id = request.target.partition(SEND)
+                if found:
+                    recording.add(Sent(transaction_id, json.loads(request.body)))
+
         try:
             async with client:
                 plain = await trio.open_tcp_stream(*upstream)
                 server = trio.SSLStream(plain, client_side, server_hostname=upstream[0])
                 async with server, trio.open_nursery() as nursery:
-                    nursery.start_soon(_carry, client, server, reader, nursery)
+                    nursery.start_soon(_carry, client, server, note, nursery)
                     await _carry(server, client, None, nursery)
         except* (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
             pass  # Either end may leave when it likes.
@@ -117,12 +103,12 @@ async def open_recorder(
 async def _carry(
     source: trio.SSLStream[trio.SocketStream],
     sink: trio.SSLStream[trio.SocketStream],
-    reader: _Reader | None,
+    note: Callable[[bytes | bytearray], None] | None,
     nursery: trio.Nursery,
 ) -> None:
     """Pass bytes on until the source ends; then the whole connection does."""
     while data := await source.receive_some(_CHUNK):
-        if reader is not None:
-            reader.parser.feed_data(data)
+        if note is not None:
+            note(data)
         await sink.send_all(data)
     nursery.cancel_scope.cancel()

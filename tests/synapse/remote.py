@@ -23,13 +23,13 @@ from tests.proxy import reserve
 from tests.synapse.homeserver import Homeserver
 from tests.synapse.recorder import Recording, Sent
 
-from fedsender.demo.events import Signer
-from fedsender.demo.wire import Conversation, Reply, Request
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.matrix import RoomVersion, canonical_json, event_id_of, redact, room_version_of
+from fedsender.testing.http import Conversation, Reply, Request, TlsStream
+from fedsender.testing.rooms import Signer
+from fedsender.testing.rules import SEND
 
 _FEDERATION = "/_matrix/federation"
-_SEND = f"{_FEDERATION}/v1/send/"
 _ANSWER_S = 60.0
 # A key that is valid for as long as a test may run, in ms since the epoch: the year 2100.
 _VALID_UNTIL_MS = 4_102_444_800_000
@@ -121,15 +121,15 @@ class Remote:
     def request_began(self, request: Request) -> None:
         """Nothing is counted."""
 
-    def request_ended(self, request: Request, status: int | None, at: float) -> None:
+    def request_ended(self, request: Request, status: int | None) -> None:
         """Nothing is counted."""
 
     def reply_to(self, request: Request) -> Reply:
         """What this server says to a request that is there in whole."""
         if request.target.startswith("/_matrix/key/v2/server"):
             return Reply(200, orjson.dumps(self._keys()))
-        if request.target.startswith(_SEND):
-            return self._take(request.target.removeprefix(_SEND), orjson.loads(request.body))
+        if request.target.startswith(SEND):
+            return self._take(request.target.removeprefix(SEND), orjson.loads(request.body))
         if request.target.startswith(f"{_FEDERATION}/v2/invite/"):
             invitation = orjson.loads(request.body)
             version = room_version_of(invitation["room_version"])
@@ -168,7 +168,7 @@ async def open_remote(host: str, a: Homeserver, authority: trustme.CA) -> AsyncI
             remote = Remote(f"{host}:{port}", Recording(), a, http)
 
             async def converse(stream: trio.SocketStream) -> None:
-                await Conversation(stream, context, remote).run()
+                await Conversation(TlsStream(stream, context), remote).run()
 
             listener = trio.socket.socket()
             listener.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEPORT, 1)

@@ -22,7 +22,7 @@ import trio
 
 from fedsender.bench.meter import Options, machine
 from fedsender.console import say, say_json
-from fedsender.demo.children import BenchFailed
+from fedsender.testing.children import BenchFailed
 
 __all__ = ["Options", "main", "run_bench"]
 

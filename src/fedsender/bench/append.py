@@ -25,7 +25,6 @@ from fedsender.bench.stage import VERIFY_EVERY, Servers, open_stage, quiet
 from fedsender.bench.steady import WARM_UP
 from fedsender.config import Config, Log, from_values
 from fedsender.daemon import open_core, open_intake
-from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender.demo.process import write_secret, write_signing_key
 from fedsender.facts import prepare
 from fedsender.intake.client import IntakeClient, NewRecord
@@ -36,6 +35,7 @@ from fedsender.store import appends
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
 from fedsender.store.relay import RelayStore, open_relay_store
 from fedsender.telemetry import configure_logging
+from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
 GROUPS: Final = (1, 16, 128, MAX_APPENDS)
 GROUPS_OF_STORE: Final = (1, 16, 128, GROUP_RECORDS)
@@ -64,7 +64,7 @@ async def append(options: Options) -> dict[str, Any]:
         async with (
             open_core(config, outside) as daemon,
             open_intake(daemon, outside),
-            open_child("bench.append") as child,
+            open_child("fedsender.bench.append") as child,
         ):
             first = daemon.feed.status().head + 1
             for group in GROUPS:
@@ -91,7 +91,7 @@ async def append_busy(options: Options) -> dict[str, Any]:
         async with (
             stage.open_daemon() as daemon,
             open_intake(daemon, stage.outside),
-            open_child("bench.append") as child,
+            open_child("fedsender.bench.append") as child,
         ):
             first = daemon.feed.status().head + 1
             order = {"directory": str(directory), "group": 1}

@@ -13,9 +13,9 @@ from fedsender.bench.messages import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, cpu_s_of, rss_kb
 from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
 from fedsender.daemon import Daemon, store_config
-from fedsender.demo.children import BenchFailed
 from fedsender.store import open_store
 from fedsender.streams import FeedRow, HostsRow, PduRow
+from fedsender.testing.children import BenchFailed
 
 ANSWER_SECONDS = 0.05
 PATIENCE_SECONDS = 900.0

@@ -7,11 +7,11 @@ from typing import Any
 import trio
 
 from fedsender.bench.messages import ROOM_VERSION, SERVER_NAME, Room, signer
-from fedsender.demo.children import Order, serve_orders
 from fedsender.outside import Outside, real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.streams import Fact, Watermark
+from fedsender.testing.children import Order, serve_orders
 
 HOSTS_PER_ROW = 1_000
 

@@ -19,8 +19,8 @@ import yaml
 
 from fedsender.bench.meter import Options, rss_kb
 from fedsender.bench.stage import START_SECONDS, VERIFY_EVERY, Servers, Stage, open_stage
-from fedsender.demo.children import BenchFailed
 from fedsender.demo.process import write_secret
+from fedsender.testing.children import BenchFailed
 
 IMPORTS = "import fedsender.cli, fedsender.daemon"
 SETTLE_SECONDS = 1.5

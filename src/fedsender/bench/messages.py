@@ -5,8 +5,8 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.demo.events import Event, Signer, new_timeline
 from fedsender.matrix import ROOM_VERSIONS
+from fedsender.testing.rooms import Event, Signer, new_timeline
 
 SERVER_NAME = "hs.bench"
 KEY_ID = "ed25519:a_bench"

@@ -18,10 +18,12 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.bench.messages import KEY_ID, ROOM_VERSION, SERVER_NAME
-from fedsender.demo.certificates import Authority
-from fedsender.demo.children import Handler, Order, serve_orders
-from fedsender.demo.receivers import SEND, VERSION
-from fedsender.demo.rules import (
+from fedsender.testing.certificates import Authority
+from fedsender.testing.children import Handler, Order, serve_orders
+from fedsender.testing.http import SILENCE, Conversation, Reply, Request, TlsStream
+from fedsender.testing.receiver import VERSION
+from fedsender.testing.rules import (
+    SEND,
     Broken,
     Origin,
     check_signature,
@@ -29,7 +31,6 @@ from fedsender.demo.rules import (
     pdu_reader,
     read_transaction,
 )
-from fedsender.demo.wire import Conversation, Reply, Request
 
 NAMES_PER_CERTIFICATE = 100
 FLOOR = SEND + "floor"
@@ -80,7 +81,7 @@ class Remote:
         if self._in_flight > 1 and not request.target.startswith(FLOOR):
             self._all.complain(f"{self.name}: two in flight")
 
-    def request_ended(self, request: Request, status: int | None, at: float) -> None:
+    def request_ended(self, request: Request, status: int | None) -> None:
         self._in_flight -= 1
 
     def reply_to(self, request: Request) -> Reply:
@@ -94,7 +95,7 @@ class Remote:
         self._known = True
         latency = self._group.latency
         if latency is None:
-            return Reply(None, b"")
+            return SILENCE
         return Reply(200, answer_for(pdus), after=latency)
 
 
@@ -180,7 +181,7 @@ class Receivers:
             return
         self.totals.connections += 1
         remote, context = found
-        await Conversation(stream, context, remote).run()
+        await Conversation(TlsStream(stream, context), remote).run()
 
     # --- counting ---------------------------------------------------------------------------------
 

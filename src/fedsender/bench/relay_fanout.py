@@ -15,7 +15,6 @@ import trio
 
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.config import Config, Log, from_values, parse_address
-from fedsender.demo.children import BenchFailed, Child, Order, open_child, serve_orders
 from fedsender.facts import prepare
 from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
@@ -23,6 +22,7 @@ from fedsender.replication.server import close, listen
 from fedsender.replication.wire import SEND_PIECE
 from fedsender.streams import Json
 from fedsender.telemetry import configure_logging
+from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
 CONSUMERS: Final = (1, 4, 16)
 SERVER: Final = "hs.example"
@@ -59,7 +59,7 @@ async def relay_fanout(options: Options) -> dict[str, Any]:
         try:
             async with (
                 open_relay(config, real_outside(), doors) as relay,
-                open_child("bench.relay_fanout") as child,
+                open_child("fedsender.bench.relay_fanout") as child,
             ):
                 await _fill(relay, options.events)
                 for consumers in CONSUMERS:

@@ -18,7 +18,6 @@ import trio
 
 from fedsender.bench.meter import Options, percentile
 from fedsender.config import UnixAddress, from_values
-from fedsender.demo.children import BenchFailed
 from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES
 from fedsender.outside import Outside, real_outside
@@ -32,6 +31,7 @@ from fedsender.replication.wire import Wire
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Json, Watermark
+from fedsender.testing.children import BenchFailed
 
 SERVER: Final = "relay.test"
 AT_ONCE: Final = 1000

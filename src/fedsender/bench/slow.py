@@ -7,7 +7,7 @@ import trio
 
 from fedsender.bench.meter import Options, percentile
 from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage
-from fedsender.demo.children import BenchFailed
+from fedsender.testing.children import BenchFailed
 
 QUICK_OF = 31
 """One server of so many is quick: 20 of 620."""

@@ -26,11 +26,11 @@ from fedsender.bench.soak_trend import JUDGED_S, MAX_GROWTH_MB, MAX_RISE, Sample
 from fedsender.config import Log
 from fedsender.console import say, say_json
 from fedsender.demo import process
-from fedsender.demo.children import BenchFailed
 from fedsender.demo.process import DaemonDied, own_and_rss_kb
 from fedsender.demo.verdict import Ledger, judge, read_ledger, still_owed, unrecorded
 from fedsender.outside import real_outside
 from fedsender.telemetry import configure_logging
+from fedsender.testing.children import BenchFailed
 
 SAMPLE_S: Final = 10.0
 SAMPLES: Final = 12

@@ -10,7 +10,7 @@ from typing import Final
 import trio
 
 from fedsender.demo.process import DaemonProcess
-from fedsender.demo.receivers import (
+from fedsender.testing.receiver import (
     DOWN,
     STALLING,
     Behaviour,

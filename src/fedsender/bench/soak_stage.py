@@ -13,13 +13,13 @@ from fedsender.bench.soak_servers import Servers, cast
 from fedsender.bench.soak_traffic import Traffic
 from fedsender.bench.soak_trend import Sample
 from fedsender.demo import process
-from fedsender.demo.children import BenchFailed
 from fedsender.demo.homeserver import Homeserver
 from fedsender.demo.process import DaemonProcess, open_daemon_process
-from fedsender.demo.receivers import Receivers, open_receivers
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.intake.client import IntakeClient
 from fedsender.outside import real_outside
+from fedsender.testing.children import BenchFailed
+from fedsender.testing.receiver import Receivers, open_receivers
+from fedsender.testing.rules import Origin, pdu_reader
 
 START_S: Final = 300.0
 """For daemon or relay to come up, on a machine that is busy."""

@@ -16,11 +16,11 @@ import trio
 from fedsender.bench.messages import SERVER_NAME, encode_seed
 from fedsender.config import Config, Log, from_values
 from fedsender.daemon import Daemon, collect_less_often, open_core, store_config
-from fedsender.demo.children import BenchFailed, Child, Order, open_child
 from fedsender.demo.process import write_secret
 from fedsender.outside import Outside, real_outside
 from fedsender.store import upgrade_databases
 from fedsender.telemetry import configure_logging
+from fedsender.testing.children import BenchFailed, Child, Order, open_child
 
 START_SECONDS = 120.0
 QUIET_LOOK_SECONDS = 0.05
@@ -129,8 +129,8 @@ async def open_stage(
     with tempfile.TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
         async with (
-            open_child("bench.receivers") as receivers,
-            open_child("bench.homeserver") as homeserver,
+            open_child("fedsender.bench.receivers") as receivers,
+            open_child("fedsender.bench.homeserver") as homeserver,
         ):
             with trio.fail_after(START_SECONDS):
                 listening = await receivers.ask(

@@ -9,7 +9,7 @@ from fedsender.bench.floor import Floor, open_floor
 from fedsender.bench.meter import Meter, Options, Usage, fsync_ms, median, percentile
 from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
 from fedsender.daemon import Daemon
-from fedsender.demo.children import Order
+from fedsender.testing.children import Order
 
 DELIVERY_SECONDS = 600.0
 WARM_UP = {"sending": {"handshakes_per_second": 500}}

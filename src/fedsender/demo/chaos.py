@@ -9,7 +9,7 @@ garbage, that fall silent, that are slow, and in the middle one `kill -9` of the
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedsender.demo.receivers import (
+from fedsender.testing.receiver import (
     DOWN,
     STALLING,
     Behaviour,

@@ -14,9 +14,9 @@ from typing import Any
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.demo.events import Event, Signer, Timeline, new_timeline
 from fedsender.matrix import ROOM_VERSIONS, server_of
 from fedsender.streams import Fact, Watermark
+from fedsender.testing.rooms import Event, Signer, Timeline, new_timeline
 
 STREAM = "events"
 WRITER = "master"

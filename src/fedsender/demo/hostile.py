@@ -23,16 +23,16 @@ import trio
 
 from fedsender import ledger as ledger_files
 from fedsender.demo import process
-from fedsender.demo.children import Child, open_child
 from fedsender.demo.homeserver import STREAM, Homeserver, Room, Step
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
-from fedsender.demo.receivers import ReceivedTransaction, Receivers, open_receivers
 from fedsender.demo.report import Report
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.demo.verdict import judge, read_ledger, still_owed
 from fedsender.outside import real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.testing.children import Child, open_child
+from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
+from fedsender.testing.rules import Origin, pdu_reader
 
 HOSTILE_PER_HONEST = 3
 HONEST_DOMAIN = "honest.test"
@@ -141,7 +141,7 @@ async def _open_run(
     versions: dict[str, str] = {}
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with (
-        open_child("demo.hostile_servers") as attackers,
+        open_child("fedsender.demo.hostile_servers") as attackers,
         open_receivers(
             honest,
             [origin],

@@ -15,12 +15,12 @@ import dns.exception
 import dns.message
 import dns.rdatatype
 import dns.rrset
-import httptools
 import trio
 
-from fedsender.demo.attacks import ATTACKS, Attack, gzip_bomb, read_transaction
-from fedsender.demo.certificates import Authority
-from fedsender.demo.children import Handler, Order, serve_orders
+from fedsender.testing.attacks import ATTACKS, Attack, gzip_bomb, play, read_transaction
+from fedsender.testing.certificates import Authority
+from fedsender.testing.children import Handler, Order, serve_orders
+from fedsender.testing.http import FOREVER, Conversation, Reply, Request, TlsStream
 
 HOST = "127.66.0.1"
 HTTPS = 443
@@ -30,8 +30,6 @@ names have the address 127.0.0.1."""
 WELL_KNOWN_SERVERS = 4
 TARPIT = "tarpit"
 """Questions for names with this in them are never answered."""
-MAX_REQUEST = 2 * 2**20
-HANDSHAKE_S = 30.0
 
 
 class Hostile:
@@ -49,46 +47,21 @@ class Hostile:
 
     async def converse(self, raw: trio.SocketStream) -> None:
         """Attack one connection, until one side has had enough."""
-        stream = trio.SSLStream(raw, self._context, server_side=True, https_compatible=True)
-        bodies = _Bodies()
-        parser = httptools.HttpRequestParser(bodies)
-        try:
-            with trio.fail_after(HANDSHAKE_S):
-                await stream.do_handshake()
-            while data := await stream.receive_some(65_536):
-                parser.feed_data(data)
-                while bodies.whole:
-                    incoming = read_transaction(bodies.whole.pop(0), self._requests)
-                    self._requests += 1
-                    self._counts[self._name] += 1
-                    if not await self._attack(stream, incoming):
-                        return
-        except (
-            trio.BrokenResourceError,
-            trio.ClosedResourceError,
-            trio.TooSlowError,
-            httptools.HttpParserError,
-        ):
-            pass  # The sender may hang up in any state: it is under attack.
-        finally:
-            await trio.aclose_forcefully(stream)
+        stream = TlsStream(raw, self._context)
+        await Conversation(stream, self, idle_s=FOREVER).run()
 
+    def request_began(self, request: Request) -> None:
+        """Nothing is counted before it is there in whole."""
 
-class _Bodies:
-    """The bodies of the requests of one connection."""
+    def request_ended(self, request: Request, status: int | None) -> None:
+        """Nobody asks how it went."""
 
-    def __init__(self) -> None:
-        self.whole: list[bytes] = []
-        self._arriving = bytearray()
-
-    def on_body(self, piece: bytes) -> None:
-        self._arriving += piece
-        if len(self._arriving) > MAX_REQUEST:
-            raise ValueError("request too large")
-
-    def on_message_complete(self) -> None:
-        self.whole.append(bytes(self._arriving))
-        self._arriving.clear()
+    def reply_to(self, request: Request) -> Reply:
+        """The attack."""
+        incoming = read_transaction(bytes(request.body), self._requests)
+        self._requests += 1
+        self._counts[self._name] += 1
+        return Reply(play=play(self._attack, incoming))
 
 
 class HostileServers:

@@ -20,14 +20,14 @@ from fedsender.demo.chaos import AWAY_LONG, AWAY_SHORT, KICKED, Change, Plot, ca
 from fedsender.demo.homeserver import Homeserver, Room
 from fedsender.demo.hostile import run_hostile
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
-from fedsender.demo.receivers import Receivers, open_receivers
 from fedsender.demo.relayed import Relayed, loaded_events, open_relayed, tell
 from fedsender.demo.report import Report, Summary, by_part
-from fedsender.demo.rules import Origin, pdu_reader
 from fedsender.demo.verdict import Ledger, Verdict, judge, read_ledger, still_owed, unrecorded
 from fedsender.intake.client import IntakeClient
 from fedsender.outside import Outside, real_outside
 from fedsender.telemetry import configure_logging
+from fedsender.testing.receiver import Receivers, open_receivers
+from fedsender.testing.rules import Origin, pdu_reader
 
 CONNECT_SECONDS = 60.0
 """For the daemon to come up and ask for the stream, on a machine that is busy with other things."""

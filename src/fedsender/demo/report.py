@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from fedsender.console import safe, say_json
-from fedsender.demo.receivers import Receivers
 from fedsender.demo.verdict import Tally, Verdict
+from fedsender.testing.receiver import Receivers
 
 SHOWN = 10
 """So many of each kind of complaint are shown; all are counted."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsender.demo.homeserver import Step
-from fedsender.demo.receivers import Receivers, ReceivingServer
 from fedsender.ledger import NOTES
+from fedsender.testing.receiver import Receivers, ReceivingServer
 
 DELIVERED = "delivered"
 WITNESS = "witness"

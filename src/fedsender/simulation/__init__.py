@@ -26,8 +26,8 @@ import trio
 from fedsender.simulation.course import Course
 from fedsender.simulation.evidence import Evidence, Violation, log_goes_to
 from fedsender.simulation.report import Report
-from fedsender.simulation.virtual import run_virtually
 from fedsender.simulation.world import Size, World, build_world
+from fedsender.testing.clock import run_virtually
 
 __all__ = ["Report", "Violation", "main", "run_simulation", "simulate"]
 

@@ -17,9 +17,9 @@ from fedsender.simulation.receiver import RemoteServer
 from fedsender.simulation.restoring import Backup
 from fedsender.simulation.sites import move
 from fedsender.simulation.start_checks import LOOKS_S, PER_SERVER_S, StartCheck
-from fedsender.simulation.virtual import derived
 from fedsender.simulation.world import World
 from fedsender.streams import Watermark
+from fedsender.testing.clock import derived
 
 EVENTS_PER_DAY = 1_500
 CALM_AFTER_S = MINUTE

@@ -17,7 +17,7 @@ from fedsender.replication.wire import OWN_KIND
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.lives import Life
-from fedsender.simulation.streams import MemoryStream
+from fedsender.testing.network import MemoryStream
 
 SECRET_CONTENT = "for-your-device-only"
 FULL = "/dev/full"

@@ -14,7 +14,7 @@ from structlog.typing import Processor
 from fedsender.simulation.books import Books
 from fedsender.simulation.disk import Disk, LedgerTail, Orderings
 from fedsender.simulation.homeserver import Homeserver
-from fedsender.simulation.virtual import Trace
+from fedsender.testing.clock import Trace
 
 KEPT_VIOLATIONS = 20
 """Of each invariant."""

@@ -14,9 +14,9 @@ from typing import Any
 
 import trio
 
-from fedsender.demo.events import Event, Signer, Timeline, new_timeline
 from fedsender.matrix import ROOM_VERSIONS, server_of
 from fedsender.streams import Fact, Watermark
+from fedsender.testing.rooms import Event, Signer, Timeline, new_timeline
 
 WRITER = "master"
 VERSIONS = tuple(map(str, range(1, 13)))

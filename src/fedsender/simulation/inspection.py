@@ -1,18 +1,24 @@
 """What a receiving server may expect of every transaction, and what it finds in it."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
-from fedsender.demo.rules import Broken, Origin, check_signature, parse_authorization
-from fedsender.matrix import MAX_EDUS, MAX_PDU_BYTES, MAX_PDUS, ROOM_VERSIONS, redact
+from fedsender.matrix import ROOM_VERSIONS, redact
 from fedsender.simulation.homeserver import Happening, Homeserver
-from fedsender.simulation.wire import Request
+from fedsender.testing.http import Request
+from fedsender.testing.rules import (
+    SEND,
+    Broken,
+    Origin,
+    check_request,
+    check_signature,
+    check_size,
+    open_transaction,
+    parse_authorization,
+    unsigned_apart,
+)
 
-SEND = "/_matrix/federation/v1/send/"
 SIGNATURES_CHECKED = 20
 """One in so many: a verification costs more than all the rest."""
 
@@ -44,37 +50,21 @@ class Inspector:
     def inspect(self, server: str, request: Request) -> Contents:
         """What is in the transaction; raises Broken."""
         body = bytes(request.body)
-        if request.method != "PUT" or request.headers.get("content-type") != "application/json":
-            raise Broken("request", f"{request.method} {request.headers.get('content-type')}")
+        check_request(request.method, request.headers)
         parameters = parse_authorization(request.headers.get("authorization", ""))
         self._count += 1
         if self._count % SIGNATURES_CHECKED == 0:
             check_signature(self._origin, parameters, request.method, request.target, server, body)
-        document = self._document(body)
-        pdus = [self._read_pdu(pdu) for pdu in document["pdus"]]
+        # Nothing in it is allowed too: a way to ask whether this server takes anything from us.
+        transaction, edus = open_transaction(body, self._origin.name)
+        if len(body) > self._max_bytes and len(transaction) + len(edus) > 1:
+            raise Broken("limits", f"{len(body)} bytes")
+        pdus = [self._read_pdu(pdu) for pdu in transaction]
         return Contents(
             tuple(happening for happening, _ in pdus),
             frozenset(happening.event_id for happening, whole in pdus if not whole),
-            tuple(_message_id(edu) for edu in document.get("edus", ())),
+            tuple(_message_id(edu) for edu in edus),
         )
-
-    def _document(self, body: bytes) -> dict[str, Any]:
-        document: dict[str, Any] = orjson.loads(body)
-        if not _is_canonical(body, document):
-            raise Broken("canonical form", f"{len(body)} bytes are not canonical JSON")
-        pdus, edus = document.get("pdus"), document.get("edus", [])
-        # Nothing in it is allowed too: a way to ask whether this server takes anything from us.
-        if not isinstance(pdus, list) or not isinstance(edus, list):
-            raise Broken("body", f"keys {sorted(document)}")
-        if len(pdus) > MAX_PDUS or len(edus) > MAX_EDUS:
-            raise Broken("limits", f"{len(pdus)} PDUs and {len(edus)} EDUs")
-        if len(body) > self._max_bytes and len(pdus) + len(edus) > 1:
-            raise Broken("limits", f"{len(body)} bytes")
-        if document.get("origin") != self._origin.name:
-            raise Broken("body", "origin")
-        if type(document.get("origin_server_ts")) is not int:
-            raise Broken("body", "origin_server_ts")
-        return document
 
     def _read_pdu(self, pdu: Mapping[str, Any]) -> tuple[Happening, bool]:
         """Which event this is, and whether it is whole (or else redacted)."""
@@ -84,23 +74,14 @@ class Inspector:
         unsigned = pdu.get("unsigned", {})
         if set(unsigned) - {"replaces_state", "invite_room_state", "knock_room_state"}:
             raise Broken("pdu", f"unsigned with {sorted(unsigned)}")
-        bare = {key: value for key, value in pdu.items() if key != "unsigned"}
-        if len(orjson.dumps(bare)) > MAX_PDU_BYTES:
-            raise Broken("limits", "a PDU above 65,536 bytes")
-        stored = {key: value for key, value in happening.content.items() if key != "unsigned"}
+        check_size(pdu)
+        bare, stored = unsigned_apart(pdu), unsigned_apart(happening.content)
         if bare == stored:
             return happening, True
         version = ROOM_VERSIONS[happening.rows[0][1][3]["room_version"]]
         if bare != redact(stored, version):
             raise Broken("pdu", f"{happening.event_id} is neither whole nor redacted")
         return happening, False
-
-
-def _is_canonical(body: bytes, document: dict[str, Any]) -> bool:
-    if orjson.dumps(document, option=orjson.OPT_SORT_KEYS) == body:
-        return True
-    exact = json.dumps(json.loads(body), ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    return exact.encode("utf-8", "surrogatepass") == body
 
 
 def _message_id(edu: Mapping[str, Any]) -> str:

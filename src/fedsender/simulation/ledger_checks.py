@@ -7,7 +7,7 @@ import orjson
 from fedsender.ledger import EVERY_SERVER, NOTES
 from fedsender.simulation.books import DAY_S, Book
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.virtual import EPOCH_MS
+from fedsender.testing.clock import EPOCH_MS
 
 MOST_BY_TIMER = 60
 MOST_WITH_WAKES = 300

@@ -22,11 +22,11 @@ from fedsender.outside import Outside
 from fedsender.simulation.commit_checks import CommitChecks
 from fedsender.simulation.disk import Disk
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.internet import DaemonNetwork, Internet
-from fedsender.simulation.virtual import derived, now_ms
 from fedsender.simulation.wire_checks import WireChecks
 from fedsender.store import StoreConfig
 from fedsender.telemetry import Metrics
+from fedsender.testing.clock import derived, now_ms
+from fedsender.testing.network import Internet, MemoryNetwork
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class Life:
         self._metrics: Metrics | None = None
         self._config = config
         self._rng = derived(seed, "life", number)
-        self._network = DaemonNetwork(internet)
+        self._network = MemoryNetwork(internet)
         self._evidence = evidence
         self._checks = checks
         self._wire = wire

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
-from fedsender.demo.attacks import ATTACKS, Attack
+from fedsender.testing.attacks import ATTACKS, Attack
 
 MINUTE = 60.0
 HOUR = 3600.0

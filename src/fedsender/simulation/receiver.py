@@ -5,17 +5,23 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
-import httptools
 import orjson
 import trio
 
-from fedsender.demo.attacks import OK, gzip_bomb, read_transaction
-from fedsender.demo.rules import Broken
 from fedsender.simulation.inspection import Contents, Inspector, transaction_id
-from fedsender.simulation.internet import Internet
 from fedsender.simulation.manners import WELL, Character, Manner, Mood
-from fedsender.simulation.streams import MemoryStream
-from fedsender.simulation.wire import Request, RequestReader, encode_answer
+from fedsender.testing.attacks import gzip_bomb, play, read_transaction
+from fedsender.testing.http import (
+    FOREVER,
+    SILENCE,
+    Conversation,
+    Ended,
+    Reply,
+    Request,
+    ServerStream,
+)
+from fedsender.testing.network import Internet, MemoryStream
+from fedsender.testing.rules import Broken
 
 WELL_KNOWN = "/.well-known/matrix/server"
 VERSION = "/_matrix/federation/v1/version"
@@ -24,6 +30,7 @@ POISON_SHARE = 80
 AT_ONCE_S = 0.5
 """Longer than a TLS handshake takes here: a request that comes later comes over an idle connection.
 """
+DRIP_S = 10.0
 STATUSES = {
     Manner.FAILING: (500, 502, 503),
     Manner.FORBIDDEN: (401, 403),
@@ -110,6 +117,7 @@ class RemoteServer:
         messages: to-device messages it has taken in -> how often.
         poison: events that it takes in no transaction, be it picky or not.
         attacks: how often it was hostile.
+        attempts: those under way.
     """
 
     site: Site
@@ -123,6 +131,7 @@ class RemoteServer:
     messages: dict[str, int] = field(default_factory=dict)
     poison: set[str] = field(default_factory=set)
     attacks: int = 0
+    attempts: dict[Request, Attempt] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -150,67 +159,58 @@ class RemoteServer:
         return answers.get(manner, "open")
 
     async def converse(self, stream: MemoryStream) -> None:
-        attempts: dict[Request, Attempt] = {}
-        opened_at = trio.current_time()
+        await Conversation(stream, self, idle_s=FOREVER).run()
 
-        def began(request: Request) -> None:
-            named = transaction_id(request)
-            if named is not None:
-                manner, now = self.mood.draw(self.rng), trio.current_time()
-                reused = request.number > 0 or now - opened_at > AT_ONCE_S
-                attempt = Attempt(self.name, named, now, reused, manner)
-                attempts[request] = attempt
-                self.witness.began(attempt)
+    # --- requests, called by their connection -----------------------------------------------------
 
-        reader = RequestReader(began)
-        try:
-            await self._serve(stream, reader, attempts)
-        except (trio.BrokenResourceError, trio.ClosedResourceError, httptools.HttpParserError):
-            pass  # The other side may go at any moment.
-        finally:
-            for attempt in attempts.values():
-                self._end(attempt)
-            stream.close()
+    def request_began(self, request: Request) -> None:
+        named = transaction_id(request)
+        if named is not None:
+            manner, now = self.mood.draw(self.rng), trio.current_time()
+            reused = request.number > 0 or now - request.opened_at > AT_ONCE_S
+            attempt = Attempt(self.name, named, now, reused, manner)
+            request.unread = manner is Manner.STALL_EARLY
+            self.attempts[request] = attempt
+            self.witness.began(attempt)
 
-    async def _serve(
-        self, stream: MemoryStream, reader: RequestReader, attempts: dict[Request, Attempt]
-    ) -> None:
-        while data := await stream.receive_some(65_536):
-            reader.feed(data)
-            newest = next(reversed(attempts.values()), None)
-            if newest is not None and not newest.over and newest.manner is Manner.STALL_EARLY:
-                await stream.wait_peer_gone()
-                return
-            while reader.whole:
-                request = reader.whole.popleft()
-                if not await self._answer(stream, request, attempts.get(request)):
-                    return
-                attempts.pop(request, None)
-
-    async def _answer(
-        self, stream: MemoryStream, request: Request, attempt: Attempt | None
-    ) -> bool:
-        """Answer one request; False: the connection is of no more use."""
+    def reply_to(self, request: Request) -> Reply:
+        attempt = self.attempts.get(request)
         if attempt is not None:
-            return await self._take(stream, request, attempt)
+            return self._take(request, attempt)
         if self.mood.manners[0] in (Manner.SILENT, Manner.STALL):
-            await stream.wait_peer_gone()
-            return False
-        await trio.sleep(self.internet.round_trip_s())
+            return SILENCE
+        after = self.internet.round_trip_s()
         if request.target == WELL_KNOWN and self.character.attack is gzip_bomb:
-            return await gzip_bomb(stream, read_transaction(b"", 0))
+            return Reply(after=after, play=play(gzip_bomb, read_transaction(b"", 0)))
         if request.target == VERSION:
-            body, status = b'{"server":{"name":"simulated"}}', 200
-        elif request.target == WELL_KNOWN and self.site.delegated is not None:
-            body, status = orjson.dumps({"m.server": self.site.delegated}), 200
-        else:
-            body, status = b'{"errcode":"M_UNRECOGNIZED"}', 404
-        await stream.send_all(encode_answer(status, body))
-        return True
+            return Reply(200, b'{"server":{"name":"simulated"}}', after)
+        if request.target == WELL_KNOWN and self.site.delegated is not None:
+            return Reply(200, orjson.dumps({"m.server": self.site.delegated}), after)
+        return Reply(404, b'{"errcode":"M_UNRECOGNIZED"}', after)
+
+    def request_ended(self, request: Request, status: int | None) -> None:
+        """What the answer was is known before anybody can have read it."""
+        attempt = self.attempts.pop(request, None)
+        if attempt is None:
+            return
+        attempt.over, attempt.status = True, status
+        if attempt.manner is Manner.HOSTILE:
+            if request.processed:
+                self._process(attempt)
+        elif attempt.manner.processes and request.complete and not attempt.processed:
+            attempt.poisoned = self._poison_in(attempt) and status is not None
+            # A server notices that nobody waits any more only when it answers, so that it may take
+            # the contents in all the same.
+            taken = status is not None or self.rng.random() < 0.5
+            if taken and not self._poison_in(attempt):
+                self._process(attempt)
+        proper = attempt.processed and status == 200
+        attempt.answered = proper and not request.client_left
+        self.witness.ended(attempt)
 
     # --- transactions -----------------------------------------------------------------------------
 
-    async def _take(self, stream: MemoryStream, request: Request, attempt: Attempt) -> bool:
+    def _take(self, request: Request, attempt: Attempt) -> Reply:
         attempt.digest = hashlib.sha256(request.body).hexdigest()
         try:
             attempt.contents = self.inspector.inspect(self.name, request)
@@ -218,71 +218,60 @@ class RemoteServer:
             self.witness.broken(self.name, broken.rule, broken.detail)
         self.witness.arrived(attempt)
         if attempt.manner is Manner.HOSTILE:
-            return await self._attack(stream, request, attempt)
+            assert self.character.attack is not None
+            self.attacks += 1
+            incoming = read_transaction(bytes(request.body), self.attacks)
+            return Reply(play=play(self.character.attack, incoming))
         if attempt.manner in (Manner.STALL, Manner.SILENT):
-            await stream.wait_peer_gone()
-            return False
+            return SILENCE
         slow = attempt.manner is Manner.SLOW
         thinking = self.rng.uniform(5, 50) if slow else self.rng.uniform(0.02, 0.5)
-        if await _left(stream, thinking):
-            # A server notices only when it answers, so it may take the contents in all the same.
-            well = attempt.manner.processes and not self._poison_in(attempt)
-            if well and self.rng.random() < 0.5:
-                self._process(attempt)
-            return False
-        return await self._react(stream, attempt)
+        return replace(self._reaction(attempt), after=thinking)
 
-    async def _react(self, stream: MemoryStream, attempt: Attempt) -> bool:
+    def _reaction(self, attempt: Attempt) -> Reply:
         manner = attempt.manner
         if manner in (Manner.BREAK_BEFORE, Manner.REFUSED):
-            return self._break(stream)
-        poison = self._poison_in(attempt)
-        if poison and manner.processes:
-            attempt.poisoned = True
-            return await self._say(stream, attempt, self.character.picky or 400, b"{}")
+            return Reply(resets=self.rng.random() < 0.5)
         if manner.processes:
-            self._process(attempt)
-            return await self._acknowledge(stream, attempt)
+            if self._poison_in(attempt):
+                return Reply(self.character.picky or 400, b"{}")
+            return self._acknowledgement(attempt)
         if manner in STATUSES:
             headers: dict[str, object] = {}
             if manner is Manner.BUSY_FOR:
-                headers["Retry_After"] = self.rng.choice((1, 30, 600, 9_000, 10**9))
+                headers["Retry-After"] = self.rng.choice((1, 30, 600, 9_000, 10**9))
             if manner is Manner.REDIRECT:
                 headers["Location"] = "https://elsewhere.example/"
             status = self.rng.choice(STATUSES[manner])
-            return await self._say(stream, attempt, status, b'{"errcode":"M_X"}', **headers)
+            return Reply(status, b'{"errcode":"M_X"}', headers=headers)
         if manner is Manner.HUGE:
-            await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{")
-            await stream.wait_peer_gone()
-            return False
+            return Reply(play=_huge)
         body = b'{"pdus":[]}' if manner is Manner.NO_OBJECT else b"<html>It works!</html>"
-        return await self._say(stream, attempt, 200, body)
+        return Reply(200, body)
 
-    async def _attack(self, stream: MemoryStream, request: Request, attempt: Attempt) -> bool:
-        """Do what hostile servers do, until it is done or the other side has gone."""
-        assert self.character.attack is not None
-        self.attacks += 1
-        incoming = read_transaction(bytes(request.body), self.attacks)
-        stays = False
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_when_left, stream, nursery.cancel_scope)
-            try:
-                overheard = _Overheard(self, stream, attempt)
-                stays = await self.character.attack(overheard, incoming)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
-            nursery.cancel_scope.cancel()
-        self._end(attempt)
-        return stays
+    def _acknowledgement(self, attempt: Attempt) -> Reply:
+        """The answer to a transaction that is taken in, as far as it goes."""
+        manner = attempt.manner
+        whole = Reply(200, self._receipt(attempt), closes=manner is Manner.CLOSES)
+        resets = self.rng.random() < 0.5
 
-    def _begins_to_answer(
-        self, stream: MemoryStream, attempt: Attempt, status: int | None, *, proper: bool
-    ) -> None:
-        attempt.status = status
-        if proper:
+        async def partly(stream: ServerStream, _: Ended) -> bool:
             self._process(attempt)
-            attempt.answered = not stream.peer_gone
-        self._end(attempt)
+            if manner is Manner.BREAK_AFTER:
+                if resets:
+                    stream.reset()
+                return False
+            answer = whole.encode()
+            if manner is Manner.HALF_ANSWER:
+                await stream.send_all(answer[: self.rng.randrange(1, len(answer))])
+                return False
+            for at in range(len(answer)):
+                await stream.send_all(answer[at : at + 1])
+                await trio.sleep(DRIP_S)
+            return False
+
+        is_whole = manner not in (Manner.BREAK_AFTER, Manner.HALF_ANSWER, Manner.DRIP)
+        return whole if is_whole else Reply(play=partly)
 
     def _poison_in(self, attempt: Attempt) -> bool:
         contents = attempt.contents
@@ -297,24 +286,6 @@ class RemoteServer:
         for message in attempt.contents.messages:
             self.messages[message] = self.messages.get(message, 0) + 1
 
-    async def _acknowledge(self, stream: MemoryStream, attempt: Attempt) -> bool:
-        """The answer to a transaction that was taken in, as far as it goes."""
-        manner = attempt.manner
-        if manner is Manner.BREAK_AFTER:
-            return self._break(stream)
-        answer = encode_answer(200, self._receipt(attempt))
-        if manner is Manner.HALF_ANSWER:
-            await stream.send_all(answer[: self.rng.randrange(1, len(answer))])
-            return False
-        if manner is Manner.DRIP:
-            for at in range(len(answer)):
-                await stream.send_all(answer[at : at + 1])
-                if await _left(stream, 10):
-                    break
-            return False
-        stays = await self._say(stream, attempt, 200, self._receipt(attempt))
-        return stays and manner is not Manner.CLOSES
-
     def _receipt(self, attempt: Attempt) -> bytes:
         contents = attempt.contents
         results: dict[str, dict[str, str]] = {}
@@ -322,26 +293,6 @@ class RemoteServer:
             refused = attempt.manner is Manner.REFUSES_SOME and self.rng.random() < 0.3
             results[pdu.event_id] = {"error": "not by my rules"} if refused else {}
         return orjson.dumps({"pdus": results})
-
-    async def _say(
-        self, stream: MemoryStream, attempt: Attempt, status: int, body: bytes, **headers: object
-    ) -> bool:
-        """Let an answer leave. What it was is known before anybody can have read it."""
-        attempt.status = status
-        attempt.answered = attempt.processed and status == 200 and not stream.peer_gone
-        self._end(attempt)
-        await stream.send_all(encode_answer(status, body, **headers))
-        return True
-
-    def _break(self, stream: MemoryStream) -> bool:
-        if self.rng.random() < 0.5:
-            stream.reset()
-        return False
-
-    def _end(self, attempt: Attempt) -> None:
-        if not attempt.over:
-            attempt.over = True
-            self.witness.ended(attempt)
 
     def heal(self) -> None:
         """Be well from now on. One that blames itself for others' PDUs stops that, too.
@@ -355,34 +306,7 @@ class RemoteServer:
             self.internet.unresolvable.pop(domain, None)
 
 
-class _Overheard:
-    """A hostile server's side of a connection, on which a proper answer is noticed as such."""
-
-    def __init__(self, server: RemoteServer, stream: MemoryStream, attempt: Attempt) -> None:
-        self._server = server
-        self._stream = stream
-        self._attempt = attempt
-        self._begun = b""
-
-    async def send_all(self, data: bytes) -> None:
-        if not self._attempt.over:
-            self._begun = (self._begun + data)[: len(OK)]
-            proper = self._begun == OK
-            if proper or not OK.startswith(self._begun):
-                digits = self._begun[9:12]
-                status = int(digits) if digits.isdigit() else None
-                self._server._begins_to_answer(self._stream, self._attempt, status, proper=proper)
-        await self._stream.send_all(data)
-
-
-async def _cancel_when_left(stream: MemoryStream, scope: trio.CancelScope) -> None:
+async def _huge(stream: ServerStream, _: Ended) -> bool:
+    await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{")
     await stream.wait_peer_gone()
-    scope.cancel()
-
-
-async def _left(stream: MemoryStream, seconds: float) -> bool:
-    """Wait so long; whether the other side has gone meanwhile."""
-    with trio.move_on_after(seconds):
-        await stream.wait_peer_gone()
-        return True
     return False

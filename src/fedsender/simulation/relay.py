@@ -18,7 +18,7 @@ from fedsender.simulation.evidence import Violation, log_goes_to
 from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_world import RelayWorld
 from fedsender.simulation.report import in_words
-from fedsender.simulation.virtual import run_virtually
+from fedsender.testing.clock import run_virtually
 
 DAYS: Final = 0.1
 PER_HOUR: Final[Mapping[str, float]] = {

@@ -15,8 +15,8 @@ import trio
 
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.simulation.evidence import Violation
-from fedsender.simulation.virtual import Trace
 from fedsender.streams import Json
+from fedsender.testing.clock import Trace
 
 DROPPED = "messages dropped for want of room"
 KEPT_VIOLATIONS = 50

@@ -27,11 +27,11 @@ from fedsender.replication.wire import Wire
 from fedsender.simulation.lives import Crash
 from fedsender.simulation.relay_books import RelayBooks, Standing
 from fedsender.simulation.relay_steps import Steps, flip_bit
-from fedsender.simulation.virtual import now_ms
 from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import PduRow, Watermark
+from fedsender.testing.clock import now_ms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -15,7 +15,7 @@ from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_station import Away, RelayStation
-from fedsender.simulation.streams import MemoryStream
+from fedsender.testing.network import MemoryStream
 
 DOOR: Final = Path("/run/relay.sock")
 AT_ONCE: Final = 40

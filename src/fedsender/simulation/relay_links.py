@@ -7,7 +7,7 @@ from random import Random
 
 import trio
 
-from fedsender.simulation.streams import MemoryStream, memory_connection
+from fedsender.testing.network import MemoryStream, memory_connection
 
 
 class Link(trio.abc.Stream):

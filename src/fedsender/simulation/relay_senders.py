@@ -23,7 +23,6 @@ from fedsender.config import Config, from_values
 from fedsender.simulation import MEMORY_DISK
 from fedsender.simulation.course import Course
 from fedsender.simulation.evidence import Evidence, Violation, log_goes_to
-from fedsender.simulation.internet import Internet
 from fedsender.simulation.lives import SPEAKER
 from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_consumer import Manners, SimulatedConsumer
@@ -32,8 +31,9 @@ from fedsender.simulation.relay_station import RelayStation
 from fedsender.simulation.relay_world import SETTINGS
 from fedsender.simulation.report import in_words
 from fedsender.simulation.sites import make_site
-from fedsender.simulation.virtual import derived, run_virtually
 from fedsender.simulation.world import ORIGIN, Size, configuration, found, people
+from fedsender.testing.clock import derived, run_virtually
+from fedsender.testing.network import Internet
 
 SHARDS: Final = ("sender-0", "sender-1")
 SERVERS: Final = 12

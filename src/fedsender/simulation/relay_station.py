@@ -27,7 +27,7 @@ from fedsender.simulation.relay_books import RelayBooks, name_of
 from fedsender.simulation.relay_checks import Files, RelayChecks
 from fedsender.simulation.relay_links import Links
 from fedsender.simulation.relay_steps import Steps, flip_bit
-from fedsender.simulation.virtual import derived, now_ms
+from fedsender.testing.clock import derived, now_ms
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_consumer import Manners, SimulatedConsumer
 from fedsender.simulation.relay_homeserver import SERVER, RelayHomeserver
 from fedsender.simulation.relay_station import RelayStation
-from fedsender.simulation.virtual import derived
+from fedsender.testing.clock import derived
 
 HEALED_S: Final = 4 * 3600.0
 """All must be level so long after the world was healed."""

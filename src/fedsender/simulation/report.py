@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fedsender.demo.attacks import ATTACKS
 from fedsender.sender.failure import Outcome
 from fedsender.simulation.evidence import Violation
+from fedsender.testing.attacks import ATTACKS
 
 TRANSACTIONS_PER_CRASH = 500
 PDUS_PER_SERVER_AND_DAY = 20.0

@@ -1,8 +1,8 @@
 """Where the simulated servers are to be found: every way that server discovery knows."""
 
 from fedsender.outside import RecordType
-from fedsender.simulation.internet import Internet
 from fedsender.simulation.receiver import RemoteServer, Site
+from fedsender.testing.network import Internet
 
 HTTPS = 443
 FEDERATION = 8448

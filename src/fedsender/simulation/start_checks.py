@@ -4,7 +4,7 @@ import trio
 
 from fedsender.daemon import Daemon
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.virtual import now_ms
+from fedsender.testing.clock import now_ms
 
 LOOKS_S = (5.0, 60.0, 300.0)
 """So long after a start it is looked at: the last time everybody must have been tried."""

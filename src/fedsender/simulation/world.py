@@ -10,8 +10,6 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.config import Config, from_values
-from fedsender.demo.events import Signer
-from fedsender.demo.rules import Origin
 from fedsender.outside import Outside
 from fedsender.simulation.books import Books
 from fedsender.simulation.commit_checks import CommitChecks
@@ -19,15 +17,17 @@ from fedsender.simulation.disasters import SECRET_CONTENT, Replication
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.inspection import Inspector
-from fedsender.simulation.internet import DaemonNetwork, Internet
 from fedsender.simulation.ledger_checks import LedgerChecks
 from fedsender.simulation.lives import CrashPlan
 from fedsender.simulation.manners import HONEST, dealt
 from fedsender.simulation.memory_checks import MemoryChecks
 from fedsender.simulation.receiver import RemoteServer, Site
 from fedsender.simulation.sites import make_site, publish
-from fedsender.simulation.virtual import Trace, derived, now_ms
 from fedsender.simulation.wire_checks import WireChecks
+from fedsender.testing.clock import Trace, derived, now_ms
+from fedsender.testing.network import Internet, MemoryNetwork
+from fedsender.testing.rooms import Signer
+from fedsender.testing.rules import Origin
 
 T = TypeVar("T")
 
@@ -204,7 +204,7 @@ def _outside_of_homeserver(size: Size, internet: Internet) -> Outside:
         await trio.lowlevel.checkpoint()
         return function()
 
-    network = DaemonNetwork(internet)
+    network = MemoryNetwork(internet)
     return Outside(
         now_ms=now_ms, random=rng, entropy=rng.randbytes, run_sync=run_sync, network=network
     )

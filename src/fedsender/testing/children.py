@@ -76,8 +76,8 @@ class Child:
 
 @asynccontextmanager
 async def open_child(module: str) -> AsyncIterator[Child]:
-    """`python -m fedsender.<module>`, for as long as the body runs."""
-    command = [sys.executable, "-m", f"fedsender.{module}"]
+    """`python -m MODULE`, for as long as the body runs."""
+    command = [sys.executable, "-m", module]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     async with trio.open_nursery() as nursery:
         run = partial(trio.run_process, command, check=False, **pipes)

@@ -15,6 +15,8 @@ from typing import Protocol
 import orjson
 import trio
 
+from fedsender.testing.http import Ended, Play
+
 PIECE = 16_384
 """Bytes per write of an answer without end."""
 ENDLESS_BYTES = 64 * 2**20
@@ -60,6 +62,34 @@ def read_transaction(body: bytes, number: int) -> Incoming:
         document = {}
     pdus, edus = len(document.get("pdus", ())), len(document.get("edus", ()))
     return Incoming(pdus, pdus + edus, number)
+
+
+def play(attack: Attack, incoming: Incoming) -> Play:
+    """The attack as a reply; a proper answer in it is noticed as such."""
+
+    async def played(stream: Stream, ended: Ended) -> bool:
+        return await attack(_Overheard(stream, ended), incoming)
+
+    return played
+
+
+class _Overheard:
+    """A stream that tells with which status an answer begins, and whether it is a proper one."""
+
+    def __init__(self, stream: Stream, ended: Ended) -> None:
+        self._stream = stream
+        self._ended: Ended | None = ended
+        self._begun = b""
+
+    async def send_all(self, data: bytes) -> None:
+        if self._ended is not None:
+            self._begun = (self._begun + data)[: len(OK)]
+            proper = self._begun == OK
+            if proper or not OK.startswith(self._begun):
+                digits = self._begun[9:12]
+                self._ended(int(digits) if digits.isdigit() else None, proper)
+                self._ended = None
+        await self._stream.send_all(data)
 
 
 def answer(status: int, body: bytes, *headers: str) -> bytes:

@@ -81,6 +81,17 @@ class Origin:
     keys: Mapping[str, Ed25519PublicKey]
 
 
+SEND = "/_matrix/federation/v1/send/"
+
+
+def check_request(method: str, headers: Mapping[str, str]) -> None:
+    """Raises Broken for a transaction that comes by another method, or as something else."""
+    if method != "PUT":
+        raise Broken("request", f"method {method}")
+    if headers.get("content-type") != "application/json":
+        raise Broken("request", f"content-type {headers.get('content-type')}")
+
+
 # --- who sent it ----------------------------------------------------------------------------------
 
 _PARAMETER = re.compile(r'\s*([A-Za-z0-9_-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s",]+))\s*(?:,|$)')
@@ -195,7 +206,7 @@ def pdu_reader(room_version_of: Callable[[str], str]) -> PduReader:
             raise Broken("pdu", str(error)) from None
         claimed = event.get("hashes", {}).get("sha256", "")
         whole = b64decode(claimed + "==") == content_hash
-        if not whole and redact(event, version) != _unsigned_apart(event):
+        if not whole and redact(event, version) != unsigned_apart(event):
             raise Broken("content hash", f"{event_id} is neither whole nor redacted")
         return ReceivedPdu(event_id, room_id, str(event.get("type")), whole)
 
@@ -211,7 +222,8 @@ def _hashed(event: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in event.items() if key not in left_out}
 
 
-def _unsigned_apart(event: Mapping[str, Any]) -> dict[str, Any]:
+def unsigned_apart(event: Mapping[str, Any]) -> dict[str, Any]:
+    """An event without what its homeserver alone says of it."""
     return {key: value for key, value in event.items() if key != "unsigned"}
 
 
@@ -227,8 +239,20 @@ def read_transaction(body: bytes, origin: str, read_pdu: PduReader) -> Contents:
     """Check a transaction's body and say what is in it.
 
     Raises:
-        Broken: not canonical, a member missing or of the wrong type, above 50 PDUs or 100 EDUs,
-            a PDU above 65,536 bytes, or one that holds what peers must not see.
+        Broken: as `open_transaction`; or a PDU above 65,536 bytes, or one that holds what peers
+            must not see.
+    """
+    pdus, edus = open_transaction(body, origin)
+    return Contents(
+        tuple(_check_pdu(pdu, read_pdu) for pdu in pdus), tuple(_check_edu(edu) for edu in edus)
+    )
+
+
+def open_transaction(body: bytes, origin: str) -> tuple[list[Any], list[Any]]:
+    """The PDUs and EDUs in a transaction's body.
+
+    Raises:
+        Broken: not canonical, a member missing or of the wrong type, above 50 PDUs or 100 EDUs.
     """
     try:
         document = orjson.loads(body)
@@ -246,9 +270,7 @@ def read_transaction(body: bytes, origin: str, read_pdu: PduReader) -> Contents:
         raise Broken("body", "pdus or edus is no list")
     if len(pdus) > MAX_PDUS or len(edus) > MAX_EDUS:
         raise Broken("limits", f"{len(pdus)} PDUs and {len(edus)} EDUs")
-    return Contents(
-        tuple(_check_pdu(pdu, read_pdu) for pdu in pdus), tuple(_check_edu(edu) for edu in edus)
-    )
+    return pdus, edus
 
 
 def _check_canonical(body: bytes, document: dict[str, Any]) -> None:
@@ -266,10 +288,15 @@ def _check_pdu(pdu: object, read_pdu: PduReader) -> ReceivedPdu:
     unsigned = pdu.get("unsigned", {})
     if not isinstance(unsigned, dict) or unsigned.keys() & {"age", "age_ts", "transaction_id"}:
         raise Broken("pdu", f"unsigned with {sorted(unsigned)}")
-    size = len(orjson.dumps(_unsigned_apart(pdu)))
+    check_size(pdu)
+    return read_pdu(pdu)
+
+
+def check_size(pdu: Mapping[str, Any]) -> None:
+    """Raises Broken for a PDU above 65,536 bytes."""
+    size = len(orjson.dumps(unsigned_apart(pdu)))
     if size > MAX_PDU_BYTES:
         raise Broken("limits", f"a PDU of {size} bytes")
-    return read_pdu(pdu)
 
 
 def _check_edu(edu: object) -> str:

@@ -19,21 +19,22 @@ from pathlib import Path
 import orjson
 import trio
 
-from fedsender.demo.certificates import Authority
-from fedsender.demo.rules import (
+from fedsender.testing.certificates import Authority
+from fedsender.testing.http import SILENCE, Conversation, Reply, Request, TlsStream
+from fedsender.testing.rules import (
+    SEND,
     Broken,
     Contents,
     Origin,
     PduReader,
     ReceivedPdu,
     Violations,
+    check_request,
     check_signature,
     parse_authorization,
     read_transaction,
 )
-from fedsender.demo.wire import Conversation, Reply, Request
 
-SEND = "/_matrix/federation/v1/send/"
 VERSION = "/_matrix/federation/v1/version"
 REMEMBERED_IDS = 1_000
 """Transaction ids per origin whose answers are kept, so that a repeat gets the same one."""
@@ -150,6 +151,14 @@ class _Failure:
 
 
 @dataclass(slots=True)
+class _Arrival:
+    """A transaction under way: who says to have sent it, and what is in it once it is checked."""
+
+    origin: str
+    contents: Contents | None = None
+
+
+@dataclass(slots=True)
 class _Correspondence:
     """What one server remembers of one origin.
 
@@ -188,6 +197,7 @@ class ReceivingServer:
         self.counts: Counter[str] = Counter()
         self._peers = peers
         self._correspondences: dict[str, _Correspondence] = {}
+        self._arrivals: dict[Request, _Arrival] = {}
         self._listening = False
         self._changed = trio.Event()
         self._heard = trio.Event()
@@ -238,7 +248,7 @@ class ReceivingServer:
 
     async def _converse(self, context: ssl.SSLContext, stream: trio.SocketStream) -> None:
         self.counts["connections"] += 1
-        await Conversation(stream, context, self).run()
+        await Conversation(TlsStream(stream, context), self).run()
 
     # --- one request, called by its connection ----------------------------------------------------
 
@@ -246,8 +256,9 @@ class ReceivingServer:
         """Its head is there: from now on it is in flight."""
         if not request.target.startswith(SEND):
             return
-        request.origin = self._claimed_origin(request)
-        with_origin = self._with(request.origin)
+        origin = self._claimed_origin(request)
+        self._arrivals[request] = _Arrival(origin)
+        with_origin = self._with(origin)
         with_origin.in_flight += 1
         if with_origin.in_flight > 1:
             self._violated("overlap", f"{with_origin.in_flight} in flight: {request.target}")
@@ -261,14 +272,12 @@ class ReceivingServer:
             with_origin.failure = None
         with_origin.woken = with_origin.killed = False
 
-    def request_ended(self, request: Request, status: int | None, at: float) -> None:
-        """An answer has begun to leave (`status`, at `at`), or the client has gone (None).
-
-        Called exactly once for each request that began.
-        """
-        if request.origin is None:
+    def request_ended(self, request: Request, status: int | None) -> None:
+        """An answer begins to leave (`status`), or the client has gone (None)."""
+        arrival = self._arrivals.pop(request, None)
+        if arrival is None:
             return
-        with_origin = self._with(request.origin)
+        with_origin = self._with(arrival.origin)
         with_origin.in_flight -= 1
         transaction_id = request.target.removeprefix(SEND)
         repeat = transaction_id in with_origin.answers
@@ -282,18 +291,20 @@ class ReceivingServer:
             before = with_origin.failure
             same = before is not None and before.transaction_id == transaction_id
             times = before.times + 1 if before is not None and same else 1
-            with_origin.failure = _Failure(transaction_id, digest, status, at, times)
-        if request.contents is not None:
-            self._record(request, request.contents, status, repeat=repeat)
+            now = trio.current_time()
+            with_origin.failure = _Failure(transaction_id, digest, status, now, times)
+        if arrival.contents is not None:
+            self._record(request, arrival.origin, arrival.contents, status, repeat=repeat)
 
     def reply_to(self, request: Request) -> Reply:
         """What this server does with a request that is there in whole."""
         if request.target == VERSION and request.method == "GET":
             return Reply(200, b'{"server":{"name":"demo","version":"1"}}')
-        if request.origin is None:
+        arrival = self._arrivals.get(request)
+        if arrival is None:
             return Reply(404, b'{"errcode":"M_UNRECOGNIZED","error":"not here"}')
         try:
-            request.contents = self._check(request)
+            arrival.contents = self._check(request)
         except Broken as broken:
             self._violated(broken.rule, broken.detail)
             status = 401 if broken.rule in ("authorization", "signature") else 400
@@ -302,22 +313,17 @@ class ReceivingServer:
         request.processed = behaviour.processes
         body = behaviour.body
         if body is None:
-            body = orjson.dumps({"pdus": {pdu.event_id: {} for pdu in request.contents.pdus}})
+            body = orjson.dumps({"pdus": {pdu.event_id: {} for pdu in arrival.contents.pdus}})
         # One that has just gone down may still have this connection open; it says no more.
-        speaks = behaviour.answers and behaviour.listens
-        return Reply(
-            behaviour.status if speaks else None,
-            body,
-            after=behaviour.latency,
-            retry_after=behaviour.retry_after,
-        )
+        if not (behaviour.answers and behaviour.listens):
+            return SILENCE
+        wait = behaviour.retry_after
+        headers = {} if wait is None else {"Retry-After": wait}
+        return Reply(behaviour.status, body, after=behaviour.latency, headers=headers)
 
     def _check(self, request: Request) -> Contents:
         """Hold the request against every rule; raises Broken."""
-        if request.method != "PUT":
-            raise Broken("request", f"method {request.method}")
-        if request.headers.get("content-type") != "application/json":
-            raise Broken("request", f"content-type {request.headers.get('content-type')}")
+        check_request(request.method, request.headers)
         parameters = parse_authorization(request.headers.get("authorization", ""))
         origin = self._peers.origins.get(parameters["origin"])
         if origin is None:
@@ -349,7 +355,13 @@ class ReceivingServer:
             return ""
 
     def _record(
-        self, request: Request, contents: Contents, status: int | None, *, repeat: bool
+        self,
+        request: Request,
+        origin: str,
+        contents: Contents,
+        status: int | None,
+        *,
+        repeat: bool,
     ) -> None:
         processed = request.processed and status == 200
         self.counts["attempts"] += 1
@@ -360,7 +372,7 @@ class ReceivingServer:
             self._take_in(contents.pdus)
         transaction = ReceivedTransaction(
             server=self.name,
-            origin=request.origin or "",
+            origin=origin,
             transaction_id=request.target.removeprefix(SEND),
             pdus=contents.pdus,
             edu_types=contents.edu_types,
