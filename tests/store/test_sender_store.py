@@ -1,11 +1,12 @@
 """The sender's own tables: what must outlive a restart."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
+from sqlalchemy import Column, Connection
 from tests.servers import Databases
 from tests.store.conftest import NewUrl
 
@@ -15,6 +16,7 @@ from fedsender.sender.isolation import Search, Turn
 from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.store.sender import CatchUp, FrozenRecord, Redelivery
+from fedsender.store.statements import having_rows
 
 ONE, TWO = "one.example", "two.example"
 
@@ -96,8 +98,17 @@ async def test_a_catch_up_goes_on_where_it_stood(store: SenderStore) -> None:
     assert await store.catch_up(ONE) == CatchUp(30, False, {})
 
 
-async def test_what_is_on_record_of_several_is_asked_together(store: SenderStore) -> None:
+async def test_what_is_on_record_of_several_is_asked_together(
+    store: SenderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And each is told its own, also those of whom there is nothing."""
+    looks: list[int] = []
+
+    def counted(connection: Connection, key: Column[str], wanted: Sequence[str]) -> set[str]:
+        looks.append(len(wanted))
+        return having_rows(connection, key, wanted)
+
+    monkeypatch.setattr("fedsender.store.engine.having_rows", counted)
     names = [ONE, TWO, "three.example"]
     await store.begin_catch_up(ONE, 10, newest_only=False)
     await store.catch_up_sent(ONE, {"!a:x": 15})
@@ -121,6 +132,7 @@ async def test_what_is_on_record_of_several_is_asked_together(store: SenderStore
         (None, {"$held"}, [Redelivery(TWO, "$again", "!a:x", 4)]),
         (None, set(), []),
     ]
+    assert looks == [3, 3]
 
 
 async def quarantine(store: SenderStore, destination: str | None, event_id: str) -> int:

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, bindparam, func, select
 from fedsender.facts import RelayRow
 from fedsender.pipeline.database import Source
 from fedsender.store import embedded, positions, tables
-from fedsender.store.rows import in_chunks, insert_rows
+from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
 PRUNED: Final = "pruned"

@@ -21,7 +21,7 @@ from fedsender.store import positions, tables
 from fedsender.store.event_rows import auth_memberships, json_object, membership_in
 from fedsender.store.records import EventRow
 from fedsender.store.room_servers import joined_now, memberships_of, partial_rooms
-from fedsender.store.rows import in_chunks
+from fedsender.store.statements import in_chunks
 
 if TYPE_CHECKING:
     import pyarrow

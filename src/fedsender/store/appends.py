@@ -11,7 +11,7 @@ from sqlalchemy import Connection, bindparam, delete, select
 
 from fedsender.facts import KeyReused, Outdated, RelayRow, RoomServers, ServersRow
 from fedsender.store import positions, room_servers, tables
-from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows
+from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows
 
 KEPT_MS: Final = 24 * 3600 * 1000
 """A key is known for so long at least."""

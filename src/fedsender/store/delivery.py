@@ -25,7 +25,7 @@ from sqlalchemy import (
 
 from fedsender.store import tables
 from fedsender.store.records import Lagging
-from fedsender.store.rows import in_chunks, insert_rows
+from fedsender.store.statements import in_chunks, insert_rows
 
 destinations = tables.destinations
 destination_rooms = tables.destination_rooms

@@ -32,7 +32,7 @@ from fedsender.store.records import (
     Receipt,
 )
 from fedsender.store.room_servers import servers_now
-from fedsender.store.rows import in_chunks, insert_rows
+from fedsender.store.statements import in_chunks, insert_rows
 
 MAX_POKES = 500
 """So many rows are looked at for one transaction; what repeats among them is sent once."""

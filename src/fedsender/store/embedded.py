@@ -15,7 +15,7 @@ from fedsender.facts import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, 
 from fedsender.store import positions, tables
 from fedsender.store.engine import StoreError
 from fedsender.store.records import DevicePoke, Receipt
-from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows, upsert
+from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows, upsert
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 # Room versions 1 to 12; the number only matters to a Synapse, and only as "not NULL".

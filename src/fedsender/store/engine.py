@@ -48,7 +48,7 @@ from fedsender.store.connections import (
     words,
 )
 from fedsender.store.group_commit import Batches, Job, StoreClosed, run_reads, run_writes
-from fedsender.store.rows import having_rows
+from fedsender.store.statements import having_rows
 
 __all__ = [
     "Database",

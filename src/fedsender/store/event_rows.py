@@ -20,7 +20,7 @@ from sqlalchemy import (
 from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.records import EventRow
-from fedsender.store.rows import MAX_PARAMETERS, in_chunks
+from fedsender.store.statements import MAX_PARAMETERS, in_chunks
 
 
 def json_object(text: str | None) -> dict[str, Any]:

@@ -65,7 +65,7 @@ from fedsender.store.records import (
     StoredEvent,
 )
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
-from fedsender.store.rows import in_chunks, insert_rows, replace_rows, upsert
+from fedsender.store.statements import in_chunks, insert_rows, replace_rows, upsert
 from fedsender.streams import HostsRow, RedactionRow
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
@@ -614,7 +614,7 @@ class HomeserverStore:
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
         """The servers whose backoff `writer` changed, by its rows of the `caches` stream with
-        after < stream id <= upto. None where there is no such stream."""
+        after < stream id <= upto. Empty where there is no such stream."""
         if not self._tells_caches:
             return []
         query = text(

@@ -19,7 +19,7 @@ import fedsender
 from fedsender.store import tables
 from fedsender.store.engine import Database, StoreError, WrongDatabase
 from fedsender.store.lock import Lock, tables_held
-from fedsender.store.rows import insert_rows
+from fedsender.store.statements import insert_rows
 
 if TYPE_CHECKING:
     from alembic.config import Config

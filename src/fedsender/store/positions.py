@@ -12,7 +12,7 @@ from sqlalchemy import Connection, ScalarSelect, bindparam, delete, func, select
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
 from fedsender.store.records import History
-from fedsender.store.rows import replace_rows, upsert
+from fedsender.store.statements import replace_rows, upsert
 
 positions = tables.federation_stream_position
 

@@ -69,7 +69,7 @@ from fedsender.store.engine import (
 )
 from fedsender.store.lock import AdvisoryLock, FileLock, Lock, LockHeld
 from fedsender.store.migrations import bring_up_to_date, claim_store
-from fedsender.store.rows import MAX_PARAMETERS, in_chunks, insert_rows, replace_rows
+from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows, replace_rows
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 
 T = TypeVar("T")

@@ -55,7 +55,7 @@ from fedsender.facts import BadRow, DeviceListRow, SigningKeyRow, ToDeviceRow, p
 from fedsender.snapshot import PARTS, Row, part_of
 from fedsender.store import embedded, positions, tables
 from fedsender.store.records import STANDS_ABOVE, History
-from fedsender.store.rows import in_chunks, insert_rows
+from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
 ROWS = 1000

@@ -18,7 +18,7 @@ from fedsender.matrix import server_of
 from fedsender.store import tables
 from fedsender.store.event_rows import json_object, membership_in
 from fedsender.store.records import EventRow, Hosts, HostsUnknown
-from fedsender.store.rows import in_chunks
+from fedsender.store.statements import in_chunks
 
 # Synapse starts a full copy of the state after 100 differences; more is a broken chain.
 MAX_CHAIN = 1_000

@@ -44,7 +44,7 @@ from fedsender.store.records import (
     Redelivery,
     StoredGeneration,
 )
-from fedsender.store.rows import in_chunks, insert_rows, replace_rows
+from fedsender.store.statements import in_chunks, insert_rows, replace_rows
 
 __all__ = [
     "CatchUp",

@@ -1,4 +1,4 @@
-"""Rows in the dialect of either database: functions of a connection."""
+"""Statements in the dialect of either database: functions of a connection."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
