@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from tests.benchmarks import relay
 from typer.core import TyperGroup
 
-from fedsender import limits, outside
+from fedsender import bench, limits, outside
 from fedsender.admin import access, http1
 from fedsender.cli import app
 from fedsender.config import Federation, Ledger, Sending, files
@@ -56,6 +57,17 @@ def test_commands_and_their_options_exist(page: Path) -> None:
             option = re.match(r"\[?(--[a-z-]+)", word)
             if option is not None and command.name != "pipeline":
                 assert option.group(1) in {*known, "--help"}, f"{page.name}: {' '.join(words)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_benchmarks_exist(page: Path) -> None:
+    text = page.read_text()
+    for name in re.findall(r"\bfedsender bench ([a-z][\w-]*)|\| `bench ([\w-]+)", text):
+        assert "".join(name) in bench.BENCHES, f"{page.name}: bench {''.join(name)}"
+    for name in re.findall(r"\| `relay ([\w-]+)|benchmarks\.relay ([a-z]\w*)", text):
+        assert "".join(name) in relay.BENCHES, f"{page.name}: relay {''.join(name)}"
+    for name in re.findall(r"python -m tests\.benchmarks\.(\w+)", text):
+        assert (ROOT / f"tests/benchmarks/{name}.py").exists(), f"{page.name} runs {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -11,7 +11,7 @@ taking turns with it, and says how many times the floor it costs.
 
 import argparse
 import cProfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -22,14 +22,14 @@ import trio
 
 from fedsender.bench.meter import Options, machine
 from fedsender.console import say, say_json
-from fedsender.testing.children import BenchFailed
+from fedsender.testing.children import BenchFailed, texts_of
 
-__all__ = ["Options", "main", "run_bench"]
+__all__ = ["Bench", "Options", "main", "run_bench"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Bench:
-    """Where a benchmark is, and the size at which its figure is quoted."""
+class Bench:
+    """A benchmark: its module has a function of its name. Its figure is quoted at this size."""
 
     module: str
     servers: int
@@ -37,30 +37,28 @@ class _Bench:
     rounds: int
 
 
-_BENCHES: Final = {
-    "floor": _Bench("floor", servers=20, events=200, rounds=10),
-    "fanout": _Bench("steady", servers=300, events=3, rounds=10),
-    "burst": _Bench("steady", servers=300, events=200, rounds=2),
-    "latency": _Bench("steady", servers=20, events=400, rounds=1),
-    "slow": _Bench("slow", servers=620, events=300, rounds=1),
-    "restart": _Bench("backlog", servers=10_000, events=1, rounds=1),
-    "replay": _Bench("backlog", servers=415, events=4_500, rounds=1),
-    "memory": _Bench("memory", servers=400, events=50, rounds=1),
-    "pipeline": _Bench("pipeline", servers=10_000, events=1_000_000, rounds=1),
+BENCHES: Final[Mapping[str, Bench]] = {
+    "floor": Bench("fedsender.bench.floor", servers=20, events=200, rounds=10),
+    "fanout": Bench("fedsender.bench.steady", servers=300, events=3, rounds=10),
+    "burst": Bench("fedsender.bench.steady", servers=300, events=200, rounds=2),
+    "latency": Bench("fedsender.bench.steady", servers=20, events=400, rounds=1),
+    "slow": Bench("fedsender.bench.slow", servers=620, events=300, rounds=1),
+    "restart": Bench("fedsender.bench.backlog", servers=10_000, events=1, rounds=1),
+    "replay": Bench("fedsender.bench.backlog", servers=415, events=4_500, rounds=1),
+    "memory": Bench("fedsender.bench.memory", servers=400, events=50, rounds=1),
+    "pipeline": Bench("fedsender.bench.pipeline", servers=10_000, events=1_000_000, rounds=1),
     # Events: records per size of request.
-    "append": _Bench("append", servers=1, events=20_000, rounds=3),
+    "append": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
     # The same: of a transaction.
-    "append-relay": _Bench("append", servers=1, events=20_000, rounds=3),
+    "append-relay": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
     # Events: appends.
-    "append-busy": _Bench("append", servers=300, events=2_000, rounds=1),
-    # Events are rooms, servers those in each room: 800,000 pairs.
-    "relay-fullsync": _Bench("relay_fullsync", servers=40, events=20_000, rounds=1),
-    "relay-fanout": _Bench("relay_fanout", servers=1, events=50_000, rounds=3),
+    "append-busy": Bench("fedsender.bench.append", servers=300, events=2_000, rounds=1),
 }
 
 
 def run_bench(
     name: str,
+    bench: Bench,
     *,
     servers: int | None = None,
     events: int | None = None,
@@ -78,20 +76,19 @@ def run_bench(
         profile: where to write what cProfile saw of the event loop's thread. Figures of such a run
             are only good for comparing its parts.
     """
-    bench = _BENCHES[name]
     options = Options(
         bench.servers if servers is None else servers,
         bench.events if events is None else events,
         bench.rounds if rounds is None else rounds,
         database,
     )
-    measure = getattr(import_module(f"fedsender.bench.{bench.module}"), name.replace("-", "_"))
+    measure = getattr(import_module(bench.module), name.replace("-", "_"))
     profiler = None if profile is None else cProfile.Profile()
     figures: dict[str, Any] | None = None
     try:
         figures = _run(measure, options, profiler)
     except* BenchFailed as group:
-        for text in _texts(group):
+        for text in texts_of(group):
             say(f"fedsender: bench {name}: {text}", error=True)
     if figures is None:
         return 1
@@ -111,31 +108,16 @@ def _run(measure: Measure, options: Options, profiler: cProfile.Profile | None) 
     return figures
 
 
-def _texts(group: BaseExceptionGroup[BaseException]) -> list[str]:
-    found: list[str] = []
-    for error in group.exceptions:
-        found += _texts(error) if isinstance(error, BaseExceptionGroup) else [str(error)]
-    return found
-
-
-_SOAK: Final = "soak"
-"""It is measured in minutes, watches another process, and may fail."""
-_EVENTS: Final = "events (floor: exchanges; append*, relay-*: records) a round"
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`fedsender bench`; its exit code."""
-    if arguments and arguments[0] == _SOAK:
-        code: int = import_module("fedsender.bench.soak").main(arguments[1:])
-        return code
-    parser = argparse.ArgumentParser(
-        prog="fedsender bench",
-        description=__doc__.split("\n")[0],
-        epilog=f"{_SOAK} has options of its own: fedsender bench {_SOAK} --help",
-    )
-    parser.add_argument("name", choices=[*_BENCHES, _SOAK])
+def main(
+    arguments: Sequence[str],
+    benches: Mapping[str, Bench] = BENCHES,
+    command: str = "fedsender bench",
+) -> int:
+    """`command` with these arguments, to run one of `benches`; its exit code."""
+    parser = argparse.ArgumentParser(prog=command, description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=benches)
     parser.add_argument("--servers", type=_positive, help="receiving servers")
-    parser.add_argument("--events", type=_positive, help=_EVENTS)
+    parser.add_argument("--events", type=_positive, help="events (floor: exchanges) a round")
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")
     parser.add_argument("--database", metavar="URL", help="append*: an empty PostgreSQL database")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a cProfile there")
@@ -145,6 +127,7 @@ def main(arguments: Sequence[str]) -> int:
         return int(ended.code or 0)
     return run_bench(
         options.name,
+        benches[options.name],
         servers=options.servers,
         events=options.events,
         rounds=options.rounds,

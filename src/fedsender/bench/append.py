@@ -20,7 +20,6 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
 from fedsender.bench.messages import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, median, percentile
-from fedsender.bench.relay_fanout import row
 from fedsender.bench.stage import VERIFY_EVERY, Servers, open_stage, quiet
 from fedsender.bench.steady import WARM_UP
 from fedsender.config import Config, Log, from_values
@@ -34,6 +33,7 @@ from fedsender.outside import real_outside
 from fedsender.store import appends
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
 from fedsender.store.relay import RelayStore, open_relay_store
+from fedsender.streams import Json
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
@@ -46,6 +46,21 @@ _TOKEN: Final = "of this run"
 _SERVER: Final = "relay.test"
 _EVERY_S: Final = 0.5
 """Between two messages to all servers."""
+_BODY: Final = "x" * 600
+
+
+def row(number: int) -> Json:
+    """A message of about 1 KB."""
+    event: dict[str, Json] = {
+        "type": "m.room.message",
+        "room_id": "!room:relay.test",
+        "sender": "@user:relay.test",
+        "origin_server_ts": 1_790_000_000_000 + number,
+        "depth": number,
+        "prev_events": [f"$event{number - 1}"],
+        "content": {"msgtype": "m.text", "body": _BODY},
+    }
+    return ["pdu", ["!room:relay.test", f"$event{number}", event, {"room_version": "11"}]]
 
 
 async def append(options: Options) -> dict[str, Any]:

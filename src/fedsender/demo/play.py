@@ -26,6 +26,7 @@ from fedsender.demo.verdict import Ledger, Verdict, judge, read_ledger, still_ow
 from fedsender.intake.client import IntakeClient
 from fedsender.outside import Outside, real_outside
 from fedsender.telemetry import configure_logging
+from fedsender.testing.children import texts_of
 from fedsender.testing.receiver import Receivers, open_receivers
 from fedsender.testing.rules import Origin, pdu_reader
 
@@ -92,7 +93,7 @@ def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> in
             return trio.run(run_hostile, options.servers, options.seconds, rng, directory, report)
         return trio.run(_run, options, directory, report)
     except* DaemonDied as group:
-        for text in _texts(group):
+        for text in texts_of(group):
             report.say("daemon", failed=text)
     return 1
 
@@ -120,14 +121,6 @@ def _directory(keep: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="fedsender-demo-") as name:
         yield Path(name)
-
-
-def _texts(group: BaseExceptionGroup[BaseException]) -> Iterator[str]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _texts(error)
-        else:
-            yield str(error)
 
 
 # --- the stage ------------------------------------------------------------------------------------

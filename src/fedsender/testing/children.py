@@ -23,6 +23,14 @@ class BenchFailed(Exception):
     """The run came to no figures; the text says why."""
 
 
+def texts_of(group: BaseExceptionGroup[BaseException]) -> list[str]:
+    """What each exception in it says."""
+    found: list[str] = []
+    for error in group.exceptions:
+        found += texts_of(error) if isinstance(error, BaseExceptionGroup) else [str(error)]
+    return found
+
+
 MAX_LINE = 64 * 2**20
 ENDING_SECONDS = 5.0
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import trio
+from tests.benchmarks.soak_servers import Servers, cast
+from tests.benchmarks.soak_traffic import Traffic
+from tests.benchmarks.soak_trend import Sample
 
-from fedsender.bench.soak_servers import Servers, cast
-from fedsender.bench.soak_traffic import Traffic
-from fedsender.bench.soak_trend import Sample
 from fedsender.demo import process
 from fedsender.demo.homeserver import Homeserver
 from fedsender.demo.process import DaemonProcess, open_daemon_process

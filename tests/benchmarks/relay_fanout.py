@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import trio
 
+from fedsender.bench.append import row
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.config import Config, Log, from_values, parse_address
 from fedsender.facts import prepare
@@ -20,7 +21,6 @@ from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.server import close, listen
 from fedsender.replication.wire import SEND_PIECE
-from fedsender.streams import Json
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
@@ -29,24 +29,9 @@ SERVER: Final = "hs.example"
 PATIENCE_S: Final = 600.0
 _ROW: Final = b"\nRDATA events "
 _SEAM: Final = len(_ROW) - 1
-_BODY: Final = "x" * 600
 
 
-def row(number: int) -> Json:
-    """A message of about 1 KB."""
-    event: dict[str, Json] = {
-        "type": "m.room.message",
-        "room_id": "!room:relay.test",
-        "sender": "@user:relay.test",
-        "origin_server_ts": 1_790_000_000_000 + number,
-        "depth": number,
-        "prev_events": [f"$event{number - 1}"],
-        "content": {"msgtype": "m.text", "body": _BODY},
-    }
-    return ["pdu", ["!room:relay.test", f"$event{number}", event, {"room_version": "11"}]]
-
-
-async def relay_fanout(options: Options) -> dict[str, Any]:
+async def fanout(options: Options) -> dict[str, Any]:
     """Lines per second in total, by how many consumers there are.
 
     `options.events` is how many records of about 1 KB each of them gets.
@@ -59,7 +44,7 @@ async def relay_fanout(options: Options) -> dict[str, Any]:
         try:
             async with (
                 open_relay(config, real_outside(), doors) as relay,
-                open_child("fedsender.bench.relay_fanout") as child,
+                open_child("tests.benchmarks.relay_fanout") as child,
             ):
                 await _fill(relay, options.events)
                 for consumers in CONSUMERS:

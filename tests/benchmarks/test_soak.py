@@ -6,10 +6,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-
-from fedsender.bench import main
-from fedsender.bench.soak_servers import PARTS, cast
-from fedsender.bench.soak_trend import Sample, growth, trend
+from tests.benchmarks.soak import main
+from tests.benchmarks.soak_servers import PARTS, cast
+from tests.benchmarks.soak_trend import Sample, growth, trend
 
 
 def run_of(
@@ -92,7 +91,7 @@ def test_a_soak_of_seconds_sends_every_kind_and_loses_nothing(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """With servers that refuse, that are silent, that fail, and one that comes and goes."""
-    code = main(["soak", "--minutes", "0.1", "--servers", "8", "--dead", "0.5", "--rate", "20"])
+    code = main(["--minutes", "0.1", "--servers", "8", "--dead", "0.5", "--rate", "20"])
     out, err = capfd.readouterr()
     figures = json.loads(out)
     assert (code, figures["broken"], figures["judged"]) == (0, [], False), err
@@ -106,11 +105,11 @@ def test_a_directory_to_keep_that_has_something_in_it_is_refused(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "mine").touch()
-    assert main(["soak", "--keep", str(tmp_path)]) == 1
+    assert main(["--keep", str(tmp_path)]) == 1
     assert "is not empty" in capfd.readouterr().err
 
 
 def test_what_makes_no_sense_is_a_usage_error(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["soak", "--dead", "1.5"]) == 2
-    assert main(["soak", "--minutes", "0"]) == 2
+    assert main(["--dead", "1.5"]) == 2
+    assert main(["--minutes", "0"]) == 2
     assert "--dead must be a share" in capfd.readouterr().err

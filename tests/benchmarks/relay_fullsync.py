@@ -40,7 +40,7 @@ WRITE_EVERY_S: Final = 0.01
 _BODY: Final = "x" * 400
 
 
-async def relay_fullsync(options: Options) -> dict[str, Any]:
+async def fullsync(options: Options) -> dict[str, Any]:
     """Seconds for the making, fetching and loading of a snapshot, and its size."""
     rooms, servers = options.events, options.servers
     with TemporaryDirectory(prefix="fedsender-bench-") as name:

@@ -7,6 +7,7 @@ process is the homeserver and all receiving servers, which hold each transaction
 
 import argparse
 import resource
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ from typing import Any, Final
 import httpx
 import orjson
 import trio
+from tests.benchmarks.soak_stage import START_S, Run, SoakOptions, open_run
+from tests.benchmarks.soak_trend import JUDGED_S, MAX_GROWTH_MB, MAX_RISE, Sample, Trend, trend
 
 from fedsender import ledger as ledger_files
 from fedsender.bench.meter import cpu_s_of, machine
-from fedsender.bench.soak_stage import START_S, Run, SoakOptions, open_run
-from fedsender.bench.soak_trend import JUDGED_S, MAX_GROWTH_MB, MAX_RISE, Sample, Trend, trend
 from fedsender.config import Log
 from fedsender.console import say, say_json
 from fedsender.demo import process
@@ -30,7 +31,7 @@ from fedsender.demo.process import DaemonDied, own_and_rss_kb
 from fedsender.demo.verdict import Ledger, judge, read_ledger, still_owed, unrecorded
 from fedsender.outside import real_outside
 from fedsender.telemetry import configure_logging
-from fedsender.testing.children import BenchFailed
+from fedsender.testing.children import BenchFailed, texts_of
 
 SAMPLE_S: Final = 10.0
 SAMPLES: Final = 12
@@ -47,9 +48,9 @@ SHOWN: Final = 10
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`fedsender bench soak`; its exit code."""
+    """`python -m tests.benchmarks.soak`; its exit code."""
     parser = argparse.ArgumentParser(
-        prog="fedsender bench soak",
+        prog="python -m tests.benchmarks.soak",
         description="The daemon under steady mixed traffic: does its memory grow, does a"
         " transaction cost more and more?",
         epilog=f"The daemon's own memory must grow by less than {MAX_GROWTH_MB:g} MB per 10 minutes"
@@ -92,8 +93,8 @@ def run_soak(options: SoakOptions) -> int:
         with _directory(options.keep) as directory:
             figures = trio.run(_soak, options, directory)
     except* (BenchFailed, DaemonDied) as group:
-        for text in _texts(group):
-            _say(f"fedsender: bench soak: {text}")
+        for text in texts_of(group):
+            _say(f"soak: {text}")
     if figures is None:
         return 1
     say_json({"bench": "soak", **figures, **machine()})
@@ -102,11 +103,6 @@ def run_soak(options: SoakOptions) -> int:
 
 def _say(text: str) -> None:
     say(text, error=True)
-
-
-def _texts(group: BaseExceptionGroup[BaseException]) -> Iterator[str]:
-    for error in group.exceptions:
-        yield from _texts(error) if isinstance(error, BaseExceptionGroup) else [str(error)]
 
 
 def _allow_files(count: int) -> None:
@@ -148,7 +144,7 @@ async def _soak(options: SoakOptions, directory: Path) -> dict[str, Any]:
         _show(run, seen)
         broken = await _end(run)
     for text in (*seen.missed, *broken[:SHOWN]):
-        _say(f"fedsender: bench soak: {text}")
+        _say(f"soak: {text}")
     return _figures(run, seen, broken)
 
 
@@ -308,3 +304,7 @@ def _figures(run: Run, seen: Trend, broken: Sequence[str]) -> dict[str, Any]:
         "missed": list(seen.missed),
         "broken": list(broken[:SHOWN]),
     }
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
