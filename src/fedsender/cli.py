@@ -102,7 +102,6 @@ def _code_of(error: BaseException) -> int | None:
     from fedsender.config import ConfigError
     from fedsender.config.document import OUR_LACK, OutOfReach
     from fedsender.federation.signing import BadSigningKey
-    from fedsender.relay.daemon import LockLost
     from fedsender.replication.feed import InstanceTaken
     from fedsender.store import StoreError, WrongDatabase
 
@@ -112,7 +111,7 @@ def _code_of(error: BaseException) -> int | None:
         return USAGE
     if isinstance(error, AdminError):
         return USAGE if error.status in _USAGE_STATUSES else WRONG
-    spoken = StoreError | InstanceTaken | LockLost | OSError
+    spoken = StoreError | InstanceTaken | OSError
     return WRONG if isinstance(error, spoken) else None
 
 

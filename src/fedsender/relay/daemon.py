@@ -38,10 +38,6 @@ SAVE_S: Final = 5.0
 """For so long the end waits for a database that is away: what is stored is safe, if older."""
 
 
-class LockLost(Exception):
-    """Another relay may have taken over; this one must not go on."""
-
-
 @dataclass(frozen=True, slots=True)
 class RelayDaemon:
     """The parts of a running relay, for its endpoints and for tests."""
@@ -91,7 +87,7 @@ async def open_relay(
     Raises:
         LockHeld: another relay runs on the same SQLite.
         WrongDatabase, SchemaDiffers, DamagedLog, StoreError: the database cannot be used.
-        LockLost: (in the body, in a group) another relay may have taken over.
+        Elsewhere: (in the body, in a group) another relay may have taken over.
         OSError.
     """
     settings = config.relay
@@ -157,7 +153,7 @@ async def _holding(
     async def watch() -> None:
         while await store.holds():  # noqa: ASYNC110
             await trio.sleep(LOOK_EVERY_S)
-        raise LockLost("the database's lock was lost: another relay may have taken over")
+        raise Elsewhere(None)
 
     async with _running(watch):
         yield
@@ -165,13 +161,7 @@ async def _holding(
 
 @asynccontextmanager
 async def _open_log(opened: RelayLog) -> AsyncIterator[RelayLog]:
-    async def write() -> None:
-        try:
-            await opened.run()
-        except Elsewhere:
-            raise LockLost("another relay writes to the database") from None
-
-    async with _running(write):
+    async with _running(opened.run):
         yield opened
 
 

@@ -17,12 +17,13 @@ import trio
 from fedsender.admin.serving import Admin
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
+from fedsender.facts import Elsewhere
 from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
 from fedsender.orders import Orders
 from fedsender.outside import Outside, real_outside
 from fedsender.relay.admin_app import Parts, open_admin
-from fedsender.relay.daemon import LockLost, RelayDaemon, open_relay
+from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.server import Door, close, listen
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging
@@ -114,18 +115,11 @@ async def _run_until_told(
         while not orders.stop.is_set():
             try:
                 await _serve(run, config, open_doors)
-            except* LockLost as lost:
-                log.warning("relay_lock_lost", reason=str(_only(lost)))
+            except* Elsewhere:
+                log.warning("relay_lock_lost", reason="another relay may have taken over")
                 # One that waits has nothing to drain: told to stop, it ends at once.
                 orders.started = False
         nursery.cancel_scope.cancel()
-
-
-def _only(error: BaseException) -> BaseException:
-    """What is in a group, or in one within it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,6 @@ from sqlalchemy import (
 from fedsender.facts import (
     DeviceListRow,
     EduRow,
-    Elsewhere,
     RelayRow,
     RoomServers,
     ServersRow,
@@ -955,17 +954,14 @@ class RelayStore:
             await self._lock.release()
 
     async def _write(self, fn: Callable[[Connection], T]) -> T:
-        """As `Database.write`, but only while no other relay has begun. Raises StoreError.
+        """As `Database.write`, but only while no other relay has begun.
 
-        Who was replaced knows neither who follows now nor what they hold.
+        Raises StoreError; Elsewhere: this relay knows neither what follows nor who holds it.
         """
         epoch = self._epoch
 
         def write(connection: Connection) -> T:
-            try:
-                intake.check(connection, epoch)
-            except Elsewhere:
-                raise StoreError("another relay has taken the database over") from None
+            intake.check(connection, epoch)
             return fn(connection)
 
         return await self._database.write(write)
