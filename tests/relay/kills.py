@@ -272,6 +272,8 @@ class Campaign:
         await self.check_rooms()
         self.figures.first = (await self.client.position()).first or 0
         for relay in self.relays:
+            # One that was started just now does not hear a signal yet.
+            await relay.ask("GET", "/health")
             if code := await relay.stop():
                 self.figures.amiss.append(f"a relay ended with {code}")
             self.figures.amiss += relay.errors()
@@ -348,13 +350,18 @@ async def run_campaign(
     seconds: float = 3_600.0,
     postgres: Postgres | None = None,
 ) -> Figures:
-    """Kill so often, or for so long; what it came to. `postgres`: empty, and ours alone."""
+    """Kill so often, and each once at least, or for so long; what it came to.
+
+    `postgres`: empty, and ours alone.
+    """
     began = trio.current_time()
     async with open_campaign(directory, seed, postgres) as campaign:
         figures = campaign.figures
         async with trio.open_nursery() as nursery:
             nursery.start_soon(campaign.writers.run)
-            while figures.kills.total() < kills and trio.current_time() < began + seconds:
+            while trio.current_time() < began + seconds and (
+                figures.kills.total() < kills or len(figures.kills) < len(campaign.victims)
+            ):
                 await campaign.kill_some()
             campaign.writers.be_quiet()
         await campaign.finish()

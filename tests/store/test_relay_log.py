@@ -33,7 +33,7 @@ from fedsender.store import (
 )
 from fedsender.store.appends import NewRecord
 from fedsender.store.connections import WrongDatabase
-from fedsender.store.engine import StoreError, open_database
+from fedsender.store.engine import open_database
 from fedsender.store.lock import LockHeld
 from fedsender.store.relay import (
     KEEP_LEFT_MS,
