@@ -9,7 +9,7 @@ from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room
 
 from fedsender.outside import real_outside
-from fedsender.store import delivery, tables
+from fedsender.store import homeserver, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
@@ -489,8 +489,8 @@ async def test_lagging_destinations_are_those_that_are_owed_something(
     open_synapse: OpenSynapse, monkeypatch: pytest.MonkeyPatch, rows_at_once: int
 ) -> None:
     """In the order of their names; device lists count too (W7). However it is cut into pages."""
-    monkeypatch.setattr("fedsender.store.delivery.LAGGING_ROWS", rows_at_once)
-    monkeypatch.setattr("fedsender.store.delivery.OWING_KEYS_PAGE", 2)
+    monkeypatch.setattr("fedsender.store.homeserver.LAGGING_ROWS", rows_at_once)
+    monkeypatch.setattr("fedsender.store.homeserver.OWING_KEYS_PAGE", 2)
     async with open_synapse() as synapse:
         await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
         await synapse.store.events_position()
@@ -529,15 +529,15 @@ async def test_the_look_for_what_is_owed_is_cut_by_rows_and_not_by_what_is_owed_
     """Nobody lags, and no statement looks at all rows: it may take a minute, and there may be
     45 million of them."""
     pages = 0
-    look = delivery.lagging_page
+    look = homeserver._lagging_page
 
     def counted(connection: Connection, start: Any) -> Any:
         nonlocal pages
         pages += 1
         return look(connection, start)
 
-    monkeypatch.setattr(delivery, "lagging_page", counted)
-    monkeypatch.setattr(delivery, "LAGGING_ROWS", 700, raising=False)
+    monkeypatch.setattr(homeserver, "_lagging_page", counted)
+    monkeypatch.setattr(homeserver, "LAGGING_ROWS", 700)
     async with open_synapse() as synapse:
         rooms = [f"!{number:03}:x" for number in range(500)]
         await synapse.database.write(lambda connection: put_room(connection, *rooms))

@@ -188,6 +188,13 @@ class EduStore:
         return await self._database.read(look)
 
 
+def changed_to_device(connection: Connection, after: int, upto: int) -> list[str]:
+    """The destinations of to-device rows with after < stream id <= upto, by name."""
+    outbox = tables.device_federation_outbox.c
+    query = select(outbox.destination).where(outbox.stream_id > after, outbox.stream_id <= upto)
+    return sorted(connection.execute(query.distinct()).scalars())
+
+
 def _ts(data: str) -> int | None:
     ts = json_object(data).get("ts")
     return ts if isinstance(ts, int) and not isinstance(ts, bool) else None

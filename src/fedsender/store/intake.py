@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from sqlalchemy import Connection, and_, delete, func, or_, select
 
 from fedsender.facts import Elsewhere
-from fedsender.store import delivery, positions, tables
+from fedsender.store import edus, positions, tables
 
 REDACTED: Final = "redacted"
 """The stream of notices that each name an event."""
@@ -109,7 +109,7 @@ def news(connection: Connection, instance: str, after: Place | None) -> News:
         # They may all have been deleted since, and none of their ids is given out again.
         there = there._replace(notice=max(there.notice, after.notice))
         if there.position > after.position:
-            to_device = delivery.changed_to_device(connection, after.position, there.position)
+            to_device = edus.changed_to_device(connection, after.position, there.position)
     return News(there, state.epoch, state.taker, to_device, notices)
 
 
