@@ -22,7 +22,6 @@ import trio
 import yaml
 
 from fedsender.demo import process
-from fedsender.demo.homeserver import STREAM, Homeserver, Room
 from fedsender.ledger import NOTES, read_lines, segments
 from fedsender.outside import real_outside
 from fedsender.replication.server import open_replication_server
@@ -34,6 +33,7 @@ from fedsender.testing.receiver import (
     healthy,
     open_receivers,
 )
+from fedsender.testing.rooms import STREAM, Homeserver, Room
 from fedsender.testing.rules import Origin, pdu_reader
 
 TOKEN = "the admin endpoint's token"

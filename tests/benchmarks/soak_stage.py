@@ -13,12 +13,12 @@ from tests.benchmarks.soak_traffic import Traffic
 from tests.benchmarks.soak_trend import Sample
 
 from fedsender.demo import process
-from fedsender.demo.homeserver import Homeserver
 from fedsender.demo.process import DaemonProcess, open_daemon_process
 from fedsender.intake.client import IntakeClient
 from fedsender.outside import real_outside
 from fedsender.testing.children import BenchFailed
 from fedsender.testing.receiver import Receivers, open_receivers
+from fedsender.testing.rooms import Homeserver
 from fedsender.testing.rules import Origin, pdu_reader
 
 START_S: Final = 300.0

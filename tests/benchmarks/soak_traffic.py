@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import trio
 
-from fedsender.demo.homeserver import Homeserver, Room, Step
 from fedsender.intake.client import IntakeClient, NewRecord
+from fedsender.testing.rooms import Homeserver, Room, Step
 
 BATCH: Final = 50
 TICK_S: Final = 0.05

@@ -6,8 +6,8 @@ from copy import deepcopy
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.demo.homeserver import Homeserver
 from fedsender.matrix import ROOM_VERSIONS, redact
+from fedsender.testing.rooms import Homeserver
 from fedsender.testing.rules import (
     KEPT_VIOLATIONS,
     Broken,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.demo.homeserver import Homeserver, Step
 from fedsender.demo.verdict import Verdict, judge, read_ledger, unrecorded
 from fedsender.testing.receiver import ReceivedTransaction, Receivers, ReceivingServer
+from fedsender.testing.rooms import Homeserver, Step
 from fedsender.testing.rules import ReceivedPdu
 
 SERVER = "127.0.0.1:4000"

@@ -9,10 +9,10 @@ from fedsender.simulation.books import Books
 from fedsender.simulation.commit_checks import CommitChecks, is_stood_in_for
 from fedsender.simulation.disk import Disk
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.homeserver import Happening, Homeserver, Room
 from fedsender.simulation.ledger_checks import LedgerChecks
 from fedsender.simulation.world import Size, found
 from fedsender.testing.clock import Trace
+from fedsender.testing.rooms import Homeserver, Room, Step
 
 A = "a.example"
 
@@ -43,7 +43,7 @@ class SaidDisk(Disk):
         return False
 
     def owed(self, room_id: str) -> dict[str, int]:
-        tokens = [each.token for each in self.homeserver.history if each.event_id in self.here]
+        tokens = [each.token for each in self.homeserver.steps if each.event_id in self.here]
         return {A: max(tokens, default=0)}
 
     def newest_owed(self) -> int:
@@ -68,16 +68,16 @@ class Gap:
         self.disk = SaidDisk(directory, self.homeserver)
         self.evidence = Evidence(self.homeserver, Books([A]), Trace(), disk=self.disk)
         self.checks = CommitChecks(self.evidence, LedgerChecks(self.evidence))
-        self.disk.here = {each.event_id for each in self.homeserver.history}
+        self.disk.here = {each.event_id for each in self.homeserver.steps}
         self.commit()
 
     def commit(self) -> list[str]:
         """All there is is fanned out; what was found."""
-        self.disk.fed = self.disk.fanned_out = self.homeserver.history[-1].token
+        self.disk.fed = self.disk.fanned_out = self.homeserver.steps[-1].token
         self.checks.committed("homeserver")
         return [each.invariant for each in self.evidence.violations]
 
-    def stood_in_for(self, happening: Happening) -> bool:
+    def stood_in_for(self, happening: Step) -> bool:
         """Whether it counts as accounted for."""
         return is_stood_in_for(self.evidence, self.evidence.books.of[A], happening)
 

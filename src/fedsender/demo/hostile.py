@@ -23,7 +23,6 @@ import trio
 
 from fedsender import ledger as ledger_files
 from fedsender.demo import process
-from fedsender.demo.homeserver import STREAM, Homeserver, Room, Step
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
 from fedsender.demo.report import Report
 from fedsender.demo.verdict import judge, read_ledger, still_owed
@@ -32,6 +31,7 @@ from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.testing.children import Child, open_child
 from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
+from fedsender.testing.rooms import STREAM, Homeserver, Room, Step
 from fedsender.testing.rules import Origin, pdu_reader
 
 HOSTILE_PER_HONEST = 3

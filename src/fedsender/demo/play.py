@@ -17,7 +17,6 @@ from fedsender.config import Log
 from fedsender.console import say
 from fedsender.demo import process
 from fedsender.demo.chaos import AWAY_LONG, AWAY_SHORT, KICKED, Change, Plot, calm, chaotic
-from fedsender.demo.homeserver import Homeserver, Room
 from fedsender.demo.hostile import run_hostile
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonDied, Daemons
 from fedsender.demo.relayed import Relayed, loaded_events, open_relayed, tell
@@ -28,6 +27,7 @@ from fedsender.outside import Outside, real_outside
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import texts_of
 from fedsender.testing.receiver import Receivers, open_receivers
+from fedsender.testing.rooms import Homeserver, Room
 from fedsender.testing.rules import Origin, pdu_reader
 
 CONNECT_SECONDS = 60.0

@@ -15,7 +15,6 @@ from typing import Any
 import trio
 
 from fedsender.config import load
-from fedsender.demo.homeserver import LARGE_TEXT, Homeserver, Room, Step
 from fedsender.demo.process import (
     SERVER_NAME,
     DaemonDied,
@@ -28,6 +27,7 @@ from fedsender.demo.process import (
 )
 from fedsender.intake.client import IntakeClient, NewRecord, Refused
 from fedsender.outside import Outside
+from fedsender.testing.rooms import LARGE_TEXT, Homeserver, Room, Step
 
 SHARDS = ("sender-1", "sender-2")
 BATCH = 50

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedsender.demo.homeserver import Step
 from fedsender.ledger import NOTES
 from fedsender.testing.receiver import Receivers, ReceivingServer
+from fedsender.testing.rooms import Step
 
 DELIVERED = "delivered"
 WITNESS = "witness"

@@ -71,7 +71,7 @@ def _report(size: Size, world: World) -> Report:
     evidence = world.evidence
     counts = evidence.counts
     counts.update(world.homeserver.counts)
-    counts["events"] = len(world.homeserver.history)
+    counts["events"] = len(world.homeserver.steps)
     for server in world.servers:
         if server.character.attack is not None:
             counts[f"attack: {server.character.name}"] += server.attacks

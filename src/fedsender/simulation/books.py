@@ -4,8 +4,8 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 
-from fedsender.simulation.homeserver import Happening
 from fedsender.simulation.receiver import Attempt
+from fedsender.testing.rooms import Step
 
 DAY_S = 86_400.0
 
@@ -59,7 +59,7 @@ class Book:
 
     name: str
     honest: bool = False
-    owed: list[Happening] = field(default_factory=list)
+    owed: list[Step] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     answered: set[str] = field(default_factory=set)
     messages_answered: set[str] = field(default_factory=set)
@@ -86,7 +86,7 @@ class Book:
     newest_live: int = 0
     sought_at: float = -1.0
 
-    def owe(self, happening: Happening) -> None:
+    def owe(self, happening: Step) -> None:
         """The homeserver says that this server should get the event."""
         self.owed.append(happening)
         self.tokens.append(happening.token)
@@ -104,11 +104,11 @@ class Book:
         self.newest.clear()
         self.newest_live = self.unlined = 0
 
-    def owed_between(self, after: int, upto: int) -> list[Happening]:
+    def owed_between(self, after: int, upto: int) -> list[Step]:
         """What it should get with after < token <= upto."""
         return self.owed[bisect_right(self.tokens, after) : bisect_right(self.tokens, upto)]
 
-    def covered(self, happening: Happening) -> bool:
+    def covered(self, happening: Step) -> bool:
         """Whether the ledger says that something newer of the room stands for the event."""
         ranges = self.superseded.get(happening.room_id, ())
         return any(first <= happening.token <= last for first, last in ranges)
@@ -121,7 +121,7 @@ class Books:
         self.of = {name: Book(name) for name in names}
         self._known = 0
 
-    def take_in(self, history: list[Happening]) -> None:
+    def take_in(self, history: list[Step]) -> None:
         """Note what has happened since the last time."""
         for happening in history[self._known :]:
             if happening.sendable:

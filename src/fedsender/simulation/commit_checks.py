@@ -6,8 +6,8 @@ from typing import Final
 from fedsender.simulation.books import Book
 from fedsender.simulation.disk import Disk, QuarantinedItem
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.homeserver import Happening
 from fedsender.simulation.ledger_checks import LedgerChecks
+from fedsender.testing.rooms import Step
 
 _MESSAGE_ID: Final = re.compile(r'"message_id": ?"([^"]+)"')
 
@@ -32,7 +32,7 @@ class CommitChecks:
         if database == "homeserver":
             evidence.orderings.note(disk.base())
         self._ledger.catch_up()
-        evidence.books.take_in(evidence.homeserver.history)
+        evidence.books.take_in(evidence.homeserver.steps)
         if database == "homeserver":
             self._note_skipped(disk)
             self._check_position(disk)
@@ -98,7 +98,7 @@ class CommitChecks:
             return
         if position < before:
             evidence.fail("I1", f"the events position went from {before} back to {position}")
-        newest: dict[str, list[Happening]] = {}
+        newest: dict[str, list[Step]] = {}
         for happening in evidence.homeserver.between(before, position):
             if happening.servers and happening.sendable:
                 newest.setdefault(happening.room_id, []).append(happening)
@@ -110,7 +110,7 @@ class CommitChecks:
             evidence.fail("I1", f"{disk.newest_owed()} is owed, the position is {position}")
         evidence.moved(position)
 
-    def _check_rows(self, disk: Disk, happening: Happening, rows: dict[str, int]) -> None:
+    def _check_rows(self, disk: Disk, happening: Step, rows: dict[str, int]) -> None:
         for server in happening.servers:
             if server not in self._evidence.books.of or rows.get(server, 0) >= happening.token:
                 continue
@@ -140,7 +140,7 @@ class CommitChecks:
                 self._check_below(disk, book, happening, mark)
             book.mark = mark
 
-    def _check_below(self, disk: Disk, book: Book, happening: Happening, mark: int) -> None:
+    def _check_below(self, disk: Disk, book: Book, happening: Step, mark: int) -> None:
         """An event that the mark has passed was answered, or is accounted for in another way."""
         evidence, server = self._evidence, book.name
         if happening.event_id in book.answered:
@@ -183,7 +183,7 @@ class CommitChecks:
         self._outbox = now
 
 
-def stand_ins_of(evidence: Evidence, server: str, happening: Happening) -> list[Happening]:
+def stand_ins_of(evidence: Evidence, server: str, happening: Step) -> list[Step]:
     """What a snapshot had in place of the event: the newest of the room that the server is to get.
 
     It may be one that nobody can send.
@@ -197,7 +197,7 @@ def stand_ins_of(evidence: Evidence, server: str, happening: Happening) -> list[
     return found
 
 
-def is_stood_in_for(evidence: Evidence, book: Book, happening: Happening) -> bool:
+def is_stood_in_for(evidence: Evidence, book: Book, happening: Step) -> bool:
     """Whether what a snapshot had in place of the event stands in quarantine.
 
     That it could not be sent is on record; what it stood for is not here. One that nobody can send

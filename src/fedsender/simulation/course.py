@@ -20,6 +20,7 @@ from fedsender.simulation.start_checks import LOOKS_S, PER_SERVER_S, StartCheck
 from fedsender.simulation.world import World
 from fedsender.streams import Watermark
 from fedsender.testing.clock import derived
+from fedsender.testing.rooms import LARGE_TEXT
 
 EVENTS_PER_DAY = 1_500
 CALM_AFTER_S = MINUTE
@@ -232,9 +233,12 @@ class Course:
             await trio.sleep(rng.expovariate(1 / pause_s))
 
     async def _burst(self, rng: Random) -> None:
-        room, large = rng.choice(self._world.homeserver.rooms), rng.random() < 0.1
+        room, large = rng.choice(self._world.homeserver.lively), rng.random() < 0.1
         for _ in range(rng.randint(5, 150)):
-            self._world.homeserver.say(room, large=large)
+            if large:
+                self._world.homeserver.say(room, size=rng.randint(5_000, LARGE_TEXT))
+            else:
+                self._world.homeserver.say_something(room)
             if rng.random() < 0.2:
                 await trio.sleep(rng.uniform(0, 1))
         await trio.sleep(1)
@@ -248,7 +252,7 @@ class Course:
 
     def _say_malformed(self) -> None:
         self._evidence.counts["malformed events"] += 1
-        self._world.homeserver.say_malformed(self._rng.choice(self._world.homeserver.rooms))
+        self._world.homeserver.say_malformed(self._rng.choice(self._world.homeserver.lively))
 
     def _say_server_up(self) -> None:
         server = self._rng.choice(self._world.servers).name

@@ -15,9 +15,9 @@ from fedsender.replication.commands import RemoteServerUp
 from fedsender.replication.server import StreamServer, open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.lives import Life
 from fedsender.testing.network import MemoryStream
+from fedsender.testing.rooms import Homeserver
 
 SECRET_CONTENT = "for-your-device-only"
 FULL = "/dev/full"

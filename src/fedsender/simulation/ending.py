@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from fedsender.simulation.books import Book
 from fedsender.simulation.commit_checks import is_stood_in_for, stand_ins_of
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.homeserver import Happening
+from fedsender.testing.rooms import Step
 
 
 class Ending:
@@ -14,12 +14,12 @@ class Ending:
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
 
-    def missing(self) -> Iterator[tuple[Book, Happening]]:
+    def missing(self) -> Iterator[tuple[Book, Step]]:
         """What should have reached a server, or be accounted for, and is not."""
         evidence = self._evidence
         disk = evidence.disk
         assert disk is not None
-        evidence.books.take_in(evidence.homeserver.history)
+        evidence.books.take_in(evidence.homeserver.steps)
         for book in evidence.books.of.values():
             for happening in book.owed:
                 event_id = happening.event_id
@@ -35,7 +35,7 @@ class Ending:
                     continue
                 yield book, happening
 
-    def _is_owed(self, book: Book, happening: Happening) -> bool:
+    def _is_owed(self, book: Book, happening: Step) -> bool:
         disk, server = self._evidence.disk, book.name
         assert disk is not None
         if happening.token > book.mark or happening.event_id in disk.redeliveries(server):

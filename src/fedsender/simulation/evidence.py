@@ -13,8 +13,8 @@ from structlog.typing import Processor
 
 from fedsender.simulation.books import Books
 from fedsender.simulation.disk import Disk, LedgerTail, Orderings
-from fedsender.simulation.homeserver import Homeserver
 from fedsender.testing.clock import Trace
+from fedsender.testing.rooms import Homeserver
 
 KEPT_VIOLATIONS = 20
 """Of each invariant."""

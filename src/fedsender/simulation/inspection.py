@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedsender.matrix import ROOM_VERSIONS, redact
-from fedsender.simulation.homeserver import Happening, Homeserver
 from fedsender.testing.http import Request
+from fedsender.testing.rooms import Homeserver, Step
 from fedsender.testing.rules import (
     SEND,
     Broken,
@@ -33,7 +33,7 @@ class Contents:
         messages: the ids of the to-device messages.
     """
 
-    pdus: tuple[Happening, ...]
+    pdus: tuple[Step, ...]
     pruned: frozenset[str]
     messages: tuple[str, ...]
 
@@ -66,7 +66,7 @@ class Inspector:
             tuple(_message_id(edu) for edu in edus),
         )
 
-    def _read_pdu(self, pdu: Mapping[str, Any]) -> tuple[Happening, bool]:
+    def _read_pdu(self, pdu: Mapping[str, Any]) -> tuple[Step, bool]:
         """Which event this is, and whether it is whole (or else redacted)."""
         happening = self._homeserver.by_hash.get(pdu.get("hashes", {}).get("sha256", ""))
         if happening is None:

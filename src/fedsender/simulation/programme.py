@@ -12,10 +12,10 @@ import trio
 
 from fedsender.sender.failure import Outcome
 from fedsender.simulation.disasters import Operator, fill_ledger_disk
-from fedsender.simulation.homeserver import Room
 from fedsender.simulation.lives import Life
 from fedsender.simulation.manners import MINUTE, WELL, Manner, Mood
 from fedsender.simulation.world import World
+from fedsender.testing.rooms import Room
 
 BEGINS = 0.4
 """After this part of the run."""
@@ -108,7 +108,7 @@ class Programme:
 
     def _stage(self) -> Room:
         if self._room is None:
-            self._room = self._homeserver.create_room([self._server.name], apart=True)
+            self._room = self._homeserver.create_room([self._server.name], staged=True)
         return self._room
 
     # --- with the server --------------------------------------------------------------------------

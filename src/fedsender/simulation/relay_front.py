@@ -12,10 +12,10 @@ import trio
 from fedsender.intake.intake import Append, Busy, Full, Waiting
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.relay_books import RelayBooks
 from fedsender.simulation.relay_station import Away, RelayStation
 from fedsender.testing.network import MemoryStream
+from fedsender.testing.rooms import Homeserver
 
 DOOR: Final = Path("/run/relay.sock")
 AT_ONCE: Final = 40
@@ -73,12 +73,12 @@ class RelayFront:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Tell the relay of everything, in order, until cancelled."""
         task_status.started()
-        audience = {happening.event_id: happening.servers for happening in self._homeserver.history}
-        seen = len(self._homeserver.history)
+        audience = {happening.event_id: happening.servers for happening in self._homeserver.steps}
+        seen = len(self._homeserver.steps)
         while True:
-            for happening in self._homeserver.history[seen:]:
+            for happening in self._homeserver.steps[seen:]:
                 audience[happening.event_id] = happening.servers
-            seen = len(self._homeserver.history)
+            seen = len(self._homeserver.steps)
             waiting = self._homeserver.records[self.told : self.told + AT_ONCE]
             for name, rows in waiting:
                 if name not in self._books.rows:

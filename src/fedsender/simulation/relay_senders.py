@@ -110,7 +110,7 @@ async def _run(size: Size, directory: Path) -> SendersReport:
     counts: Counter[str] = Counter()
     for shard in world.shards:
         counts.update(shard.evidence.counts)
-    counts["events"] = len(world.shards[0].homeserver.history)
+    counts["events"] = len(world.shards[0].homeserver.steps)
     counts.update({f"relay: {name}": count for name, count in books.counts.items()})
     broken = [each for shard in world.shards for each in shard.evidence.violations]
     return SendersReport(

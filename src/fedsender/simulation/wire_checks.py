@@ -6,9 +6,9 @@ import trio
 
 from fedsender.simulation.books import STUBBORN, Book, Unanswered
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.homeserver import Happening
 from fedsender.simulation.ledger_checks import LedgerChecks
 from fedsender.simulation.receiver import Attempt
+from fedsender.testing.rooms import Step
 
 MIN_GAP_S = 0.998
 """One second, less what is lost in rounding to milliseconds."""
@@ -217,7 +217,7 @@ class WireChecks:
         things = {*contents.messages, *(pdu.event_id for pdu in contents.pdus)}
         return not things.isdisjoint(book.quarantined)
 
-    def _check_pdu(self, book: Book, attempt: Attempt, pdu: Happening, *, repeated: bool) -> None:
+    def _check_pdu(self, book: Book, attempt: Attempt, pdu: Step, *, repeated: bool) -> None:
         evidence = self._evidence
         assert evidence.disk is not None
         assert attempt.contents is not None
@@ -238,7 +238,7 @@ class WireChecks:
                 "I3", f"{book.name}: {pdu.event_id} (token {pdu.token}) again, LSSO is {book.mark}"
             )
 
-    def _check_redaction(self, book: Book, pdu: Happening, taken_back: int) -> None:
+    def _check_redaction(self, book: Book, pdu: Step, taken_back: int) -> None:
         evidence = self._evidence
         known_since = evidence.passed_at(taken_back)
         if known_since is not None and trio.current_time() - known_since > SETTLED_S:
@@ -276,7 +276,7 @@ class WireChecks:
             self._evidence.counts["to-device messages"] += len(attempt.contents.messages)
         self._evidence.counts["transactions answered"] += 1
 
-    def _take_latencies(self, pdus: Sequence[Happening]) -> None:
+    def _take_latencies(self, pdus: Sequence[Step]) -> None:
         evidence = self._evidence
         for pdu in pdus:
             fanned_out_at = evidence.passed_at(pdu.token)
@@ -290,7 +290,7 @@ def _is_alone_on_trial(attempt: Attempt) -> bool:
     return attempt.on_trial and contents is not None and len(contents.pdus) == 1
 
 
-def _assume_recorded(book: Book, pdus: Sequence[Happening]) -> None:
+def _assume_recorded(book: Book, pdus: Sequence[Step]) -> None:
     """The line that would say what the PDUs stand for cannot be written."""
     for pdu in pdus:
         book.recorded.add(pdu.event_id)

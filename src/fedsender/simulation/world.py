@@ -15,7 +15,6 @@ from fedsender.simulation.books import Books
 from fedsender.simulation.commit_checks import CommitChecks
 from fedsender.simulation.disasters import SECRET_CONTENT, Replication
 from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.homeserver import Homeserver
 from fedsender.simulation.inspection import Inspector
 from fedsender.simulation.ledger_checks import LedgerChecks
 from fedsender.simulation.lives import CrashPlan
@@ -26,7 +25,7 @@ from fedsender.simulation.sites import make_site, publish
 from fedsender.simulation.wire_checks import WireChecks
 from fedsender.testing.clock import Trace, derived, now_ms
 from fedsender.testing.network import Internet, MemoryNetwork
-from fedsender.testing.rooms import Signer
+from fedsender.testing.rooms import Homeserver
 from fedsender.testing.rules import Origin
 
 T = TypeVar("T")
@@ -36,6 +35,7 @@ KEY_VERSION = "sim"
 FEED = ("127.0.0.1", 9092)
 MAX_BYTES = 256 * 1024
 GAP_EVENTS = 12
+TOKEN_GAPS = 0.1
 MOST_TRANSACTIONS_BETWEEN_CRASHES = 350
 
 
@@ -133,9 +133,16 @@ def found(size: Size, names: Sequence[str], *, dense: bool = False) -> Origins:
     secret = derived(size.seed, "key").randbytes(32)
     key = Ed25519PrivateKey.from_private_bytes(secret)
     secret_text = b64encode(secret).decode().rstrip("=")
-    signer = Signer(ORIGIN, f"ed25519:{KEY_VERSION}", key)
-    rng = derived(size.seed, "homeserver")
-    homeserver = Homeserver(ORIGIN, signer, names, rng, now_ms, dense=dense)
+    homeserver = Homeserver(
+        ORIGIN,
+        (f"ed25519:{KEY_VERSION}", key),
+        names,
+        rng=derived(size.seed, "homeserver"),
+        now_ms=now_ms,
+        tells_all=dense,
+        forks=True,
+        gaps=0 if dense else TOKEN_GAPS,
+    )
     origin = Origin(ORIGIN, {f"ed25519:{KEY_VERSION}": key.public_key()})
     return Origins(
         homeserver,
