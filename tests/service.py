@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,13 +39,6 @@ from fedsender.testing.rules import Origin, pdu_reader
 TOKEN = "the admin endpoint's token"
 PATIENCE_S = 60.0
 """For a process to do what it should, on a machine that is busy with other things."""
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for what happens in another process; it announces nothing to tests."""
-    with trio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.01)
 
 
 class Manager:

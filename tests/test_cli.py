@@ -6,7 +6,7 @@ The commands run in a thread beside a real endpoint on a Unix socket.
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from tests.sender.harness import HS, World
 from fedsender.admin.server import serve_parts
 from fedsender.cli import run_command
 from fedsender.replication.sink import FeedStatus
+from fedsender.testing.clock import until
 
 R1 = "!1:hs.example"
 A, B, C = "a.example", "b.example", "c.example"
@@ -71,13 +72,6 @@ async def open_shell(
     config = write_config(directory, admin=admin, **settings)
     async with world.run(), serve_parts(parts_of(world, standing or Standing())):
         yield Shell(capture, config, world)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Wait for something that the sender does on its own; it announces nothing to tests."""
-    with trio.fail_after(20):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.01)
 
 
 async def with_a_dead_server(world: World) -> str:

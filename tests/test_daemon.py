@@ -19,9 +19,8 @@ import trio
 import trio.testing
 import yaml
 from sqlalchemy.exc import OperationalError
-from tests.sender.harness import run_inline
 from tests.servers import Databases
-from tests.service import PATIENCE_S, Service, World, open_world, until
+from tests.service import PATIENCE_S, Service, World, open_world
 
 from fedsender import daemon
 from fedsender.cli import run_command
@@ -30,6 +29,7 @@ from fedsender.demo.process import SERVER_NAME, write_signing_key
 from fedsender.ledger import NOTES, segments
 from fedsender.outside import real_outside
 from fedsender.systemd import Notifier
+from fedsender.testing.clock import inline, until
 from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
 
 SENDING = f"sending for {SERVER_NAME}"
@@ -98,7 +98,7 @@ async def test_without_a_feed_ready_is_said_after_30_seconds(
         if message.startswith(b"READY=1"):
             ready.set()
 
-    outside = replace(real_outside(), run_sync=run_inline, network=NoNetwork())  # type: ignore[arg-type]
+    outside = replace(real_outside(), run_sync=inline, network=NoNetwork())  # type: ignore[arg-type]
     path = write_config(home)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -478,7 +478,7 @@ async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
             failure = sqlite3.OperationalError("disk I/O error")
             failure.sqlite_errorcode = sqlite3.SQLITE_IOERR
             raise OperationalError("", {}, failure)
-        return await run_inline(function, limiter=limiter)
+        return await inline(function, limiter=limiter)
 
     def send(message: bytes) -> None:
         if message.startswith(b"READY=1"):

@@ -23,6 +23,7 @@ from fedsender.segments import (
     torn_segments,
 )
 from fedsender.sender.failure import Outcome
+from fedsender.testing.clock import virtual_outside
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "ledger.md"
 
@@ -35,19 +36,8 @@ class Count:
         self.value += amount
 
 
-async def inline(function: Any, /, *, limiter: trio.CapacityLimiter, abandon: bool = False) -> Any:
-    await trio.lowlevel.checkpoint()
-    return function()
-
-
 def outside() -> Outside:
-    return Outside(
-        now_ms=lambda: 1_800_000_000_000,
-        random=random.Random(0),
-        entropy=os.urandom,
-        run_sync=inline,
-        network=None,  # type: ignore[arg-type]  # there is none
-    )
+    return virtual_outside(random.Random(0), now_ms=lambda: 1_800_000_000_000)
 
 
 def a_daemons(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trio
 from sqlalchemy import Connection, insert
 from tests.sender.harness import World
 from tests.servers import Databases
@@ -28,18 +27,13 @@ from fedsender.store import SenderStore, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import InstanceLock, SendersDiffer
 from fedsender.store.records import FrozenRecord
+from fedsender.testing.clock import until
 from fedsender.testing.receiver import Receivers, failing, healthy, open_receivers
 from fedsender.testing.rules import Origin, pdu_reader
 
 HS = "hs.example"
 SERVERS = 12
 PATIENCE_S = 60.0
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    with trio.fail_after(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (it is about other tasks and sockets)
-            await trio.sleep(0.01)
 
 
 # --- the rule -------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Connection, delete, insert
 from tests.servers import Databases
 from tests.store.rooms import Room
-from tests.test_shards import HS, PATIENCE_S, Site, config_of, site, until
+from tests.test_shards import HS, PATIENCE_S, Site, config_of, site
 
 from fedsender import shards
 from fedsender.config import ConfigError
@@ -28,6 +28,7 @@ from fedsender.outside import real_outside
 from fedsender.store import LockHeld, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import SendersDiffer
+from fedsender.testing.clock import until
 from fedsender.testing.rooms import Event, Signer, new_timeline
 
 ROOM = "!room:us.example"

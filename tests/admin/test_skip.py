@@ -8,11 +8,12 @@ import pytest
 import trio
 from tests.admin.desk import Desk, open_desk
 from tests.sender.harness import World
-from tests.test_cli import open_shell, until
+from tests.test_cli import open_shell
 from trio.testing import MockClock
 
 from fedsender.sender import routing
 from fedsender.streams import PduRow
+from fedsender.testing.clock import until
 
 R1, R2 = "!1:hs.example", "!2:hs.example"
 A = "a.example"

@@ -1,7 +1,7 @@
 """How many connections there are, and for how long; on the virtual clock where time matters."""
 
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from fedsender.federation.client import (
     open_client,
 )
 from fedsender.outside import RealNetwork
+from fedsender.testing.clock import inline
 
 T = TypeVar("T")
 
@@ -96,12 +97,6 @@ async def in_memory(
         async with open_client(config, outside, OURS, KEY) as client:
             yield client, network
         nursery.cancel_scope.cancel()
-
-
-async def inline(
-    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
-) -> T:
-    return function()
 
 
 def there(number: int) -> Policy:

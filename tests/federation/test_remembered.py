@@ -13,7 +13,6 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
-from tests.relay.log_support import inline
 
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import (
@@ -40,6 +39,7 @@ from fedsender.outside import (
     ResolveFailed,
     real_outside,
 )
+from fedsender.testing.clock import inline
 
 NOW_MS = 1_700_000_000_000
 

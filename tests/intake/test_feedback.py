@@ -12,7 +12,7 @@ import httpx
 import pytest
 import trio
 from tests.intake.test_client import ANY_PORT, TOKEN
-from tests.service import PATIENCE_S, open_world, until
+from tests.service import PATIENCE_S, open_world
 from trio.testing import MockClock
 
 from fedsender.demo import process, relayed
@@ -25,6 +25,7 @@ from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
 from fedsender.outside import Outside, real_outside
 from fedsender.segments import segments
 from fedsender.sender.registry import Progress
+from fedsender.testing.clock import inline, until
 
 OUTSIDE = real_outside()
 FED1 = "fed1"
@@ -167,11 +168,6 @@ async def test_a_reader_below_what_is_kept_is_told_gap(
         assert kept == list(range(kept[0], 100))
         assert 0 < len(kept) < 20
         assert kept == tokens(read_page(tmp_path, FED1, None, 100))
-
-
-async def inline(function: Any, /, *, limiter: trio.CapacityLimiter, abandon: bool = False) -> Any:
-    await trio.lowlevel.checkpoint()
-    return function()
 
 
 async def test_a_cursor_of_another_ledger_is_told_gap(tmp_path: Path) -> None:

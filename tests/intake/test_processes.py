@@ -14,7 +14,6 @@ import psycopg
 import trio
 import trustme
 from tests.intake.support import TOKEN
-from tests.replication.support import until
 from tests.servers import Databases, free_port
 
 from fedsender.config.policy import GAP_EVENTS
@@ -23,6 +22,7 @@ from fedsender.demo.process import DaemonProcess, open_daemon_process
 from fedsender.intake.client import IntakeClient
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.outside import real_outside
+from fedsender.testing.clock import until
 from fedsender.testing.receiver import open_receivers
 from fedsender.testing.rooms import Signer, new_timeline
 from fedsender.testing.rules import Origin, pdu_reader

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.intake.support import whole_daemon
 from tests.relay.log_support import hosts, pdu, to_device
 from tests.replication.support import RecordingSink
-from tests.service import until
 
 from fedsender.config import UnixAddress
 from fedsender.facts import BadRow, Elsewhere, KeyReused, Outdated, prepare
@@ -34,6 +33,7 @@ from fedsender.store import (
 )
 from fedsender.store.appends import KEPT_MS, Appended, NewRecord, forget_appends
 from fedsender.store.homeserver import HomeserverStore
+from fedsender.testing.clock import until
 
 ALICE = "@alice:hs.example"
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 from tests.intake.test_push import pushed_to, record, stored
 from tests.relay.log_support import hosts, pdu, to_device
-from tests.replication.support import RecordingSink, until
+from tests.replication.support import RecordingSink
 from tests.servers import Databases
 
 from fedsender.config import Config, ConfigError, UnixAddress, from_values
@@ -28,6 +28,7 @@ from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.store import HomeserverSettings, LockHeld, Store, StoreConfig, open_store
 from fedsender.store.records import PresenceState
+from fedsender.testing.clock import until
 from fedsender.testing.receiver import open_receivers
 from fedsender.testing.rooms import Signer, new_timeline
 from fedsender.testing.rules import Origin, pdu_reader

@@ -15,7 +15,6 @@ from tests.demo.test_homeserver import NAME, a_homeserver
 from tests.intake.support import whole_daemon
 from tests.intake.test_push import abouts, events, ids
 from tests.replication.support import RecordingSink
-from tests.service import until
 
 from fedsender.demo import process
 from fedsender.facts import BadRow, prepare
@@ -27,6 +26,7 @@ from fedsender.matrix import ROOM_VERSIONS, redact
 from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.store import StoreConfig, open_store
+from fedsender.testing.clock import until
 from fedsender.testing.rules import ReceivedPdu, pdu_reader
 
 OURS = "hs.example"

@@ -4,7 +4,6 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import trio
@@ -16,14 +15,7 @@ from fedsender.outside import Outside, real_outside
 from fedsender.relay.log import RelayLog
 from fedsender.store.relay import open_relay_store
 from fedsender.streams import Json
-
-
-async def inline(
-    function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
-) -> Any:
-    """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
-    async with limiter:
-        return function()
+from fedsender.testing.clock import virtual_outside
 
 
 class Clock:
@@ -38,14 +30,7 @@ class Clock:
 
 def outside(seed: int = 0, now_ms: Callable[[], int] | None = None) -> Outside:
     """An outside that does the same each time."""
-    rng = random.Random(seed)
-    return Outside(
-        now_ms=now_ms or Clock(),
-        random=rng,
-        entropy=rng.randbytes,
-        run_sync=inline,
-        network=real_outside().network,
-    )
+    return virtual_outside(random.Random(seed), real_outside().network, now_ms=now_ms or Clock())
 
 
 def pdu(number: int, size: int = 0, room: str = "!r:hs.example") -> Json:

@@ -13,7 +13,6 @@ from typing import Any
 
 import trio
 import trio.testing
-from tests.relay.log_support import inline
 from tests.relay.relay_world import World as RelayWorld
 from tests.relay.relay_world import new_directory
 from tests.replication.support import RecordingSink
@@ -29,7 +28,8 @@ from fedsender.replication.sink import Sink
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import Json, PduRow
-from fedsender.testing.clock import now_ms
+from fedsender.testing import clock
+from fedsender.testing.clock import virtual_outside
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0
@@ -156,8 +156,7 @@ class Shard:
     parallel: int = 2
 
     def outside(self) -> Outside:
-        rng = random.Random(self.name)
-        return Outside(now_ms, rng, rng.randbytes, inline, self.line)  # type: ignore[arg-type]
+        return virtual_outside(random.Random(self.name), self.line)  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RelayFeed]:
@@ -195,13 +194,8 @@ class Shard:
         )
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    """Wait, on the virtual clock, until this holds."""
-    with trio.fail_after(PATIENCE_S):
-        while True:
-            if holds():
-                return
-            await trio.sleep(0.05)
+until = partial(clock.until, seconds=PATIENCE_S, every_s=0.05)
+"""On the virtual clock."""
 
 
 def row_of(pdu: PduRow) -> Json:

@@ -15,12 +15,13 @@ import trio
 import yaml
 from tests.proxy import Proxy, open_proxy
 from tests.relay.relay_world import Hands
-from tests.service import TOKEN, Service, World, open_service, open_world, until
+from tests.service import TOKEN, Service, World, open_service, open_world
 
 from fedsender.demo import process
 from fedsender.demo.process import write_secret
 from fedsender.intake.client import IntakeClient, NewRecord
 from fedsender.replication.relay_fetch import RETRY_S, TRIES
+from fedsender.testing.clock import until
 
 ROOMS = 24
 SECRET = "correct horse battery staple"

@@ -18,13 +18,14 @@ import yaml
 from tests.relay.log_support import pdu
 from tests.relay.relay_world import Hands
 from tests.servers import Databases
-from tests.service import PATIENCE_S, TOKEN, open_service, until
+from tests.service import PATIENCE_S, TOKEN, open_service
 
 from fedsender.cli import run_command
 from fedsender.config import ConfigError
 from fedsender.demo.process import write_secret
 from fedsender.intake.client import IntakeClient
 from fedsender.relay.process import STOP_S, load_config, only_one
+from fedsender.testing.clock import until
 
 
 def configure(directory: Path, **more: object) -> Path:

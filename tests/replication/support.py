@@ -185,10 +185,3 @@ class HandNetwork:
 def outside_with(network: HandNetwork) -> Outside:
     """The real outside, but for the network and the dice."""
     return replace(real_outside(), network=network, random=random.Random(7))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until `condition` holds, of things that other tasks and processes do."""
-    with trio.fail_after(60):
-        while not condition():  # noqa: ASYNC110  (it is about another process, too)
-            await trio.sleep(0.005)

@@ -19,7 +19,6 @@ from tests.replication.support import (
     Log,
     RecordingSink,
     outside_with,
-    until,
 )
 from tests.replication.test_synapse_feed import Tables
 from tests.servers import Valkey
@@ -33,6 +32,7 @@ from fedsender.replication.wire import OWN_KIND
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Fact
+from fedsender.testing.clock import until
 
 
 def configured(directory: Path, **feed: Any) -> Config:

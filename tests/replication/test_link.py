@@ -22,7 +22,6 @@ from tests.replication.support import (
     Netcat,
     RecordingSink,
     outside_with,
-    until,
 )
 
 from fedsender.config import TcpAddress
@@ -31,6 +30,7 @@ from fedsender.replication.client import Fact, LineFeed, LineSettings
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.testing.clock import until
 
 SETTINGS = LineSettings(ANYWHERE, SERVER, "sender-1")
 GREETING = [f"SERVER {SERVER}", "PING 1"]

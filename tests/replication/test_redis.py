@@ -15,7 +15,7 @@ import trio
 import trio.testing
 import trustme
 from tests.replication.pubsub import FakeRedis, Process, forwarding
-from tests.replication.support import ANYWHERE, SERVER, HandNetwork, outside_with, until
+from tests.replication.support import ANYWHERE, SERVER, HandNetwork, outside_with
 from tests.servers import Valkey
 
 from fedsender.config import TcpAddress, UnixAddress
@@ -35,6 +35,7 @@ from fedsender.replication.redis import (
     Subscribed,
     open_redis_link,
 )
+from fedsender.testing.clock import until
 
 Heard = list[Command | Subscribed]
 

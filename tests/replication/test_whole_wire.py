@@ -14,7 +14,7 @@ import pytest
 import trio
 import trustme
 from tests.replication.pubsub import Process, forwarding, is_said
-from tests.replication.support import SERVER, Log, Netcat, RecordingSink, until
+from tests.replication.support import SERVER, Log, Netcat, RecordingSink
 from tests.replication.test_feed import SynapseTables, configured, homeserver_store, pdu
 from tests.servers import Valkey
 
@@ -25,6 +25,7 @@ from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.streams import Json
+from fedsender.testing.clock import until
 
 ALICE = "@alice:hs.example"
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ from tests.replication.test_synapse_feed import Tables, fed
 from tests.sender.harness import HS, Request, World, answer
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from tests.sender.test_errors_and_reloads import broken_table
-from tests.service import open_world, until
+from tests.service import open_world
 from trio.testing import MockClock
 
 from fedsender.admin.probes import observe
@@ -19,6 +19,7 @@ from fedsender.daemon import open_core
 from fedsender.federation.client import Answer
 from fedsender.outside import real_outside
 from fedsender.telemetry import Metrics
+from fedsender.testing.clock import until
 from fedsender.testing.receiver import healthy, slow
 
 A, B = "a.example", "b.example"

@@ -26,12 +26,12 @@ from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
 from fedsender.ledger import open_ledger, read_lines, segments
-from fedsender.outside import Outside
 from fedsender.sender.admission import Admission, Leave
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.telemetry import Metrics
+from fedsender.testing.clock import virtual_outside
 
 HS = "hs.example"
 EPOCH_MS = 1_800_000_000_000
@@ -41,13 +41,6 @@ SENDING = {
     # There is no network, so that what is measured is something else.
     "handshakes_per_second": 10_000,
 }
-
-
-async def run_inline(
-    function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
-) -> Any:
-    await trio.lowlevel.checkpoint()
-    return function()
 
 
 @dataclass
@@ -195,13 +188,8 @@ class World:
         self.metrics: Metrics
         self.faults: Callable[[str], None] | None = None
         self.doubt: Callable[[str], int] = lambda server: 0
-        rng = random.Random(1)
-        self.outside = Outside(
-            now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000),
-            random=rng,
-            entropy=rng.randbytes,
-            run_sync=run_inline,
-            network=None,  # type: ignore[arg-type]  # there is none
+        self.outside = virtual_outside(
+            random.Random(1), now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
         )
 
     def server(self, name: str, **values: Any) -> RemoteServer:

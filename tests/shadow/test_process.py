@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.service import open_service, until
+from tests.service import open_service
 from tests.shadow.following import lines
 from tests.shadow.test_shadow import World, world
+
+from fedsender.testing.clock import until
 
 __all__ = ["world"]
 

@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 from sqlalchemy import Connection, insert, update
 from tests.replication.pubsub import Process
-from tests.replication.support import until
 from tests.servers import Databases, Valkey
 from tests.shadow.following import PATIENCE_S, followed, lines
 from tests.store import synapse_schema
@@ -31,6 +30,7 @@ from fedsender.shadow.run import run_shadow
 from fedsender.store import StoreError, tables
 from fedsender.store.engine import Database, open_database
 from fedsender.systemd import Notifier
+from fedsender.testing.clock import until
 from fedsender.testing.rooms import Signer, Timeline
 
 US = "us.example"

@@ -1,6 +1,5 @@
 """The store without threads and on a virtual clock, as a simulation runs it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -14,14 +13,9 @@ from fedsender.outside import real_outside
 from fedsender.store import StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.streams import HostsRow
+from fedsender.testing.clock import inline
 
 T = TypeVar("T")
-
-
-async def inline(
-    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
-) -> T:
-    return function()
 
 
 class Crash(BaseException):

@@ -25,7 +25,7 @@ from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.wire_checks import WireChecks
 from fedsender.store import StoreConfig
 from fedsender.telemetry import Metrics
-from fedsender.testing.clock import derived, now_ms
+from fedsender.testing.clock import derived, virtual_outside
 from fedsender.testing.network import Internet, MemoryNetwork
 
 T = TypeVar("T")
@@ -192,13 +192,7 @@ class Life:
         self._stop.set()
 
     def _outside(self) -> Outside:
-        return Outside(
-            now_ms=now_ms,
-            random=self._rng,
-            entropy=self._rng.randbytes,
-            run_sync=self._run_sync,
-            network=self._network,
-        )
+        return virtual_outside(self._rng, self._network, run_sync=self._run_sync)
 
     async def _run_sync(
         self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False

@@ -31,7 +31,7 @@ from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import PduRow, Watermark
-from fedsender.testing.clock import now_ms
+from fedsender.testing.clock import virtual_outside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -262,9 +262,7 @@ class SimulatedConsumer:
         self._random = rng
         self._manners = manners
         self._staging = directory / name
-        self._outside = Outside(
-            now_ms, rng, rng.randbytes, self.steps.run_sync, _as_network(network)
-        )
+        self._outside = virtual_outside(rng, _as_network(network), run_sync=self.steps.run_sync)
 
     def calm(self) -> None:
         """Live for ever from now on."""

@@ -19,7 +19,7 @@ import trio
 
 from fedsender.config import Config
 from fedsender.facts import rows_of
-from fedsender.outside import Outside, real_outside
+from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.log import Collected
 from fedsender.simulation.lives import Crash, copy_files, disk_full
@@ -27,7 +27,7 @@ from fedsender.simulation.relay_books import RelayBooks, name_of
 from fedsender.simulation.relay_checks import Files, RelayChecks
 from fedsender.simulation.relay_links import Links
 from fedsender.simulation.relay_steps import Steps, flip_bit
-from fedsender.testing.clock import derived, now_ms
+from fedsender.testing.clock import derived, virtual_outside
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class RelayStation:
 
     async def _live(self) -> None:
         rng = derived(self._seed, "relay", self._lives)
-        outside = Outside(now_ms, rng, rng.randbytes, self._steps.run_sync, real_outside().network)
+        outside = virtual_outside(rng, real_outside().network, run_sync=self._steps.run_sync)
         config = self._config.model_copy(
             update={
                 "relay": self._config.relay.model_copy(update={"directory": self._files.directory})

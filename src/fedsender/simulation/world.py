@@ -10,7 +10,6 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.config import Config, from_values
-from fedsender.outside import Outside
 from fedsender.simulation.books import Books
 from fedsender.simulation.commit_checks import CommitChecks
 from fedsender.simulation.disasters import SECRET_CONTENT, Replication
@@ -23,7 +22,7 @@ from fedsender.simulation.memory_checks import MemoryChecks
 from fedsender.simulation.receiver import RemoteServer, Site
 from fedsender.simulation.sites import make_site, publish
 from fedsender.simulation.wire_checks import WireChecks
-from fedsender.testing.clock import Trace, derived, now_ms
+from fedsender.testing.clock import Trace, derived, now_ms, virtual_outside
 from fedsender.testing.network import Internet, MemoryNetwork
 from fedsender.testing.rooms import Homeserver
 from fedsender.testing.rules import Origin
@@ -157,7 +156,8 @@ def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
     sites = [make_site(index) for index in range(size.servers)]
     origins = found(size, [site.name for site in sites])
     internet = Internet(derived(size.seed, "internet"), nursery)
-    replication = Replication(origins.homeserver, _outside_of_homeserver(size, internet))
+    outside = virtual_outside(derived(size.seed, "replication"), MemoryNetwork(internet))
+    replication = Replication(origins.homeserver, outside)
     internet.listeners[FEED] = replication
     return people(size, directory, origins, dict(enumerate(sites)), internet, replication)
 
@@ -199,21 +199,6 @@ def people(
         memory=MemoryChecks(evidence),
         plan=CrashPlan(size.seed, MOST_TRANSACTIONS_BETWEEN_CRASHES),
         configure=configuration,
-    )
-
-
-def _outside_of_homeserver(size: Size, internet: Internet) -> Outside:
-    rng = derived(size.seed, "replication")
-
-    async def run_sync(
-        function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
-    ) -> T:
-        await trio.lowlevel.checkpoint()
-        return function()
-
-    network = MemoryNetwork(internet)
-    return Outside(
-        now_ms=now_ms, random=rng, entropy=rng.randbytes, run_sync=run_sync, network=network
     )
 
 

@@ -1,4 +1,7 @@
-"""Time, order and chance that a seed decides: what makes a run replay exactly."""
+"""Time, order and chance that a seed decides: what makes a run replay exactly.
+
+And `until`, for what announces nothing to those who wait for it.
+"""
 
 import hashlib
 import random
@@ -8,6 +11,8 @@ from typing import TypeVar
 
 import trio
 import trio.testing
+
+from fedsender.outside import Network, Outside, RunSync
 
 T = TypeVar("T")
 
@@ -37,6 +42,40 @@ def _seed_scheduler(seed: int) -> None:
 def now_ms() -> int:
     """The wall clock of the simulated world, in milliseconds since the epoch."""
     return EPOCH_MS + round(trio.current_time() * 1000)
+
+
+async def inline(
+    function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+) -> T:
+    """A thread that is none; whoever comes meanwhile waits in front of the limiter."""
+    async with limiter:
+        return function()
+
+
+def virtual_outside(
+    rng: random.Random,
+    network: Network | None = None,
+    *,
+    run_sync: RunSync = inline,
+    now_ms: Callable[[], int] = now_ms,
+) -> Outside:
+    """The outside of a daemon in a simulated world; without `network` it must not ask for one."""
+    return Outside(
+        now_ms=now_ms,
+        random=rng,
+        entropy=rng.randbytes,
+        run_sync=run_sync,
+        network=network,  # type: ignore[arg-type]  # where there is none, its use is an error
+    )
+
+
+async def until(
+    holds: Callable[[], object], *, seconds: float = 60.0, every_s: float = 0.01
+) -> None:
+    """Wait for what other tasks or processes do. Raises trio.TooSlowError after so long."""
+    with trio.fail_after(seconds):
+        while not holds():  # noqa: ASYNC110
+            await trio.sleep(every_s)
 
 
 def derived(seed: int, *names: object) -> random.Random:
