@@ -55,6 +55,7 @@ class MemoryStream(trio.abc.Stream):
         self._incoming = incoming
         self._outgoing = outgoing
         self._closed = False
+        self._frozen = False
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data)
@@ -81,7 +82,7 @@ class MemoryStream(trio.abc.Stream):
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         await trio.lowlevel.checkpoint()
         pipe = self._incoming
-        while not (pipe.data or self.readable or self._closed):
+        while not self._closed and (self._frozen or not self.readable):
             await pipe.changed()
         if self._closed:
             raise trio.ClosedResourceError("closed on this side")
@@ -112,6 +113,14 @@ class MemoryStream(trio.abc.Stream):
         await trio.lowlevel.checkpoint()
         while not (self.peer_gone or self._closed):
             await self._incoming.changed()
+
+    def freeze(self, frozen: bool) -> None:
+        """Let nothing more arrive at this end, as if the other had fallen silent; or let it again.
+
+        What is held up then arrives.
+        """
+        self._frozen = frozen
+        self._incoming.tell()
 
     def close(self) -> None:
         """Close without a goodbye: the other end reads what was sent, and then the end."""
