@@ -26,15 +26,14 @@ from fedsender.ledger import NOTES, read_lines, segments
 from fedsender.outside import real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import (
     Behaviour,
     Receivers,
     ReceivingServer,
     healthy,
-    open_receivers,
 )
 from fedsender.testing.rooms import STREAM, Homeserver, Room
-from fedsender.testing.rules import Origin, pdu_reader
 
 TOKEN = "the admin endpoint's token"
 PATIENCE_S = 60.0
@@ -282,25 +281,20 @@ async def open_world(
 ) -> AsyncIterator[World]:
     """A world with a configuration file, and no daemon yet. `behaviour` is every server's."""
     outside = real_outside()
-    key_id, key = process.write_signing_key(directory, b"k" * 32)
+    signer = process.write_signing_key(directory, b"k" * 32)
     process.write_secret(directory / "admin.token", TOKEN)
-    versions: dict[str, str] = {}
     async with (
-        open_receivers(
+        open_federation(
+            signer,
             servers,
-            [Origin(process.SERVER_NAME, {key_id: key.public_key()})],
-            pdu_reader(versions.__getitem__),
-            directory=directory / "tls",
-            now_ms=outside.now_ms(),
+            directory=directory,
+            outside=outside,
+            rng=random.Random(1),
             behaviours=dict.fromkeys(range(servers), behaviour or healthy()),
-        ) as receivers,
+        ) as (homeserver, receivers),
         trio.open_nursery() as nursery,
     ):
         names: Sequence[str] = list(receivers.servers)
-        homeserver = Homeserver(
-            process.SERVER_NAME, (key_id, key), names, rng=random.Random(1), now_ms=outside.now_ms
-        )
-        homeserver.room_versions = versions
         # Bound, and not listening: connections are refused, and nobody else is given the port.
         holder = trio.socket.socket()
         await holder.bind(("127.0.0.1", 0))

@@ -29,7 +29,7 @@ from fedsender.store.lock import InstanceLock, SendersDiffer
 from fedsender.store.records import FrozenRecord
 from fedsender.testing.clock import until
 from fedsender.testing.receiver import Receivers, failing, healthy, open_receivers
-from fedsender.testing.rules import Origin, pdu_reader
+from fedsender.testing.rules import pdu_reader
 
 HS = "hs.example"
 SERVERS = 12
@@ -134,12 +134,11 @@ class Site:
 
 @asynccontextmanager
 async def site(directory: Path, homeserver: str) -> AsyncIterator[Site]:
-    key_id, key = write_signing_key(directory, b"s" * 32)
+    signer = write_signing_key(directory, b"s" * 32, HS)
     outside = real_outside()
-    origin = Origin(HS, {key_id: key.public_key()})
     async with open_receivers(
         SERVERS,
-        [origin],
+        [signer.origin],
         pdu_reader(lambda _: "10"),
         directory=directory,
         now_ms=outside.now_ms(),

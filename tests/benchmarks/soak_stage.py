@@ -17,9 +17,8 @@ from fedsender.demo.process import DaemonProcess, open_daemon_process
 from fedsender.intake.client import IntakeClient
 from fedsender.outside import real_outside
 from fedsender.testing.children import BenchFailed
-from fedsender.testing.receiver import Receivers, open_receivers
-from fedsender.testing.rooms import Homeserver
-from fedsender.testing.rules import Origin, pdu_reader
+from fedsender.testing.federation import open_federation
+from fedsender.testing.receiver import Receivers
 
 START_S: Final = 300.0
 """For daemon or relay to come up, on a machine that is busy."""
@@ -65,36 +64,21 @@ async def open_run(options: SoakOptions, directory: Path) -> AsyncIterator[Run]:
     """Everything, with the rooms made and nothing said yet; raises BenchFailed, DaemonDied."""
     outside = real_outside()
     rng = random.Random(options.seed)
-    key_id, key = process.write_signing_key(directory, outside.entropy(32))
-    origin = Origin(process.SERVER_NAME, {key_id: key.public_key()})
-    versions: dict[str, str] = {}
+    signer = process.write_signing_key(directory, outside.entropy(32))
     hub, place = directory / "relay", directory / "sender"
     token = outside.entropy(16).hex()
     for each in (hub, place):
         each.mkdir(mode=0o700)
     process.write_secret(hub / "intake.token", token + "\n")
     async with (
-        open_receivers(
-            options.servers,
-            [origin],
-            pdu_reader(versions.__getitem__),
-            directory=directory / "tls",
-            now_ms=outside.now_ms(),
-        ) as receivers,
+        open_federation(
+            signer, options.servers, directory=directory, outside=outside, rng=rng, tells_all=True
+        ) as (homeserver, receivers),
         open_daemon_process(hub, _relay_configuration(hub), token, "relay") as relay,
         open_daemon_process(place, _configuration(place, hub, receivers.ca_file), token) as daemon,
         IntakeClient.at(f"unix:{hub / 'intake.sock'}", token) as client,
     ):
         names = list(receivers.servers)
-        homeserver = Homeserver(
-            process.SERVER_NAME,
-            (key_id, key),
-            names,
-            rng=rng,
-            now_ms=outside.now_ms,
-            tells_all=True,
-        )
-        homeserver.room_versions = versions
         traffic = Traffic(homeserver, client, rng, options.rate)
         servers = Servers(
             receivers, cast(names, options.dead, rng), daemon, options.minutes * 60, homeserver.name

@@ -16,7 +16,7 @@ from fedsender.replication.commands import Position, Rdata
 from fedsender.replication.protocol import Connection
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
-from fedsender.testing.rooms import ALL_VERSIONS, STREAM, Homeserver, Step
+from fedsender.testing.rooms import ALL_VERSIONS, STREAM, Homeserver, Signer, Step
 
 NAME = "hs.example:8448"
 SERVERS = [f"127.0.0.1:{port}" for port in range(4000, 4010)]
@@ -25,8 +25,7 @@ KEY = Ed25519PrivateKey.from_private_bytes(b"k" * 32)
 
 def a_homeserver(seed: int, *, rooms: int = 12, acts: int = 600) -> Homeserver:
     homeserver = Homeserver(
-        NAME,
-        ("ed25519:a1", KEY),
+        Signer(NAME, "ed25519:a1", KEY),
         SERVERS,
         rng=random.Random(seed),
         now_ms=lambda: 1_790_000_000_000,

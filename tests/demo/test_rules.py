@@ -7,7 +7,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.matrix import ROOM_VERSIONS, redact
-from fedsender.testing.rooms import Homeserver
+from fedsender.testing.rooms import Homeserver, Signer
 from fedsender.testing.rules import (
     KEPT_VIOLATIONS,
     Broken,
@@ -19,8 +19,7 @@ from fedsender.testing.rules import (
 
 def a_homeserver() -> Homeserver:
     homeserver = Homeserver(
-        "hs.example",
-        ("ed25519:1", Ed25519PrivateKey.from_private_bytes(b"k" * 32)),
+        Signer("hs.example", "ed25519:1", Ed25519PrivateKey.from_private_bytes(b"k" * 32)),
         ["b.example"],
         rng=random.Random(1),
         now_ms=lambda: 1_790_000_000_000,

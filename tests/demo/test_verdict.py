@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.demo.verdict import Verdict, judge, read_ledger, unrecorded
 from fedsender.testing.receiver import ReceivedTransaction, Receivers, ReceivingServer
-from fedsender.testing.rooms import Homeserver, Step
+from fedsender.testing.rooms import Homeserver, Signer, Step
 from fedsender.testing.rules import ReceivedPdu
 
 SERVER = "127.0.0.1:4000"
@@ -26,8 +26,7 @@ class Scene:
 
     def __init__(self, messages: int = 6) -> None:
         self.homeserver = Homeserver(
-            "hs.example",
-            ("ed25519:1", Ed25519PrivateKey.from_private_bytes(b"k" * 32)),
+            Signer("hs.example", "ed25519:1", Ed25519PrivateKey.from_private_bytes(b"k" * 32)),
             [SERVER],
             rng=random.Random(1),
             now_ms=lambda: 1_790_000_000_000,

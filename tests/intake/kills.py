@@ -32,7 +32,7 @@ from fedsender.demo import process
 from fedsender.demo.verdict import still_owed
 from fedsender.outside import real_outside
 from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
-from fedsender.testing.rules import Origin, pdu_reader
+from fedsender.testing.rules import pdu_reader
 
 SERVERS = 4
 PATIENCE_S = 120.0
@@ -198,12 +198,12 @@ class Campaign:
 async def open_campaign(directory: Path, seed: int) -> AsyncIterator[Campaign]:
     """Receiving servers, the sender and the homeserver, all under way."""
     outside, rng = real_outside(), random.Random(seed)
-    key_id, key = process.write_signing_key(directory, b64encode(rng.randbytes(24)))
+    signer = process.write_signing_key(directory, b64encode(rng.randbytes(24)))
     process.write_secret(directory / "append.token", rng.randbytes(16).hex())
     async with (
         open_receivers(
             SERVERS,
-            [Origin(process.SERVER_NAME, {key_id: key.public_key()})],
+            [signer.origin],
             pdu_reader(lambda room_id: small_homeserver.VERSION),
             directory=directory / "tls",
             now_ms=outside.now_ms(),

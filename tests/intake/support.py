@@ -12,7 +12,7 @@ from fedsender.demo import process
 from fedsender.intake.client import IntakeClient
 from fedsender.outside import real_outside
 from fedsender.testing.receiver import Receivers, ReceivingServer, open_receivers
-from fedsender.testing.rules import Origin, PduReader, pdu_reader
+from fedsender.testing.rules import PduReader, pdu_reader
 
 TOKEN = "a token that is long enough"
 ROOM_VERSION = "11"
@@ -23,12 +23,12 @@ async def whole_daemon(
     directory: Path, read: PduReader | None = None, **push: Any
 ) -> AsyncIterator[tuple[IntakeClient, ReceivingServer, Receivers]]:
     """In this process, over real sockets. `push`: settings of the feed."""
-    key_id, private = process.write_signing_key(directory, b"k" * 32)
+    signer = process.write_signing_key(directory, b"k" * 32)
     process.write_secret(directory / "append.token", TOKEN)
     outside = real_outside()
     async with open_receivers(
         1,
-        [Origin(process.SERVER_NAME, {key_id: private.public_key()})],
+        [signer.origin],
         read or pdu_reader(lambda _room: ROOM_VERSION),
         directory=directory / "tls",
         now_ms=outside.now_ms(),

@@ -24,8 +24,8 @@ from fedsender.matrix import ROOM_VERSIONS
 from fedsender.outside import real_outside
 from fedsender.testing.clock import until
 from fedsender.testing.receiver import open_receivers
-from fedsender.testing.rooms import Signer, new_timeline
-from fedsender.testing.rules import Origin, pdu_reader
+from fedsender.testing.rooms import new_timeline
+from fedsender.testing.rules import pdu_reader
 
 HS = process.SERVER_NAME
 USER = f"@a:{HS}"
@@ -106,8 +106,8 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
     tmp_path: Path, postgres: Databases
 ) -> None:
     """Twice, of three; what is sent again by the same ids is stored once and in order."""
-    key_id, key = process.write_signing_key(tmp_path, b"k" * 32)
-    signer, timeline = Signer(HS, key_id, key), new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
+    signer = process.write_signing_key(tmp_path, b"k" * 32, HS)
+    timeline = new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
     outside = real_outside()
     timeline.append(
         "m.room.create", USER, {"room_version": VERSION}, signer=signer, now_ms=0, state_key=""
@@ -117,7 +117,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
     stop = False
     receiving = open_receivers(
         6,
-        [Origin(HS, {key_id: key.public_key()})],
+        [signer.origin],
         pdu_reader(lambda _: VERSION),
         directory=tmp_path / "tls",
         now_ms=outside.now_ms(),

@@ -30,8 +30,8 @@ from fedsender.store import HomeserverSettings, LockHeld, Store, StoreConfig, op
 from fedsender.store.records import PresenceState
 from fedsender.testing.clock import until
 from fedsender.testing.receiver import open_receivers
-from fedsender.testing.rooms import Signer, new_timeline
-from fedsender.testing.rules import Origin, pdu_reader
+from fedsender.testing.rooms import new_timeline
+from fedsender.testing.rules import pdu_reader
 
 HS = "hs.example"
 NAMES = ("a", "b")
@@ -364,8 +364,7 @@ async def test_who_leaves_the_list_hands_back(tmp_path: Path, postgres: Database
 
 async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Databases) -> None:
     """Of what one of them took in; and all goes on when that one ends."""
-    key_id, key = write_signing_key(tmp_path, b"s" * 32)
-    signer = Signer(HS, key_id, key)
+    signer = write_signing_key(tmp_path, b"s" * 32, HS)
     user = f"@a:{HS}"
     timeline = new_timeline(ROOM_VERSIONS["10"], "r", user)
     outside = real_outside()
@@ -375,7 +374,7 @@ async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Dat
     )
     receiving = open_receivers(
         12,
-        [Origin(HS, {key_id: key.public_key()})],
+        [signer.origin],
         pdu_reader(lambda _: "10"),
         directory=tmp_path,
         now_ms=outside.now_ms(),

@@ -12,7 +12,7 @@ import resource
 import statistics
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -30,9 +30,9 @@ from fedsender.outside import real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.testing.children import Child, open_child
-from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
+from fedsender.testing.federation import open_federation
+from fedsender.testing.receiver import ReceivedTransaction, Receivers
 from fedsender.testing.rooms import STREAM, Homeserver, Room, Step
-from fedsender.testing.rules import Origin, pdu_reader
 
 HOSTILE_PER_HONEST = 3
 HONEST_DOMAIN = "honest.test"
@@ -136,33 +136,28 @@ async def _open_run(
     honest: int, rng: Random, directory: Path, report: Report
 ) -> AsyncIterator[_Run]:
     outside = real_outside()
-    key_id, key = process.write_signing_key(directory, outside.entropy(32))
-    origin = Origin(process.SERVER_NAME, {key_id: key.public_key()})
-    versions: dict[str, str] = {}
+    signer = process.write_signing_key(directory, outside.entropy(32))
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with (
-        open_child("fedsender.demo.hostile_servers") as attackers,
-        open_receivers(
-            honest,
-            [origin],
-            pdu_reader(versions.__getitem__),
-            directory=directory / "tls",
-            now_ms=outside.now_ms(),
-            domain=HONEST_DOMAIN,
-        ) as receivers,
-    ):
+    async with open_child("fedsender.demo.hostile_servers") as attackers, AsyncExitStack() as stack:
         hostile = await attackers.ask(
             "begin",
             directory=str(directory / "hostile-tls"),
             count=HOSTILE_PER_HONEST * honest,
             now_ms=outside.now_ms(),
         )
-        names = list(receivers.servers)
         enemies = list(chain.from_iterable(hostile["servers"].values()))
-        homeserver = Homeserver(
-            process.SERVER_NAME, (key_id, key), [*names, *enemies], rng=rng, now_ms=outside.now_ms
+        homeserver, receivers = await stack.enter_async_context(
+            open_federation(
+                signer,
+                honest,
+                directory=directory,
+                outside=outside,
+                rng=rng,
+                others=enemies,
+                domain=HONEST_DOMAIN,
+            )
         )
-        homeserver.room_versions = versions
+        names = list(receivers.servers)
         small = [
             homeserver.create_room(names[start : start + SMALL_ROOM_SERVERS])
             for start in range(0, honest, SMALL_ROOM_SERVERS)

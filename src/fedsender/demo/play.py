@@ -26,9 +26,9 @@ from fedsender.intake.client import IntakeClient
 from fedsender.outside import Outside, real_outside
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import texts_of
-from fedsender.testing.receiver import Receivers, open_receivers
+from fedsender.testing.federation import open_federation
+from fedsender.testing.receiver import Receivers
 from fedsender.testing.rooms import Homeserver, Room
-from fedsender.testing.rules import Origin, pdu_reader
 
 CONNECT_SECONDS = 60.0
 """For the daemon to come up and ask for the stream, on a machine that is busy with other things."""
@@ -203,26 +203,11 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
     """Receiving servers, homeserver, replication server and daemon, in the order of need."""
     outside = real_outside()
     rng = random.Random(options.seed)
-    key_id, key = process.write_signing_key(directory, outside.entropy(32))
-    origin = Origin(process.SERVER_NAME, {key_id: key.public_key()})
-    versions: dict[str, str] = {}
-    async with open_receivers(
-        options.servers,
-        [origin],
-        pdu_reader(versions.__getitem__),
-        directory=directory / "tls",
-        now_ms=outside.now_ms(),
-    ) as receivers:
+    signer = process.write_signing_key(directory, outside.entropy(32))
+    async with open_federation(
+        signer, options.servers, directory=directory, outside=outside, rng=rng, tells_all=True
+    ) as (homeserver, receivers):
         names = list(receivers.servers)
-        homeserver = Homeserver(
-            process.SERVER_NAME,
-            (key_id, key),
-            names,
-            rng=rng,
-            now_ms=outside.now_ms,
-            tells_all=True,
-        )
-        homeserver.room_versions = versions
         _furnish(homeserver, names, options.rooms, rng)
         stage = homeserver.create_room(names, staged=True) if options.chaos else None
         plot = chaotic(names, options.events) if options.chaos else calm(names)

@@ -18,6 +18,8 @@ import trio
 import yaml
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedsender.testing.rooms import Signer
+
 DAEMON = (sys.executable, "-m", "fedsender")
 SERVER_NAME = "hs.demo"
 KEY_VERSION = "a_demo"
@@ -40,11 +42,12 @@ def write_secret(path: Path, text: str) -> None:
         file.write(text)
 
 
-def write_signing_key(directory: Path, seed: bytes) -> tuple[str, Ed25519PrivateKey]:
-    """Write `signing.key` as Synapse does; returns its key id and the key."""
+def write_signing_key(directory: Path, seed: bytes, server_name: str = SERVER_NAME) -> Signer:
+    """Write `signing.key` as Synapse does; who signs with it."""
     encoded = b64encode(seed).rstrip(b"=").decode()
     write_secret(directory / "signing.key", f"ed25519 {KEY_VERSION} {encoded}\n")
-    return f"ed25519:{KEY_VERSION}", Ed25519PrivateKey.from_private_bytes(seed)
+    key = Ed25519PrivateKey.from_private_bytes(seed)
+    return Signer(server_name, f"ed25519:{KEY_VERSION}", key)
 
 
 def push_feed(directory: Path) -> Mapping[str, Any]:

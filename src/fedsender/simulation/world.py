@@ -24,8 +24,7 @@ from fedsender.simulation.sites import make_site, publish
 from fedsender.simulation.wire_checks import WireChecks
 from fedsender.testing.clock import Trace, derived, now_ms, virtual_outside
 from fedsender.testing.network import Internet, MemoryNetwork
-from fedsender.testing.rooms import Homeserver
-from fedsender.testing.rules import Origin
+from fedsender.testing.rooms import Homeserver, Signer
 
 T = TypeVar("T")
 
@@ -132,9 +131,9 @@ def found(size: Size, names: Sequence[str], *, dense: bool = False) -> Origins:
     secret = derived(size.seed, "key").randbytes(32)
     key = Ed25519PrivateKey.from_private_bytes(secret)
     secret_text = b64encode(secret).decode().rstrip("=")
+    signer = Signer(ORIGIN, f"ed25519:{KEY_VERSION}", key)
     homeserver = Homeserver(
-        ORIGIN,
-        (f"ed25519:{KEY_VERSION}", key),
+        signer,
         names,
         rng=derived(size.seed, "homeserver"),
         now_ms=now_ms,
@@ -142,11 +141,10 @@ def found(size: Size, names: Sequence[str], *, dense: bool = False) -> Origins:
         forks=True,
         gaps=0 if dense else TOKEN_GAPS,
     )
-    origin = Origin(ORIGIN, {f"ed25519:{KEY_VERSION}": key.public_key()})
     return Origins(
         homeserver,
         f"ed25519 {KEY_VERSION} {secret_text}\n",
-        Inspector(homeserver, origin, MAX_BYTES),
+        Inspector(homeserver, signer.origin, MAX_BYTES),
         (secret_text.encode(), SECRET_CONTENT.encode()),
     )
 

@@ -32,6 +32,7 @@ from fedsender.matrix import (
     server_of,
 )
 from fedsender.streams import Fact, Watermark
+from fedsender.testing.rules import Origin
 
 STREAM: Final = "events"
 WRITER: Final = "master"
@@ -60,6 +61,11 @@ class Signer:
     server: str
     key_id: str
     key: Ed25519PrivateKey
+
+    @property
+    def origin(self) -> Origin:
+        """As its peers know it."""
+        return Origin(self.server, {self.key_id: self.key.public_key()})
 
     def signatures(self, message: bytes) -> dict[str, dict[str, str]]:
         """The `signatures` object with this server's signature of `message`."""
@@ -280,8 +286,7 @@ class Homeserver:
 
     def __init__(
         self,
-        name: str,
-        signing_key: tuple[str, Ed25519PrivateKey],
+        signer: Signer,
         servers: Sequence[str],
         *,
         rng: random.Random,
@@ -291,7 +296,7 @@ class Homeserver:
         forks: bool = False,
         gaps: float = 0.0,
     ) -> None:
-        """`servers` are the others; `signing_key` is key id and key; `versions` take turns.
+        """`servers` are the others; room `versions` take turns.
 
         With `tells_all` every step has rows, and they name every server that an event goes to
         beyond the room's: a relay keeps no invitations by which a sender could find out.
@@ -300,7 +305,7 @@ class Homeserver:
             forks: now and then an event is for other servers than are in its room.
             gaps: share of the tokens that somebody is given who then says nothing.
         """
-        self.name = name
+        self.name = signer.server
         self.steps: list[Step] = []
         self.by_hash: dict[str, Step] = {}
         self.by_id: dict[str, Step] = {}
@@ -323,7 +328,7 @@ class Homeserver:
         self._token = 0
         self._told: set[str] = set()
         self._gone: set[tuple[str, str]] = set()
-        self._signers = {name: Signer(name, *signing_key)}
+        self._signers = {signer.server: signer}
         self._odds: list[tuple[int, Callable[[Room], Step | None]]] = [
             (45, self.say_something),
             (4, self._set_topic),
