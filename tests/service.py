@@ -23,9 +23,9 @@ import yaml
 
 from fedsender.demo import process
 from fedsender.ledger import NOTES, read_lines, segments
-from fedsender.outside import real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import real_runtime
 from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import (
     Behaviour,
@@ -231,7 +231,7 @@ class World:
                 self.homeserver.name,
                 {STREAM: self.homeserver},
                 listeners,
-                real_outside(),
+                real_runtime(),
                 kind=OWN_KIND,
             ):
                 task_status.started()
@@ -280,7 +280,7 @@ async def open_world(
     **settings: Any,
 ) -> AsyncIterator[World]:
     """A world with a configuration file, and no daemon yet. `behaviour` is every server's."""
-    outside = real_outside()
+    runtime = real_runtime()
     signer = process.write_signing_key(directory, b"k" * 32)
     process.write_secret(directory / "admin.token", TOKEN)
     async with (
@@ -288,7 +288,7 @@ async def open_world(
             signer,
             servers,
             directory=directory,
-            outside=outside,
+            runtime=runtime,
             rng=random.Random(1),
             behaviours=dict.fromkeys(range(servers), behaviour or healthy()),
         ) as (homeserver, receivers),

@@ -27,7 +27,7 @@ from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.demo.process import SERVER_NAME, write_signing_key
 from fedsender.ledger import NOTES, segments
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.systemd import Notifier
 from fedsender.testing.clock import inline, until
 from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
@@ -98,11 +98,11 @@ async def test_without_a_feed_ready_is_said_after_30_seconds(
         if message.startswith(b"READY=1"):
             ready.set()
 
-    outside = replace(real_outside(), run_sync=inline, network=NoNetwork())  # type: ignore[arg-type]
+    runtime = replace(real_runtime(), run_sync=inline, network=NoNetwork())  # type: ignore[arg-type]
     path = write_config(home)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(daemon.run, path, outside, Notifier(send, lambda: 1))
+        nursery.start_soon(daemon.run, path, runtime, Notifier(send, lambda: 1))
         await ready.wait()
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -484,12 +484,12 @@ async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
         if message.startswith(b"READY=1"):
             ready.set()
 
-    outside = replace(real_outside(), run_sync=run_or_fail, network=NoNetwork())  # type: ignore[arg-type]
+    runtime = replace(real_runtime(), run_sync=run_or_fail, network=NoNetwork())  # type: ignore[arg-type]
     path = write_config(home, sending={"drain_seconds": "2s"})
     codes: list[int] = []
 
     async def run() -> None:
-        codes.append(await daemon.run(path, outside, Notifier(send, lambda: 1)))
+        codes.append(await daemon.run(path, runtime, Notifier(send, lambda: 1)))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run)

@@ -11,7 +11,7 @@ import yaml
 from tests.benchmarks import relay
 from typer.core import TyperGroup
 
-from fedsender import bench, limits, outside
+from fedsender import bench, limits, runtime
 from fedsender.admin import access, http1
 from fedsender.cli import app
 from fedsender.config import Federation, Ledger, Sending, files
@@ -103,10 +103,10 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"{answer._PARTS:,} of the characters `[` `{{` `,` and {answer._PARTS_PER_PDU} more",
         f"{bounds.framing_bytes // kib} KiB in all and {bounds.headers} headers;"
         f" {transport._PIECE_BYTES} bytes are counted for each piece",
-        f"{outside.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
-        f" {outside.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
-        f"{outside.MAX_TLS_BYTES // kib} KiB of TLS without data between two requests;"
-        f" {outside.TLS_PIECE_BYTES} bytes are counted for each piece",
+        f"{runtime.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
+        f" {runtime.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
+        f"{runtime.MAX_TLS_BYTES // kib} KiB of TLS without data between two requests;"
+        f" {runtime.TLS_PIECE_BYTES} bytes are counted for each piece",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
         f"`federation.request_timeout` ({federation.request_timeout:.0f} s)",

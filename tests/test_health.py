@@ -84,7 +84,7 @@ async def test_why_says_how_the_last_day_went(world: World, autojump_clock: Mock
         await trio.sleep(2)
         assert (await desk.get(f"why/{A}"))["health"] is None
         path = world.config().pipeline.health
-        write_health(path, {A: (4, 3)}, ms=world.outside.now_ms())
+        write_health(path, {A: (4, 3)}, ms=world.runtime.now_ms())
         said = (await desk.get(f"why/{A}"))["health"]
         assert (said["success_rate"], said["p99_ms"]) == (0.75, 70)
         assert (await desk.get(f"why/{B}"))["health"] is None

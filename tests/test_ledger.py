@@ -12,7 +12,7 @@ import trio
 from trio.testing import MockClock
 
 from fedsender.ledger import LINE_VERSION, NOTES, Ledger, Line, SentPdu, open_ledger
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.segments import (
     close_torn_segments,
     expired,
@@ -23,7 +23,7 @@ from fedsender.segments import (
     torn_segments,
 )
 from fedsender.sender.failure import Outcome
-from fedsender.testing.clock import virtual_outside
+from fedsender.testing.clock import virtual_runtime
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "ledger.md"
 
@@ -36,8 +36,8 @@ class Count:
         self.value += amount
 
 
-def outside() -> Outside:
-    return virtual_outside(random.Random(0), now_ms=lambda: 1_800_000_000_000)
+def runtime() -> Runtime:
+    return virtual_runtime(random.Random(0), now_ms=lambda: 1_800_000_000_000)
 
 
 def a_daemons(
@@ -51,7 +51,7 @@ def a_daemons(
         directory,
         "fed1",
         "b00t",
-        outside(),
+        runtime(),
         keep_days=keep_days,
         keep_bytes=keep_bytes,
         segment_seconds=3600,
@@ -65,7 +65,7 @@ def ledger(directory: Path, *, seconds: float = 3600, size: int = 2**20) -> Ledg
         directory,
         "fed1",
         "b00t",
-        outside(),
+        runtime(),
         segment_seconds=seconds,
         segment_bytes=size,
         lost_lines=Count(),

@@ -21,7 +21,7 @@ from fedsender.config import Config, ConfigError, from_values
 from fedsender.daemon import Daemon, open_core
 from fedsender.demo.process import write_signing_key
 from fedsender.ledger import NOTES, open_ledger, read_lines, segments
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.sender.recovery import take_over
 from fedsender.store import SenderStore, tables
 from fedsender.store.engine import DatabaseOptions, open_database
@@ -112,7 +112,7 @@ class Site:
     async def sender(self, name: str, senders: Sequence[str], own: str) -> AsyncIterator[Daemon]:
         ca_file = self.receivers.ca_file
         config = config_of(self.directory, name, senders, self.homeserver, own, ca_file)
-        async with open_core(config, real_outside()) as daemon:
+        async with open_core(config, real_runtime()) as daemon:
             yield daemon
 
     def become(self, *, well: bool) -> None:
@@ -135,13 +135,13 @@ class Site:
 @asynccontextmanager
 async def site(directory: Path, homeserver: str) -> AsyncIterator[Site]:
     signer = write_signing_key(directory, b"s" * 32, HS)
-    outside = real_outside()
+    runtime = real_runtime()
     async with open_receivers(
         SERVERS,
         [signer.origin],
         pdu_reader(lambda _: "10"),
         directory=directory,
-        now_ms=outside.now_ms(),
+        now_ms=runtime.now_ms(),
     ) as receivers:
 
         def fill(connection: Connection) -> None:
@@ -155,7 +155,7 @@ async def site(directory: Path, homeserver: str) -> AsyncIterator[Site]:
                 )
 
         options = DatabaseOptions(synchronous="OFF")
-        async with open_database(homeserver, outside, name="hs", options=options) as database:
+        async with open_database(homeserver, runtime, name="hs", options=options) as database:
             await database.write(fill)
         yield Site(directory, homeserver, receivers)
 
@@ -255,7 +255,7 @@ async def test_what_another_sender_left_does_not_say_how_far_we_were(
             tmp_path / "ledger",
             "fedsender",
             "boot",
-            world.outside,
+            world.runtime,
             keep_days=1,
             keep_bytes=2**20,
             segment_seconds=60,
@@ -265,7 +265,7 @@ async def test_what_another_sender_left_does_not_say_how_far_we_were(
     ):
         database = store.sender._database
         writer = SenderStore(
-            database, world.outside, InstanceLock([]), "other" if of_another else "fedsender"
+            database, world.runtime, InstanceLock([]), "other" if of_another else "fedsender"
         )
         await writer.save_frozen(FrozenRecord("b.example", "t1", b"{}", manifest, 1, 1))
         await writer.begin_catch_up("b.example", 95, newest_only=False)
@@ -273,6 +273,6 @@ async def test_what_another_sender_left_does_not_say_how_far_we_were(
         await store.sender.take_over_records(lambda _: True, ["other"])
         monkeypatch.undo()
         for _start in range(2):
-            taken = await take_over(store, ledger, world.outside, "fedsender", lambda _: True)
+            taken = await take_over(store, ledger, world.runtime, "fedsender", lambda _: True)
             assert taken == ({"b.example"} if of_another else set())
         assert (await store.sender.frozen_destinations() == ["b.example"]) is of_another

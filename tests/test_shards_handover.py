@@ -24,7 +24,7 @@ from fedsender.demo.process import KEY_VERSION
 from fedsender.handback import Findings, hand_back
 from fedsender.ledger import read_lines, segments
 from fedsender.matrix import ROOM_VERSIONS
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store import LockHeld, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import SendersDiffer
@@ -88,7 +88,7 @@ async def write_history(it: Site, *, bad_one: bool = True) -> tuple[str, int]:
         last = room.last
 
     options = DatabaseOptions(synchronous="OFF")
-    async with open_database(it.homeserver, real_outside(), name="hs", options=options) as database:
+    async with open_database(it.homeserver, real_runtime(), name="hs", options=options) as database:
         await database.write(fill)
     return good.event_id, last
 
@@ -104,7 +104,7 @@ async def read_up_to(it: Site, event_id: str) -> int:
         "data": "{}",
     }
     options = DatabaseOptions(synchronous="OFF")
-    async with open_database(it.homeserver, real_outside(), name="hs", options=options) as database:
+    async with open_database(it.homeserver, real_runtime(), name="hs", options=options) as database:
         await database.write(
             lambda connection: note(connection.execute(insert(tables.receipts_linearized), receipt))
         )
@@ -295,7 +295,7 @@ async def set_position(it: Site, name: str, events: int, federation: int) -> Non
         connection.execute(insert(positions), rows)
 
     options = DatabaseOptions(synchronous="OFF")
-    async with open_database(it.homeserver, real_outside(), name="hs", options=options) as database:
+    async with open_database(it.homeserver, real_runtime(), name="hs", options=options) as database:
         await database.write(write)
 
 
@@ -355,7 +355,7 @@ async def test_who_has_gone_must_have_handed_back(tmp_path: Path, postgres: Data
         async def give_back(name: str) -> Findings:
             config = config_of(tmp_path, name, old, it.homeserver, own[name])
             settings = store_config(config)
-            return await hand_back(config, settings, real_outside(), accept_repeats=True)
+            return await hand_back(config, settings, real_runtime(), accept_repeats=True)
 
         assert (await give_back("a")).done
         with pytest.raises(ConfigError, match="b sent to servers that are ours") as refused:
@@ -392,7 +392,7 @@ async def test_one_of_several_senders_hands_back_what_is_its_own(
         async def give_back(list_of_senders: Sequence[str], *, accept_loss: bool) -> Findings:
             config = config_of(tmp_path, "a", list_of_senders, it.homeserver, own)
             settings = store_config(config)
-            return await hand_back(config, settings, real_outside(), accept_loss=accept_loss)
+            return await hand_back(config, settings, real_runtime(), accept_loss=accept_loss)
 
         async with it.sender("b", names, own) as b:
             async with it.sender("a", names, own) as a:

@@ -14,7 +14,7 @@ from typing import Final
 
 import trio
 
-from fedsender.outside import RunSync
+from fedsender.runtime import RunSync
 
 ARENAS: Final = 2
 """For the event loop, and for the threads beside it: Python's lock lets few allocate at once."""

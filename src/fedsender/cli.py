@@ -243,14 +243,14 @@ def db_upgrade(config: ConfigFile) -> int:
 
     from fedsender.config import load
     from fedsender.daemon import store_config
-    from fedsender.outside import real_outside
+    from fedsender.runtime import real_runtime
     from fedsender.store import upgrade_databases
 
     settings = store_config(load(config))
 
     async def upgrade() -> None:
         with trio.fail_after(MIGRATION_SECONDS):
-            await upgrade_databases(settings, real_outside())
+            await upgrade_databases(settings, real_runtime())
 
     try:
         trio.run(upgrade)
@@ -276,17 +276,17 @@ def hand_back(
     from fedsender import handback
     from fedsender.config import load
     from fedsender.daemon import store_config
-    from fedsender.outside import real_outside
+    from fedsender.runtime import real_runtime
     from fedsender.telemetry import configure_logging
 
-    loaded, outside = load(config), real_outside()
-    configure_logging(loaded.log, now_ms=outside.now_ms)
+    loaded, runtime = load(config), real_runtime()
+    configure_logging(loaded.log, now_ms=runtime.now_ms)
 
     async def hand() -> handback.Findings:
         return await handback.hand_back(
             loaded,
             store_config(loaded),
-            outside,
+            runtime,
             accept_repeats=accept_repeats,
             accept_loss=accept_loss,
         )

@@ -29,14 +29,14 @@ from fedsender.federation.signing import load_signing_keys
 from fedsender.health import doubts, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
-from fedsender.orders import Orders
-from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.push import PushFeed
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.fan_out import AlreadyOwed
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.shards import take_shard
+from fedsender.signals import Signals
 from fedsender.store import (
     HomeserverSettings,
     LockHeld,
@@ -139,7 +139,7 @@ def store_config(config: Config) -> StoreConfig:
 @asynccontextmanager
 async def open_core(
     config: Config,
-    outside: Outside,
+    runtime: Runtime,
     *,
     store_settings: StoreConfig | None = None,
     faults: Faults | None = None,
@@ -158,7 +158,7 @@ async def open_core(
         StoreError: a database is not one that we know.
         InstanceTaken: somebody else speaks under our name; raised out of the body.
     """
-    boot_id = outside.entropy(8).hex()
+    boot_id = runtime.entropy(8).hex()
     keys = load_signing_keys(config.signing_key, config.signing_key_id)
     metrics = Metrics(config.server_name, config.metrics.per_destination)
     policies = Policies(config)
@@ -171,21 +171,21 @@ async def open_core(
     announcer = _Announcer()
     async with (
         open_store(
-            store_settings or store_config(config), outside, faults=faults, metrics=metrics
+            store_settings or store_config(config), runtime, faults=faults, metrics=metrics
         ) as store,
         _hold_instance(store, config, boot_id, admission) as already_owed,
         open_ledger(
             config.ledger.directory,
             config.instance_name,
             boot_id,
-            outside,
+            runtime,
             keep_days=config.ledger.keep_days,
             keep_bytes=config.ledger.keep_bytes,
             segment_seconds=config.ledger.segment_seconds,
             segment_bytes=config.ledger.segment_bytes,
             lost_lines=metrics.ledger_failures,
         ) as ledger,
-        open_client(config.federation, outside, config.server_name, keys[0], metrics) as client,
+        open_client(config.federation, runtime, config.server_name, keys[0], metrics) as client,
         open_sender(
             server_name=config.server_name,
             instance=config.instance_name,
@@ -193,29 +193,29 @@ async def open_core(
             presence=config.homeserver.presence,
             federation=config.federation,
             policies=policies,
-            outside=outside,
+            runtime=runtime,
             store=store,
             client=client,
             ledger=ledger,
             metrics=metrics,
             admission=admission,
             announcer=announcer,
-            doubt=partial(doubts, read_health(config.pipeline.health, outside.now_ms())),
+            doubt=partial(doubts, read_health(config.pipeline.health, runtime.now_ms())),
             already_owed=already_owed,
         ) as sender,
-        open_feed(config, outside, store.homeserver, sender, keys=keys, metrics=metrics) as feed,
+        open_feed(config, runtime, store.homeserver, sender, keys=keys, metrics=metrics) as feed,
     ):
         announcer.feed = feed
         if config.lists():
-            _note_lists(ledger, config, outside, await store.homeserver.events_position())
+            _note_lists(ledger, config, runtime, await store.homeserver.events_position())
         yield Daemon(config, policies, store, sender, feed, ledger, metrics, admission)
 
 
-def _note_lists(ledger: Ledger, config: Config, outside: Outside, position: int) -> None:
+def _note_lists(ledger: Ledger, config: Config, runtime: Runtime, position: int) -> None:
     """A line in the ledger that says whom the operator's lists forbid, from this position on."""
     lists = config.lists()
     reason = json.dumps(lists) if lists else None
-    line = Line(outside.now_ms(), EVERY_SERVER, "denied", reason=reason, position=position)
+    line = Line(runtime.now_ms(), EVERY_SERVER, "denied", reason=reason, position=position)
     ledger.record(line)
 
 
@@ -309,7 +309,7 @@ def collect_less_often() -> None:
     gc.set_threshold(*GARBAGE_AFTER)
 
 
-async def run(path: Path, outside: Outside | None = None, notifier: Notifier | None = None) -> int:
+async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
     """Run the daemon of this configuration file until SIGTERM or SIGINT; its exit code.
 
     0: it has stopped, and nothing is forgotten. 1: it could not write everything down.
@@ -321,18 +321,18 @@ async def run(path: Path, outside: Outside | None = None, notifier: Notifier | N
     if problems:
         raise ConfigError(*problems)
     _make_directory(config)
-    outside = outside or real_outside()
+    runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
-    configure_logging(config.log, now_ms=outside.now_ms)
+    configure_logging(config.log, now_ms=runtime.now_ms)
     for text in config.warnings():
         log.warning("configuration is not safe", reason=text)
     use_few_arenas()
     raise_file_limit(of_daemon(config.federation, config.sending).files)
     collect_less_often()
-    orders = Orders(config.sending.drain_seconds + WRITE_DOWN_S)
-    async with orders.obeyed(notifier):
-        await _run_until_told(_Run(path, outside, notifier, orders), config)
-    return orders.exit_code(
+    signals = Signals(config.sending.drain_seconds + WRITE_DOWN_S)
+    async with signals.heard(notifier):
+        await _run_until_told(_Run(path, runtime, notifier, signals), config)
+    return signals.exit_code(
         notifier, "stopped without having written everything down: a database does not answer"
     )
 
@@ -350,7 +350,7 @@ def _make_directory(config: Config) -> None:
 
 
 @asynccontextmanager
-async def open_intake(daemon: Daemon, outside: Outside) -> "AsyncIterator[list[Admin]]":
+async def open_intake(daemon: Daemon, runtime: Runtime) -> "AsyncIterator[list[Admin]]":
     """The endpoint that the homeserver appends to, where there is one.
 
     Raises ConfigError for the files of its token and of TLS, and CannotListen.
@@ -364,9 +364,9 @@ async def open_intake(daemon: Daemon, outside: Outside) -> "AsyncIterator[list[A
 
     push = daemon.config.feed.push
     make_tls = partial(daemon.config.server_tls, "feed", "push")
-    feedback = Feedback(daemon.sender.progress, daemon.ledger, outside)
+    feedback = Feedback(daemon.sender.progress, daemon.ledger, runtime)
     async with serve_intake(
-        daemon.feed.intake, push.listen, push.token_file, outside, make_tls, feedback
+        daemon.feed.intake, push.listen, push.token_file, runtime, make_tls, feedback
     ) as endpoint:
         yield [endpoint]
 
@@ -376,27 +376,27 @@ class _Run:
     """What one run of the command was given."""
 
     path: Path
-    outside: Outside
+    runtime: Runtime
     notifier: Notifier
-    orders: Orders
+    signals: Signals
 
 
 async def _run_until_told(run: _Run, config: Config) -> None:
     """The daemon, from its first file to its drain."""
     run.notifier.status("starting")
-    async with open_core(config, run.outside) as daemon:
-        run.orders.started = True
+    async with open_core(config, run.runtime) as daemon:
+        run.signals.started = True
         trio.lowlevel.add_instrument(LoopWatch(daemon.metrics))
         async with (
-            open_admin(daemon, run.outside) as admin,
-            open_intake(daemon, run.outside) as intake,
+            open_admin(daemon, run.runtime) as admin,
+            open_intake(daemon, run.runtime) as intake,
         ):
             ready, endpoints = trio.Event(), [admin, *intake]
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(give_memory_back, run.outside.run_sync)
+                nursery.start_soon(give_memory_back, run.runtime.run_sync)
                 nursery.start_soon(_announce_ready, daemon, run.notifier, ready)
                 nursery.start_soon(_reload_when_told, run, daemon, endpoints, ready)
-                await run.orders.stop.wait()
+                await run.signals.stop.wait()
                 nursery.cancel_scope.cancel()
             run.notifier.stopping("draining")
 
@@ -422,7 +422,7 @@ async def _reload_when_told(
 ) -> None:
     """On SIGHUP, read the configuration and the endpoints' files again."""
     while True:
-        await run.orders.told_to_reload()
+        await run.signals.told_to_reload()
         if not ready.is_set():
             # READY=1 is how a reload ends, and is not true yet.
             run.notifier.status(await _reload(run, daemon, endpoints))
@@ -446,7 +446,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
 
     try:
         # In a thread: a long list takes a second to read, and a file system may not answer.
-        newer = await run.outside.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
+        newer = await run.runtime.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
         in_force = daemon.config.with_reloadable(newer)
         for endpoint in endpoints:
             await endpoint.read_files()
@@ -457,8 +457,8 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
     daemon.policies.use(in_force)
     daemon.sender.use_policies()
     if changed:
-        _note_lists(daemon.ledger, in_force, run.outside, daemon.sender.fan_out.position)
-    configure_logging(in_force.log, now_ms=run.outside.now_ms)
+        _note_lists(daemon.ledger, in_force, run.runtime, daemon.sender.fan_out.position)
+    configure_logging(in_force.log, now_ms=run.runtime.now_ms)
     waiting = in_force.differences(newer)
     if waiting:
         log.warning("these settings wait for a restart", settings=waiting)

@@ -22,7 +22,7 @@ from sqlalchemy import make_url
 
 from fedsender.config import Config, ConfigError
 from fedsender.ledger import Ledger, open_ledger
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
 from fedsender.shards import take_shard
@@ -57,7 +57,7 @@ class Findings:
 async def hand_back(
     config: Config,
     settings: StoreConfig,
-    outside: Outside,
+    runtime: Runtime,
     *,
     accept_repeats: bool = False,
     accept_loss: bool = False,
@@ -89,16 +89,16 @@ async def hand_back(
             " other sender: there is nobody to hand back to"
         )
     try:
-        async with _records(config, settings, outside) as (store, ledger):
-            frozen = await take_over(store, ledger, outside, config.instance_name, config.handles)
+        async with _records(config, settings, runtime) as (store, ledger):
+            frozen = await take_over(store, ledger, runtime, config.instance_name, config.handles)
             losses = [*await _quarantined(store, config), *await _redeliveries(store, config)]
             repeats = [await _unanswered(store, name, _next(config)) for name in sorted(frozen)]
             refused = not accept_loss and (losses or (repeats and not accept_repeats))
-            notes = [] if refused else await _settle(store, ledger, outside, config, frozen)
+            notes = [] if refused else await _settle(store, ledger, runtime, config, frozen)
             await hand_over(store, config.instance_name)
             if not refused:
                 position = await store.homeserver.events_position()
-                await note_handed_over(store, ledger, outside, position, config.handles)
+                await note_handed_over(store, ledger, runtime, position, config.handles)
                 await store.homeserver.hand_back()
     finally:
         leave_to_owner(_places(config, settings))
@@ -107,17 +107,17 @@ async def hand_back(
 
 @asynccontextmanager
 async def _records(
-    config: Config, settings: StoreConfig, outside: Outside
+    config: Config, settings: StoreConfig, runtime: Runtime
 ) -> AsyncIterator[tuple[Store, Ledger]]:
     """The databases and the ledger, as the daemon has them, in its place."""
-    boot_id = outside.entropy(8).hex()
-    async with open_store(settings, outside) as store:
+    boot_id = runtime.entropy(8).hex()
+    async with open_store(settings, runtime) as store:
         await take_shard(store, config, boot_id)
         async with open_ledger(
             config.ledger.directory,
             config.instance_name,
             boot_id,
-            outside,
+            runtime,
             keep_days=config.ledger.keep_days,
             keep_bytes=config.ledger.keep_bytes,
             segment_seconds=config.ledger.segment_seconds,
@@ -182,11 +182,11 @@ async def _unanswered(store: Store, name: str, next_sender: str) -> str:
 
 
 async def _settle(
-    store: Store, ledger: Ledger, outside: Outside, config: Config, frozen: set[str]
+    store: Store, ledger: Ledger, runtime: Runtime, config: Config, frozen: set[str]
 ) -> list[str]:
     """Give our transactions up, and make up for what Synapse's sender cannot do; in words."""
     for name in sorted(frozen):
-        await discard(store, ledger, outside, name, DISCARDED)
+        await discard(store, ledger, runtime, name, DISCARDED)
     notes = []
     unreached = [each for each in await store.homeserver.lagging() if each.lsso is None]
     for each in unreached:

@@ -30,7 +30,7 @@ import orjson
 import structlog
 import trio
 
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.segments import (
     close_torn_segments,
     expired,
@@ -146,7 +146,7 @@ class Ledger:
         directory: Path,
         instance: str,
         boot_id: str,
-        outside: Outside,
+        runtime: Runtime,
         *,
         segment_seconds: float,
         segment_bytes: int,
@@ -158,7 +158,7 @@ class Ledger:
         self.instance = instance
         self.lines = Watermark()
         self._boot_id = boot_id
-        self._outside = outside
+        self._runtime = runtime
         self._segment_seconds = segment_seconds
         self._segment_bytes = segment_bytes
         self._lost_lines = lost_lines
@@ -306,7 +306,7 @@ async def open_ledger(
     directory: Path,
     instance: str,
     boot_id: str,
-    outside: Outside,
+    runtime: Runtime,
     *,
     keep_days: float,
     keep_bytes: int,
@@ -331,7 +331,7 @@ async def open_ledger(
 
     def sweep() -> None:
         gone = expired(
-            directory, now_ms=outside.now_ms(), keep_days=keep_days, keep_bytes=keep_bytes
+            directory, now_ms=runtime.now_ms(), keep_days=keep_days, keep_bytes=keep_bytes
         )
         for path in gone:
             path.unlink(missing_ok=True)
@@ -340,7 +340,7 @@ async def open_ledger(
         while True:
             closed = ledger.closed
             try:
-                await outside.run_sync(sweep, limiter=limiter)
+                await runtime.run_sync(sweep, limiter=limiter)
             except OSError as error:
                 log.warning("old ledger segments stay", error=str(error))
             with trio.move_on_after(SWEEP_SECONDS):
@@ -357,15 +357,15 @@ async def open_ledger(
                 await ledger.failed.wait()
             await trio.sleep(RETRY_SECONDS)
             with suppress(OSError):
-                await outside.run_sync(write_something, limiter=limiter)
+                await runtime.run_sync(write_something, limiter=limiter)
                 ledger.recover()
 
-    last_number, torn, last_words = await outside.run_sync(prepare, limiter=limiter)
+    last_number, torn, last_words = await runtime.run_sync(prepare, limiter=limiter)
     ledger = Ledger(
         directory,
         instance,
         boot_id,
-        outside,
+        runtime,
         segment_seconds=segment_seconds,
         segment_bytes=segment_bytes,
         lost_lines=lost_lines,

@@ -90,7 +90,7 @@ def parts_of(world: World, standing: Standing) -> Parts:
         sender=world.sender,
         homeserver=world.store.homeserver,
         store=world.store.sender,
-        outside=world.outside,
+        runtime=world.runtime,
         metrics=world.metrics,
         observe=lambda: observe(world.sender, standing, world.metrics),
         ledger_directory=world.directory / "ledger",

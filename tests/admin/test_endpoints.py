@@ -158,7 +158,7 @@ async def test_why_says_what_is_wrong_with_a_server(
         assert why["last_error"]["outcome"] == "failing"
         assert why["last_error"]["reason"] == "answered 502"
         assert why["in_flight"]["attempts"] == why["last_error"]["failures"]
-        assert why["next_attempt_ts"] > world.outside.now_ms()
+        assert why["next_attempt_ts"] > world.runtime.now_ms()
         assert why["shared_backoff"]["retry_interval"] > 0
         assert "answered 502" in why["summary"]
         assert "1 room" in why["summary"]
@@ -197,7 +197,7 @@ async def test_a_server_with_a_frozen_transaction_is_neither_idle_nor_level(
         await world.say(R1, "one")
         await settle(after_s)
         assert (await desk.get(f"why/{A}"))["state"] == before
-        frozen = FrozenRecord(A, "m1", b"{}", {}, frozen_ms=world.outside.now_ms(), attempts=3)
+        frozen = FrozenRecord(A, "m1", b"{}", {}, frozen_ms=world.runtime.now_ms(), attempts=3)
         await world.store.sender.save_frozen(frozen)
         why = await desk.get(f"why/{A}")
         page = await desk.get("destinations", behind=True)

@@ -17,10 +17,10 @@ from fedsender.bench.append import row
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.config import Config, Log, from_values, parse_address
 from fedsender.facts import prepare
-from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.server import close, listen
 from fedsender.replication.wire import SEND_PIECE
+from fedsender.runtime import real_runtime
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
@@ -36,14 +36,14 @@ async def fanout(options: Options) -> dict[str, Any]:
 
     `options.events` is how many records of about 1 KB each of them gets.
     """
-    configure_logging(Log(level="error"), now_ms=real_outside().now_ms)
+    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     groups: dict[str, dict[str, float]] = {}
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         config = _config(Path(name))
         doors = await listen([parse_address(f"unix:{name}/relay.sock")], None)
         try:
             async with (
-                open_relay(config, real_outside(), doors) as relay,
+                open_relay(config, real_runtime(), doors) as relay,
                 open_child("tests.benchmarks.relay_fanout") as child,
             ):
                 await _fill(relay, options.events)

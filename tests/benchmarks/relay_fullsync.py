@@ -20,7 +20,6 @@ from fedsender.bench.meter import Options, percentile
 from fedsender.config import UnixAddress, from_values
 from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES
-from fedsender.outside import Outside, real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.endpoint import Endpoint
@@ -28,6 +27,7 @@ from fedsender.replication.relay_feed import RelayFeed, State
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.server import listen
 from fedsender.replication.wire import Wire
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Json, Watermark
@@ -54,10 +54,10 @@ async def _measure(directory: Path, rooms: int, servers: int) -> dict[str, Any]:
     config = from_values(
         {"server_name": SERVER, "signing_key": "none", "relay": relay_config}, directory=directory
     )
-    outside = real_outside()
+    runtime = real_runtime()
     socket = directory / "relay.sock"
     doors = await listen([UnixAddress(socket)], None)
-    async with open_relay(config, outside, doors) as relay:
+    async with open_relay(config, runtime, doors) as relay:
         names = [f"server{number}.example" for number in range(servers)]
         await _append(relay, [[_hosts(room, names)] for room in range(rooms)])
         await _append(relay, [[_event(room, 0)] for room in range(rooms)])
@@ -67,12 +67,12 @@ async def _measure(directory: Path, rooms: int, servers: int) -> dict[str, Any]:
             f"sqlite:///{directory}/homeserver.sqlite3",
             f"sqlite:///{directory}/sender.sqlite3",
         )
-        async with open_store(store_config, outside) as store:
-            first = await _sync(relay, socket, directory, store.homeserver, outside)
+        async with open_store(store_config, runtime) as store:
+            first = await _sync(relay, socket, directory, store.homeserver, runtime)
             changed = range(0, rooms, 100)
             await _append(relay, [[_event(room, 1)] for room in changed])
             again_s = await _snapshot(relay)
-            second = await _sync(relay, socket, directory, store.homeserver, outside)
+            second = await _sync(relay, socket, directory, store.homeserver, runtime)
     return {
         "snapshot_s": round(made_s, 2),
         **first,
@@ -134,21 +134,21 @@ class _Nobody:
 
 
 async def _sync(
-    relay: RelayDaemon, socket: Path, directory: Path, store: HomeserverStore, outside: Outside
+    relay: RelayDaemon, socket: Path, directory: Path, store: HomeserverStore, runtime: Runtime
 ) -> dict[str, Any]:
     """Follow the relay until level; what that took."""
     settings = LineSettings(Endpoint(UnixAddress(socket)), SERVER, "bench")
     fetchers: list[Fetcher] = []
 
-    def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
+    def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
         async def open_wire(nursery: trio.Nursery) -> Wire:
-            return (await connect_relay(settings, outside, nursery))[0]
+            return (await connect_relay(settings, runtime, nursery))[0]
 
-        fetchers.append(Fetcher(directory / "snapshot", outside, open_wire))
+        fetchers.append(Fetcher(directory / "snapshot", runtime, open_wire))
         return fetchers[0]
 
     make = partial(RelayFeed, handles=lambda _server: True, make_fetcher=make_fetcher)
-    feed = make(settings, outside, store, _Nobody())
+    feed = make(settings, runtime, store, _Nobody())
     seen: dict[State, float] = {}
     began = trio.current_time()
     waited: list[float] = []

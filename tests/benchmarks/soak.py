@@ -29,7 +29,7 @@ from fedsender.console import say, say_json
 from fedsender.demo import process
 from fedsender.demo.process import DaemonDied, own_and_rss_kb
 from fedsender.demo.verdict import Ledger, judge, read_ledger, still_owed, unrecorded
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, texts_of
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def run_soak(options: SoakOptions) -> int:
     """Run it; its exit code. Progress and table go to standard error, one JSON line to output."""
-    configure_logging(Log(level="error"), now_ms=real_outside().now_ms)
+    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     _allow_files(FILES_PER_SERVER * options.servers + FILES_BESIDE)
     figures: dict[str, Any] | None = None
     try:

@@ -15,7 +15,7 @@ from tests.benchmarks.soak_trend import Sample
 from fedsender.demo import process
 from fedsender.demo.process import DaemonProcess, open_daemon_process
 from fedsender.intake.client import IntakeClient
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.testing.children import BenchFailed
 from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import Receivers
@@ -62,17 +62,17 @@ class Run:
 @asynccontextmanager
 async def open_run(options: SoakOptions, directory: Path) -> AsyncIterator[Run]:
     """Everything, with the rooms made and nothing said yet; raises BenchFailed, DaemonDied."""
-    outside = real_outside()
+    runtime = real_runtime()
     rng = random.Random(options.seed)
-    signer = process.write_signing_key(directory, outside.entropy(32))
+    signer = process.write_signing_key(directory, runtime.entropy(32))
     hub, place = directory / "relay", directory / "sender"
-    token = outside.entropy(16).hex()
+    token = runtime.entropy(16).hex()
     for each in (hub, place):
         each.mkdir(mode=0o700)
     process.write_secret(hub / "intake.token", token + "\n")
     async with (
         open_federation(
-            signer, options.servers, directory=directory, outside=outside, rng=rng, tells_all=True
+            signer, options.servers, directory=directory, runtime=runtime, rng=rng, tells_all=True
         ) as (homeserver, receivers),
         open_daemon_process(hub, _relay_configuration(hub), token, "relay") as relay,
         open_daemon_process(place, _configuration(place, hub, receivers.ca_file), token) as daemon,

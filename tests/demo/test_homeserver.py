@@ -11,11 +11,11 @@ from signedjson.key import decode_verify_key_bytes
 from signedjson.sign import verify_signed_json
 
 from fedsender.matrix import ROOM_VERSIONS, make_pdu, redact
-from fedsender.outside import real_outside
 from fedsender.replication.commands import Position, Rdata
 from fedsender.replication.protocol import Connection
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import real_runtime
 from fedsender.testing.rooms import ALL_VERSIONS, STREAM, Homeserver, Signer, Step
 
 NAME = "hs.example:8448"
@@ -165,7 +165,7 @@ async def test_the_history_can_be_followed_over_tcp_and_is_told_once() -> None:
     told: list[tuple[int | None, object]] = []
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with open_replication_server(
-        NAME, {STREAM: homeserver}, listeners, real_outside(), kind=OWN_KIND
+        NAME, {STREAM: homeserver}, listeners, real_runtime(), kind=OWN_KIND
     ):
         port = listeners[0].socket.getsockname()[1]
         with trio.fail_after(60):

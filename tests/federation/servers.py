@@ -23,13 +23,13 @@ from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
 from fedsender.federation.client import Answer, FederationClient, Peer, open_client
 from fedsender.federation.signing import signing_key_from_seed
-from fedsender.outside import (
+from fedsender.runtime import (
     NameNotFound,
-    Outside,
     RealNetwork,
     Records,
     RecordType,
-    real_outside,
+    Runtime,
+    real_runtime,
 )
 from fedsender.testing.http import Request, RequestReader
 
@@ -252,9 +252,9 @@ class AnybodyMay:
     def asked(self) -> None: ...
 
 
-def outside_with(network: RealNetwork) -> Outside:
-    """The real outside but for its network and its dice."""
-    return replace(real_outside(), network=network, random=random.Random(7))
+def runtime_with(network: RealNetwork) -> Runtime:
+    """The real runtime but for its network and its dice."""
+    return replace(real_runtime(), network=network, random=random.Random(7))
 
 
 @asynccontextmanager
@@ -268,9 +268,9 @@ async def client_of(
         "discovery_cache": directory / "cache.json",
         **settings,
     }
-    outside = outside_with(network or RealNetwork())
+    runtime = runtime_with(network or RealNetwork())
     config = Federation.model_validate(values)
-    async with open_client(config, outside, OURS, KEY) as client:
+    async with open_client(config, runtime, OURS, KEY) as client:
         yield client
 
 

@@ -27,9 +27,9 @@ from tests.federation.servers import (
     nameserver,
     no_descriptors,
     one_server,
-    outside_with,
     read_request,
     response,
+    runtime_with,
     send,
     serving,
 )
@@ -42,7 +42,7 @@ from fedsender.federation.client import (
     open_client,
 )
 from fedsender.federation.signing import signing_key_from_seed
-from fedsender.outside import OutOfResources, RealNetwork
+from fedsender.runtime import OutOfResources, RealNetwork
 from fedsender.telemetry import Metrics
 from fedsender.testing.http import Request
 
@@ -516,7 +516,7 @@ async def test_metrics_count_requests_answers_and_connections(tmp_path: Path) ->
     )
     async with (
         serving(authority.context(NAME), answering(OK, response(500))) as server,
-        open_client(config, outside_with(RealNetwork()), OURS, KEY, metrics) as client,
+        open_client(config, runtime_with(RealNetwork()), OURS, KEY, metrics) as client,
         client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         await send(peer)

@@ -20,8 +20,8 @@ from tests.federation.servers import (
     Authority,
     answering,
     one_server,
-    outside_with,
     read_request,
+    runtime_with,
     send,
 )
 
@@ -33,7 +33,7 @@ from fedsender.federation.client import (
     Peer,
     open_client,
 )
-from fedsender.outside import RealNetwork
+from fedsender.runtime import RealNetwork
 from fedsender.testing.clock import inline
 
 T = TypeVar("T")
@@ -92,9 +92,9 @@ async def in_memory(
             **settings,
         }
         # The clock is virtual, so nothing may be written from a thread.
-        outside = replace(outside_with(network), run_sync=inline)
+        runtime = replace(runtime_with(network), run_sync=inline)
         config = Federation.model_validate(values)
-        async with open_client(config, outside, OURS, KEY) as client:
+        async with open_client(config, runtime, OURS, KEY) as client:
             yield client, network
         nursery.cancel_scope.cancel()
 

@@ -28,7 +28,7 @@ from fedsender.federation.dialing import (
 )
 from fedsender.federation.transport import Connection
 from fedsender.limits import MAX_CONNECTING
-from fedsender.outside import MeteredTls, RealNetwork
+from fedsender.runtime import MeteredTls, RealNetwork
 
 DEFAULT = IPRanges(Federation().ip_deny, Federation().ip_allow)
 ANY = IPRanges()

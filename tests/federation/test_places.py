@@ -16,7 +16,7 @@ from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import Discovery
 from fedsender.federation.places import PER_DOMAIN, Displaced, Places
 from fedsender.federation.remembered import Remembered
-from fedsender.outside import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
+from fedsender.runtime import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
 
 PLACES = 300
 

@@ -30,23 +30,23 @@ from fedsender.federation.remembered import (
     save_cache,
 )
 from fedsender.federation.transport import ExchangeFailed, Response
-from fedsender.outside import (
+from fedsender.runtime import (
     NameNotFound,
-    Outside,
     RealNetwork,
     Records,
     RecordType,
     ResolveFailed,
-    real_outside,
+    Runtime,
+    real_runtime,
 )
 from fedsender.testing.clock import inline
 
 NOW_MS = 1_700_000_000_000
 
 
-def at(now_ms: int) -> Outside:
+def at(now_ms: int) -> Runtime:
     """Where the wall clock stands still, and nothing needs a thread."""
-    return replace(real_outside(), now_ms=lambda: now_ms, run_sync=inline)
+    return replace(real_runtime(), now_ms=lambda: now_ms, run_sync=inline)
 
 
 AT_FIRST = at(NOW_MS)
@@ -386,7 +386,7 @@ async def test_saving_all_that_can_be_known_takes_the_loop_no_long_step(
         remembered.keep_delegation(f"s{number}.example", delegation)
         remembered.keep_lookup(f"m{number}.example", "A", Lookup(("192.0.2.1",), 10**5))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(keep_saved, remembered, path, real_outside())
+        nursery.start_soon(keep_saved, remembered, path, real_runtime())
         await trio.testing.wait_all_tasks_blocked()
         longest = LongestStep()
         trio.lowlevel.add_instrument(longest)

@@ -36,7 +36,7 @@ from fedsender.federation.transport import (
     request_head,
     words,
 )
-from fedsender.outside import RealNetwork
+from fedsender.runtime import RealNetwork
 
 NAME = "b.example"
 BOUNDS = Bounds(body_bytes=10_000, framing_bytes=4_000, headers=50)

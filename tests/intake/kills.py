@@ -30,7 +30,7 @@ from tests.intake import small_homeserver
 from fedsender.config.policy import GAP_EVENTS
 from fedsender.demo import process
 from fedsender.demo.verdict import still_owed
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
 from fedsender.testing.rules import pdu_reader
 
@@ -197,7 +197,7 @@ class Campaign:
 @asynccontextmanager
 async def open_campaign(directory: Path, seed: int) -> AsyncIterator[Campaign]:
     """Receiving servers, the sender and the homeserver, all under way."""
-    outside, rng = real_outside(), random.Random(seed)
+    runtime, rng = real_runtime(), random.Random(seed)
     signer = process.write_signing_key(directory, b64encode(rng.randbytes(24)))
     process.write_secret(directory / "append.token", rng.randbytes(16).hex())
     async with (
@@ -206,7 +206,7 @@ async def open_campaign(directory: Path, seed: int) -> AsyncIterator[Campaign]:
             [signer.origin],
             pdu_reader(lambda room_id: small_homeserver.VERSION),
             directory=directory / "tls",
-            now_ms=outside.now_ms(),
+            now_ms=runtime.now_ms(),
         ) as receivers,
         trio.open_nursery() as nursery,
     ):

@@ -10,7 +10,7 @@ from fedsender.config import load
 from fedsender.daemon import open_core, open_intake
 from fedsender.demo import process
 from fedsender.intake.client import IntakeClient
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.testing.receiver import Receivers, ReceivingServer, open_receivers
 from fedsender.testing.rules import PduReader, pdu_reader
 
@@ -25,13 +25,13 @@ async def whole_daemon(
     """In this process, over real sockets. `push`: settings of the feed."""
     signer = process.write_signing_key(directory, b"k" * 32)
     process.write_secret(directory / "append.token", TOKEN)
-    outside = real_outside()
+    runtime = real_runtime()
     async with open_receivers(
         1,
         [signer.origin],
         read or pdu_reader(lambda _room: ROOM_VERSION),
         directory=directory / "tls",
-        now_ms=outside.now_ms(),
+        now_ms=runtime.now_ms(),
     ) as receivers:
         (server,) = receivers.servers.values()
         feed = process.push_feed(directory)
@@ -39,8 +39,8 @@ async def whole_daemon(
         path = directory / "config.yaml"
         path.write_text(json.dumps(process.configuration(directory, feed, receivers.ca_file)))
         async with (
-            open_core(load(path), outside) as core,
-            open_intake(core, outside),
+            open_core(load(path), runtime) as core,
+            open_intake(core, runtime),
             IntakeClient.at(feed["push"]["listen"], TOKEN) as client,
         ):
             yield client, server, receivers

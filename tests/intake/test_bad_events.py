@@ -49,7 +49,7 @@ class PushedWorld(World):
     async def open(self) -> AsyncIterator[Store]:
         of = HomeserverSettings("embedded", "fedsender", ("fedsender",))
         config = StoreConfig(of, *self.urls, synchronous="OFF")
-        async with open_store(config, self.outside) as self.store:
+        async with open_store(config, self.runtime) as self.store:
             yield self.store
 
     @asynccontextmanager
@@ -58,7 +58,7 @@ class PushedWorld(World):
         for name in (A, B):
             self.server(name)
         async with self.run() as sender, trio.open_nursery() as nursery:
-            self.push = PushFeed(self.outside, self.store.homeserver, sender)
+            self.push = PushFeed(self.runtime, self.store.homeserver, sender)
             nursery.start_soon(self.push.run)
             await self.push.connected.wait()
             await self.append(["hosts", [GOOD, [A, B], []]])

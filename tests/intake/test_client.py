@@ -32,7 +32,7 @@ from fedsender.intake.client import (
 )
 from fedsender.intake.endpoint import BOUNDS, PREFIX, description, serve_intake
 from fedsender.intake.intake import Intake
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 
 TOKEN = "not for everybody"
 ANY_PORT: Address = TcpAddress("127.0.0.1", 0)
@@ -48,10 +48,10 @@ async def serving(
     """The endpoint with a log on a real disk; the intake, and its address."""
     secret = directory / "token"
     secret.write_text(TOKEN)
-    outside = real_outside()
-    async with open_log(directory / "relay", outside) as log:
-        intake = Intake(log.writer, outside, publish)
-        async with serve_intake(intake, listen, secret, outside, lambda: tls) as served:
+    runtime = real_runtime()
+    async with open_log(directory / "relay", runtime) as log:
+        intake = Intake(log.writer, runtime, publish)
+        async with serve_intake(intake, listen, secret, runtime, lambda: tls) as served:
             yield intake, str(served.address)
 
 

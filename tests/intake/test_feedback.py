@@ -22,12 +22,12 @@ from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.feedback import MAX_READERS, BadCursor, Cursor, Feedback, Gap, Page, read_page
 from fedsender.intake.intake import Busy, Intake
 from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
-from fedsender.outside import Outside, real_outside
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.registry import Progress
 from fedsender.testing.clock import inline, until
 
-OUTSIDE = real_outside()
+RUNTIME = real_runtime()
 FED1 = "fed1"
 
 
@@ -37,14 +37,14 @@ class Count:
 
 @asynccontextmanager
 async def opened(
-    directory: Path, *, size: int = 2**20, keep: int = 2**40, outside: Outside = OUTSIDE
+    directory: Path, *, size: int = 2**20, keep: int = 2**40, runtime: Runtime = RUNTIME
 ) -> AsyncIterator[Ledger]:
     """One life of a daemon's ledger; all that it says is settled at once."""
     async with open_ledger(
         directory,
         FED1,
         os.urandom(8).hex(),
-        outside,
+        runtime,
         keep_days=14,
         keep_bytes=keep,
         segment_seconds=3600,
@@ -155,8 +155,8 @@ async def test_a_reader_below_what_is_kept_is_told_gap(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """And where the ledger begins now; one that is in what is kept goes on."""
-    run_inline = replace(OUTSIDE, run_sync=inline)
-    async with opened(tmp_path, size=1000, keep=4000, outside=run_inline) as ledger:
+    run_inline = replace(RUNTIME, run_sync=inline)
+    async with opened(tmp_path, size=1000, keep=4000, runtime=run_inline) as ledger:
         tell(ledger, 0)
         early = read_page(tmp_path, FED1, None, 100).cursor
         for number in range(1, 100):
@@ -214,7 +214,7 @@ async def test_an_answer_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @asynccontextmanager
 async def waiting(directory: Path) -> AsyncIterator[tuple[Feedback, Ledger]]:
     async with opened(directory) as ledger:
-        yield Feedback(lambda: Progress(9, 8, 42, 1), ledger, OUTSIDE), ledger
+        yield Feedback(lambda: Progress(9, 8, 42, 1), ledger, RUNTIME), ledger
 
 
 async def test_a_reader_that_waits_is_woken_by_the_next_answer(tmp_path: Path) -> None:
@@ -283,8 +283,8 @@ async def served(directory: Path) -> AsyncIterator[tuple[str, Ledger, Feedback]]
     secret = directory / "token"
     secret.write_text(TOKEN)
     async with waiting(directory / "ledger") as (feedback, ledger):
-        intake = Intake(Recorder(), OUTSIDE, lambda row: None)  # type: ignore[arg-type]
-        async with serve_intake(intake, ANY_PORT, secret, OUTSIDE, feedback=feedback) as endpoint:
+        intake = Intake(Recorder(), RUNTIME, lambda row: None)  # type: ignore[arg-type]
+        async with serve_intake(intake, ANY_PORT, secret, RUNTIME, feedback=feedback) as endpoint:
             yield str(endpoint.address), ledger, feedback
 
 

@@ -12,8 +12,8 @@ from tests.relay.log_support import (
     log_of,
     numbers,
     open_log,
-    outside,
     pdu,
+    runtime,
     to_device,
 )
 from tests.relay.relay_world import new_directory
@@ -37,8 +37,8 @@ async def opened(
     directory: Path | None = None, settings: IntakeSettings = SETTINGS, seed: int = 0
 ) -> AsyncIterator[Intake]:
     published: list[Ephemeral] = []
-    async with open_log(directory or new_directory(), outside(seed)) as log:
-        yield Intake(log.writer, outside(seed + 1), published.append, settings)
+    async with open_log(directory or new_directory(), runtime(seed)) as log:
+        yield Intake(log.writer, runtime(seed + 1), published.append, settings)
 
 
 def event(number: int, reservation: str | None = None, size: int = 0) -> Append:
@@ -222,8 +222,8 @@ async def test_a_full_disk_refuses_what_waited(autojump_clock: trio.testing.Mock
 async def test_what_is_of_use_only_now_is_handed_on() -> None:
     """Ephemeral rows never enter the log; one that is bad takes the others with it."""
     published: list[Ephemeral] = []
-    async with open_log(new_directory(), outside()) as log:
-        intake = Intake(log.writer, outside(), published.append)
+    async with open_log(new_directory(), runtime()) as log:
+        intake = Intake(log.writer, runtime(), published.append)
         typing = ["!r:hs.example", ["@a:hs.example"]]
         receipt = ["!r:hs.example", "m.read", "@a:hs.example", "$e", None, {"ts": 1}]
         presence = ["@a:hs.example", "online", 5, None, True, ["b.example"]]

@@ -21,7 +21,7 @@ from fedsender.demo import process
 from fedsender.demo.process import DaemonProcess, open_daemon_process
 from fedsender.intake.client import IntakeClient
 from fedsender.matrix import ROOM_VERSIONS
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.testing.clock import until
 from fedsender.testing.receiver import open_receivers
 from fedsender.testing.rooms import new_timeline
@@ -108,7 +108,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
     """Twice, of three; what is sent again by the same ids is stored once and in order."""
     signer = process.write_signing_key(tmp_path, b"k" * 32, HS)
     timeline = new_timeline(ROOM_VERSIONS[VERSION], "r", USER)
-    outside = real_outside()
+    runtime = real_runtime()
     timeline.append(
         "m.room.create", USER, {"room_version": VERSION}, signer=signer, now_ms=0, state_key=""
     )
@@ -120,7 +120,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
         [signer.origin],
         pdu_reader(lambda _: VERSION),
         directory=tmp_path / "tls",
-        now_ms=outside.now_ms(),
+        now_ms=runtime.now_ms(),
     )
     async with AsyncExitStack() as stack:
         receivers = await stack.enter_async_context(receiving)
@@ -149,7 +149,7 @@ async def test_who_takes_the_appends_is_killed_and_nothing_is_lost(
                     USER,
                     {"n": len(said)},
                     signer=signer,
-                    now_ms=outside.now_ms(),
+                    now_ms=runtime.now_ms(),
                 )
                 about = {"room_version": VERSION}
                 row = ["pdu", [event.room_id, event.event_id, event.content, about]]

@@ -21,8 +21,8 @@ from fedsender.config import UnixAddress
 from fedsender.facts import BadRow, Elsewhere, KeyReused, Outdated, prepare
 from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.intake import Append, Full, Intake, key_of
-from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
+from fedsender.runtime import real_runtime
 from fedsender.sender.edus.device_lists import SIGNING_KEYS, compose
 from fedsender.store import (
     Store,
@@ -45,12 +45,12 @@ async def pushed_to(
     around: Callable[[HomeserverStore], Any] = lambda store: store,
     after_commit: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[tuple[PushFeed, Store]]:
-    outside = real_outside()
+    runtime = real_runtime()
     async with (
-        open_store(config, outside, after_commit=after_commit) as store,
+        open_store(config, runtime, after_commit=after_commit) as store,
         trio.open_nursery() as nursery,
     ):
-        feed = PushFeed(outside, around(store.homeserver), sink or RecordingSink())
+        feed = PushFeed(runtime, around(store.homeserver), sink or RecordingSink())
         nursery.start_soon(feed.run)
         await feed.connected.wait()
         yield feed, store
@@ -301,7 +301,7 @@ async def test_requests_that_share_a_transaction_with_a_bad_one_are_answered_200
     headers = {"Authorization": "Bearer a token"}
     async with (
         pushed_to(config, around=around) as (feed, store),
-        serve_intake(feed.intake, listen, secret, real_outside()),
+        serve_intake(feed.intake, listen, secret, real_runtime()),
         httpx.AsyncClient(transport=transport, headers=headers) as http,
     ):
 
@@ -350,7 +350,7 @@ async def test_ids_are_forgotten_after_a_day_and_not_before(config: StoreConfig)
         key = key_of("id1")
         assert await store.homeserver.forget_appends() == 0
         assert list(await store.homeserver.find_appends([key])) == [key]
-        day_later_ms = real_outside().now_ms() + KEPT_MS + 60_000
+        day_later_ms = real_runtime().now_ms() + KEPT_MS + 60_000
         forget = partial(forget_appends, now_ms=day_later_ms)
         assert await store.homeserver._database.write(forget) == 1
         assert not await store.homeserver.find_appends([key])
@@ -474,7 +474,7 @@ def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
     check()
 
     async def store_all() -> None:
-        async with open_store(config, real_outside()) as store:
+        async with open_store(config, real_runtime()) as store:
             assert await store.homeserver.begin_intake("0" * 16)
             for batch in wanted:
                 answers = await store.homeserver.append_records(batch)

@@ -22,8 +22,8 @@ from fedsender.facts import Outdated, RoomServers, prepare
 from fedsender.intake.client import IntakeClient, Refused, ServersOutdated
 from fedsender.intake.endpoint import serve_intake
 from fedsender.intake.intake import Append, Full, Intake
-from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
+from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, StoreError, appends, open_store
 from fedsender.store.appends import NewRecord
 from fedsender.store.homeserver import HomeserverStore
@@ -227,7 +227,7 @@ def test_who_gets_an_event_is_the_list_before_it_whatever_is_said(config: StoreC
 
     async def check() -> None:
         model = Model()
-        async with open_store(config, real_outside()) as store:
+        async with open_store(config, real_runtime()) as store:
             assert await store.homeserver.begin_intake("0" * 16)
             for number, history in enumerate(wanted):
                 for group in history:
@@ -294,7 +294,7 @@ async def client_of(intake: Intake, directory: Path) -> AsyncIterator[IntakeClie
     secret.write_text(TOKEN)
     listen = UnixAddress(directory / "append.sock")
     async with (
-        serve_intake(intake, listen, secret, real_outside()),
+        serve_intake(intake, listen, secret, real_runtime()),
         IntakeClient.at(str(listen), TOKEN) as client,
     ):
         yield client

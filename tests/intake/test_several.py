@@ -24,8 +24,8 @@ from fedsender.intake.client import IntakeClient
 from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.intake import Append, ReservationGone
 from fedsender.matrix import ROOM_VERSIONS
-from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
+from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, LockHeld, Store, StoreConfig, open_store
 from fedsender.store.records import PresenceState
 from fedsender.testing.clock import until
@@ -59,12 +59,12 @@ def daemon_config(directory: Path, name: str, **more: Any) -> Config:
 async def test_an_sqlite_feeds_one_sender(tmp_path: Path) -> None:
     """Of another name and with a database of its own, a second one would give out tokens twice."""
     write_signing_key(tmp_path, b"s" * 32)
-    outside = real_outside()
-    async with open_core(daemon_config(tmp_path, "a"), outside):
+    runtime = real_runtime()
+    async with open_core(daemon_config(tmp_path, "a"), runtime):
         with pytest.raises(LockHeld, match=r"another daemon .*homeserver\.db.* feeds one sender"):
-            async with open_core(daemon_config(tmp_path, "b"), outside):
+            async with open_core(daemon_config(tmp_path, "b"), runtime):
                 pass
-    async with open_core(daemon_config(tmp_path, "b"), outside):
+    async with open_core(daemon_config(tmp_path, "b"), runtime):
         pass
 
 
@@ -144,10 +144,10 @@ class Site:
     async def _run(self, name: str, *, task_status: trio.TaskStatus[Sender]) -> None:
         own = f"sqlite:///{self._directory}/{name}.db"
         config = config_of(self.homeserver, own, name, NAMES)
-        gate, sink, outside = Gate(), RecordingSink(), real_outside()
+        gate, sink, runtime = Gate(), RecordingSink(), real_runtime()
         with trio.CancelScope() as scope:
-            async with open_store(config, outside, faults=gate) as store:
-                feed = PushFeed(outside, store.homeserver, sink)
+            async with open_store(config, runtime, faults=gate) as store:
+                feed = PushFeed(runtime, store.homeserver, sink)
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(feed.run)
                     await feed.connected.wait()
@@ -292,7 +292,7 @@ async def test_the_endpoint_of_the_others_names_the_one(site: Site, tmp_path: Pa
     await a.append(record(1))
     b = await site.start("b")
     listen = UnixAddress(tmp_path / "b.sock")
-    serving = serve_intake(b.feed.intake, listen, tmp_path / "token", real_outside())
+    serving = serve_intake(b.feed.intake, listen, tmp_path / "token", real_runtime())
     transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "b.sock"))
     headers = {"Authorization": "Bearer secret"}
     async with serving, httpx.AsyncClient(transport=transport, headers=headers) as http:
@@ -318,7 +318,7 @@ async def test_the_client_finds_the_one_and_its_successor(site: Site, tmp_path: 
 
     def serving(name: str) -> AbstractAsyncContextManager[Any]:
         listen, intake = UnixAddress(tmp_path / f"{name}.sock"), senders[name].feed.intake
-        return serve_intake(intake, listen, tmp_path / "token", real_outside())
+        return serve_intake(intake, listen, tmp_path / "token", real_runtime())
 
     addresses = [f"unix:{tmp_path}/{name}.sock" for name in reversed(NAMES)]
     async with serving("b"), IntakeClient.at(addresses, "secret") as client:
@@ -336,14 +336,14 @@ async def test_the_client_finds_the_one_and_its_successor(site: Site, tmp_path: 
 async def test_who_leaves_the_list_hands_back(tmp_path: Path, postgres: Databases) -> None:
     """With a database of its own, of which the others cannot see that nothing is left in it."""
     write_signing_key(tmp_path, b"s" * 32)
-    outside, database = real_outside(), postgres.create_database()
+    runtime, database = real_runtime(), postgres.create_database()
 
     def config(name: str, names: Sequence[str]) -> Config:
         of = {"database": database, "federation_sender_instances": list(names)}
         return daemon_config(tmp_path, name, homeserver=of)
 
     async def run(name: str, names: Sequence[str], others: Sequence[str] = ()) -> None:
-        async with open_core(config(name, names), outside) as daemon, trio.open_nursery() as both:
+        async with open_core(config(name, names), runtime) as daemon, trio.open_nursery() as both:
             for other in others:
                 both.start_soon(run, other, names)
             await daemon.feed.connected.wait()
@@ -356,9 +356,9 @@ async def test_who_leaves_the_list_hands_back(tmp_path: Path, postgres: Database
     with pytest.raises(ConfigError, match=r"b sent to servers .*run `fedsender hand-back` for it"):
         await run("a", ["a"])
     with pytest.raises(ConfigError, match="names no other sender: there is nobody to hand back to"):
-        await hand_back(config("b", ["b"]), store_config(config("b", ["b"])), outside)
+        await hand_back(config("b", ["b"]), store_config(config("b", ["b"])), runtime)
     old = config("b", NAMES)
-    assert (await hand_back(old, store_config(old), outside)).done
+    assert (await hand_back(old, store_config(old), runtime)).done
     await run("a", ["a"])
 
 
@@ -367,7 +367,7 @@ async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Dat
     signer = write_signing_key(tmp_path, b"s" * 32, HS)
     user = f"@a:{HS}"
     timeline = new_timeline(ROOM_VERSIONS["10"], "r", user)
-    outside = real_outside()
+    runtime = real_runtime()
     database, own = postgres.create_database(), postgres.create_database()
     timeline.append(
         "m.room.create", user, {"room_version": "10"}, signer=signer, now_ms=0, state_key=""
@@ -377,12 +377,12 @@ async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Dat
         [signer.origin],
         pdu_reader(lambda _: "10"),
         directory=tmp_path,
-        now_ms=outside.now_ms(),
+        now_ms=runtime.now_ms(),
     )
 
     def say(number: int) -> Append:
         event = timeline.append(
-            "m.room.message", user, {"n": number}, signer=signer, now_ms=outside.now_ms()
+            "m.room.message", user, {"n": number}, signer=signer, now_ms=runtime.now_ms()
         )
         row = ["pdu", [event.room_id, event.event_id, event.content, {"room_version": "10"}]]
         return Append(event.event_id, [row])
@@ -397,7 +397,7 @@ async def test_each_of_two_daemons_sends_its_share(tmp_path: Path, postgres: Dat
                 "federation": {"ip_allow": ["127.0.0.0/8"], "ca_file": str(receivers.ca_file)},
             }
             with trio.CancelScope() as scope:
-                async with open_core(daemon_config(tmp_path, name, **more), outside) as daemon:
+                async with open_core(daemon_config(tmp_path, name, **more), runtime) as daemon:
                     await daemon.feed.connected.wait()
                     task_status.started((daemon, scope))
                     await trio.sleep_forever()

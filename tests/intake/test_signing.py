@@ -23,8 +23,8 @@ from fedsender.intake.client import NewRecord
 from fedsender.intake.intake import Append, Intake
 from fedsender.intake.signing import EventSigner
 from fedsender.matrix import ROOM_VERSIONS, redact
-from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
+from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
 from fedsender.testing.clock import until
 from fedsender.testing.rules import ReceivedPdu, pdu_reader
@@ -147,10 +147,10 @@ def test_whatever_comes_is_refused_with_a_reason_or_is_an_event(
 
 @asynccontextmanager
 async def pushed_to(config: StoreConfig, *keys: SigningKey) -> AsyncIterator[Intake]:
-    outside = real_outside()
-    async with open_store(config, outside) as store, trio.open_nursery() as nursery:
+    runtime = real_runtime()
+    async with open_store(config, runtime) as store, trio.open_nursery() as nursery:
         signs = EventSigner(OURS, keys, store.homeserver.events_by_id)
-        feed = PushFeed(outside, store.homeserver, RecordingSink(), signs)
+        feed = PushFeed(runtime, store.homeserver, RecordingSink(), signs)
         nursery.start_soon(feed.run)
         await feed.connected.wait()
         yield feed.intake

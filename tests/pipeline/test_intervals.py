@@ -14,11 +14,11 @@ from sqlalchemy import create_engine
 from tests.pipeline.worlds import US, embedded_world, set_position, synapse_world
 
 from fedsender.config import Config, from_values
-from fedsender.outside import real_outside
 from fedsender.pipeline import ingest, intervals, rebuild, schemas
 from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.progress import showing
+from fedsender.runtime import real_runtime
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 
@@ -69,7 +69,7 @@ def by_the_fan_out(config: Config, upto: int) -> Expected:
             config.sender_database,
             synchronous="OFF",
         )
-        async with open_store(store_config, real_outside()) as store:
+        async with open_store(store_config, real_runtime()) as store:
             router = Router(store.homeserver, US, lambda _: True, cache_bytes=10**9)
             rows = await store.homeserver.read_events(0, upto, 10**9)
             return await router.route(rows)

@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 from tests.pipeline.test_ingest import contents
 from tests.pipeline.worlds import SERVERS, US
-from tests.relay.log_support import Clock, append, open_log, outside
+from tests.relay.log_support import Clock, append, open_log, runtime
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.pipeline import PipelineError, ingest, relay_source
@@ -96,7 +96,7 @@ def random_event(
 async def relay_of(directory: Path, records: Records, seed: int = 0) -> AsyncIterator[RelayLog]:
     """A relay's log that holds these, open for more."""
     clock = Clock(MS)
-    async with open_log(directory / "relay", outside(seed, now_ms=clock), US) as log:
+    async with open_log(directory / "relay", runtime(seed, now_ms=clock), US) as log:
         clock.now_ms += 1_000 * log.head
         for rows in records:
             clock.now_ms += 1_000

@@ -14,7 +14,7 @@ from typing import Any, Final
 import trio
 from fastapi import FastAPI
 from tests.relay.fuzz_tools import ODD, spoil, spoil_json
-from tests.relay.log_support import hosts, outside, pdu, to_device
+from tests.relay.log_support import hosts, pdu, runtime, to_device
 
 from fedsender.facts import Ephemeral, Prepared
 from fedsender.intake.endpoint import PREFIX, build_app
@@ -85,7 +85,7 @@ async def fuzz_bodies(rng: random.Random) -> None:
         body = json.dumps(spoil_json(rng, BODIES[path])).encode()
     log, published = _Log(), list[Ephemeral]()
     app = _app()
-    app.state.parts = Intake(log, outside(1), published.append)  # type: ignore[arg-type]
+    app.state.parts = Intake(log, runtime(1), published.append)  # type: ignore[arg-type]
     status, answer = await _post(app, path, body)
     if status != 200:
         # 409: a reservation that there is not.
@@ -247,7 +247,7 @@ async def _fuzz_fetch(rng: random.Random, staging: Path) -> None:
         return Wire(_Told(rng, said), OWN_KIND, lambda: 5)  # type: ignore[arg-type]
 
     try:
-        info = await Fetcher(staging, outside(1), open_wire, 1).fetch(offer)
+        info = await Fetcher(staging, runtime(1), open_wire, 1).fetch(offer)
         assert {file.name for file in info.files} == set(contents)
         for name, content in contents.items():
             assert (staging / name).read_bytes() == content

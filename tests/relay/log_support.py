@@ -1,4 +1,4 @@
-"""What tests of the relay share: rows, an outside on one thread, and reading all there is."""
+"""What tests of the relay share: rows, a runtime on one thread, and reading all there is."""
 
 import random
 from collections.abc import AsyncIterator, Callable
@@ -11,11 +11,11 @@ import trio
 from fedsender.facts import prepare, rows_of
 from fedsender.intake.intake import Intake
 from fedsender.intake.writer import Writer
-from fedsender.outside import Outside, real_outside
 from fedsender.relay.log import RelayLog
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.store.relay import open_relay_store
 from fedsender.streams import Json
-from fedsender.testing.clock import virtual_outside
+from fedsender.testing.clock import virtual_runtime
 
 
 class Clock:
@@ -28,9 +28,9 @@ class Clock:
         return self.now_ms
 
 
-def outside(seed: int = 0, now_ms: Callable[[], int] | None = None) -> Outside:
-    """An outside that does the same each time."""
-    return virtual_outside(random.Random(seed), real_outside().network, now_ms=now_ms or Clock())
+def runtime(seed: int = 0, now_ms: Callable[[], int] | None = None) -> Runtime:
+    """A runtime that does the same each time."""
+    return virtual_runtime(random.Random(seed), real_runtime().network, now_ms=now_ms or Clock())
 
 
 def pdu(number: int, size: int = 0, room: str = "!r:hs.example") -> Json:
@@ -84,17 +84,17 @@ def numbers(lines: list[bytes]) -> list[int]:
 
 @asynccontextmanager
 async def open_log(
-    directory: Path, outside: Outside, server_name: str = "hs.example"
+    directory: Path, runtime: Runtime, server_name: str = "hs.example"
 ) -> AsyncIterator[RelayLog]:
     """A relay's log on an SQLite in this directory, open for appends."""
     await trio.Path(directory).mkdir(exist_ok=True)
     url = f"sqlite:///{directory / 'relay.sqlite3'}"
     async with (
-        open_relay_store(url, outside, server_name, synchronous="OFF") as store,
+        open_relay_store(url, runtime, server_name, synchronous="OFF") as store,
         trio.open_nursery() as nursery,
     ):
-        await store.begin_intake(outside.entropy(8).hex())
-        log = RelayLog(store, outside, await store.bounds(), await store.epochs())
+        await store.begin_intake(runtime.entropy(8).hex())
+        log = RelayLog(store, runtime, await store.bounds(), await store.epochs())
         _LOGS[log.writer] = log
         nursery.start_soon(log.run)
         yield log

@@ -14,14 +14,14 @@ from typing import Any
 
 import trio
 import trio.testing
-from tests.relay.log_support import outside, pdu
+from tests.relay.log_support import pdu, runtime
 from tests.replication.support import Netcat
 
 from fedsender.config import Config, from_values
 from fedsender.facts import prepare
-from fedsender.outside import Outside
 from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
 from fedsender.replication.wire import OWN_KIND, PeerKind
+from fedsender.runtime import Runtime
 from fedsender.streams import Json
 from fedsender.testing.clock import now_ms
 
@@ -151,7 +151,7 @@ class World:
         config = config_of(self.directory, self.settings)
         opened = open_relay(
             config,
-            self._outside(),
+            self._runtime(),
             kind=self.kind,
             synchronous="OFF",
             faults=lambda point: self.faults(point),
@@ -164,9 +164,9 @@ class World:
             yield self
             nursery.cancel_scope.cancel()
 
-    def _outside(self) -> Outside:
+    def _runtime(self) -> Runtime:
         self.starts += 1
-        plain = outside(self.starts, now_ms=lambda: now_ms() + self.ahead_ms)
+        plain = runtime(self.starts, now_ms=lambda: now_ms() + self.ahead_ms)
 
         async def run_sync(
             function: Callable[[], Any], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
@@ -176,7 +176,7 @@ class World:
                     await trio.sleep(self.thread_s)
                 return function()
 
-        return Outside(plain.now_ms, plain.random, plain.entropy, run_sync, plain.network)
+        return Runtime(plain.now_ms, plain.random, plain.entropy, run_sync, plain.network)
 
     # --- the homeserver ---------------------------------------------------------------------------
 

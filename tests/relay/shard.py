@@ -19,17 +19,17 @@ from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow
-from fedsender.outside import Outside
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.sink import Sink
+from fedsender.runtime import Runtime
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import Json, PduRow
 from fedsender.testing import clock
-from fedsender.testing.clock import virtual_outside
+from fedsender.testing.clock import virtual_runtime
 
 ENDPOINT = Endpoint(UnixAddress(Path("/run/relay.sock")))
 PATIENCE_S = 3600.0
@@ -155,25 +155,25 @@ class Shard:
     fetchers: list[Fetcher] = field(default_factory=list)
     parallel: int = 2
 
-    def outside(self) -> Outside:
-        return virtual_outside(random.Random(self.name), self.line)  # type: ignore[arg-type]
+    def runtime(self) -> Runtime:
+        return virtual_runtime(random.Random(self.name), self.line)  # type: ignore[arg-type]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RelayFeed]:
         """The feed, until the body is left."""
         settings = LineSettings(ENDPOINT, self.server_name, self.name)
 
-        def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
+        def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
             async def open_wire(nursery: trio.Nursery) -> Any:
-                return (await connect_relay(settings, outside, nursery))[0]
+                return (await connect_relay(settings, runtime, nursery))[0]
 
-            fetcher = Fetcher(self.directory / "snapshot", outside, open_wire, self.parallel)
+            fetcher = Fetcher(self.directory / "snapshot", runtime, open_wire, self.parallel)
             self.fetchers.append(fetcher)
             return fetcher
 
         self.feed = RelayFeed(
             settings,
-            self.outside(),
+            self.runtime(),
             self.store,
             self.sink,
             handles=self.handles,

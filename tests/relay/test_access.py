@@ -24,7 +24,6 @@ from tests.replication.support import Netcat
 from fedsender.admin import CannotListen
 from fedsender.config import TcpAddress, UnixAddress, from_values
 from fedsender.intake.intake import Append
-from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.endpoint import Endpoint, connect
 from fedsender.replication.feed import relay_settings
@@ -37,6 +36,7 @@ from fedsender.replication.server import (
     listen,
 )
 from fedsender.replication.wire import OWN_KIND, PeerKind
+from fedsender.runtime import real_runtime
 
 Clock = trio.testing.MockClock
 SECRET = "correct horse battery staple"
@@ -267,7 +267,7 @@ async def real_relay(
     config = config_of(directory / "relay", settings)
     try:
         with trio.fail_after(PATIENCE_S):
-            async with open_relay(config, real_outside(), doors, kind=kind) as relay:
+            async with open_relay(config, real_runtime(), doors, kind=kind) as relay:
                 yield relay, address, socket
     finally:
         await close(doors)
@@ -285,7 +285,7 @@ async def test_tls_and_the_secret_together_and_netcat_by_the_unix_socket(
     authority.configure_trust(trusting)
     async with real_relay(tmp_path, secret_file=secret_file, tls=context) as (relay, where, unix):
         endpoint = Endpoint(TcpAddress("localhost", where.port), trusting, "localhost")
-        hands = Hands.on(await connect(endpoint, real_outside()))
+        hands = Hands.on(await connect(endpoint, real_runtime()))
         await hands.say(f"AUTH {SECRET}")
         await hands.resume("sender-1", 0)
         await hands.until("POSITION events 0")

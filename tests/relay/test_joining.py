@@ -16,12 +16,12 @@ from tests.relay.log_support import append, hosts, pdu, to_device
 from tests.relay.relay_world import World, config_of
 from tests.relay.shard import Line, Shard, forget_log
 
-from fedsender.outside import real_outside
 from fedsender.relay.daemon import open_relay
 from fedsender.relay.retention import TIDY_EVERY_S
 from fedsender.relay.snapshots import SHARED_S
 from fedsender.relay.status import doubts, status_of
 from fedsender.replication.relay_feed import State
+from fedsender.runtime import real_runtime
 from fedsender.snapshot import SnapshotInfo
 from fedsender.streams import Json
 
@@ -296,7 +296,7 @@ async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path) -
         begun.set()
         assert finish.wait(30)
 
-    opened = open_relay(config_of(tmp_path), real_outside(), synchronous="OFF", step=step)
+    opened = open_relay(config_of(tmp_path), real_runtime(), synchronous="OFF", step=step)
     with trio.fail_after(30):
         async with opened as relay:
             await append(relay.log, pdu(1))

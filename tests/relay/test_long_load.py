@@ -17,7 +17,7 @@ import trio
 from tests.relay.relay_tables import Relay, hosts, pdu
 from tests.relay.test_relay_load import as_loaded, load
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
 from fedsender.snapshot import PARTS, BadSnapshot
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, relay_load
@@ -67,7 +67,7 @@ async def test_nothing_that_is_written_waits_for_the_end_of_a_long_load(
     snapshot = SlowSnapshot(relay)
     written: list[str] = []
     with structlog.testing.capture_logs() as logs:
-        async with open_store(config, real_outside()) as store, trio.open_nursery() as nursery:
+        async with open_store(config, real_runtime()) as store, trio.open_nursery() as nursery:
 
             async def run() -> None:
                 await store.homeserver.load_snapshot(snapshot, lambda _server: True)
@@ -88,7 +88,7 @@ async def test_nothing_that_is_written_waits_for_the_end_of_a_long_load(
                 assert written == []
             finally:
                 snapshot.go_on.set()
-        async with open_store(config, real_outside()) as store:
+        async with open_store(config, real_runtime()) as store:
             assert len(await store.homeserver.to_device("a.x", 0, None, 9)) == 4
     assert written == ["snapshot"]
     assert [line["event"] for line in logs if line["log_level"] != "info"] == []
@@ -178,7 +178,7 @@ async def killed(config: StoreConfig, faults: Faults, snapshot: LoadedSnapshot) 
     """Load it until it ends, or is killed."""
     faults.points.clear()
     try:
-        async with open_store(config, real_outside(), faults=faults) as store:
+        async with open_store(config, real_runtime(), faults=faults) as store:
             faults.points.clear()
             await store.homeserver.load_snapshot(snapshot, lambda _server: True)
     except BaseException as ended:
@@ -210,7 +210,7 @@ async def test_08_killed_at_any_commit_of_a_load_the_next_life_has_what_an_undis
         furnished(rng, other)
         second = replace(as_loaded(other), history=History("f" * 16, first.token))
     whole = config_of(tmp_path)
-    async with open_store(whole, real_outside()) as store:
+    async with open_store(whole, real_runtime()) as store:
         await store.homeserver.load_snapshot(first, lambda _server: True)
     before = tables_of(tmp_path, COUNTING)
     base = (tmp_path / "homeserver.db").read_bytes()
@@ -218,7 +218,7 @@ async def test_08_killed_at_any_commit_of_a_load_the_next_life_has_what_an_undis
     assert not await killed(whole, faults, second)
     commits = len(faults.points)
     after = tables_of(tmp_path, COUNTING + LASTING)
-    async with open_store(whole, real_outside()) as store:
+    async with open_store(whole, real_runtime()) as store:
         servers = await store.homeserver.servers_now([f"!{number}" for number in range(4)])
     hosts_rows = [row for part in range(PARTS) for row in second.read("hosts", part)]
     assert {(room, server) for room in servers for server in servers[room]} == {
@@ -233,7 +233,7 @@ async def test_08_killed_at_any_commit_of_a_load_the_next_life_has_what_an_undis
         faults.at = at
         assert await killed(config, faults, second)
         ended = at == commits - 1
-        async with open_store(config, real_outside()) as store:
+        async with open_store(config, real_runtime()) as store:
             await seen(store, before=not ended, token=first.token)
             await store.homeserver.drop_unfinished_load()
         if not ended:
@@ -258,7 +258,7 @@ async def test_a_snapshot_that_breaks_off_leaves_nothing_to_the_log(tmp_path: Pa
     relay = Relay()
     relay.say(hosts(ROOM, ["a.x", "b.x"]))
     relay.say(pdu(ROOM, 1))
-    async with open_store(config_of(tmp_path), real_outside()) as store:
+    async with open_store(config_of(tmp_path), real_runtime()) as store:
         await load(store, relay)
         relay.say(hosts(ROOM, ["c.x"], ["b.x"]))
         relay.say(pdu(ROOM, 2))

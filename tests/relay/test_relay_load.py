@@ -23,10 +23,10 @@ from tests.sender.harness import HS, World
 
 from fedsender.facts import RoomServers
 from fedsender.intake.intake import Append
-from fedsender.outside import real_outside
 from fedsender.replication.push import PushFeed
 from fedsender.replication.relay_feed import State
 from fedsender.replication.relay_fetch import read_rows
+from fedsender.runtime import real_runtime
 from fedsender.snapshot import SnapshotInfo
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.store.records import History, stands_above
@@ -352,7 +352,7 @@ async def test_both_databases_take_a_snapshot_over_and_the_next_one(
         f"sqlite:///{tmp_path}/sender.db",
         synchronous="OFF",
     )
-    async with open_store(config, real_outside()) as store:
+    async with open_store(config, real_runtime()) as store:
         assert (await load(store, relay)).events == 1
         relay.say(pdu(ROOM, 2), hosts(ROOM, ["d.x"], ["b.x"]))
         relay.say(hosts(ROOM, left=["c.x"]))
@@ -418,7 +418,7 @@ async def test_from_the_relay_to_push_on_the_same_store(
         await stage.say(ROOM, "by the relay")
         await stage.idle()
     async with stage.world.run() as sender, trio.open_nursery() as nursery:
-        feed = PushFeed(stage.shard.outside(), stage.world.store.homeserver, sender)
+        feed = PushFeed(stage.shard.runtime(), stage.world.store.homeserver, sender)
         nursery.start_soon(feed.run)
         await feed.connected.wait()
         begun = feed.head

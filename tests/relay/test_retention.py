@@ -13,7 +13,7 @@ import structlog.testing
 import trio
 import trio.testing
 from sqlalchemy.exc import OperationalError
-from tests.relay.log_support import outside, pdu
+from tests.relay.log_support import pdu, runtime
 from tests.relay.relay_world import World, config_of
 
 from fedsender.intake.intake import Full
@@ -377,7 +377,7 @@ async def test_the_disk_that_counts_is_the_databases(
         looked.add(path)
         return 0
 
-    opened = open_relay(config_of(directory, settings), outside(), free=free)
+    opened = open_relay(config_of(directory, settings), runtime(), free=free)
     async with opened as relay:
         await relay.retention.tidy()
         assert looked == {"directory": {directory}, "elsewhere": {other}}.get(where, set())

@@ -12,7 +12,7 @@ import pytest
 import structlog.testing
 import trio
 import trio.testing
-from tests.relay.log_support import outside, to_device
+from tests.relay.log_support import runtime, to_device
 from tests.relay.relay_world import Hands, World
 from tests.relay.shard import Line, MemoryStore, Shard, forget_log
 
@@ -261,7 +261,7 @@ async def test_a_slow_fetch_leaves_room_for_a_sign_of_life(autojump_clock: Clock
 
 
 async def big_snapshot(world: World) -> SnapshotInfo:
-    noise = outside(7).entropy(400_000).hex()
+    noise = runtime(7).entropy(400_000).hex()
     for number in range(4):
         body = noise[number * 200_000 : number * 200_000 + 200_000]
         await world.append_rows(["edu", ["to_device", "b.example", f"m{number}", {"body": body}]])

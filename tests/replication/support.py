@@ -14,8 +14,8 @@ import trio
 import trio.testing
 
 from fedsender.config import TcpAddress
-from fedsender.outside import NameNotFound, Outside, Records, RecordType, real_outside
 from fedsender.replication.endpoint import Endpoint
+from fedsender.runtime import NameNotFound, Records, RecordType, Runtime, real_runtime
 from fedsender.store.records import PresenceState
 from fedsender.streams import Fact, Watermark
 
@@ -182,6 +182,6 @@ class HandNetwork:
         return []
 
 
-def outside_with(network: HandNetwork) -> Outside:
-    """The real outside, but for the network and the dice."""
-    return replace(real_outside(), network=network, random=random.Random(7))
+def runtime_with(network: HandNetwork) -> Runtime:
+    """The real runtime, but for the network and the dice."""
+    return replace(real_runtime(), network=network, random=random.Random(7))

@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.lowlevel
 import trio.testing
-from tests.replication.support import ANYWHERE, HandNetwork, RecordingEduSink, outside_with
+from tests.replication.support import ANYWHERE, HandNetwork, RecordingEduSink, runtime_with
 
 from fedsender.replication.commands import Position
 from fedsender.replication.edu_streams import EduStreams
@@ -217,7 +217,7 @@ async def fetched(endpoint: Endpoint, secret: str | None = "s3cret") -> list[tup
     async with trio.open_nursery() as nursery:
         network.answers.append(lambda stream: nursery.start_soon(endpoint.serve, stream))
         try:
-            rows = await fetch_missed(peers, outside_with(network), "typing", "master", 2, 9)
+            rows = await fetch_missed(peers, runtime_with(network), "typing", "master", 2, 9)
         except NotFetched as error:
             failed = error
         nursery.cancel_scope.cancel()
@@ -262,4 +262,4 @@ async def test_what_is_no_answer_is_said_without_the_secret(
 
 async def test_a_writer_without_an_address_cannot_be_asked(autojump_clock: Clock) -> None:
     with pytest.raises(NotFetched, match="no address is configured for 'typist'"):
-        await fetch_missed(Peers(), outside_with(HandNetwork()), "typing", "typist", 0, 1)
+        await fetch_missed(Peers(), runtime_with(HandNetwork()), "typing", "typist", 0, 1)

@@ -18,17 +18,17 @@ from tests.replication.support import (
     HandNetwork,
     Log,
     RecordingSink,
-    outside_with,
+    runtime_with,
 )
 from tests.replication.test_synapse_feed import Tables
 from tests.servers import Valkey
 
 from fedsender.config import Config, from_values
-from fedsender.outside import listen_unix, real_outside
 from fedsender.replication.client import LineSettings, TcpFeed
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import listen_unix, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.streams import Fact
@@ -67,7 +67,7 @@ async def homeserver_store(directory: Path) -> AsyncIterator[HomeserverStore]:
         sender_url=f"sqlite:///{directory}/sender.db",
         synchronous="OFF",
     )
-    async with open_store(config, real_outside()) as store:
+    async with open_store(config, real_runtime()) as store:
         yield store.homeserver
 
 
@@ -82,9 +82,9 @@ async def feeding(
     async with (
         homeserver_store(directory) as store,
         open_replication_server(
-            SERVER, {"events": log}, [await listen_unix(path)], real_outside(), kind=OWN_KIND
+            SERVER, {"events": log}, [await listen_unix(path)], real_runtime(), kind=OWN_KIND
         ),
-        open_feed(config, real_outside(), store, sink) as feed,
+        open_feed(config, real_runtime(), store, sink) as feed,
     ):
         yield feed, sink, store
 
@@ -241,7 +241,7 @@ async def test_feed_over_a_real_redis(tmp_path: Path, valkey: Valkey) -> None:
     sink = RecordingSink()
     async with (
         trio.open_nursery() as nursery,
-        open_feed(config, real_outside(), SynapseTables(), sink) as feed,
+        open_feed(config, real_runtime(), SynapseTables(), sink) as feed,
     ):
         main = await Process.join(valkey.host, valkey.port, SERVER, nursery)
         await until(lambda: feed.status().connected)
@@ -275,12 +275,12 @@ async def test_notices_move_the_position_where_the_database_is_read_in_place(
     log.say(8, NOTICE)
     log.say(9, NOTICE, NOTICE)
     async with open_replication_server(
-        SERVER, {"events": log}, [await listen_unix(path)], real_outside(), kind=OWN_KIND
+        SERVER, {"events": log}, [await listen_unix(path)], real_runtime(), kind=OWN_KIND
     ):
         config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
         homeserver = config.homeserver.model_copy(update={"kind": "synapse"})
         config = config.model_copy(update={"homeserver": homeserver})
-        async with open_feed(config, real_outside(), SynapseTables(), sink) as feed:
+        async with open_feed(config, real_runtime(), SynapseTables(), sink) as feed:
             await until(lambda: sink.events.value == 9 and feed.status().level)
             log.say(14, NOTICE)
             await until(lambda: sink.events.value == 14)
@@ -301,12 +301,12 @@ async def test_a_notice_holds_an_embedded_store_until_it_comes_as_an_event(
     log.say(3, hosts)
     network = HandNetwork()
     async with (
-        open_replication_server(SERVER, {"events": log}, [], real_outside(), kind=OWN_KIND) as hs,
+        open_replication_server(SERVER, {"events": log}, [], real_runtime(), kind=OWN_KIND) as hs,
         trio.open_nursery() as nursery,
     ):
         network.otherwise = lambda theirs: nursery.start_soon(hs.serve, theirs)
         settings = LineSettings(ANYWHERE, SERVER, "sender-1")
-        feed = TcpFeed(settings, outside_with(network), store, sink, handles=lambda _: True)
+        feed = TcpFeed(settings, runtime_with(network), store, sink, handles=lambda _: True)
         nursery.start_soon(feed.run)
         with structlog.testing.capture_logs() as logs:
             await trio.sleep(600)
@@ -333,11 +333,11 @@ async def test_servers_and_edu_rows_are_taken_on_tcp_as_on_push(tmp_path: Path) 
     async with (
         homeserver_store(tmp_path) as store,
         open_replication_server(
-            SERVER, {"events": log}, [await listen_unix(path)], real_outside(), kind=OWN_KIND
+            SERVER, {"events": log}, [await listen_unix(path)], real_runtime(), kind=OWN_KIND
         ),
     ):
         config = configured(tmp_path, kind="tcp", tcp={"address": f"unix:{path}"})
-        async with open_feed(config, real_outside(), store, sink):
+        async with open_feed(config, real_runtime(), store, sink):
             await until(lambda: sink.events.value == 3)
             found = await store.room_servers("!room:hs.example")
             assert found is not None

@@ -21,15 +21,15 @@ from tests.replication.support import (
     Log,
     Netcat,
     RecordingSink,
-    outside_with,
+    runtime_with,
 )
 
 from fedsender.config import TcpAddress
-from fedsender.outside import Outside, listen_tcp, real_outside
 from fedsender.replication.client import Fact, LineFeed, LineSettings
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import Runtime, listen_tcp, real_runtime
 from fedsender.testing.clock import until
 
 SETTINGS = LineSettings(ANYWHERE, SERVER, "sender-1")
@@ -39,8 +39,8 @@ GREETING = [f"SERVER {SERVER}", "PING 1"]
 class Collecting(LineFeed):
     """Holds what it is told as soon as it is told; `before_apply` may fail, or take its time."""
 
-    def __init__(self, settings: LineSettings, outside: Outside, held: int) -> None:
-        super().__init__(settings, outside, RecordingSink())
+    def __init__(self, settings: LineSettings, runtime: Runtime, held: int) -> None:
+        super().__init__(settings, runtime, RecordingSink())
         self.held = held
         self.facts: list[Fact] = []
         self.before_apply: Callable[[], Awaitable[None]] | None = None
@@ -73,7 +73,7 @@ class World:
 @asynccontextmanager
 async def linked(settings: LineSettings = SETTINGS) -> AsyncIterator[World]:
     network = HandNetwork()
-    world = World(Collecting(settings, outside_with(network), 53), network)
+    world = World(Collecting(settings, runtime_with(network), 53), network)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.feed.run)
         yield world
@@ -184,7 +184,7 @@ async def test_what_stands_in_the_way_of_a_connection_is_said_in_the_systems_wor
         await taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         with pytest.raises(Disconnected) as caught:
-            await connect(Endpoint(TcpAddress("127.0.0.1", port)), real_outside())
+            await connect(Endpoint(TcpAddress("127.0.0.1", port)), real_runtime())
     assert str(caught.value) == f"127.0.0.1:{port}: Connection refused"
 
 
@@ -310,12 +310,12 @@ async def test_connections_that_are_cut_lose_nothing_and_repeat_nothing() -> Non
     port = listener.socket.getsockname()[1]
     sent = {token: tuple([token, part] for part in range(token % 4)) for token in range(1, 400)}
     async with (
-        open_replication_server(SERVER, {"events": log}, [listener], real_outside(), kind=OWN_KIND),
+        open_replication_server(SERVER, {"events": log}, [listener], real_runtime(), kind=OWN_KIND),
         cutting_proxy(port) as proxied,
         trio.open_nursery() as nursery,
     ):
         endpoint = Endpoint(TcpAddress("127.0.0.1", proxied))
-        feed = Collecting(replace(SETTINGS, endpoint=endpoint), real_outside(), 0)
+        feed = Collecting(replace(SETTINGS, endpoint=endpoint), real_runtime(), 0)
         nursery.start_soon(feed.run)
         for token, rows in sent.items():
             log.say(token, *rows)

@@ -15,11 +15,10 @@ import trio
 import trio.testing
 import trustme
 from tests.replication.pubsub import FakeRedis, Process, forwarding
-from tests.replication.support import ANYWHERE, SERVER, HandNetwork, outside_with
+from tests.replication.support import ANYWHERE, SERVER, HandNetwork, runtime_with
 from tests.servers import Valkey
 
 from fedsender.config import TcpAddress, UnixAddress
-from fedsender.outside import listen_tcp, listen_unix, real_outside
 from fedsender.replication.commands import (
     Command,
     Position,
@@ -35,6 +34,7 @@ from fedsender.replication.redis import (
     Subscribed,
     open_redis_link,
 )
+from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender.testing.clock import until
 
 Heard = list[Command | Subscribed]
@@ -51,7 +51,7 @@ async def hearing(
 ) -> AsyncIterator[tuple[RedisLink, Heard, trio.Nursery]]:
     """A link on the real network, and what it has heard."""
     heard: Heard = []
-    async with open_redis_link(settings, real_outside()) as link, trio.open_nursery() as nursery:
+    async with open_redis_link(settings, real_runtime()) as link, trio.open_nursery() as nursery:
         nursery.start_soon(collect, link, heard)
         yield link, heard, nursery
         nursery.cancel_scope.cancel()
@@ -158,7 +158,7 @@ async def by_hand(
     network = HandNetwork()
     settings = settings or RedisSettings(ANYWHERE, SERVER)
     async with (
-        open_redis_link(settings, outside_with(network)) as link,
+        open_redis_link(settings, runtime_with(network)) as link,
         trio.open_nursery() as nursery,
     ):
         redis = FakeRedis(nursery)

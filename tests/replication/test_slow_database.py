@@ -18,7 +18,7 @@ from tests.replication.support import (
     HandNetwork,
     Netcat,
     RecordingSink,
-    outside_with,
+    runtime_with,
 )
 from tests.replication.test_synapse_feed import BACKOFF, Tables, fed
 
@@ -77,7 +77,7 @@ async def tcp_fed(store: Any) -> AsyncIterator[tuple[TcpFeed, Netcat]]:
     network, (reached, servers) = HandNetwork(), trio.open_memory_channel[Netcat](1)
     network.answers.append(lambda theirs: reached.send_nowait(Netcat.on(theirs)))
     settings = LineSettings(ANYWHERE, SERVER, "sender-1")
-    feed = TcpFeed(settings, outside_with(network), store, RecordingSink(), handles=lambda _: True)
+    feed = TcpFeed(settings, runtime_with(network), store, RecordingSink(), handles=lambda _: True)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
         server = await servers.receive()

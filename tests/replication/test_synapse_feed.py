@@ -15,7 +15,7 @@ from tests.replication.support import (
     SERVER,
     HandNetwork,
     RecordingSink,
-    outside_with,
+    runtime_with,
 )
 
 from fedsender.replication.redis import RedisSettings
@@ -86,7 +86,7 @@ async def fed(
     network, sink = HandNetwork(), RecordingSink()
     feed = SynapseFeed(
         RedisSettings(ANYWHERE, SERVER),
-        outside_with(network),
+        runtime_with(network),
         tables,
         sink,
         instance="fed1",

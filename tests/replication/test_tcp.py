@@ -12,7 +12,6 @@ import trio
 import trio.testing
 from tests.replication.support import SERVER, Log, Netcat
 
-from fedsender.outside import listen_tcp, listen_unix, real_outside
 from fedsender.replication.commands import Command, FederationAck, RemoteServerUp
 from fedsender.replication.server import (
     MAX_WAITING,
@@ -20,6 +19,7 @@ from fedsender.replication.server import (
     TooFarBehind,
     open_replication_server,
 )
+from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 
 NO_SECRET = "ERROR AUTH a secret is needed, before anything else"
 
@@ -30,7 +30,7 @@ async def serving(
 ) -> AsyncIterator[tuple[StreamServer, trio.Nursery]]:
     """A server without a listener; clients are connected by `join`."""
     async with (
-        open_replication_server(SERVER, streams, [], real_outside(), **options) as server,
+        open_replication_server(SERVER, streams, [], real_runtime(), **options) as server,
         trio.open_nursery() as nursery,
     ):
         yield server, nursery
@@ -225,7 +225,7 @@ async def test_all_clients_are_told_when_the_server_stops() -> None:
     ours, theirs = trio.testing.memory_stream_pair()
     client = Netcat.on(ours)
     async with trio.open_nursery() as nursery:
-        async with open_replication_server(SERVER, {}, [], real_outside()) as server:
+        async with open_replication_server(SERVER, {}, [], real_runtime()) as server:
             nursery.start_soon(server.serve, theirs)
             assert await client.hear() == f"SERVER {SERVER}"
         assert await client.hear_rest() == ["ERROR server shutting down"]
@@ -357,7 +357,7 @@ async def test_client_that_does_not_authenticate_is_not_waited_for(
 async def test_listener_that_others_can_reach_needs_secrets() -> None:
     listeners = await trio.open_tcp_listeners(0, host="0.0.0.0")
     with pytest.RaisesGroup(pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="secrets"))):
-        async with open_replication_server(SERVER, {}, listeners, real_outside()):
+        async with open_replication_server(SERVER, {}, listeners, real_runtime()):
             pass
     for listener in listeners:
         await listener.aclose()
@@ -373,7 +373,7 @@ async def test_real_sockets_unix_needs_no_secret_and_tcp_does(tmp_path: Path) ->
     with pytest.raises(OSError, match="somebody listens here"):
         await listen_unix(path)
     async with open_replication_server(
-        SERVER, {"events": log}, [tcp, unix], real_outside(), secrets=lambda: {"sender-1": "s3cret"}
+        SERVER, {"events": log}, [tcp, unix], real_runtime(), secrets=lambda: {"sender-1": "s3cret"}
     ):
         async with await trio.open_unix_socket(path) as stream:
             client = Netcat.on(stream)

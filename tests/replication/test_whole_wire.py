@@ -19,11 +19,11 @@ from tests.replication.test_feed import SynapseTables, configured, homeserver_st
 from tests.servers import Valkey
 
 from fedsender.config import Config, ConfigError, from_values
-from fedsender.outside import listen_tcp, listen_unix, real_outside
 from fedsender.replication.commands import Command, RemoteServerUp
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender.streams import Json
 from fedsender.testing.clock import until
 
@@ -155,7 +155,7 @@ async def secured(directory: Path, valkey: Valkey) -> AsyncIterator[Site]:
         rules = ["on", ">p w", "allcommands", "allkeys", "allchannels"]
         assert await main.ask("ACL", "SETUSER", "wire", *rules) == b"+OK\r\n"
         nursery.start_soon(trio.serve_listeners, listener.serve, [trio.SSLListener(http, tls)])
-        async with open_feed(config, real_outside(), tables, sink) as feed:
+        async with open_feed(config, real_runtime(), tables, sink) as feed:
             await until(lambda: feed.status().connected)
             yield Site(feed, sink, main, listener, tables)
         nursery.cancel_scope.cancel()
@@ -285,14 +285,14 @@ async def test_line_protocol_inside_tls_with_a_secret(tmp_path: Path) -> None:
             SERVER,
             {"events": log},
             [trio.SSLListener(tcp, tls), unix],
-            real_outside(),
+            real_runtime(),
             kind=OWN_KIND,
             secrets=lambda: {"fed1": "s3cret"},
             received=lambda name, command: received.append((name, command)),
         ),
     ):
         config = tcp_config(tmp_path, port, "s3cret\n")
-        async with open_feed(config, real_outside(), store, sink) as feed:
+        async with open_feed(config, real_runtime(), store, sink) as feed:
             await until(lambda: sink.events.value == 1)
             netcat = Netcat.on(await trio.open_unix_socket(str(tmp_path / "r.sock")))
             await netcat.say("NAME other", "REMOTE_SERVER_UP b.example", "REMOTE_SERVER_UP ../x")
@@ -304,7 +304,7 @@ async def test_line_protocol_inside_tls_with_a_secret(tmp_path: Path) -> None:
             await netcat.stream.aclose()
 
         config = tcp_config(tmp_path, port, "gue55\n")
-        async with open_feed(config, real_outside(), store, sink) as feed:
+        async with open_feed(config, real_runtime(), store, sink) as feed:
             await until(lambda: "the server says: AUTH" in str(feed.status().last_error))
 
 
@@ -323,5 +323,5 @@ async def test_authorities_that_cannot_be_used_are_a_configuration_error(
     config = tcp_config(tmp_path, 1, "s")
     async with homeserver_store(tmp_path) as store:
         with pytest.raises(ConfigError, match=words):
-            async with open_feed(config, real_outside(), store, RecordingSink()):
+            async with open_feed(config, real_runtime(), store, RecordingSink()):
                 pass

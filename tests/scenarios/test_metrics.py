@@ -17,7 +17,7 @@ from fedsender.admin.probes import observe
 from fedsender.config import load
 from fedsender.daemon import open_core
 from fedsender.federation.client import Answer
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.telemetry import Metrics
 from fedsender.testing.clock import until
 from fedsender.testing.receiver import healthy, slow
@@ -180,7 +180,7 @@ async def test_a_daemon_on_real_sockets_sets_all_the_others(tmp_path: Path) -> N
         (server,) = world.servers
         world.configure(metrics={"per_destination": [server.name]})
         server.become(slow(1.0))
-        async with open_core(load(world.config), real_outside(), faults=fail_once) as daemon:
+        async with open_core(load(world.config), real_runtime(), faults=fail_once) as daemon:
             metrics = daemon.metrics
 
             def in_flight() -> bool:

@@ -15,7 +15,7 @@ from tests.store import synapse_schema
 from trio.testing import MockClock
 
 from fedsender.daemon import Policies
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 from fedsender.store.records import PresenceState
@@ -245,10 +245,10 @@ async def test_the_wait_stays_at_its_ceiling(
 
 async def test_timings_as_long_as_they_can_be_fit_the_columns(postgres: Databases) -> None:
     """Synapse's N4: a year's interval, and one that no 32 bits hold."""
-    async with open_database(postgres.create_database(), real_outside(), name="hs") as database:
+    async with open_database(postgres.create_database(), real_runtime(), name="hs") as database:
         await database.write(synapse_schema.create)
         settings = HomeserverSettings("synapse", "fed1", ("fed1",))
-        store = HomeserverStore(database, real_outside(), settings)
+        store = HomeserverStore(database, real_runtime(), settings)
         for interval in (DAY_MS, 365 * DAY_MS, 2**62):
             await store.store_backoff(A, EPOCH_MS, EPOCH_MS + interval, interval)
             row = await store.backoff(A)

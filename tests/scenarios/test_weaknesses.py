@@ -154,7 +154,7 @@ async def test_what_another_worker_thinks_of_a_server_does_not_hold_its_messages
     """W38: a failed media request has set the backoff row; ours look for themselves."""
     async with world.run() as sender:
         await world.members(R1, ALICE, f"@x:{A}")
-        now = world.outside.now_ms()
+        now = world.runtime.now_ms()
         row = {"destination": A, "failure_ts": now, "retry_last_ts": now}
         await world.write(tables.destinations, {**row, "retry_interval": DAY_MS})
         sender.backoff_changed(A)

@@ -52,13 +52,13 @@ class Channel:
 async def wired(world: SynapseWorld) -> AsyncIterator[Channel]:
     """The sender, and a feed that hears a Redis."""
     network = HandNetwork()
-    outside = replace(world.outside, network=network)
+    runtime = replace(world.runtime, network=network)
     async with world.run() as sender, trio.open_nursery() as nursery:
         channel = Channel(FakeRedis(nursery), network, nursery)
         network.answers += [channel.redis.answer, channel.redis.answer]
         feed = SynapseFeed(
             RedisSettings(ANYWHERE, HS),
-            outside,
+            runtime,
             world.store.homeserver,
             sender,
             instance="fedsender",

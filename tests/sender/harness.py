@@ -31,7 +31,7 @@ from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 from fedsender.telemetry import Metrics
-from fedsender.testing.clock import virtual_outside
+from fedsender.testing.clock import virtual_runtime
 
 HS = "hs.example"
 EPOCH_MS = 1_800_000_000_000
@@ -188,7 +188,7 @@ class World:
         self.metrics: Metrics
         self.faults: Callable[[str], None] | None = None
         self.doubt: Callable[[str], int] = lambda server: 0
-        self.outside = virtual_outside(
+        self.runtime = virtual_runtime(
             random.Random(1), now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
         )
 
@@ -208,7 +208,7 @@ class World:
             f"sqlite:///{self.directory}/sender.sqlite3",
             synchronous="OFF",
         )
-        async with open_store(settings, self.outside, faults=self.faults) as self.store:
+        async with open_store(settings, self.runtime, faults=self.faults) as self.store:
             yield self.store
 
     @asynccontextmanager
@@ -228,8 +228,8 @@ class World:
             open_ledger(
                 self.directory / "ledger",
                 "fedsender",
-                self.outside.entropy(4).hex(),
-                self.outside,
+                self.runtime.entropy(4).hex(),
+                self.runtime,
                 keep_days=3650,
                 keep_bytes=2**30,
                 segment_seconds=3600,
@@ -243,7 +243,7 @@ class World:
                 presence=config.homeserver.presence,
                 federation=config.federation,
                 policies=self.policies,
-                outside=self.outside,
+                runtime=self.runtime,
                 store=store,
                 client=self.client,  # type: ignore[arg-type]  # no sockets
                 ledger=ledger,

@@ -44,7 +44,7 @@ class SynapseWorld(World):
         path = self.directory / "synapse.db"
         new, url = not path.exists(), f"sqlite:///{path}"
         options = DatabaseOptions(synchronous="OFF")
-        async with open_database(url, self.outside, name="test", options=options) as self.database:
+        async with open_database(url, self.runtime, name="test", options=options) as self.database:
             if new:
                 await self.database.write(synapse_schema.create)
             config = StoreConfig(
@@ -55,7 +55,7 @@ class SynapseWorld(World):
                 f"sqlite:///{self.directory}/sender.sqlite3",
                 synchronous="OFF",
             )
-            async with open_store(config, self.outside, faults=self.faults) as self.store:
+            async with open_store(config, self.runtime, faults=self.faults) as self.store:
                 yield self.store
 
     # --- what Synapse's other processes write ---
@@ -174,7 +174,7 @@ class SynapseWorld(World):
                 "room_id": room,
                 "type": "m.room.message",
                 "sender": sender,
-                "received_ts": self.outside.now_ms() - round(age_s * 1000),
+                "received_ts": self.runtime.now_ms() - round(age_s * 1000),
                 "depth": 1,
                 "outlier": False,
             },

@@ -9,7 +9,7 @@ from tests.sender.harness import Request, World, ok
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
-from fedsender.outside import OutOfResources
+from fedsender.runtime import OutOfResources
 
 A, B = "a.example", "b.example"
 R1, R2 = "!1:hs.example", "!2:hs.example"

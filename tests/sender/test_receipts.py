@@ -336,7 +336,7 @@ async def test_a_receipt_for_a_server_in_a_long_wait_goes_when_the_wait_ends(
     """It is owed nothing else: what it failed with has lapsed since."""
     wait_s = 1800
     async with world.open() as store:
-        now_ms = world.outside.now_ms()
+        now_ms = world.runtime.now_ms()
         state = ServerState(
             A,
             failing_since_ms=now_ms - 3_600_000,

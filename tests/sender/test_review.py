@@ -11,7 +11,7 @@ from tests.sender.test_attempt_log import transaction, until_killed
 from trio.testing import MockClock
 
 from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.recovery import hand_over, take_over
@@ -30,7 +30,7 @@ async def a_store(directory: Path, *instances: str) -> AsyncIterator[Store]:
         sender_url=f"sqlite:///{directory}/sender.db",
         synchronous="OFF",
     )
-    async with open_store(config, real_outside()) as store:
+    async with open_store(config, real_runtime()) as store:
         yield store
 
 
@@ -40,7 +40,7 @@ async def a_ledger(directory: Path, boot: str) -> AsyncIterator[Ledger]:
         directory / "ledger",
         "fed1",
         boot,
-        real_outside(),
+        real_runtime(),
         keep_days=9,
         keep_bytes=10**9,
         segment_seconds=3600,
@@ -59,7 +59,7 @@ async def start(
     store: Store, directory: Path, boot: str, is_mine: Callable[[str], bool] = lambda _: True
 ) -> set[str]:
     async with a_ledger(directory, boot) as ledger:
-        return await take_over(store, ledger, real_outside(), "fed1", is_mine)
+        return await take_over(store, ledger, real_runtime(), "fed1", is_mine)
 
 
 def frozen(manifest: Mapping[str, Any]) -> FrozenRecord:
@@ -109,7 +109,7 @@ async def test_what_is_to_be_sent_once_more_outlives_a_kill(tmp_path: Path) -> N
         await start(store, tmp_path, "b1")
         async with a_ledger(tmp_path, "b2") as ledger:
             again = SentPdu("$e", R, 3, "redelivery")
-            ledger.record(answered(ms=real_outside().now_ms() - 1_000, pdus=[again]))
+            ledger.record(answered(ms=real_runtime().now_ms() - 1_000, pdus=[again]))
         await store.sender.add_redeliveries([Redelivery(A, "$e", R, 3)])
         await start(store, tmp_path, "b3")
         assert [item.event_id for item in await store.sender.redeliveries(A, 9)] == ["$e"]
@@ -142,7 +142,7 @@ async def test_last_answers_are_not_kept_in_memory(tmp_path: Path) -> None:
             ledger.record(answered())
         async with a_ledger(tmp_path, "b2") as ledger:
             assert ledger.last_words
-            await take_over(store, ledger, real_outside(), "fed1", lambda _: True)
+            await take_over(store, ledger, real_runtime(), "fed1", lambda _: True)
             assert not ledger.last_words
 
 

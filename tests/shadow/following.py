@@ -12,10 +12,10 @@ import trio
 from rich.console import Console
 
 from fedsender.config import Config
-from fedsender.orders import Orders
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.shadow.report import Report
 from fedsender.shadow.run import run_shadow
+from fedsender.signals import Signals
 from fedsender.systemd import Notifier
 
 PATIENCE_S = 60
@@ -35,7 +35,7 @@ class Followed:
     """A shadow that runs; `code` is its exit code once it has ended."""
 
     report: Report
-    orders: Orders
+    signals: Signals
     ready: trio.Event
     screen: StringIO
     code: int | None = None
@@ -46,15 +46,15 @@ async def followed(
     world: Followable, *, patience_s: float = PATIENCE_S, **changes: Any
 ) -> AsyncIterator[Followed]:
     """A shadow runs while the body does, and has summed up after it."""
-    running = Followed(Report(world.directory), Orders(10), trio.Event(), StringIO())
+    running = Followed(Report(world.directory), Signals(10), trio.Event(), StringIO())
     notifier = Notifier(lambda message: _hear(running, message), lambda: 0)
 
     async def follow() -> None:
         running.code = await run_shadow(
             world.config(**changes),
-            real_outside(),
+            real_runtime(),
             running.report,
-            running.orders,
+            running.signals,
             notifier,
             Console(file=running.screen, width=120),
         )
@@ -64,7 +64,7 @@ async def followed(
             nursery.start_soon(follow)
             await running.ready.wait()
             yield running
-            running.orders.stop.set()
+            running.signals.stop.set()
 
 
 def _hear(running: Followed, message: bytes) -> None:

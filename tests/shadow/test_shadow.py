@@ -22,11 +22,11 @@ from tests.store.rooms import ROOM, Room
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.matrix import ROOM_VERSIONS
-from fedsender.orders import Orders
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.shadow import run
 from fedsender.shadow.report import Report
 from fedsender.shadow.run import run_shadow
+from fedsender.signals import Signals
 from fedsender.store import StoreError, tables
 from fedsender.store.engine import Database, open_database
 from fedsender.systemd import Notifier
@@ -164,7 +164,7 @@ async def world(tmp_path: Path, postgres: Databases, valkey: Valkey) -> AsyncIte
     url = postgres.create_database()
     name = url.rpartition("/")[2]
     async with (
-        open_database(url, real_outside(), name="test") as database,
+        open_database(url, real_runtime(), name="test") as database,
         trio.open_nursery() as nursery,
     ):
         await database.write(_begin)
@@ -238,7 +238,7 @@ async def test_it_needs_the_name_of_the_worker_that_it_follows(world: World) -> 
     config = world.config(instance_name="nobody")
     with trio.fail_after(PATIENCE_S), pytest.raises(ConfigError, match="the worker to follow"):
         await run_shadow(
-            config, real_outside(), report, Orders(1), Notifier(None, lambda: 0), screen
+            config, real_runtime(), report, Signals(1), Notifier(None, lambda: 0), screen
         )
 
 
@@ -250,7 +250,7 @@ async def test_a_role_that_may_not_read_a_table_is_told_so(world: World) -> None
     report, screen = Report(world.directory), Console(file=StringIO())
     with trio.fail_after(PATIENCE_S), pytest.raises(StoreError, match="permission denied"):
         await run_shadow(
-            world.config(), real_outside(), report, Orders(1), Notifier(None, lambda: 0), screen
+            world.config(), real_runtime(), report, Signals(1), Notifier(None, lambda: 0), screen
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.servers import Databases
 from tests.store import synapse_schema
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store.engine import Database, DatabaseOptions, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 
@@ -48,19 +48,19 @@ def open_synapse(new_url: NewUrl) -> OpenSynapse:
         writers: tuple[str, ...] = ("master",),
         split: bool = False,
     ) -> AsyncIterator[Synapse]:
-        outside = real_outside()
+        runtime = real_runtime()
         url = new_url()
         options = DatabaseOptions(synchronous="OFF")
         async with (
-            open_database(url, outside, name="main", options=options) as main,
-            open_database(new_url() if split else url, outside, name="state") as state,
+            open_database(url, runtime, name="main", options=options) as main,
+            open_database(new_url() if split else url, runtime, name="state") as state,
         ):
             await main.write(lambda connection: synapse_schema.create(connection, split=split))
             if split:
                 await state.write(synapse_schema.create_state)
             store = HomeserverStore(
                 main,
-                outside,
+                runtime,
                 HomeserverSettings("synapse", instance, instances, writers),
                 state_database=state if split else None,
             )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sqlalchemy import Connection, event
 from tests.store.conftest import NewUrl
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store import Store, StoreConfig, migrations, open_store
 from fedsender.store.embedded import FeedError, apply_tokens
 from fedsender.store.engine import open_database
@@ -32,7 +32,7 @@ def config(homeserver_url: str, directory: Path) -> StoreConfig:
 
 @pytest.fixture
 async def store(new_url: NewUrl, tmp_path: Path) -> AsyncIterator[Store]:
-    async with open_store(config(new_url(), tmp_path), real_outside()) as opened:
+    async with open_store(config(new_url(), tmp_path), real_runtime()) as opened:
         yield opened
 
 
@@ -234,7 +234,7 @@ async def test_intervals_agree_with_a_set_that_is_kept_by_hand(
         batch.append((token, rows[::-1] if split else rows))
         here = (here - left) | (joined - left)
     async with open_store(
-        config(f"sqlite:///{directory}/homeserver.db", directory), real_outside()
+        config(f"sqlite:///{directory}/homeserver.db", directory), real_runtime()
     ) as store:
         await store.homeserver.apply_feed_batch(batch)
 
@@ -253,7 +253,7 @@ async def test_a_batch_takes_few_statements_however_long_it_is(new_url: NewUrl) 
         hosts = HostsRow(ROOM, (f"{token}.example",), ())
         return [pdu(token), hosts, RedactionRow(f"${token}", "$0")]
 
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(lambda connection: migrations.upgrade(connection, "homeserver"))
 
         def apply(connection: Connection) -> None:

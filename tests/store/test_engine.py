@@ -13,7 +13,7 @@ from sqlalchemy import Connection, text
 from tests.servers import Databases
 from tests.store.conftest import NewUrl
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store.engine import Database, StoreClosed, StoreError, open_database
 
 
@@ -38,7 +38,7 @@ async def add_all(database: Database, names: list[str]) -> None:
 async def test_many_writers_share_few_commits(new_url: NewUrl) -> None:
     commits: list[None] = []
     async with open_database(
-        new_url(), real_outside(), name="test", after_commit=lambda: commits.append(None)
+        new_url(), real_runtime(), name="test", after_commit=lambda: commits.append(None)
     ) as database:
         await database.write(make_table)
         names = [f"{number:03}" for number in range(100)]
@@ -56,7 +56,7 @@ async def test_a_failing_writer_fails_alone(new_url: NewUrl) -> None:
         add(connection, "never")
         raise ValueError("mine")
 
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(make_table)
 
         async def expect(error: type[Exception], name: str, note: str) -> None:
@@ -88,7 +88,7 @@ async def test_a_writer_that_is_cancelled_before_its_batch_leaves_no_trace(
         trio.from_thread.run_sync(begun.set, trio_token=token)
         trio.from_thread.run(cancelled.wait, trio_token=token)
 
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(make_table)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(database.write, slow)
@@ -106,7 +106,7 @@ async def test_a_writer_that_is_cancelled_in_its_batch_waits_for_the_end(new_url
     begun = trio.Event()
     token = trio.lowlevel.current_trio_token()
 
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(make_table)
 
         def slow(connection: Connection) -> None:
@@ -129,13 +129,13 @@ async def test_a_shielded_write_still_commits_while_everything_is_cancelled(
     """What a drain writes down comes last of all."""
     url = new_url()
     with trio.CancelScope() as scope:
-        async with open_database(url, real_outside(), name="test") as database:
+        async with open_database(url, real_runtime(), name="test") as database:
             await database.write(make_table)
             scope.cancel()
             with trio.CancelScope(shield=True):
                 await database.write(lambda connection: add(connection, "drained"))
 
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         assert await database.read(notes) == ["drained"]
 
 
@@ -156,14 +156,14 @@ async def test_a_crash_at_a_commit_leaves_all_or_nothing(
 
     async def run() -> None:
         nonlocal armed
-        async with open_database(url, real_outside(), name="test", faults=faults) as database:
+        async with open_database(url, real_runtime(), name="test", faults=faults) as database:
             await database.write(make_table)
             armed = True
             await database.write(lambda connection: add(connection, "note"))
 
     with pytest.raises(Crash):
         await run()
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         assert kept == await database.read(notes)
 
 
@@ -175,7 +175,7 @@ async def test_writers_are_let_go_when_the_committer_dies(new_url: NewUrl) -> No
         raise Crash
 
     async def run() -> None:
-        async with open_database(new_url(), real_outside(), name="test", faults=faults) as database:
+        async with open_database(new_url(), real_runtime(), name="test", faults=faults) as database:
             with trio.CancelScope(shield=True):
                 try:
                     await database.write(make_table)
@@ -196,7 +196,7 @@ async def test_many_small_questions_are_asked_together(new_url: NewUrl) -> None:
         return {item: item * item for item in items}
 
     answers: list[tuple[int, int]] = []
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
 
         async def ask(item: int) -> None:
             answers.append((item, await database.read_together(squares, item)))
@@ -216,7 +216,7 @@ async def test_a_small_question_that_fails_fails_alone(new_url: NewUrl) -> None:
         return {item: item for item in items}
 
     answers: list[str] = []
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
 
         async def ask(item: str) -> None:
             try:
@@ -244,7 +244,7 @@ async def test_a_serialization_failure_is_run_again(postgres: Databases) -> None
             connection.execute(text("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$"))
         return "done"
 
-    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
+    async with open_database(postgres.create_schema(), real_runtime(), name="test") as database:
         await database.write(make_table)
 
         assert await database.write(fails_twice) == "done"
@@ -268,7 +268,7 @@ async def test_a_statement_that_always_takes_too_long_is_its_callers_error(
         with pytest.raises(StoreError, match="statement timeout"):
             await (database.write(too_long) if write else database.read(too_long))
 
-    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
+    async with open_database(postgres.create_schema(), real_runtime(), name="test") as database:
         await database.write(make_table)
         for write in (True, False):
             async with trio.open_nursery() as nursery:
@@ -285,7 +285,7 @@ async def test_a_statement_that_always_takes_too_long_is_its_callers_error(
 
 async def test_one_of_two_deadlocked_transactions_is_run_again(postgres: Databases) -> None:
     url = postgres.create_schema()
-    outside = real_outside()
+    runtime = real_runtime()
     meet = trio.Event()
     token = trio.lowlevel.current_trio_token()
 
@@ -303,8 +303,8 @@ async def test_one_of_two_deadlocked_transactions_is_run_again(postgres: Databas
         update(connection, "a")
 
     async with (
-        open_database(url, outside, name="one") as one,
-        open_database(url, outside, name="other") as other,
+        open_database(url, runtime, name="one") as one,
+        open_database(url, runtime, name="other") as other,
     ):
         await one.write(make_table)
         await add_all(one, ["a", "b"])
@@ -322,7 +322,7 @@ async def test_a_restart_of_the_database_loses_nothing_and_needs_none_of_ours(
     written: list[str] = []
     stopped = trio.Event()
 
-    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
+    async with open_database(postgres.create_schema(), real_runtime(), name="test") as database:
         await database.write(make_table)
 
         async def keep_writing() -> None:
@@ -359,7 +359,7 @@ def add_once(connection: Connection, note: str) -> None:
 async def test_a_writer_waiting_for_a_database_that_is_away_can_be_cancelled(
     postgres: Databases,
 ) -> None:
-    async with open_database(postgres.create_schema(), real_outside(), name="test") as database:
+    async with open_database(postgres.create_schema(), real_runtime(), name="test") as database:
         await database.write(make_table)
         await trio.to_thread.run_sync(postgres.stop)
         with trio.move_on_after(0.5) as scope:
@@ -375,7 +375,7 @@ async def test_a_writer_waiting_for_a_database_that_is_away_can_be_cancelled(
 async def test_a_full_sqlite_is_waited_for(tmp_path: Path) -> None:
     """Reads go on meanwhile; nothing is lost, nothing has to be restarted."""
     file = tmp_path / "full.db"
-    async with open_database(f"sqlite:///{file}", real_outside(), name="test") as database:
+    async with open_database(f"sqlite:///{file}", real_runtime(), name="test") as database:
         await database.write(make_table)
         limits = iter([1, 1_000_000])
 
@@ -394,7 +394,7 @@ async def test_a_locked_sqlite_is_waited_for(
 ) -> None:
     monkeypatch.setattr("fedsender.store.connections.SQLITE_BUSY_S", 0.05)
     file = tmp_path / "locked.db"
-    async with open_database(f"sqlite:///{file}", real_outside(), name="test") as database:
+    async with open_database(f"sqlite:///{file}", real_runtime(), name="test") as database:
         await database.write(make_table)
         other = sqlite3.connect(file, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
@@ -419,7 +419,7 @@ def modes_in(directory: Path) -> dict[str, int]:
 
 async def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
     file = tmp_path / "own.db"
-    async with open_database(f"sqlite:///{file}", real_outside(), name="test") as database:
+    async with open_database(f"sqlite:///{file}", real_runtime(), name="test") as database:
         await database.write(make_table)
         modes = modes_in(tmp_path)
 
@@ -432,7 +432,7 @@ async def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
 )
 async def test_a_url_that_cannot_be_used_is_refused_at_once(url: str) -> None:
     with pytest.raises(StoreError):
-        async with open_database(url, real_outside(), name="test"):
+        async with open_database(url, real_runtime(), name="test"):
             pass
 
 
@@ -454,7 +454,7 @@ async def test_errors_and_their_tracebacks_do_not_show_what_was_written(
 
     # Not in one word: a traceback quotes the lines of this file.
     written = {"note": " ".join(("a", "secret"))}
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(make)
         with pytest.raises(StoreError, match=word) as caught:
             await database.write(lambda connection: connection.execute(text(statement), written))

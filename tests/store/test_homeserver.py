@@ -8,7 +8,7 @@ from sqlalchemy import Connection, Table, delete, insert, select, text, update
 from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store import homeserver, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import StoreError, open_database
@@ -71,9 +71,9 @@ async def test_a_crash_between_rows_and_position_leaves_neither(open_synapse: Op
     async def crash(synapse: Synapse) -> None:
         settings = HomeserverSettings("synapse", "fed1", ("fed1",))
         async with open_database(
-            synapse.url, real_outside(), name="crashing", faults=faults
+            synapse.url, real_runtime(), name="crashing", faults=faults
         ) as database:
-            store = HomeserverStore(database, real_outside(), settings)
+            store = HomeserverStore(database, real_runtime(), settings)
             await store.commit_fan_out(30, {("one.example", "!a:x"): 12})
 
     async with open_synapse() as synapse:
@@ -705,8 +705,8 @@ async def test_two_senders_write_the_same_servers_at_once(open_synapse: OpenSyna
     async with open_synapse(instances=("fed1", "fed2")) as synapse:
         await synapse.database.write(lambda connection: put_room(connection, "!a:x", "!b:x"))
         settings = HomeserverSettings("synapse", "fed2", ("fed1", "fed2"))
-        async with open_database(synapse.url, real_outside(), name="other") as database:
-            other = HomeserverStore(database, real_outside(), settings)
+        async with open_database(synapse.url, real_runtime(), name="other") as database:
+            other = HomeserverStore(database, real_runtime(), settings)
             await synapse.store.events_position()
             await other.events_position()
             names = [f"{number:02}.example" for number in range(50)]

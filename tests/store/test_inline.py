@@ -9,7 +9,7 @@ import trio
 import trio.testing
 from trio._core import _run
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store import StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverSettings
 from fedsender.streams import HostsRow
@@ -39,8 +39,8 @@ def run(directory: Path, crash_at: int) -> list[str]:
     )
 
     async def main() -> None:
-        outside = replace(real_outside(), run_sync=inline)
-        async with open_store(config, outside, faults=faults) as store:
+        runtime = replace(real_runtime(), run_sync=inline)
+        async with open_store(config, runtime, faults=faults) as store:
             await store.homeserver.events_position()
             async with trio.open_nursery() as nursery:
                 for token in (1, 2, 3):

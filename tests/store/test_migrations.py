@@ -13,7 +13,7 @@ from tests.servers import Databases
 from tests.store import synapse_schema
 from tests.store.conftest import NewUrl
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store import (
     LockHeld,
     SenderStore,
@@ -38,14 +38,14 @@ LINES: list[Line] = ["homeserver", "sender"]
 async def test_an_upgrade_makes_what_the_code_expects_and_can_be_repeated(
     new_url: NewUrl, line: Line
 ) -> None:
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(lambda connection: migrations.upgrade(connection, line))
         await database.write(lambda connection: migrations.upgrade(connection, line))
         await database.read(lambda connection: migrations.check(connection, line))
 
 
 async def test_both_lines_fit_into_one_database(new_url: NewUrl) -> None:
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         for line in LINES:
             await database.write(partial(migrations.upgrade, line=line))
         for line in LINES:
@@ -62,7 +62,7 @@ async def test_both_lines_fit_into_one_database(new_url: NewUrl) -> None:
     ],
 )
 async def test_tables_that_differ_are_refused(new_url: NewUrl, change: str) -> None:
-    async with open_database(new_url(), real_outside(), name="test") as database:
+    async with open_database(new_url(), real_runtime(), name="test") as database:
         await database.write(lambda connection: migrations.upgrade(connection, "sender"))
         await database.write(lambda connection: connection.execute(text(change)))
         with pytest.raises(SchemaDiffers, match="sender tables differ"):
@@ -72,7 +72,7 @@ async def test_tables_that_differ_are_refused(new_url: NewUrl, change: str) -> N
 async def test_a_store_does_not_open_on_tables_that_differ(new_url: NewUrl, tmp_path: Path) -> None:
     """One clear error, to be caught by its name."""
     url = new_url()
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         await database.write(lambda connection: migrations.upgrade(connection, "sender"))
         await database.write(lambda connection: connection.execute(text("DROP TABLE quarantine")))
     config = StoreConfig(
@@ -81,7 +81,7 @@ async def test_a_store_does_not_open_on_tables_that_differ(new_url: NewUrl, tmp_
         sender_url=url,
     )
     with pytest.raises(SchemaDiffers, match="quarantine"):
-        async with open_store(config, real_outside()):
+        async with open_store(config, real_runtime()):
             pass
 
 
@@ -96,11 +96,11 @@ async def test_a_synapse_is_never_migrated(new_url: NewUrl, tmp_path: Path) -> N
         homeserver_url=url,
         sender_url=f"sqlite:///{tmp_path}/sender.db",
     )
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         await database.write(synapse_schema.create)
         before = await database.read(table_names)
-        await upgrade_databases(config, real_outside())
-        async with open_store(config, real_outside()) as store:
+        await upgrade_databases(config, real_runtime())
+        async with open_store(config, real_runtime()) as store:
             await store.homeserver.events_position()
 
         assert await database.read(table_names) == before
@@ -116,13 +116,13 @@ async def test_our_tables_are_never_made_in_a_synapse_s_database(
         homeserver_url=url,
         sender_url=url,
     )
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         await database.write(synapse_schema.create)
         before = await database.read(table_names)
         with pytest.raises(WrongDatabase, match="sender_database is a Synapse's own database"):
-            await upgrade_databases(config, real_outside())
+            await upgrade_databases(config, real_runtime())
         with pytest.raises(WrongDatabase, match="sender_database is a Synapse's own database"):
-            async with open_store(config, real_outside()):
+            async with open_store(config, real_runtime()):
                 pass
         assert await database.read(table_names) == before
 
@@ -135,19 +135,19 @@ async def test_a_schema_of_its_own_in_a_synapse_s_database_will_do(postgres: Dat
         homeserver_url=url,
         sender_url=postgres.create_schema().replace("127.0.0.1", "localhost"),
     )
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         await database.write(synapse_schema.create)
-    async with open_store(config, real_outside()) as store:
+    async with open_store(config, real_runtime()) as store:
         await store.sender.take_lock("fed1", "boot")
         assert await store.sender.renew_lock()
-        async with open_store(config, real_outside()) as second:
+        async with open_store(config, real_runtime()) as second:
             with pytest.raises(LockHeld):
                 await second.sender.take_lock("fed1", "another boot")
 
 
 async def test_a_database_that_is_no_synapse_is_refused(new_url: NewUrl, tmp_path: Path) -> None:
     url = new_url()
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         await database.write(lambda connection: migrations.upgrade(connection, "sender"))
     config = StoreConfig(
         homeserver=HomeserverSettings("synapse", "fed1", ("fed1",)),
@@ -155,7 +155,7 @@ async def test_a_database_that_is_no_synapse_is_refused(new_url: NewUrl, tmp_pat
         sender_url=f"sqlite:///{tmp_path}/sender.db",
     )
     with pytest.raises(StoreError, match="not a Synapse database"):
-        async with open_store(config, real_outside()):
+        async with open_store(config, real_runtime()):
             pass
 
 
@@ -167,7 +167,7 @@ async def test_a_synapse_without_its_file_is_an_error(tmp_path: Path) -> None:
         sender_url=f"sqlite:///{tmp_path}/sender.db",
     )
     with pytest.raises(StoreError, match="no database"):
-        async with open_store(config, real_outside()):
+        async with open_store(config, real_runtime()):
             pass
 
     assert list_directory(tmp_path) == []
@@ -219,9 +219,9 @@ async def test_daemons_that_start_at_once_migrate_once(
     monkeypatch.setattr(migrations, "upgrade", noted)
     async with trio.open_nursery() as nursery:
         for _ in range(3):
-            nursery.start_soon(upgrade_databases, settings, real_outside())
+            nursery.start_soon(upgrade_databases, settings, real_runtime())
     assert sorted(migrated) == LINES
-    async with open_store(settings, real_outside()) as store:
+    async with open_store(settings, real_runtime()) as store:
         await store.sender.take_lock("fed1", "boot1")
 
 
@@ -231,15 +231,15 @@ async def test_tables_on_which_a_daemon_runs_are_not_migrated(
     """Neither by another daemon's start nor by `db upgrade`; as they are, both may go on."""
     monkeypatch.setattr(migrations, "WAIT_SECONDS", 0.1)
     settings = embedded(new_url(), tmp_path)
-    async with open_store(settings, real_outside()) as running:
+    async with open_store(settings, real_runtime()) as running:
         await running.sender.take_lock("fed1", "boot1")
-        await upgrade_databases(settings, real_outside())
+        await upgrade_databases(settings, real_runtime())
         with monkeypatch.context() as newer:
             newer.setattr(migrations, "head", lambda line: f"{line}_9999")
             with pytest.raises(LockHeld, match="a daemon runs on"):
-                await upgrade_databases(settings, real_outside())
+                await upgrade_databases(settings, real_runtime())
             with pytest.raises(LockHeld, match="a daemon runs on"):
-                async with open_store(settings, real_outside()):
+                async with open_store(settings, real_runtime()):
                     pass
         assert await running.sender.renew_lock()
 
@@ -249,7 +249,7 @@ async def test_a_daemon_does_not_start_on_tables_that_were_migrated_meanwhile(
 ) -> None:
     """Between the look at the tables and the lock that forbids it, somebody may have done so."""
     settings = embedded(new_url(), tmp_path)
-    async with open_store(settings, real_outside()) as store:
+    async with open_store(settings, real_runtime()) as store:
         monkeypatch.setattr(migrations, "head", lambda line: f"{line}_0001")
         with pytest.raises(SchemaDiffers, match="not of version sender_0001"):
             await store.sender.take_lock("fed1", "boot1")
@@ -265,7 +265,7 @@ def test_the_newest_version_is_told_by_the_names_of_files(line: Line) -> None:
 async def test_old_records_survive_and_belong_to_nobody(new_url: NewUrl, tmp_path: Path) -> None:
     """The migration that notes whose a record is; SQLite's quarantine is made anew in it."""
     url = new_url()
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         await database.write(partial(migrations.upgrade, line="sender", to="sender_0002"))
         await database.write(
             lambda connection: connection.execute(
@@ -275,7 +275,7 @@ async def test_old_records_survive_and_belong_to_nobody(new_url: NewUrl, tmp_pat
                 )
             )
         )
-    async with open_store(embedded(url, tmp_path), real_outside()) as store:
+    async with open_store(embedded(url, tmp_path), real_runtime()) as store:
         assert [item.id for item in await store.sender.quarantine_list(None, 9)] == [7]
         (foreign,) = await store.sender.foreign_records(lambda _: "fed1")
         assert (foreign.holder, foreign.records) == (None, {"quarantine": 1})
@@ -290,7 +290,7 @@ async def test_what_all_senders_held_back_as_one_belongs_to_each_of_them(
     """From before the list of senders was noted: who shared a database shared these. And what was
     frozen then, whoever holds it froze himself."""
     url = new_url()
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         await database.write(partial(migrations.upgrade, line="sender", to="sender_0003"))
         for statement in (
             "INSERT INTO quarantine (id, kind, event_id, room_id, stream_ordering, reason, at_ms,"
@@ -299,12 +299,12 @@ async def test_what_all_senders_held_back_as_one_belongs_to_each_of_them(
             "INSERT INTO catch_ups VALUES ('one', 4, FALSE, 'fed1')",
         ):
             await database.write(partial(Connection.execute, statement=text(statement)))
-    async with open_store(embedded(url, tmp_path), real_outside()) as store:
+    async with open_store(embedded(url, tmp_path), real_runtime()) as store:
         assert await store.sender.frozen_page("", 9) == [FrozenManifest("one", {}, ours=True)]
         assert await store.sender.catch_up_marks() == {"one": 4}
         assert await store.sender.last_list() == []
         await store.sender.follow_list(["fed1", "fed2"])
-        other = SenderStore(store.sender._database, real_outside(), InstanceLock([]), "fed2")
+        other = SenderStore(store.sender._database, real_runtime(), InstanceLock([]), "fed2")
         (item,) = await store.sender.quarantine_list(None, 9)
         assert (item.id, item.event_id) == (7, "$1")
         there = [each.event_id for each in await other.quarantine_list(None, 9)]
@@ -314,12 +314,12 @@ async def test_what_all_senders_held_back_as_one_belongs_to_each_of_them(
 async def test_an_id_of_quarantine_is_never_given_again(new_url: NewUrl, tmp_path: Path) -> None:
     """An operator may have read it, and drop or release something else by it."""
     settings = embedded(new_url(), tmp_path)
-    async with open_store(settings, real_outside()) as store:
+    async with open_store(settings, real_runtime()) as store:
         ids = [
             await store.sender.quarantine_item(destination="a", kind="pdu", reason="x")
             for _ in range(3)
         ]
         await store.sender.forget("a")
-    async with open_store(settings, real_outside()) as store:
+    async with open_store(settings, real_runtime()) as store:
         after = await store.sender.quarantine_item(destination="b", kind="pdu", reason="x")
         assert after > max(ids)

@@ -11,7 +11,7 @@ from sqlalchemy.pool import NullPool
 from tests.servers import Databases
 from tests.store.test_sender_store import ONE, TWO, config, frozen
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
 from fedsender.store import (
     HomeserverSettings,
@@ -42,7 +42,7 @@ async def two(postgres: Databases, tmp_path: Path) -> AsyncIterator[tuple[Store,
     async with AsyncExitStack() as stack:
         first, second = [
             await stack.enter_async_context(
-                open_store(settings(url, tmp_path, name), real_outside())
+                open_store(settings(url, tmp_path, name), real_runtime())
             )
             for name in ("fed1", "fed2")
         ]
@@ -118,7 +118,7 @@ async def test_records_of_a_sender_that_is_not_named_stay(two: tuple[Store, Stor
 async def test_a_database_of_one_sender_gives_nothing_away(tmp_path: Path) -> None:
     """Where the new owner cannot see them, records of servers that have gone are counted."""
     url = f"sqlite:///{tmp_path}/sender.db"
-    async with open_store(settings(url, tmp_path, "fed1"), real_outside()) as store:
+    async with open_store(settings(url, tmp_path, "fed1"), real_runtime()) as store:
         for server in (ONE, TWO):
             await write_records(store, server)
         taken = await store.sender.take_over_records({ONE}.__contains__, ["fed1", "fed2"])
@@ -174,7 +174,7 @@ async def test_by_another_list_each_sender_holds_back_what_any_of_the_old_ones_d
     (before,) = await second.sender.quarantine_list(None, 9)
 
     # fed1 has gone; fed3 is new, and starts first.
-    third = SenderStore(second.sender._database, real_outside(), InstanceLock([]), "fed3")
+    third = SenderStore(second.sender._database, real_runtime(), InstanceLock([]), "fed3")
     await third.follow_list(["fed2", "fed3"])
     # What was there keeps the id that an operator may have read.
     assert before in await second.sender.quarantine_list(None, 9)

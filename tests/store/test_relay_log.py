@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Select, func, select, update
 from tests.store.conftest import NewUrl
 
 from fedsender.facts import Elsewhere, KeyReused, Outdated, check_of, prepare
-from fedsender.outside import Outside, real_outside
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import (
     HomeserverSettings,
     Store,
@@ -58,15 +58,15 @@ class Clock:
 
     def __init__(self) -> None:
         self.ms = 1_790_000_000_000
-        real = real_outside()
-        self.outside = Outside(**{**vars_of(real), "now_ms": lambda: self.ms})
+        real = real_runtime()
+        self.runtime = Runtime(**{**vars_of(real), "now_ms": lambda: self.ms})
 
 
-def vars_of(outside: Outside) -> dict[str, Any]:
-    """The fields of an `Outside`."""
+def vars_of(runtime: Runtime) -> dict[str, Any]:
+    """The fields of an `Runtime`."""
     from dataclasses import fields
 
-    return {each.name: getattr(outside, each.name) for each in fields(outside)}
+    return {each.name: getattr(runtime, each.name) for each in fields(runtime)}
 
 
 def pdu(room_id: str, event_id: str, plus: Sequence[str] = (), minus: Sequence[str] = ()) -> Json:
@@ -243,7 +243,7 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
     model = Model()
     floor = 0
     clock = Clock()
-    async with open_relay_store(new_url(), clock.outside, SERVER, synchronous="OFF") as store:
+    async with open_relay_store(new_url(), clock.runtime, SERVER, synchronous="OFF") as store:
         assert await store.begin_intake("e" * 16)
         number = 0
         for _ in range(40):
@@ -299,7 +299,7 @@ async def test_what_nothing_names_goes_from_below_the_first_record(new_url: NewU
     """Of a hundred messages in a room, one is left; and none, once a newer one is there."""
     url = new_url()
     room_id, server = ROOMS[0], SERVERS[0]
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records([record("h", ["hosts", [room_id, [server], []]])])
         await store.append_records([record(f"p{n}", pdu(room_id, f"$p{n}")) for n in range(100)])
@@ -307,7 +307,7 @@ async def test_what_nothing_names_goes_from_below_the_first_record(new_url: NewU
         await store.drop_through(101)
         assert await _tokens(url) == [101, 102]
         await store.append_records([record("q", pdu(room_id, "$q"))])
-        await store.tidy(real_outside().now_ms(), 0, 2**30)
+        await store.tidy(real_runtime().now_ms(), 0, 2**30)
         assert await _tokens(url) == [102, 103]
 
 
@@ -316,14 +316,14 @@ def _scalar(connection: Connection, query: Select[Any]) -> Any:
 
 
 async def _tokens(url: str) -> list[int]:
-    async with open_database(url, real_outside(), name="test") as database:
+    async with open_database(url, real_runtime(), name="test") as database:
         query = select(tables.relay_log.c.token).order_by(tables.relay_log.c.token)
         return await database.read(lambda connection: list(connection.execute(query).scalars()))
 
 
 async def test_departures_and_redactions_are_remembered_for_thirty_days(new_url: NewUrl) -> None:
     clock = Clock()
-    async with open_relay_store(new_url(), clock.outside, SERVER) as store:
+    async with open_relay_store(new_url(), clock.runtime, SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records(
             [
@@ -346,7 +346,7 @@ async def test_departures_and_redactions_are_remembered_for_thirty_days(new_url:
 
 async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: NewUrl) -> None:
     """Nor does it matter for how many servers they are."""
-    async with open_relay_store(new_url(), real_outside(), SERVER) as store:
+    async with open_relay_store(new_url(), real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         user = f"@u:{SERVER}"
         listed = ["device_list", SERVERS[0], user, "D", None]
@@ -366,7 +366,7 @@ async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: New
 
 async def test_a_device_list_for_which_there_is_no_room_is_asked_for(new_url: NewUrl) -> None:
     """Before any message to a device goes, which nobody can have again from anywhere."""
-    async with open_relay_store(new_url(), real_outside(), SERVER) as store:
+    async with open_relay_store(new_url(), real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         user, content = f"@u\u00e9:{SERVER}", {"keys": [["x" * 1_000]]}
         message = ["edu", ["to_device", SERVERS[0], "m", {"a": "x" * 1_000}]]
@@ -400,7 +400,7 @@ async def test_a_record_for_many_servers_is_not_read_once_for_each_of_them(
     said = [["edu", ["device_list", server, user, "D", content]] for server in servers]
     last = pdu(ROOMS[0], "$p", servers[:1])
     last[1][2]["content"] = {"body": "x" * 60_000}
-    async with open_relay_store(new_url(), real_outside(), SERVER, synchronous="OFF") as store:
+    async with open_relay_store(new_url(), real_runtime(), SERVER, synchronous="OFF") as store:
         await store.begin_intake("e" * 16)
         await store.append_records(
             [
@@ -424,7 +424,7 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
     clock = Clock()
     url = new_url()
     places = [(f"!{number}:{SERVER}", SERVERS[0]) for number in range(23)]
-    async with open_relay_store(url, clock.outside, SERVER) as store:
+    async with open_relay_store(url, clock.runtime, SERVER) as store:
         await store.begin_intake("e" * 16)
         came = [
             record(f"h{room_id}", ["hosts", [room_id, [server], []]]) for room_id, server in places
@@ -446,7 +446,7 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
         assert await store.tidy(clock.ms, 0, 1) == 23
         clock.ms += KEEP_LEFT_MS + 1
         assert await store.tidy(clock.ms, 0, 2**30) == 0
-        async with open_database(url, real_outside(), name="test") as database:
+        async with open_database(url, real_runtime(), name="test") as database:
             for table in (tables.relay_departures, tables.redactions, tables.relay_edus):
                 count = select(func.count()).select_from(table)
                 assert await database.read(partial(_scalar, query=count)) == 0
@@ -462,7 +462,7 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
 async def test_each_record_is_stored_once_by_its_id(new_url: NewUrl) -> None:
     clock = Clock()
     first, other = record("a", pdu(ROOMS[0], "$a")), record("a", pdu(ROOMS[0], "$b"))
-    async with open_relay_store(new_url(), clock.outside, SERVER) as store:
+    async with open_relay_store(new_url(), clock.runtime, SERVER) as store:
         await store.begin_intake("e" * 16)
         assert await store.append_records([first, first]) == [1, 1]
         assert await store.append_records([first]) == [1]
@@ -476,7 +476,7 @@ async def test_each_record_is_stored_once_by_its_id(new_url: NewUrl) -> None:
 
 
 async def test_a_list_of_servers_as_of_an_older_token_is_refused(new_url: NewUrl) -> None:
-    async with open_relay_store(new_url(), real_outside(), SERVER) as store:
+    async with open_relay_store(new_url(), real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records([record("a", ["hosts", [ROOMS[0], SERVERS[:2], []]])])
         await store.append_records([record("b", ["hosts", [ROOMS[0], [], SERVERS[:1]]])])
@@ -495,10 +495,10 @@ async def test_a_list_of_servers_as_of_an_older_token_is_refused(new_url: NewUrl
 
 async def test_a_record_that_is_spoiled_or_missing_is_named(new_url: NewUrl) -> None:
     url = new_url()
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records([record(f"{n}", pdu(ROOMS[0], f"${n}")) for n in range(6)])
-        async with open_database(url, real_outside(), name="test") as database:
+        async with open_database(url, real_runtime(), name="test") as database:
             log = tables.relay_log
             spoil = update(log).where(log.c.token == 3).values(lines=b"RDATA events 3 []\n")
             await database.write(lambda connection: connection.execute(spoil) and None)
@@ -517,12 +517,12 @@ async def test_no_snapshot_is_made_of_a_record_that_is_spoiled_or_missing(
     new_url: NewUrl, lines: bytes | None
 ) -> None:
     url = new_url()
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records(
             [record(f"{n}", pdu(ROOMS[n], f"${n}", SERVERS[:1])) for n in range(3)]
         )
-        async with open_database(url, real_outside(), name="test") as database:
+        async with open_database(url, real_runtime(), name="test") as database:
             log = tables.relay_log
             damage = log.delete() if lines is None else update(log).values(lines=lines)
             await database.write(
@@ -534,7 +534,7 @@ async def test_no_snapshot_is_made_of_a_record_that_is_spoiled_or_missing(
 
 async def test_the_log_is_read_and_measured_by_bytes_and_by_time(new_url: NewUrl) -> None:
     clock = Clock()
-    async with open_relay_store(new_url(), clock.outside, SERVER) as store:
+    async with open_relay_store(new_url(), clock.runtime, SERVER) as store:
         assert await store.bounds() == (1, 0, 0, 0)
         await store.begin_intake("e" * 16)
         for number in range(10):
@@ -564,10 +564,10 @@ async def test_the_log_is_read_and_measured_by_bytes_and_by_time(new_url: NewUrl
 
 async def test_an_epoch_begins_with_each_writer_and_ends_the_one_before(new_url: NewUrl) -> None:
     url = new_url()
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("a" * 16)
         await store.append_records([record("a", pdu(ROOMS[0], "$a"))])
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("b" * 16)
         await store.append_records([record("b", pdu(ROOMS[0], "$b"))])
         assert await store.epochs() == [("a" * 16, 1), ("b" * 16, 2)]
@@ -577,10 +577,10 @@ async def test_consumers_are_stored(new_url: NewUrl) -> None:
     url = new_url()
     one = Consumer("one", 1, 2, 3, Handed("s", 4), True, "gone", {"GAP": 2}, 5, "1 of 2")
     two = Consumer("two", 6, 7)
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("a" * 16)
         await store.save_consumers([two, one], {"one"})
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("b" * 16)
         assert await store.consumers() == [one, two]
         one.handed, one.full_syncs = None, {}
@@ -591,18 +591,18 @@ async def test_consumers_are_stored(new_url: NewUrl) -> None:
 async def test_only_one_relay_writes(new_url: NewUrl) -> None:
     """On SQLite no second one opens it. On PostgreSQL it waits, and takes over at once."""
     url = new_url()
-    outside = real_outside()
-    async with open_relay_store(url, outside, SERVER) as store:
+    runtime = real_runtime()
+    async with open_relay_store(url, runtime, SERVER) as store:
         await store.begin_intake("a" * 16)
         if url.startswith("sqlite"):
             with pytest.raises(LockHeld):
-                async with open_relay_store(url, outside, SERVER):
+                async with open_relay_store(url, runtime, SERVER):
                     pass
             return
-        async with open_relay_store(url, outside, SERVER) as second:
+        async with open_relay_store(url, runtime, SERVER) as second:
             assert not await second.begin_intake("b" * 16)
             assert await store.holds()
-            async with open_database(url, outside, name="test") as database:
+            async with open_database(url, runtime, name="test") as database:
                 kill = (
                     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
                     " WHERE application_name = 'fedsender lock'"
@@ -622,7 +622,7 @@ async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
 ) -> None:
     """It was paused, say, and knows neither who follows now nor what they hold."""
     url = new_url()
-    async with open_relay_store(url, real_outside(), SERVER) as store:
+    async with open_relay_store(url, real_runtime(), SERVER) as store:
         await store.begin_intake("a" * 16)
         await store.append_records(
             [
@@ -631,7 +631,7 @@ async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
             ]
         )
         await store.save_consumers([Consumer("c", 0, 0, acked=3)])
-        async with open_database(url, real_outside(), name="test") as database:
+        async with open_database(url, real_runtime(), name="test") as database:
             await database.write(lambda connection: intake.begin(connection, "relay", "b" * 16))
         for change in (
             partial(store.drop_through, 8),
@@ -650,10 +650,10 @@ async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
 
 async def test_a_database_belongs_to_one_relay(new_url: NewUrl) -> None:
     url = new_url()
-    async with open_relay_store(url, real_outside(), SERVER):
+    async with open_relay_store(url, real_runtime(), SERVER):
         pass
     with pytest.raises(WrongDatabase, match=r"relay of hs.example: the relay of other.example"):
-        async with open_relay_store(url, real_outside(), "other.example"):
+        async with open_relay_store(url, real_runtime(), "other.example"):
             pass
 
 
@@ -667,9 +667,9 @@ async def test_neither_a_sender_nor_a_relay_takes_the_other_ones_database(
     def open_senders(url: str, name: str) -> AbstractAsyncContextManager[Store]:
         own = f"sqlite:///{tmp_path}/sender-of-mine.db"
         config = StoreConfig(settings, url, own, server_name=name)
-        return open_store(config, real_outside())
+        return open_store(config, real_runtime())
 
-    async with open_relay_store(relays, real_outside(), SERVER):
+    async with open_relay_store(relays, real_runtime(), SERVER):
         pass
     with pytest.raises(WrongDatabase, match=f"the relay of {SERVER}: a sender of {SERVER} needs"):
         async with open_senders(relays, SERVER):
@@ -681,7 +681,7 @@ async def test_neither_a_sender_nor_a_relay_takes_the_other_ones_database(
         async with open_senders(senders, "other.example"):
             pass
     with pytest.raises(WrongDatabase, match=f"a sender of {SERVER}: the relay of {SERVER} needs"):
-        async with open_relay_store(senders, real_outside(), SERVER):
+        async with open_relay_store(senders, real_runtime(), SERVER):
             pass
 
 
@@ -692,7 +692,7 @@ async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_
     monkeypatch.setattr(relay, "MAX_WAL_BYTES", 2 * MIB)
     monkeypatch.setattr(connections, "SQLITE_WAL_BYTES", MIB)
     wal, over = tmp_path / "relay.db-wal", threading.Event()
-    async with open_relay_store(f"sqlite:///{tmp_path}/relay.db", real_outside(), SERVER) as store:
+    async with open_relay_store(f"sqlite:///{tmp_path}/relay.db", real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         await store.append_records([record("first", pdu(ROOMS[0], "$0", SERVERS[:1]))])
 
@@ -721,7 +721,7 @@ async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_
 
 async def test_the_file_shrinks_by_what_was_deleted(tmp_path: Path) -> None:
     path = tmp_path / "relay.db"
-    async with open_relay_store(f"sqlite:///{path}", real_outside(), SERVER) as store:
+    async with open_relay_store(f"sqlite:///{path}", real_runtime(), SERVER) as store:
         await store.begin_intake("e" * 16)
         text = "x" * 10_000
         for group in range(10):

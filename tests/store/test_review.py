@@ -12,7 +12,7 @@ from tests.store.test_homeserver import ROOMS, put, put_room
 from tests.store.test_ownership import settings, write_records
 from tests.store.test_sender_store import TWO
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store import open_store, tables
 from fedsender.store.connections import checked_url
 from fedsender.store.lock import AdvisoryLock, SendersDiffer
@@ -28,7 +28,7 @@ async def test_a_new_sender_goes_on_with_receipts_where_the_old_one_was(
     async with AsyncExitStack() as stack:
         first, second = [
             await stack.enter_async_context(
-                open_store(settings(url, tmp_path, name), real_outside())
+                open_store(settings(url, tmp_path, name), real_runtime())
             )
             for name in ("fed1", "fed2")
         ]
@@ -104,7 +104,7 @@ async def test_servers_that_owe_keys_only_cost_a_start_no_statement_each(
 async def test_who_comes_back_asks_by_which_list_the_others_send(postgres: Databases) -> None:
     """I3: while our connection was lost, another sender may have started with another list."""
     url = checked_url(postgres.create_database())
-    ours, theirs = AdvisoryLock(url, real_outside()), AdvisoryLock(url, real_outside())
+    ours, theirs = AdvisoryLock(url, real_runtime()), AdvisoryLock(url, real_runtime())
     await ours.take("fed1")
     await ours.agree("hs", ["fed1"])
     engine = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT")

@@ -10,7 +10,7 @@ from sqlalchemy import Column, Connection
 from tests.servers import Databases
 from tests.store.conftest import NewUrl
 
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState, states_of
 from fedsender.sender.isolation import Search, Turn
 from fedsender.store import LockHeld, SenderStore, StoreConfig, open_store
@@ -32,7 +32,7 @@ def config(sender_url: str, directory: Path) -> StoreConfig:
 
 @pytest.fixture
 async def store(new_url: NewUrl, tmp_path: Path) -> AsyncIterator[SenderStore]:
-    async with open_store(config(new_url(), tmp_path), real_outside()) as opened:
+    async with open_store(config(new_url(), tmp_path), real_runtime()) as opened:
         yield opened.sender
 
 
@@ -223,9 +223,9 @@ async def test_a_forgotten_destination_leaves_nothing(store: SenderStore) -> Non
 
 async def test_everything_is_there_after_a_restart(new_url: NewUrl, tmp_path: Path) -> None:
     settings = config(new_url(), tmp_path)
-    async with open_store(settings, real_outside()) as opened:
+    async with open_store(settings, real_runtime()) as opened:
         await opened.sender.save_frozen(frozen())
-    async with open_store(settings, real_outside()) as opened:
+    async with open_store(settings, real_runtime()) as opened:
         assert await opened.sender.load_frozen(ONE) == frozen()
 
 
@@ -235,17 +235,17 @@ async def test_everything_is_there_after_a_restart(new_url: NewUrl, tmp_path: Pa
 async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) -> None:
     """Across processes: here two stores on one database stand for them."""
     settings = config(new_url(), tmp_path)
-    async with open_store(settings, real_outside()) as first:
+    async with open_store(settings, real_runtime()) as first:
         await first.sender.take_lock("fed1", "boot1")
         await first.sender.take_lock("fed1", "boot1")
-        async with open_store(settings, real_outside()) as second:
+        async with open_store(settings, real_runtime()) as second:
             with pytest.raises(LockHeld, match="fed1"):
                 await second.sender.take_lock("fed1", "boot2")
         other = replace(settings, homeserver_url=f"sqlite:///{tmp_path}/other.db")
-        async with open_store(other, real_outside()) as second:
+        async with open_store(other, real_runtime()) as second:
             await second.sender.take_lock("fed2", "boot2")
             assert await first.sender.renew_lock()
-    async with open_store(settings, real_outside()) as third:
+    async with open_store(settings, real_runtime()) as third:
         await third.sender.take_lock("fed1", "boot3")
         assert (await third.sender.lock_holder("fed1") or ("",))[0] == "boot3"
 
@@ -253,14 +253,14 @@ async def test_an_instance_name_has_one_daemon(new_url: NewUrl, tmp_path: Path) 
 async def test_leaving_the_store_releases_the_lock(new_url: NewUrl, tmp_path: Path) -> None:
     settings = config(new_url(), tmp_path)
     for boot in ("boot1", "boot2"):
-        async with open_store(settings, real_outside()) as opened:
+        async with open_store(settings, real_runtime()) as opened:
             await opened.sender.take_lock("fed1", boot)
 
 
 async def test_a_lock_is_lost_with_its_connection_and_taken_again(
     postgres: Databases, tmp_path: Path
 ) -> None:
-    async with open_store(config(postgres.create_schema(), tmp_path), real_outside()) as opened:
+    async with open_store(config(postgres.create_schema(), tmp_path), real_runtime()) as opened:
         await opened.sender.take_lock("fed1", "boot1")
         await trio.to_thread.run_sync(postgres.stop)
         assert not await opened.sender.renew_lock()

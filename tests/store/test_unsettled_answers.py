@@ -21,8 +21,8 @@ GOOD, BAD = "good.example", "bad.example"
 def world(directory: Path) -> World:
     directory.mkdir(exist_ok=True)
     made = World(directory)
-    made.outside = replace(
-        made.outside, now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
+    made.runtime = replace(
+        made.runtime, now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
     )
     return made
 

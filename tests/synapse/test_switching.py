@@ -26,7 +26,7 @@ from tests.synapse.world import (
 
 from fedsender.config import load
 from fedsender.daemon import store_config
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
 from fedsender.store import StoreConfig, open_store
 from fedsender.store.sender import Redelivery
@@ -209,7 +209,7 @@ async def test_handing_back_waits_for_the_daemon_and_for_what_is_in_quarantine(
 
             assert refused.returncode == 1
             assert "another daemon runs as 'fed1'" in refused.stderr
-        async with open_store(store_of(world), real_outside()) as store:
+        async with open_store(store_of(world), real_runtime()) as store:
             await store.sender.quarantine_item(
                 destination=world.b.name,
                 kind="pdu",

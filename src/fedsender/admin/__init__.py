@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from fedsender.admin.server import Daemon
     from fedsender.admin.serving import Admin
-    from fedsender.outside import Outside
+    from fedsender.runtime import Runtime
 
 __all__ = ["CannotListen", "open_admin"]
 
@@ -24,7 +24,7 @@ class CannotListen(OSError):
 
 
 @asynccontextmanager
-async def open_admin(daemon: "Daemon", outside: "Outside") -> AsyncIterator["Admin"]:
+async def open_admin(daemon: "Daemon", runtime: "Runtime") -> AsyncIterator["Admin"]:
     """The endpoint of this daemon, answering until the body is left.
 
     Raises:
@@ -38,10 +38,10 @@ async def open_admin(daemon: "Daemon", outside: "Outside") -> AsyncIterator["Adm
         from fedsender.admin.app import build_app
         from fedsender.admin.server import parts_of
 
-        return build_app(parts_of(daemon, outside))
+        return build_app(parts_of(daemon, runtime))
 
     admin = daemon.policies.config.admin
     async with serve_app(
-        make_app, admin.listen, admin.token_file, outside, "admin endpoint"
+        make_app, admin.listen, admin.token_file, runtime, "admin endpoint"
     ) as served:
         yield served

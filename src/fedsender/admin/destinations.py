@@ -125,7 +125,7 @@ async def _summary(parts: Parts, name: str, lag: Lagging | None, owed: bool) -> 
     status = parts.sender.status(name)
     state = ServerState(name) if status is None else status.state
     next_ms = next_attempt_ms(parts, name, status)
-    now_ms = parts.outside.now_ms()
+    now_ms = parts.runtime.now_ms()
     return Summary(
         destination=name,
         state=state_in_words(parts, name, status, owed=owed),
@@ -172,7 +172,7 @@ def next_attempt_ms(parts: Parts, name: str, status: Status | None) -> int | Non
         return None
     if not (parts.config.allows(name) and parts.config.handles(name)):
         return None
-    return parts.outside.now_ms() + int(status.retry_in_s * 1000)
+    return parts.runtime.now_ms() + int(status.retry_in_s * 1000)
 
 
 async def left_alone_because(parts: Parts, server: str) -> str:

@@ -131,7 +131,7 @@ async def reset_connection(destination: str, request: Request, parts: Reach) -> 
     stream_id = await parts.homeserver.store_backoff(destination, None, 0, 0)
     announcer = parts.sender.context.announcer
     if stream_id is not None:
-        await announcer.publish_backoff(destination, stream_id, parts.outside.now_ms())
+        await announcer.publish_backoff(destination, stream_id, parts.runtime.now_ms())
     # For the sender whose server it is, if it is not ours.
     await announcer.publish_server_up(destination)
     parts.sender.wake([destination], by_admin=True)

@@ -9,7 +9,7 @@ import trio
 from fastapi import Depends, Request
 
 from fedsender.config import Config
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import SenderStore
@@ -44,7 +44,7 @@ class Parts:
     sender: Sender
     homeserver: HomeserverStore
     store: SenderStore
-    outside: Outside
+    runtime: Runtime
     metrics: Exposition
     observe: Callable[[], None]
     ledger_directory: Path

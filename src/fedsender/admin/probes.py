@@ -162,5 +162,5 @@ def _warnings(sender: Sender) -> Iterator[str]:
 async def metrics(parts: Reach) -> Response:
     parts.observe()
     # In a thread: with thousands of samples it would keep the loop from sending.
-    text = await parts.outside.run_sync(parts.metrics.exposition, limiter=parts.rendering)
+    text = await parts.runtime.run_sync(parts.metrics.exposition, limiter=parts.rendering)
     return Response(text, media_type=EXPOSITION_TYPE)

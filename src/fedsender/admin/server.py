@@ -8,7 +8,7 @@ from fedsender.admin.app import build_app
 from fedsender.admin.parts import Parts, Policies
 from fedsender.admin.probes import Failing, Follows, Gate, doubts, observe
 from fedsender.admin.serving import Admin, serve_app
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import SenderStore
@@ -50,7 +50,7 @@ class Daemon(Protocol):
     def admission(self) -> Admission: ...
 
 
-def parts_of(daemon: Daemon, outside: Outside) -> Parts:
+def parts_of(daemon: Daemon, runtime: Runtime) -> Parts:
     """What the endpoints reach of this daemon."""
     homeserver, own = daemon.store.homeserver, daemon.store.sender
     return Parts(
@@ -58,7 +58,7 @@ def parts_of(daemon: Daemon, outside: Outside) -> Parts:
         sender=daemon.sender,
         homeserver=homeserver,
         store=own,
-        outside=outside,
+        runtime=runtime,
         metrics=daemon.metrics,
         appends=lambda: daemon.feed.status().appends,
         observe=lambda: observe(daemon.sender, daemon.feed, daemon.metrics),
@@ -86,6 +86,6 @@ async def serve_parts(parts: Parts) -> AsyncIterator[Admin]:
     """
     admin = parts.config.admin
     async with serve_app(
-        lambda: build_app(parts), admin.listen, admin.token_file, parts.outside, "admin endpoint"
+        lambda: build_app(parts), admin.listen, admin.token_file, parts.runtime, "admin endpoint"
     ) as served:
         yield served

@@ -16,7 +16,7 @@ import trio
 from fedsender.admin import CannotListen
 from fedsender.admin.http1 import OPERATORS, Bounds, serve_http
 from fedsender.config import Address, TcpAddress, UnixAddress, read_secret
-from fedsender.outside import Outside, listen_tcp, listen_unix
+from fedsender.runtime import Runtime, listen_tcp, listen_unix
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -37,14 +37,14 @@ class Admin:
         self,
         address: Address,
         token_file: Path | None,
-        outside: Outside,
+        runtime: Runtime,
         make_tls: MakeTls | None = None,
     ) -> None:
         self.address = address
         self._token_file = token_file
         self._make_tls = make_tls
         self._tls: ssl.SSLContext | None = None
-        self._outside = outside
+        self._runtime = runtime
         self._limiter = trio.CapacityLimiter(1)
         self._token: str | None = None
 
@@ -63,7 +63,7 @@ class Admin:
         def read() -> tuple[str | None, ssl.SSLContext | None]:
             return None if path is None else read_secret(path), make_tls and make_tls()
 
-        self._token, self._tls = await self._outside.run_sync(
+        self._token, self._tls = await self._runtime.run_sync(
             read, limiter=self._limiter, abandon=True
         )
 
@@ -73,7 +73,7 @@ async def serve_app(
     make_app: Callable[[], "ASGIApp"],
     listen: Address,
     token_file: Path | None,
-    outside: Outside,
+    runtime: Runtime,
     name: str,
     bounds: Bounds = OPERATORS,
     make_tls: MakeTls | None = None,
@@ -93,21 +93,21 @@ async def serve_app(
         CannotListen: the address cannot be listened on.
     """
     listeners = await _listen(listen, name, socket_mode)
-    admin = Admin(_taken(listen, listeners), token_file, outside, make_tls)
+    admin = Admin(_taken(listen, listeners), token_file, runtime, make_tls)
 
     def make() -> "ASGIApp":
         from fedsender.admin.access import Doorkeeper
 
         return Doorkeeper(make_app(), admin.token, bounds)
 
-    app = _Once(make, outside)
+    app = _Once(make, runtime)
     try:
         await admin.read_files()
         async with serve_http(
             app.get,
             listeners,
             _server_of(admin.address),
-            now_ms=outside.now_ms,
+            now_ms=runtime.now_ms,
             most=bounds.connections,
             tls=admin.tls,
         ):
@@ -124,9 +124,9 @@ async def serve_app(
 class _Once:
     """The application, made when it is first asked for."""
 
-    def __init__(self, make: Callable[[], "ASGIApp"], outside: Outside) -> None:
+    def __init__(self, make: Callable[[], "ASGIApp"], runtime: Runtime) -> None:
         self._make = make
-        self._outside = outside
+        self._runtime = runtime
         self._lock = trio.Lock()
         self._made: ASGIApp | None = None
 
@@ -134,7 +134,7 @@ class _Once:
         """The application; the first one who asks waits for its imports."""
         async with self._lock:
             if self._made is None:
-                self._made = await self._outside.run_sync(
+                self._made = await self._runtime.run_sync(
                     self._make, limiter=trio.CapacityLimiter(1)
                 )
             return self._made

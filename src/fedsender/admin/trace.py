@@ -171,7 +171,7 @@ def _texts(path: Path) -> Iterator[bytes]:
 
 async def _read_ledger(parts: Parts, event: EventRow, found: Found) -> bool:
     """Read back to when the event came in; False if that took too long."""
-    run_sync, limiter = parts.outside.run_sync, parts.ledger_reading
+    run_sync, limiter = parts.runtime.run_sync, parts.ledger_reading
     try:
         listed = await run_sync(lambda: segments(parts.ledger_directory), limiter=limiter)
     except OSError as error:
@@ -217,7 +217,7 @@ async def trace(parts: Parts, event_id: str) -> Trace | None:
         received_ts=event.received_ts,
         age_s=None
         if event.received_ts is None
-        else (parts.outside.now_ms() - event.received_ts) / 1000,
+        else (parts.runtime.now_ms() - event.received_ts) / 1000,
         sent_by_us=bool(servers),
         reason=_why_nobody(routed, everywhere, servers),
         fanned_out=fanned_out,

@@ -147,8 +147,8 @@ async def explain(parts: Parts, server: str) -> Why | None:
     quarantined = len(await parts.store.quarantine_list(server, COUNTED))
     in_flight = await _in_flight(parts, server)
     oldest = await _oldest(parts, server, pending)
-    find = partial(read_health, parts.config.pipeline.health, parts.outside.now_ms())
-    health = (await parts.outside.run_sync(find, limiter=parts.ledger_reading)).get(server)
+    find = partial(read_health, parts.config.pipeline.health, parts.runtime.now_ms())
+    health = (await parts.runtime.run_sync(find, limiter=parts.ledger_reading)).get(server)
     # What memory says is taken last and at once, so that it fits together.
     status = parts.sender.status(server)
     active = parts.sender.active.get(server)
@@ -181,7 +181,7 @@ def _put_together(
     words = state_in_words(parts, server, status, owed=owed)
     error = _last_error(state)
     next_ts = next_attempt_ms(parts, server, status)
-    now_ms = parts.outside.now_ms()
+    now_ms = parts.runtime.now_ms()
     waits = _waits(depth, oldest, in_flight)
     return Why(
         destination=server,
@@ -238,7 +238,7 @@ def _last_error(state: ServerState) -> LastError | None:
 
 
 async def _in_flight(parts: Parts, server: str) -> InFlight | None:
-    now_ms = parts.outside.now_ms()
+    now_ms = parts.runtime.now_ms()
     active = parts.sender.active.get(server)
     if active is not None and active.frozen is not None:
         frozen = active.frozen
@@ -261,7 +261,7 @@ async def _oldest(parts: Parts, server: str, pending: Pending) -> Oldest | None:
         return None
     if rows := await parts.homeserver.read_events(ordering - 1, ordering, 1):
         event_id, received = rows[0].event_id, rows[0].received_ts
-    age = None if received is None else max(0.0, (parts.outside.now_ms() - received) / 1000)
+    age = None if received is None else max(0.0, (parts.runtime.now_ms() - received) / 1000)
     return Oldest(event_id, ordering, received, age)
 
 

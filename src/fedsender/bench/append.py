@@ -29,7 +29,7 @@ from fedsender.facts import prepare
 from fedsender.intake.client import IntakeClient, NewRecord
 from fedsender.intake.intake import KEY_BYTES, MAX_APPENDS
 from fedsender.intake.writer import GROUP_RECORDS
-from fedsender.outside import real_outside
+from fedsender.runtime import real_runtime
 from fedsender.store import appends
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
 from fedsender.store.relay import RelayStore, open_relay_store
@@ -69,16 +69,16 @@ async def append(options: Options) -> dict[str, Any]:
     `options.events` is how many records of about 1 KB are appended for each; `options.database`
     an empty PostgreSQL database, which is filled. Without it, SQLite.
     """
-    configure_logging(Log(level="error"), now_ms=real_outside().now_ms)
+    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     groups: dict[str, dict[str, float]] = {}
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
         config = _config(directory, options.database)
         floor_url = options.database or f"sqlite:///{directory}/floor.db"
-        outside = real_outside()
+        runtime = real_runtime()
         async with (
-            open_core(config, outside) as daemon,
-            open_intake(daemon, outside),
+            open_core(config, runtime) as daemon,
+            open_intake(daemon, runtime),
             open_child("fedsender.bench.append") as child,
         ):
             first = daemon.feed.status().head + 1
@@ -105,7 +105,7 @@ async def append_busy(options: Options) -> dict[str, Any]:
         stage.values |= _push(directory, options.database)
         async with (
             stage.open_daemon() as daemon,
-            open_intake(daemon, stage.outside),
+            open_intake(daemon, stage.runtime),
             open_child("fedsender.bench.append") as child,
         ):
             first = daemon.feed.status().head + 1
@@ -180,12 +180,12 @@ async def append_relay(options: Options) -> dict[str, Any]:
     `options.events` is how many records of about 1 KB are stored for each; `options.database` an
     empty PostgreSQL database, which is filled. Without it, SQLite with `synchronous` FULL.
     """
-    configure_logging(Log(level="error"), now_ms=real_outside().now_ms)
+    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     groups: dict[str, dict[str, float]] = {}
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         url = options.database or f"sqlite:///{name}/relay.sqlite3"
         floor_url = options.database or f"sqlite:///{name}/floor.db"
-        async with open_relay_store(url, real_outside(), _SERVER) as store:
+        async with open_relay_store(url, real_runtime(), _SERVER) as store:
             await store.begin_intake("0" * 16)
             first = 1
             for group in GROUPS_OF_STORE:
@@ -265,7 +265,7 @@ async def _append(
     async def talk(client: IntakeClient) -> None:
         nonlocal said
         assert seed is not None
-        room = Room(0, signer(seed), real_outside().now_ms())
+        room = Room(0, signer(seed), real_runtime().now_ms())
         await client.append([["servers", [room.room_id, list(servers)]]])
         while True:
             event = room.say()

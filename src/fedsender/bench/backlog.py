@@ -85,8 +85,8 @@ async def restart(options: Options) -> dict[str, Any]:
 
 async def _fill(stage: Stage, messages: int) -> None:
     """What an earlier daemon has left: a room with everybody, and messages that nobody got."""
-    outside = stage.outside
-    room = Room(0, signer(stage.seed), outside.now_ms())
+    runtime = stage.runtime
+    room = Room(0, signer(stage.seed), runtime.now_ms())
     tokens: list[tuple[int, Sequence[FeedRow]]] = [
         (1, [HostsRow(room.room_id, tuple(stage.names), ())])
     ]
@@ -96,7 +96,7 @@ async def _fill(stage: Stage, messages: int) -> None:
         row = PduRow(room.room_id, event.event_id, text, event.content, ROOM_VERSION)
         tokens.append((token, [row]))
     newest = tokens[-1][0]
-    async with open_store(store_config(stage.config), outside) as store:
+    async with open_store(store_config(stage.config), runtime) as store:
         await store.homeserver.events_position()
         await store.homeserver.apply_feed_batch(tokens)
         owed = dict.fromkeys(((name, room.room_id) for name in stage.names), newest)

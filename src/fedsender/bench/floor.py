@@ -92,7 +92,7 @@ class Floor:
 @asynccontextmanager
 async def open_floor(stage: Stage, names: Sequence[str]) -> AsyncIterator[Floor]:
     """Connected to these receiving servers while the body runs."""
-    floor = Floor(stage.seed, stage.outside.now_ms())
+    floor = Floor(stage.seed, stage.runtime.now_ms())
     context = ssl.create_default_context(cafile=stage.ca_file)
     try:
         for name in names:

@@ -7,9 +7,9 @@ from typing import Any
 import trio
 
 from fedsender.bench.messages import ROOM_VERSION, SERVER_NAME, Room, signer
-from fedsender.outside import Outside, real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.streams import Fact, Watermark
 from fedsender.testing.children import Order, serve_orders
 
@@ -44,9 +44,9 @@ class History:
 class Homeserver:
     """Rooms that do not change, and what is said in them."""
 
-    def __init__(self, nursery: trio.Nursery, outside: Outside) -> None:
+    def __init__(self, nursery: trio.Nursery, runtime: Runtime) -> None:
         self._nursery = nursery
-        self._outside = outside
+        self._runtime = runtime
         self._rooms: list[Room] = []
         self._history = History(0)
         self._turn = 0
@@ -54,7 +54,7 @@ class Homeserver:
     async def begin(self, seed: str, rooms: list[list[str]], first_token: int) -> Order:
         """Make the rooms with these servers in them and serve the stream; tells its port."""
         self._history = History(first_token)
-        signs, now_ms = signer(seed), self._outside.now_ms()
+        signs, now_ms = signer(seed), self._runtime.now_ms()
         for number, servers in enumerate(rooms):
             room = Room(number, signs, now_ms)
             self._rooms.append(room)
@@ -68,7 +68,7 @@ class Homeserver:
         listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
         streams = {"events": self._history}
         async with open_replication_server(
-            SERVER_NAME, streams, listeners, self._outside, kind=OWN_KIND
+            SERVER_NAME, streams, listeners, self._runtime, kind=OWN_KIND
         ):
             task_status.started(listeners[0].socket.getsockname()[1])
             await trio.sleep_forever()
@@ -102,7 +102,7 @@ class Homeserver:
 async def main() -> None:
     """Be the homeserver until told to end."""
     async with trio.open_nursery() as nursery:
-        homeserver = Homeserver(nursery, real_outside())
+        homeserver = Homeserver(nursery, real_runtime())
         await serve_orders({"begin": homeserver.begin, "say": homeserver.say})
         nursery.cancel_scope.cancel()
 

@@ -17,7 +17,7 @@ from fedsender.bench.messages import SERVER_NAME, encode_seed
 from fedsender.config import Config, Log, from_values
 from fedsender.daemon import Daemon, collect_less_often, open_core, store_config
 from fedsender.demo.process import write_secret
-from fedsender.outside import Outside, real_outside
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import upgrade_databases
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child
@@ -57,7 +57,7 @@ class Stage:
     """
 
     directory: Path
-    outside: Outside
+    runtime: Runtime
     seed: str
     receivers: Child
     homeserver: Child
@@ -77,12 +77,12 @@ class Stage:
 
     async def migrate(self) -> None:
         """Make the tables, which the first start would do and later ones do not."""
-        await upgrade_databases(store_config(self.config), self.outside)
+        await upgrade_databases(store_config(self.config), self.runtime)
 
     @asynccontextmanager
     async def open_daemon(self) -> AsyncIterator[Daemon]:
         """The daemon's core, in this process, following the homeserver."""
-        async with open_core(self.config, self.outside) as daemon:
+        async with open_core(self.config, self.runtime) as daemon:
             with trio.fail_after(START_SECONDS):
                 await daemon.feed.connected.wait()
             yield daemon
@@ -123,9 +123,9 @@ async def open_stage(
         settings: sections of the configuration that are not to have their defaults.
     """
     collect_less_often()
-    outside = real_outside()
-    configure_logging(Log(level="error"), now_ms=outside.now_ms)
-    seed = encode_seed(outside.entropy(32))
+    runtime = real_runtime()
+    configure_logging(Log(level="error"), now_ms=runtime.now_ms)
+    seed = encode_seed(runtime.entropy(32))
     with tempfile.TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
         async with (
@@ -139,11 +139,11 @@ async def open_stage(
                     seed=seed,
                     groups=[_as_order(each) for each in groups],
                     verify_every=VERIFY_EVERY,
-                    now_ms=outside.now_ms(),
+                    now_ms=runtime.now_ms(),
                 )
                 stage = Stage(
                     directory,
-                    outside,
+                    runtime,
                     seed,
                     receivers,
                     homeserver,

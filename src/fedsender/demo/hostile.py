@@ -26,9 +26,9 @@ from fedsender.demo import process
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
 from fedsender.demo.report import Report
 from fedsender.demo.verdict import judge, read_ledger, still_owed
-from fedsender.outside import real_outside
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import real_runtime
 from fedsender.testing.children import Child, open_child
 from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import ReceivedTransaction, Receivers
@@ -135,15 +135,15 @@ async def run_hostile(
 async def _open_run(
     honest: int, rng: Random, directory: Path, report: Report
 ) -> AsyncIterator[_Run]:
-    outside = real_outside()
-    signer = process.write_signing_key(directory, outside.entropy(32))
+    runtime = real_runtime()
+    signer = process.write_signing_key(directory, runtime.entropy(32))
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with open_child("fedsender.demo.hostile_servers") as attackers, AsyncExitStack() as stack:
         hostile = await attackers.ask(
             "begin",
             directory=str(directory / "hostile-tls"),
             count=HOSTILE_PER_HONEST * honest,
-            now_ms=outside.now_ms(),
+            now_ms=runtime.now_ms(),
         )
         enemies = list(chain.from_iterable(hostile["servers"].values()))
         homeserver, receivers = await stack.enter_async_context(
@@ -151,7 +151,7 @@ async def _open_run(
                 signer,
                 honest,
                 directory=directory,
-                outside=outside,
+                runtime=runtime,
                 rng=rng,
                 others=enemies,
                 domain=HONEST_DOMAIN,
@@ -179,9 +179,9 @@ async def _open_run(
         }
         async with (
             open_replication_server(
-                homeserver.name, {STREAM: homeserver}, listeners, outside, kind=OWN_KIND
+                homeserver.name, {STREAM: homeserver}, listeners, runtime, kind=OWN_KIND
             ),
-            process.open_daemon_process(directory, config, outside.entropy(16).hex()) as daemon,
+            process.open_daemon_process(directory, config, runtime.entropy(16).hex()) as daemon,
         ):
             report.say("started", honest=len(names), hostile=len(enemies))
             if "well_known" not in hostile["servers"]:

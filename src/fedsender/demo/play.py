@@ -23,7 +23,7 @@ from fedsender.demo.relayed import Relayed, loaded_events, open_relayed, tell
 from fedsender.demo.report import Report, Summary, by_part
 from fedsender.demo.verdict import Ledger, Verdict, judge, read_ledger, still_owed, unrecorded
 from fedsender.intake.client import IntakeClient
-from fedsender.outside import Outside, real_outside
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import texts_of
 from fedsender.testing.federation import open_federation
@@ -86,7 +86,7 @@ def run_demo(options: DemoOptions) -> int:
 
 def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> int:
     """As `_run`; a daemon that cannot go on is said in words, not with a traceback."""
-    configure_logging(Log(level="warning", format="console"), now_ms=real_outside().now_ms)
+    configure_logging(Log(level="warning", format="console"), now_ms=real_runtime().now_ms)
     try:
         if options.hostile:
             rng = random.Random(options.seed)
@@ -201,18 +201,18 @@ async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
 @asynccontextmanager
 async def _open_run(options: DemoOptions, directory: Path, report: Report) -> AsyncIterator[_Run]:
     """Receiving servers, homeserver, replication server and daemon, in the order of need."""
-    outside = real_outside()
+    runtime = real_runtime()
     rng = random.Random(options.seed)
-    signer = process.write_signing_key(directory, outside.entropy(32))
+    signer = process.write_signing_key(directory, runtime.entropy(32))
     async with open_federation(
-        signer, options.servers, directory=directory, outside=outside, rng=rng, tells_all=True
+        signer, options.servers, directory=directory, runtime=runtime, rng=rng, tells_all=True
     ) as (homeserver, receivers):
         names = list(receivers.servers)
         _furnish(homeserver, names, options.rooms, rng)
         stage = homeserver.create_room(names, staged=True) if options.chaos else None
         plot = chaotic(names, options.events) if options.chaos else calm(names)
         way = _open_relayed if options.relay else _open_direct
-        async with way(homeserver, directory, receivers.ca_file, outside) as (daemons, relayed):
+        async with way(homeserver, directory, receivers.ca_file, runtime) as (daemons, relayed):
             report.say("started", servers=len(names), rooms=options.rooms, relay=options.relay)
             yield _Run(
                 options,
@@ -230,15 +230,15 @@ async def _open_run(options: DemoOptions, directory: Path, report: Report) -> As
 
 @asynccontextmanager
 async def _open_direct(
-    homeserver: Homeserver, directory: Path, ca_file: Path, outside: Outside
+    homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
 ) -> AsyncIterator[tuple[Daemons, None]]:
     """One daemon, and the homeserver that appends to it."""
-    token = outside.entropy(16).hex()
+    token = runtime.entropy(16).hex()
     process.write_secret(directory / "append.token", token)
     feed = process.push_feed(directory)
     config = process.configuration(directory, feed, ca_file)
     async with (
-        process.open_daemon_process(directory, config, outside.entropy(16).hex()) as daemon,
+        process.open_daemon_process(directory, config, runtime.entropy(16).hex()) as daemon,
         IntakeClient.at(feed["push"]["listen"], token) as client,
         trio.open_nursery() as nursery,
     ):
@@ -249,10 +249,10 @@ async def _open_direct(
 
 @asynccontextmanager
 async def _open_relayed(
-    homeserver: Homeserver, directory: Path, ca_file: Path, outside: Outside
+    homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
 ) -> AsyncIterator[tuple[Daemons, Relayed]]:
     """A relay, and two daemons that follow it."""
-    async with open_relayed(homeserver, directory, ca_file, outside) as relayed:
+    async with open_relayed(homeserver, directory, ca_file, runtime) as relayed:
         yield relayed.daemons, relayed
 
 
@@ -357,7 +357,7 @@ async def _kill(run: _Run) -> None:
 
 def _note_kill(run: _Run) -> None:
     run.kills.append(trio.current_time())
-    run.kills_ms.append(real_outside().now_ms())
+    run.kills_ms.append(real_runtime().now_ms())
     run.receivers.origin_killed(run.homeserver.name)
     run.report.say("killed", starts=run.daemons.starts)
 

@@ -26,7 +26,7 @@ from fedsender.demo.process import (
     write_secret,
 )
 from fedsender.intake.client import IntakeClient, NewRecord, Refused
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.testing.rooms import LARGE_TEXT, Homeserver, Room, Step
 
 SHARDS = ("sender-1", "sender-2")
@@ -145,7 +145,7 @@ def _shard_configuration(
 
 @asynccontextmanager
 async def open_relayed(
-    homeserver: Homeserver, directory: Path, ca_file: Path, outside: Outside
+    homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
 ) -> AsyncIterator[Relayed]:
     """Relay and senders, running; what happens at the homeserver is told to the relay.
 
@@ -154,10 +154,10 @@ async def open_relayed(
     """
     hub = directory / "relay"
     hub.mkdir(mode=0o700)
-    token = outside.entropy(16).hex()
+    token = runtime.entropy(16).hex()
     write_secret(hub / "intake.token", token + "\n")
     async with AsyncExitStack() as stack:
-        start = partial(_start, stack, outside)
+        start = partial(_start, stack, runtime)
         relay = await start(hub, _relay_configuration(hub), "relay")
         shards: dict[str, DaemonProcess] = {}
         for name in SHARDS:
@@ -178,12 +178,12 @@ async def open_relayed(
 
 async def _start(
     stack: AsyncExitStack,
-    outside: Outside,
+    runtime: Runtime,
     directory: Path,
     config: Mapping[str, Any],
     command: str,
 ) -> DaemonProcess:
-    token = outside.entropy(16).hex()
+    token = runtime.entropy(16).hex()
     return await stack.enter_async_context(open_daemon_process(directory, config, token, command))
 
 

@@ -40,7 +40,7 @@ from fedsender.federation.transport import (
     get,
     words,
 )
-from fedsender.outside import OutOfResources, Outside
+from fedsender.runtime import OutOfResources, Runtime
 from fedsender.telemetry import Metrics
 
 __all__ = [
@@ -140,7 +140,7 @@ class Statistics:
 @asynccontextmanager
 async def open_client(
     config: Federation,
-    outside: Outside,
+    runtime: Runtime,
     server_name: str,
     key: SigningKey,
     metrics: Metrics | None = None,
@@ -149,18 +149,18 @@ async def open_client(
 
     On the way out idle connections are closed and what discovery learnt is saved.
     """
-    client = FederationClient(config, outside, server_name, key, metrics)
+    client = FederationClient(config, runtime, server_name, key, metrics)
     remembered = client.discovery.remembered
-    await load_cache(remembered, config.discovery_cache, outside)
+    await load_cache(remembered, config.discovery_cache, runtime)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connections.watch, name="idle connections")
-            nursery.start_soon(keep_saved, remembered, config.discovery_cache, outside)
+            nursery.start_soon(keep_saved, remembered, config.discovery_cache, runtime)
             yield client
             nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
-            await save_cache(remembered, config.discovery_cache, outside)
+            await save_cache(remembered, config.discovery_cache, runtime)
         await client.connections.close()
 
 
@@ -170,7 +170,7 @@ class FederationClient:
     def __init__(
         self,
         config: Federation,
-        outside: Outside,
+        runtime: Runtime,
         server_name: str,
         key: SigningKey,
         metrics: Metrics | None,
@@ -178,15 +178,15 @@ class FederationClient:
         self.server_name = server_name
         self.key = key
         self.config = config
-        self.outside = outside
+        self.runtime = runtime
         self.metrics = metrics
         self.memory = AnswerMemory()
         self.user_agent = _user_agent(config.user_agent_suffix)
-        self.dialer = Dialer(outside.network, config.connect_timeout, config.handshake_timeout)
+        self.dialer = Dialer(runtime.network, config.connect_timeout, config.handshake_timeout)
         self.discovery = Discovery(
-            outside.network,
-            outside.random,
-            outside.now_ms,
+            runtime.network,
+            runtime.random,
+            runtime.now_ms,
             Remembered(_CACHE_ENTRIES),
             concurrent_lookups=_PLACES,
             lookup_s=_LOOKUP_S,
@@ -194,7 +194,7 @@ class FederationClient:
         )
         self.web_places = Places(_PLACES)
         self.connections = Connections(
-            outside.network, config.max_connections, config.idle_connection
+            runtime.network, config.max_connections, config.idle_connection
         )
         self.repeated = 0
         if metrics is not None:
@@ -427,7 +427,7 @@ class Link:
             ms=round((trio.current_time() - started) * 1000),
             reused=reused,
             request_bytes=len(body),
-            now_ms=client.outside.now_ms(),
+            now_ms=client.runtime.now_ms(),
         )
 
     async def _exchange(

@@ -16,7 +16,7 @@ from typing import Final
 import trio
 
 from fedsender.federation.transport import Connection, Header
-from fedsender.outside import Network
+from fedsender.runtime import Network
 
 # How often idle connections are looked at, and how old one is before it is looked at first.
 _LOOK_EVERY_S: Final = 5.0

@@ -31,7 +31,7 @@ from fedsender.federation.remembered import (
 )
 from fedsender.federation.transport import Bounds, ExchangeFailed, Response
 from fedsender.matrix import parse_server_name
-from fedsender.outside import NameNotFound, Network, RecordType, ResolveFailed
+from fedsender.runtime import NameNotFound, Network, RecordType, ResolveFailed
 
 DEFAULT_PORT: Final = 8448
 # More than any honest delegation needs; the rest would only be tried after all of these failed.

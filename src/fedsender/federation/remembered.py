@@ -20,7 +20,7 @@ from cachetools import TLRUCache
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from fedsender.matrix import parse_server_name
-from fedsender.outside import Outside, RecordType
+from fedsender.runtime import RecordType, Runtime
 
 _log = structlog.get_logger()
 
@@ -341,13 +341,13 @@ def _read(path: Path, most: int) -> list[Row]:
         return connection.execute(query, (most,)).fetchall()
 
 
-async def load_cache(remembered: Remembered, path: Path, outside: Outside) -> None:
+async def load_cache(remembered: Remembered, path: Path, runtime: Runtime) -> None:
     """Remember what `path` holds. What cannot be read is left as it is, with a line in the log."""
     try:
         read = partial(_read, path, remembered.most)
-        rows = await outside.run_sync(read, limiter=trio.CapacityLimiter(1))
+        rows = await runtime.run_sync(read, limiter=trio.CapacityLimiter(1))
         for start in range(0, len(rows), _STEP):
-            remembered.take_in(rows[start : start + _STEP], outside.now_ms())
+            remembered.take_in(rows[start : start + _STEP], runtime.now_ms())
             await trio.lowlevel.checkpoint()
     except (OSError, sqlite3.Error, ValidationError, TypeError, OverflowError) as error:
         reason = "a row of another form" if isinstance(error, ValidationError) else str(error)
@@ -369,20 +369,20 @@ def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
     return True
 
 
-async def save_cache(remembered: Remembered, path: Path, outside: Outside) -> None:
+async def save_cache(remembered: Remembered, path: Path, runtime: Runtime) -> None:
     """Write what changed to `path`, in steps that do not keep the loop."""
     limiter = trio.CapacityLimiter(1)
     while remembered.changed:
-        now_ms = outside.now_ms()
+        now_ms = runtime.now_ms()
         changes = remembered.take_changes(now_ms)
         write = partial(_write, path, changes, now_ms, remembered.most)
-        if not await outside.run_sync(write, limiter=limiter):
+        if not await runtime.run_sync(write, limiter=limiter):
             remembered.give_back(changes)
             return
 
 
-async def keep_saved(remembered: Remembered, path: Path, outside: Outside) -> None:
+async def keep_saved(remembered: Remembered, path: Path, runtime: Runtime) -> None:
     """Write what changed to `path` once a minute, for ever."""
     while True:
         await trio.sleep(_SAVE_EVERY_S)
-        await save_cache(remembered, path, outside)
+        await save_cache(remembered, path, runtime)

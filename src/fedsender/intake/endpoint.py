@@ -37,7 +37,7 @@ from fedsender.intake.intake import (
     ReservationGone,
     Waiting,
 )
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -304,7 +304,7 @@ async def serve_intake(
     intake: Intake,
     listen: Address,
     token_file: Path | None,
-    outside: Outside,
+    runtime: Runtime,
     make_tls: MakeTls | None = None,
     feedback: Feedback | None = None,
 ) -> AsyncIterator[Admin]:
@@ -315,7 +315,7 @@ async def serve_intake(
     """
     app, mode = build_app(intake, feedback), 0o600 if token_file is None else 0o660
     async with serve_app(
-        lambda: app, listen, token_file, outside, "append endpoint", BOUNDS, make_tls, mode
+        lambda: app, listen, token_file, runtime, "append endpoint", BOUNDS, make_tls, mode
     ) as served:
         try:
             yield served

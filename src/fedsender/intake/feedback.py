@@ -18,7 +18,7 @@ import trio
 
 from fedsender.intake.intake import Busy
 from fedsender.ledger import LINE_VERSION, Ledger
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.segments import Segment, open_segment, segments_of
 
 if TYPE_CHECKING:
@@ -176,11 +176,11 @@ class Feedback:
     """
 
     def __init__(
-        self, progress: Callable[[], Progress | None], ledger: Ledger, outside: Outside
+        self, progress: Callable[[], Progress | None], ledger: Ledger, runtime: Runtime
     ) -> None:
         self.progress = progress
         self._ledger = ledger
-        self._outside = outside
+        self._runtime = runtime
         self._limiter = trio.CapacityLimiter(1)
         self._readers = trio.Semaphore(MAX_READERS)
         self._waits: set[trio.CancelScope] = set()
@@ -208,7 +208,7 @@ class Feedback:
         while True:
             seen = ledger.lines.value
             read = partial(read_page, ledger.directory, ledger.instance, after, limit)
-            page = await self._outside.run_sync(read, limiter=self._limiter, abandon=True)
+            page = await self._runtime.run_sync(read, limiter=self._limiter, abandon=True)
             done = page.outcomes or not page.at_end or self._ended
             if done or trio.current_time() >= deadline:
                 return page

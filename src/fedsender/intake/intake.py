@@ -31,7 +31,7 @@ from fedsender.facts import (
     prepare_ephemeral,
 )
 from fedsender.matrix import JsonObject
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.streams import Fact, IdGenerator, Json, Moved
 
 log = structlog.get_logger()
@@ -209,7 +209,7 @@ class Intake:
     def __init__(
         self,
         recorder: Recorder,
-        outside: Outside,
+        runtime: Runtime,
         publish: Callable[[Ephemeral], None],
         settings: IntakeSettings | None = None,
         signer: Signer | None = None,
@@ -217,7 +217,7 @@ class Intake:
         self.recorder = recorder
         self.signer = signer
         self.publish = publish
-        self._outside = outside
+        self._runtime = runtime
         self.settings = settings or IntakeSettings()
         # Not completed, oldest first; and what waits for one of them.
         self._open: dict[str, _Place] = {}
@@ -231,7 +231,7 @@ class Intake:
     def begin_anew(self) -> None:
         """Forget all places; what waits for one is told to come again."""
         # A place of an earlier life must not be taken for one of ours.
-        self._life = self._outside.entropy(6).hex()
+        self._life = self._runtime.entropy(6).hex()
         self._places = IdGenerator[_Held](0, (_WRITER,))
         for held in self._held.values():
             held.error = ReservationGone("the places before it are gone; reserve again")

@@ -20,9 +20,9 @@ def latest_ms() -> int:
     make everything after it look old.
     """
     # Here, because the command line's help waits for whatever is imported above.
-    from fedsender.outside import real_outside
+    from fedsender.runtime import real_runtime
 
-    return real_outside().now_ms() + SKEW_MS
+    return real_runtime().now_ms() + SKEW_MS
 
 
 class PipelineError(Exception):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
-from fedsender.outside import real_outside
 from fedsender.pipeline import PipelineError, coverage, ledger_lines, schemas
 from fedsender.pipeline.accounts import Accounts, Known, places_of
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.progress import Steps
 from fedsender.pipeline.schemas import FATES
+from fedsender.runtime import real_runtime
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -104,7 +104,7 @@ def audit(
             commit.clear(table)
             commit.append_frame(table, rows)
         commit.set_position("audit", lake.position("intervals"))
-        commit.set_position("audit_ms", real_outside().now_ms())
+        commit.set_position("audit_ms", real_runtime().now_ms())
         found.unpersist()
         places.unpersist()
         step.say("")

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
-from fedsender.outside import real_outside
 from fedsender.pipeline import Busy, PipelineError, Usage
 from fedsender.pipeline.manifest import (
     MANIFEST,
@@ -36,6 +35,7 @@ from fedsender.pipeline.manifest import (
 )
 from fedsender.pipeline.schemas import TABLES, LakeTable
 from fedsender.pipeline.session import LOG_NAME
+from fedsender.runtime import real_runtime
 
 if TYPE_CHECKING:
     import pyarrow
@@ -172,7 +172,7 @@ class Lake:
 
     def _sweep(self) -> None:
         """Remove what killed jobs left, and what was replaced long ago."""
-        now_ms = real_outside().now_ms()
+        now_ms = real_runtime().now_ms()
         old = [path for path, ms in self.manifest.dropped if ms + KEEP_DROPPED_MS < now_ms]
         self.manifest.dropped = [item for item in self.manifest.dropped if item[0] not in old]
         known = {file.path for files in self.manifest.tables.values() for file in files}
@@ -326,7 +326,7 @@ class Commit:
 
     def finish(self) -> Manifest:
         """Put the new manifest in the old one's place."""
-        now_ms = real_outside().now_ms()
+        now_ms = real_runtime().now_ms()
         self._manifest.dropped += [(path, now_ms) for path in self._dropped]
         for files in self._manifest.tables.values():
             for directory in {(self._directory / file.path).parent for file in files}:

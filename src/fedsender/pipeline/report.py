@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.config import Config
-from fedsender.outside import real_outside
 from fedsender.pipeline import PipelineError, audit, health, ledger_lines, schemas
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.progress import Steps
+from fedsender.runtime import real_runtime
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -126,7 +126,7 @@ def gather(spark: "SparkSession", lake: Lake, server_name: str) -> Figures:
     told = audit.summed_up(spark, lake, MISSING) if audited else None
     figures = Figures(
         server_name,
-        real_outside().now_ms(),
+        real_runtime().now_ms(),
         lake.position("events"),
         first,
         last,

@@ -15,9 +15,9 @@ from fedsender.admin.client import PREFIX
 from fedsender.admin.refusal import Error, Refusal, json_answer, not_found
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Config
-from fedsender.outside import Outside
 from fedsender.relay.registry import Connected
 from fedsender.relay.status import RelayMetrics, Status, doubts, status_of
+from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.telemetry import EXPOSITION_TYPE
 
@@ -125,8 +125,8 @@ def description() -> dict[str, Any]:
 
 
 def open_admin(
-    parts: Parts, config: Config, outside: Outside
+    parts: Parts, config: Config, runtime: Runtime
 ) -> AbstractAsyncContextManager[Admin]:
     """The endpoint of this relay; raises as `serve_app` does."""
     app, admin = build_app(parts), config.admin
-    return serve_app(lambda: app, admin.listen, admin.token_file, outside, "relay's admin endpoint")
+    return serve_app(lambda: app, admin.listen, admin.token_file, runtime, "relay's admin endpoint")

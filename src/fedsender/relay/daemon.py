@@ -17,7 +17,6 @@ import trio
 from fedsender.config import Config, database_url
 from fedsender.facts import Elsewhere
 from fedsender.intake.intake import Intake
-from fedsender.outside import Outside
 from fedsender.relay.hub import Hub, HubSettings
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry, Terms
@@ -25,6 +24,7 @@ from fedsender.relay.retention import Limits, Retention, free_bytes
 from fedsender.relay.snapshots import Shelf, open_shelf
 from fedsender.replication.server import Door, open_server
 from fedsender.replication.wire import OWN_KIND, PeerKind
+from fedsender.runtime import Runtime
 from fedsender.store.engine import Faults
 from fedsender.store.lock import LockUnknown
 from fedsender.store.relay import RelayStore, open_relay_store
@@ -43,7 +43,7 @@ class RelayDaemon:
     """The parts of a running relay, for its endpoints and for tests."""
 
     config: Config
-    outside: Outside
+    runtime: Runtime
     store: RelayStore
     log: RelayLog
     registry: Registry
@@ -64,7 +64,7 @@ def relay_database(config: Config) -> str:
 @asynccontextmanager
 async def open_relay(
     config: Config,
-    outside: Outside,
+    runtime: Runtime,
     doors: Sequence[Door] | Callable[[], Awaitable[Sequence[Door]]] = (),
     *,
     kind: PeerKind = OWN_KIND,
@@ -96,46 +96,46 @@ async def open_relay(
     async with (
         open_relay_store(
             relay_database(config),
-            outside,
+            runtime,
             config.server_name,
             synchronous=synchronous,
             faults=faults,
         ) as store,
-        _holding(store, outside, waits),
-        _open_log(RelayLog(store, outside, await store.bounds(), await store.epochs())) as opened,
-        _open_registry(Registry(store, outside, terms)) as registry,
+        _holding(store, runtime, waits),
+        _open_log(RelayLog(store, runtime, await store.bounds(), await store.epochs())) as opened,
+        _open_registry(Registry(store, runtime, terms)) as registry,
         open_shelf(
             settings.directory,
             store,
             opened,
             registry,
-            outside,
+            runtime,
             shared_s=settings.snapshot_every,
             step=step,
         ) as shelf,
     ):
         limits = Limits(settings.keep_min, settings.log_cap, settings.disk_reserve)
-        retention = Retention(store, opened, registry, shelf, outside, limits, free)
+        retention = Retention(store, opened, registry, shelf, runtime, limits, free)
         secret_files = {name: one.secret_file for name, one in settings.consumers.items()}
         hub_settings = HubSettings(
             config.server_name, secret_files, kind, settings.fetch_bytes_per_second
         )
-        hub = Hub(opened, registry, shelf, retention, outside, hub_settings)
+        hub = Hub(opened, registry, shelf, retention, runtime, hub_settings)
         opened_doors = await doors() if callable(doors) else doors
         listeners = [door.listener for door in opened_doors]
         async with _running(retention.run), open_server(hub, listeners):
-            intake = Intake(opened.writer, outside, hub.publish)
+            intake = Intake(opened.writer, runtime, hub.publish)
             yield RelayDaemon(
-                config, outside, store, opened, registry, shelf, retention, hub, intake
+                config, runtime, store, opened, registry, shelf, retention, hub, intake
             )
 
 
 @asynccontextmanager
 async def _holding(
-    store: RelayStore, outside: Outside, waits: Callable[[str], None]
+    store: RelayStore, runtime: Runtime, waits: Callable[[str], None]
 ) -> AsyncIterator[None]:
     """Hold the lock, and write under an epoch of our own, while the body runs."""
-    epoch = outside.entropy(8).hex()
+    epoch = runtime.entropy(8).hex()
     said = None
     while True:
         try:

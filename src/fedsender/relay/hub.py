@@ -14,7 +14,6 @@ import trio
 
 from fedsender.config import ConfigError, read_secret
 from fedsender.facts import SERVER_UP, STREAM, Ephemeral, without_edus
-from fedsender.outside import Outside
 from fedsender.relay.log import Collected, RelayLog
 from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Retention
@@ -23,6 +22,7 @@ from fedsender.relay.snapshots import Shelf
 from fedsender.replication.commands import Shard
 from fedsender.replication.server import Counts, LineServer, TooFarBehind
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
+from fedsender.runtime import Runtime
 from fedsender.streams import Fact, Json, Watermark
 
 log = structlog.get_logger()
@@ -130,13 +130,13 @@ class Hub(LineServer[Session]):
         registry: Registry,
         shelf: Shelf,
         retention: Retention,
-        outside: Outside,
+        runtime: Runtime,
         settings: HubSettings,
     ) -> None:
         super().__init__(
             settings.server_name,
             {STREAM: _PlainLog(log)},
-            outside,
+            runtime,
             secrets=settings.read_secrets,
             kind=settings.kind,
             instance="relay",

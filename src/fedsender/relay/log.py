@@ -18,7 +18,7 @@ import trio
 from fedsender.facts import lines_of
 from fedsender.intake.intake import Full
 from fedsender.intake.writer import Writer
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store.appends import NewRecord
 from fedsender.store.relay import DamagedLog, LogBounds, LogRecord, RelayStore
 from fedsender.streams import Watermark
@@ -69,12 +69,12 @@ class RelayLog:
     def __init__(
         self,
         store: RelayStore,
-        outside: Outside,
+        runtime: Runtime,
         bounds: LogBounds,
         epochs: Sequence[tuple[str, int]],
     ) -> None:
         self._store = store
-        self._outside = outside
+        self._runtime = runtime
         self._shared = dict(epochs)
         self._tail: deque[LogRecord] = deque()
         self._tail_bytes = 0
@@ -124,7 +124,7 @@ class RelayLog:
 
     def _take(self, records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> None:
         """What was stored just now is in memory, too; consumers may be told of it."""
-        now_ms = self._outside.now_ms()
+        now_ms = self._runtime.now_ms()
         head = self.head
         for record, token in zip(records, answers, strict=True):
             # A token that is not new is that of a record that came before.

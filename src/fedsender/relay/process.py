@@ -20,11 +20,11 @@ from fedsender.config import Config, ConfigError, load
 from fedsender.facts import Elsewhere
 from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
-from fedsender.orders import Orders
-from fedsender.outside import Outside, real_outside
 from fedsender.relay.admin_app import Parts, open_admin
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.server import Door, close, listen
+from fedsender.runtime import Runtime, real_runtime
+from fedsender.signals import Signals
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging
 
@@ -49,7 +49,7 @@ def load_config(path: Path) -> Config:
 async def run(
     path: Path,
     *,
-    outside: Outside | None = None,
+    runtime: Runtime | None = None,
     notifier: Notifier | None = None,
 ) -> int:
     """Run the relay of this configuration file until SIGTERM or SIGINT; its exit code.
@@ -57,19 +57,19 @@ async def run(
     Raises: what `open_relay`, `listen` and `serve_app` raise, and ConfigError for the file itself.
     """
     config = load_config(path)
-    outside = outside or real_outside()
+    runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
-    configure_logging(config.log, now_ms=outside.now_ms)
+    configure_logging(config.log, now_ms=runtime.now_ms)
     for text in config.warnings("relay", "admin"):
         log.warning("configuration is not safe", reason=text)
     use_few_arenas()
     raise_file_limit(of_relay(config.relay).files)
-    orders = Orders(STOP_S)
-    async with orders.obeyed(notifier):
+    signals = Signals(STOP_S)
+    async with signals.heard(notifier):
         notifier.status("starting")
         with only_one(config):
-            await _run_until_told(path, config, outside, notifier, orders)
-    return orders.exit_code(notifier, "stopped without an answer of the database")
+            await _run_until_told(path, config, runtime, notifier, signals)
+    return signals.exit_code(notifier, "stopped without an answer of the database")
 
 
 @contextmanager
@@ -96,9 +96,9 @@ def only_one(config: Config) -> Iterator[None]:
 async def _run_until_told(
     path: Path,
     config: Config,
-    outside: Outside,
+    runtime: Runtime,
     notifier: Notifier,
-    orders: Orders,
+    signals: Signals,
 ) -> None:
     tls = config.server_tls("relay")
 
@@ -108,17 +108,17 @@ async def _run_until_told(
     # A wrong address is found out at once, not when the lock is ours.
     await close(await open_doors())
     parts = Parts()
-    run = _Run(path, outside, notifier, orders, tls, parts)
-    async with open_admin(parts, config, outside) as admin, trio.open_nursery() as nursery:
+    run = _Run(path, runtime, notifier, signals, tls, parts)
+    async with open_admin(parts, config, runtime) as admin, trio.open_nursery() as nursery:
         run.endpoints.append(admin)
         nursery.start_soon(_reload_when_told, run)
-        while not orders.stop.is_set():
+        while not signals.stop.is_set():
             try:
                 await _serve(run, config, open_doors)
             except* Elsewhere:
                 log.warning("relay_lock_lost", reason="another relay may have taken over")
                 # One that waits has nothing to drain: told to stop, it ends at once.
-                orders.started = False
+                signals.started = False
         nursery.cancel_scope.cancel()
 
 
@@ -133,9 +133,9 @@ class _Run:
     """
 
     path: Path
-    outside: Outside
+    runtime: Runtime
     notifier: Notifier
-    orders: Orders
+    signals: Signals
     tls: ssl.SSLContext | None
     parts: Parts
     endpoints: list[Admin] = field(default_factory=list)
@@ -163,16 +163,16 @@ async def _serve(
         return doors
 
     try:
-        async with open_relay(config, run.outside, opened, waits=run.waits) as relay:
-            run.orders.started = True
+        async with open_relay(config, run.runtime, opened, waits=run.waits) as relay:
+            run.signals.started = True
             async with _open_intake(run, relay):
                 for door in doors:
                     log.info("relay_listens", address=str(door.address))
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(give_memory_back, run.outside.run_sync)
+                    nursery.start_soon(give_memory_back, run.runtime.run_sync)
                     run.ready()
                     log.info("ready", server=config.server_name, epoch=relay.log.epoch)
-                    await run.orders.stop.wait()
+                    await run.signals.stop.wait()
                     nursery.cancel_scope.cancel()
                 run.notifier.stopping("closing the database")
     finally:
@@ -188,7 +188,7 @@ async def _open_intake(run: _Run, relay: RelayDaemon) -> AsyncIterator[None]:
         relay.intake,
         settings.intake,
         settings.intake_token_file,
-        relay.outside,
+        relay.runtime,
         partial(relay.config.server_tls, "relay"),
     ) as taking_in:
         run.endpoints.append(taking_in)
@@ -204,17 +204,17 @@ async def _reload_when_told(run: _Run) -> None:
     """On SIGHUP read tokens and certificates again, and how to log. Secrets are always fresh."""
     notifier, limiter = run.notifier, trio.CapacityLimiter(1)
     while True:
-        await run.orders.told_to_reload()
+        await run.signals.told_to_reload()
         notifier.reloading()
         try:
             newer = load_config(run.path)
             for endpoint in list(run.endpoints):
                 await endpoint.read_files()
             renew = partial(newer.server_tls, "relay", renewed=run.tls)
-            await run.outside.run_sync(renew, limiter=limiter)
+            await run.runtime.run_sync(renew, limiter=limiter)
         except ConfigError as error:
             log.error("configuration not reloaded", error=str(error))
             notifier.ready("the configuration cannot be used; running on the old one")
             continue
-        configure_logging(newer.log, now_ms=real_outside().now_ms)
+        configure_logging(newer.log, now_ms=real_runtime().now_ms)
         run.ready()

@@ -22,7 +22,7 @@ from typing import Final
 import structlog
 import trio
 
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.store.relay import Consumer, Handed, RelayStore
 
@@ -67,11 +67,11 @@ class Registry:
         failing: why they could not be stored the last time; None: they could.
     """
 
-    def __init__(self, store: RelayStore, outside: Outside, terms: Terms) -> None:
+    def __init__(self, store: RelayStore, runtime: Runtime, terms: Terms) -> None:
         self.terms = terms
         self.failing: str | None = None
         self._store = store
-        self._outside = outside
+        self._runtime = runtime
         self._consumers: dict[str, Consumer] = {}
         self._connections: Counter[str] = Counter()
         self._stale: set[str] = set()
@@ -114,7 +114,7 @@ class Registry:
     def seen(self, name: str) -> None:
         """It gave a sign of life."""
         if consumer := self._consumers.get(name):
-            consumer.last_seen_ms = self._outside.now_ms()
+            consumer.last_seen_ms = self._runtime.now_ms()
             consumer.away_ms = 0
             self._stale.add(name)
 
@@ -249,7 +249,7 @@ class Registry:
 
     def _record(self, name: str) -> Consumer:
         self.check_room(name)
-        now = self._outside.now_ms()
+        now = self._runtime.now_ms()
         consumer = self._consumers.get(name)
         if consumer is None:
             consumer = self._consumers[name] = Consumer(name, now, now)

@@ -17,10 +17,10 @@ from typing import Final
 import structlog
 import trio
 
-from fedsender.outside import Outside
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
 from fedsender.relay.snapshots import Shelf
+from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.store.relay import RelayStore
 
@@ -76,7 +76,7 @@ class Retention:
         log: RelayLog,
         registry: Registry,
         shelf: Shelf,
-        outside: Outside,
+        runtime: Runtime,
         limits: Limits,
         free: Callable[[Path], int],
     ) -> None:
@@ -88,7 +88,7 @@ class Retention:
         self._log = log
         self._registry = registry
         self._shelf = shelf
-        self._outside = outside
+        self._runtime = runtime
         self._limits = limits
         self._free_in = free
         self._limiter = trio.CapacityLimiter(1)
@@ -133,7 +133,7 @@ class Retention:
         floor = self._registry.edu_floor()
         bound = self._limits.log_cap // EDU_SHARE
         wary = self._clock_jumped_within(max(DAY_S, self._limits.keep_min_s))
-        dropped = await self._store.tidy(0 if wary else self._outside.now_ms(), floor, bound)
+        dropped = await self._store.tidy(0 if wary else self._runtime.now_ms(), floor, bound)
         self.dropped_edus += dropped
         self.dropping = bool(dropped)
         if dropped:
@@ -144,7 +144,7 @@ class Retention:
 
     def _clock_says(self) -> float:
         """The wall clock against one that nobody sets, in seconds."""
-        return self._outside.now_ms() / 1000 - trio.current_time()
+        return self._runtime.now_ms() / 1000 - trio.current_time()
 
     def _watch_the_clock(self) -> None:
         before, self._clock = self._clock, self._clock_says()
@@ -164,7 +164,7 @@ class Retention:
             return through
         if self._clock_jumped_within(self._limits.keep_min_s):
             return self._log.first - 1
-        old_ms = self._outside.now_ms() - round(self._limits.keep_min_s * 1000)
+        old_ms = self._runtime.now_ms() - round(self._limits.keep_min_s * 1000)
         return min(through, await self._store.last_before(old_ms))
 
     async def _drop(self, through: int) -> None:
@@ -202,7 +202,7 @@ class Retention:
         directory = self._store.directory
         if directory is None:
             return 0
-        free = await self._outside.run_sync(lambda: self._free_in(directory), limiter=self._limiter)
+        free = await self._runtime.run_sync(lambda: self._free_in(directory), limiter=self._limiter)
         return self._limits.disk_reserve - free
 
     def _tell_the_lost(self, first: int) -> None:

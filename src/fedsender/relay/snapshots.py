@@ -20,9 +20,9 @@ from typing import Final, TypeVar
 import structlog
 import trio
 
-from fedsender.outside import Outside
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
+from fedsender.runtime import Runtime
 from fedsender.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -91,7 +91,7 @@ class Shelf:
         store: RelayStore,
         log: RelayLog,
         registry: Registry,
-        outside: Outside,
+        runtime: Runtime,
         shared_s: float,
         nursery: trio.Nursery,
         step: Callable[[], None],
@@ -102,7 +102,7 @@ class Shelf:
         self._store = store
         self._log = log
         self._registry = registry
-        self._outside = outside
+        self._runtime = runtime
         self._shared_s = shared_s
         self._nursery = nursery
         self._step = step
@@ -114,7 +114,7 @@ class Shelf:
         self._limiter = trio.CapacityLimiter(4)
 
     async def _in_thread(self, job: Callable[[], T]) -> T:
-        return await self._outside.run_sync(job, limiter=self._limiter)
+        return await self._runtime.run_sync(job, limiter=self._limiter)
 
     def find(self, name: str) -> SnapshotInfo | None:
         """The snapshot of this id."""
@@ -132,7 +132,7 @@ class Shelf:
         # One at a time: what one removes, no other looks at meanwhile, or makes in its place.
         async with self._looking:
             for info in reversed(list(self.snapshots)):
-                age_ms = self._outside.now_ms() - info.created_ms
+                age_ms = self._runtime.now_ms() - info.created_ms
                 if not (self._fits(info) and 0 <= age_ms < self._shared_s * 1000):
                     continue
                 if await self._is_whole(info):
@@ -158,7 +158,7 @@ class Shelf:
 
     async def _fly(self, flight: _Flight) -> None:
         began = trio.current_time()
-        now_ms = self._outside.now_ms()
+        now_ms = self._runtime.now_ms()
         try:
             made = await self._store.with_tables(
                 lambda tables: write_snapshot(self._root, tables, now_ms, self._check)
@@ -300,7 +300,7 @@ async def open_shelf(
     store: RelayStore,
     log: RelayLog,
     registry: Registry,
-    outside: Outside,
+    runtime: Runtime,
     *,
     shared_s: float,
     step: Callable[[], None] = lambda: None,
@@ -314,7 +314,7 @@ async def open_shelf(
     Raises OSError.
     """
     async with trio.open_nursery() as nursery:
-        shelf = Shelf(directory / DIRECTORY, store, log, registry, outside, shared_s, nursery, step)
+        shelf = Shelf(directory / DIRECTORY, store, log, registry, runtime, shared_s, nursery, step)
         await shelf.load()
         try:
             yield shelf

@@ -103,7 +103,7 @@ async def status_of(relay: RelayDaemon) -> Status:
     """The relay as it is now. Raises StoreError."""
     log, hub, registry, shelf = relay.log, relay.hub, relay.registry, relay.shelf
     holder, counts = registry.holder(), hub.counts
-    now = relay.outside.now_ms()
+    now = relay.runtime.now_ms()
     return Status(
         server_name=relay.config.server_name,
         epoch=log.epoch,

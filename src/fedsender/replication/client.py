@@ -25,7 +25,6 @@ import trio
 
 from fedsender.facts import STREAM, BadRow, RelayRow, ToDeviceRow
 from fedsender.matrix import is_server_name
-from fedsender.outside import Outside
 from fedsender.replication.commands import (
     RELAY_VERSION,
     Auth,
@@ -48,6 +47,7 @@ from fedsender.replication.protocol import Batches
 from fedsender.replication.relay_rows import parse_record, redacted_in, tell_ephemeral
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
+from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
 from fedsender.store.records import Receipt
 from fedsender.store.relay_load import Handles
@@ -102,31 +102,31 @@ class LineSettings:
 # --- a connection ---------------------------------------------------------------------------------
 
 
-async def connect_line(settings: LineSettings, outside: Outside, nursery: trio.Nursery) -> Wire:
+async def connect_line(settings: LineSettings, runtime: Runtime, nursery: trio.Nursery) -> Wire:
     """A connection to the right server, kept alive by a task in `nursery`.
 
     Whoever has it closes it, or cancels the nursery. Raises Disconnected, BadLine.
     """
-    return (await _open(settings, outside, nursery, relay=False))[0]
+    return (await _open(settings, runtime, nursery, relay=False))[0]
 
 
 async def connect_relay(
-    settings: LineSettings, outside: Outside, nursery: trio.Nursery
+    settings: LineSettings, runtime: Runtime, nursery: trio.Nursery
 ) -> tuple[Wire, Relay]:
     """The same to a relay, which knows us as a consumer; and what it holds."""
-    wire, relay = await _open(settings, outside, nursery, relay=True)
+    wire, relay = await _open(settings, runtime, nursery, relay=True)
     assert relay is not None
     return wire, relay
 
 
 async def _open(
-    settings: LineSettings, outside: Outside, nursery: trio.Nursery, *, relay: bool
+    settings: LineSettings, runtime: Runtime, nursery: trio.Nursery, *, relay: bool
 ) -> tuple[Wire, Relay | None]:
     try:
         secret = settings.secret()
     except (ValueError, OSError) as error:
         raise Disconnected(f"the secret: {error}") from error
-    wire = Wire(await connect(settings.endpoint, outside), settings.kind, outside.now_ms)
+    wire = Wire(await connect(settings.endpoint, runtime), settings.kind, runtime.now_ms)
     try:
         with trio.fail_after(GREETING_S):
             await _greet(wire, settings, secret)
@@ -199,8 +199,8 @@ class LineFeed(Feed):
     first_pause_s = 0.1
     longest_pause_s = 5.0
 
-    def __init__(self, settings: LineSettings, outside: Outside, sink: Sink) -> None:
-        super().__init__(outside)
+    def __init__(self, settings: LineSettings, runtime: Runtime, sink: Sink) -> None:
+        super().__init__(runtime)
         self.last_error: str | None = None
         self._settings = settings
         self._sink = sink
@@ -212,7 +212,7 @@ class LineFeed(Feed):
         self._told: str | None = None
         self._batches = Batches(max_bytes=MAX_UNSTORED_BYTES)
         self._pauses = Pauses(
-            outside.random, first=self.first_pause_s, ceiling=self.longest_pause_s
+            runtime.random, first=self.first_pause_s, ceiling=self.longest_pause_s
         )
 
     def _status(self) -> FeedStatus:
@@ -244,7 +244,7 @@ class LineFeed(Feed):
 
     async def _follow(self, nursery: trio.Nursery) -> None:
         """Connect, ask, and listen until the connection ends."""
-        wire = await connect_line(self._settings, self._outside, nursery)
+        wire = await connect_line(self._settings, self._runtime, nursery)
         self._wire = wire
         self.note_connected()
         log.info("replication_connected", to=str(self._settings.endpoint.address))
@@ -385,13 +385,13 @@ class EmbeddedFeed(LineFeed):
     def __init__(
         self,
         settings: LineSettings,
-        outside: Outside,
+        runtime: Runtime,
         store: EmbeddedStore,
         sink: Sink,
         *,
         handles: Handles,
     ) -> None:
-        super().__init__(settings, outside, sink)
+        super().__init__(settings, runtime, sink)
         self._embedded = store
         self._handles = handles
 
@@ -465,9 +465,9 @@ class NoticeFeed(LineFeed):
     and what a notice says is that they are there up to its token."""
 
     def __init__(
-        self, settings: LineSettings, outside: Outside, store: NoticeStore, sink: Sink
+        self, settings: LineSettings, runtime: Runtime, store: NoticeStore, sink: Sink
     ) -> None:
-        super().__init__(settings, outside, sink)
+        super().__init__(settings, runtime, sink)
         self._store = store
 
     async def _begin(self) -> None:

@@ -11,7 +11,7 @@ import trio
 
 from fedsender.config.values import TcpAddress, UnixAddress
 from fedsender.federation.transport import reason
-from fedsender.outside import NameNotFound, Outside, ResolveFailed
+from fedsender.runtime import NameNotFound, ResolveFailed, Runtime
 
 CONNECT_S = 30.0
 
@@ -33,11 +33,11 @@ class Endpoint:
     tls_name: str | None = None
 
 
-async def connect(endpoint: Endpoint, outside: Outside) -> trio.abc.Stream:
+async def connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
     """A new connection to `endpoint`; raises Disconnected, within CONNECT_S."""
     try:
         with trio.fail_after(CONNECT_S):
-            return await _connect(endpoint, outside)
+            return await _connect(endpoint, runtime)
     except trio.TooSlowError as slow:
         raise Disconnected(f"{endpoint.address}: no connection in {CONNECT_S:.0f} s") from slow
     except (OSError, trio.BrokenResourceError, NameNotFound, ResolveFailed) as error:
@@ -47,32 +47,32 @@ async def connect(endpoint: Endpoint, outside: Outside) -> trio.abc.Stream:
         raise Disconnected(f"{endpoint.address}: {text}") from error
 
 
-async def _connect(endpoint: Endpoint, outside: Outside) -> trio.abc.Stream:
+async def _connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
     if isinstance(endpoint.address, UnixAddress):
-        return await outside.network.open_unix(endpoint.address.path)
-    stream = await _open_tcp(endpoint.address, outside)
+        return await runtime.network.open_unix(endpoint.address.path)
+    stream = await _open_tcp(endpoint.address, runtime)
     if endpoint.tls is None:
         return stream
     try:
         name = endpoint.tls_name or endpoint.address.host
-        return await outside.network.start_tls(stream, endpoint.tls, name)
+        return await runtime.network.start_tls(stream, endpoint.tls, name)
     except BaseException:
         await trio.aclose_forcefully(stream)
         raise
 
 
-async def _open_tcp(address: TcpAddress, outside: Outside) -> trio.abc.Stream:
+async def _open_tcp(address: TcpAddress, runtime: Runtime) -> trio.abc.Stream:
     """Try the addresses of the host one after the other."""
     failure: OSError = OSError("no address")
-    for numeric in await _addresses(address.host, outside):
+    for numeric in await _addresses(address.host, runtime):
         try:
-            return await outside.network.open_tcp(numeric, address.port)
+            return await runtime.network.open_tcp(numeric, address.port)
         except OSError as error:
             failure = error
     raise failure
 
 
-async def _addresses(host: str, outside: Outside) -> list[str]:
+async def _addresses(host: str, runtime: Runtime) -> list[str]:
     try:
         return [str(ipaddress.ip_address(host))]
     except ValueError:
@@ -81,7 +81,7 @@ async def _addresses(host: str, outside: Outside) -> list[str]:
     missing: NameNotFound | None = None
     for rdtype in ("A", "AAAA"):
         try:
-            found += (await outside.network.resolve(host, rdtype)).values
+            found += (await runtime.network.resolve(host, rdtype)).values
         except NameNotFound as none:
             missing = none
     if not found and missing is not None:

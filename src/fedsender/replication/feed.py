@@ -30,7 +30,6 @@ from fedsender.config import (
 from fedsender.config.feed import TcpFeed as TcpSection
 from fedsender.federation.signing import SigningKey
 from fedsender.intake.signing import EventSigner
-from fedsender.outside import Outside
 from fedsender.replication.client import (
     LineSettings,
     NoticeFeed,
@@ -46,6 +45,7 @@ from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
 from fedsender.replication.wire import Wire
+from fedsender.runtime import Runtime
 
 if TYPE_CHECKING:
     from fedsender.replication.relay_fetch import Fetcher
@@ -95,22 +95,22 @@ def _shard(config: Config) -> Shard:
 
 
 def _relay_feed(
-    config: Config, outside: Outside, store: FeedStore, sink: Sink, *, shadow: bool
+    config: Config, runtime: Runtime, store: FeedStore, sink: Sink, *, shadow: bool
 ) -> RelayFeed:
     directory = config.feed.relay.directory
 
-    def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
+    def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
         # Only a full sync needs it, and the libraries behind it.
         from fedsender.replication.relay_fetch import Fetcher
 
         async def open_wire(nursery: trio.Nursery) -> Wire:
-            return (await connect_relay(settings, outside, nursery))[0]
+            return (await connect_relay(settings, runtime, nursery))[0]
 
-        return Fetcher(directory, outside, open_wire, settings.fetch_parallel)
+        return Fetcher(directory, runtime, open_wire, settings.fetch_parallel)
 
     return RelayFeed(
         relay_settings(config, sends=not shadow),
-        outside,
+        runtime,
         store,
         sink,
         handles=config.handles,
@@ -175,7 +175,7 @@ def _why(error: OSError | ValueError) -> str:
 
 def _make_feed(
     config: Config,
-    outside: Outside,
+    runtime: Runtime,
     store: FeedStore,
     sink: Sink,
     *,
@@ -183,19 +183,19 @@ def _make_feed(
     shadow: bool,
 ) -> Feed:
     if config.feed.kind == "relay":
-        return _relay_feed(config, outside, store, sink, shadow=shadow)
+        return _relay_feed(config, runtime, store, sink, shadow=shadow)
     if config.feed.kind == "push":
         signs = config.feed.push.sign_events
         signer = EventSigner(config.server_name, keys, store.events_by_id) if signs else None
-        return PushFeed(outside, store, sink, signer)
+        return PushFeed(runtime, store, sink, signer)
     if config.feed.kind == "tcp":
         settings = tcp_settings(config)
         if config.homeserver.kind == "synapse":
-            return NoticeFeed(settings, outside, store, sink)
-        return TcpFeed(settings, outside, store, sink, handles=config.handles)
+            return NoticeFeed(settings, runtime, store, sink)
+        return TcpFeed(settings, runtime, store, sink, handles=config.handles)
     return SynapseFeed(
         redis_settings(config),
-        outside,
+        runtime,
         store,
         sink,
         instance=config.instance_name,
@@ -208,7 +208,7 @@ def _make_feed(
 @asynccontextmanager
 async def open_feed(
     config: Config,
-    outside: Outside,
+    runtime: Runtime,
     store: FeedStore,
     sink: Sink,
     *,
@@ -222,7 +222,7 @@ async def open_feed(
     Raises ConfigError; and InstanceTaken, out of the body, as soon as somebody else speaks under
     our name.
     """
-    feed = _make_feed(config, outside, store, sink, keys=keys, shadow=shadow)
+    feed = _make_feed(config, runtime, store, sink, keys=keys, shadow=shadow)
     feed.metrics = metrics
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run, name="feed")

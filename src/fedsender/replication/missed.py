@@ -15,8 +15,8 @@ import orjson
 import trio
 
 from fedsender.federation.transport import AnswerMemory, Bounds, Connection, ExchangeFailed
-from fedsender.outside import Outside
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.runtime import Runtime
 from fedsender.streams import Json
 
 BOUNDS = Bounds(body_bytes=16 * 2**20, framing_bytes=2**20)
@@ -42,7 +42,7 @@ class Peers:
 
 
 async def fetch_missed(
-    peers: Peers, outside: Outside, stream: str, instance: str, after: int, upto: int
+    peers: Peers, runtime: Runtime, stream: str, instance: str, after: int, upto: int
 ) -> list[tuple[int, Json]]:
     """The rows of `instance` with after < token <= upto, each with its token, ascending.
 
@@ -52,7 +52,7 @@ async def fetch_missed(
     if endpoint is None:
         raise NotFetched(f"no address is configured for {instance!r}")
     try:
-        stream_to_it = await connect(endpoint, outside)
+        stream_to_it = await connect(endpoint, runtime)
     except Disconnected as error:
         raise NotFetched(str(error)) from error
     async with aclosing(stream_to_it):
@@ -60,7 +60,7 @@ async def fetch_missed(
         rows: list[tuple[int, Json]] = []
         for _ in range(MAX_PAGES):
             # Answers are kept by this id, whatever was asked: it must never be used again.
-            page_id = outside.entropy(8).hex()
+            page_id = runtime.entropy(8).hex()
             target = (
                 f"/_synapse/replication/get_repl_stream_updates/{stream}/{page_id}"
                 f"?from_token={after}&upto_token={upto}"

@@ -27,9 +27,9 @@ from fedsender.facts import (
 )
 from fedsender.intake.intake import Full, Intake, Signer
 from fedsender.intake.writer import AppendStore, Writer
-from fedsender.outside import Outside
 from fedsender.replication.relay_rows import redacted_in, tell_ephemeral
 from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.runtime import Runtime
 from fedsender.store.appends import NewRecord, stored_rows
 from fedsender.store.engine import StoreError
 from fedsender.store.intake import REDACTED, News, Notice, Place
@@ -71,16 +71,16 @@ class PushFeed(Feed):
     """
 
     def __init__(
-        self, outside: Outside, store: PushStore, sink: Sink, signer: Signer | None = None
+        self, runtime: Runtime, store: PushStore, sink: Sink, signer: Signer | None = None
     ) -> None:
-        super().__init__(outside)
+        super().__init__(runtime)
         self._store = store
         self._sink = sink
         self._writer = Writer(store, self._stored)
-        self._writer.epoch = outside.entropy(8).hex()
+        self._writer.epoch = runtime.entropy(8).hex()
         self.intake = Intake(
             self._writer,
-            outside,
+            runtime,
             self._take_ephemeral,
             signer=signer,
         )
@@ -124,7 +124,7 @@ class PushFeed(Feed):
         self._learn(await self.insist(partial(self._store.feed_news, None)))
         try:
             while True:
-                epoch = self._outside.entropy(8).hex()
+                epoch = self._runtime.entropy(8).hex()
                 if await self.insist(partial(self._store.begin_intake, epoch)):
                     self._writer.epoch = epoch
                     await self._take_appends()
@@ -159,7 +159,7 @@ class PushFeed(Feed):
 
     async def _follow(self) -> None:
         """Look at what another sender stores, until it may be our turn."""
-        try_at = trio.current_time() + TRY_EVERY_S * self._outside.random.uniform(0.5, 1.0)
+        try_at = trio.current_time() + TRY_EVERY_S * self._runtime.random.uniform(0.5, 1.0)
         while trio.current_time() < try_at:
             found = await self.insist(partial(self._store.feed_news, self._place))
             self._learn(found)

@@ -19,7 +19,6 @@ import structlog
 import tenacity
 import trio
 
-from fedsender.outside import Outside
 from fedsender.replication.commands import Command, Rdata
 from fedsender.replication.endpoint import Disconnected, Endpoint, Pauses, connect
 from fedsender.replication.protocol import BadLine, Dialect, format_command, parse_command
@@ -31,6 +30,7 @@ from fedsender.replication.resp import (
     ReplyReader,
     request,
 )
+from fedsender.runtime import Runtime
 
 log = structlog.get_logger()
 
@@ -147,14 +147,14 @@ class RedisLink:
         last_error: why the last connection ended or could not be made.
     """
 
-    def __init__(self, settings: RedisSettings, outside: Outside, nursery: trio.Nursery) -> None:
+    def __init__(self, settings: RedisSettings, runtime: Runtime, nursery: trio.Nursery) -> None:
         self.last_error: str | None = None
         self._settings = settings
-        self._outside = outside
+        self._runtime = runtime
         self._nursery = nursery
         self._session: _Session | None = None
         self._publishing = trio.Lock()
-        self._pauses = Pauses(outside.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
+        self._pauses = Pauses(runtime.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
         self._retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(Disconnected),
             wait=lambda _state: self._pauses.next(),
@@ -256,7 +256,7 @@ class RedisLink:
         log.info("redis_connected", to=str(self._settings.endpoint.address))
 
     async def _log_in(self) -> _Redis:
-        connection = _Redis(await connect(self._settings.endpoint, self._outside))
+        connection = _Redis(await connect(self._settings.endpoint, self._runtime))
         try:
             if self._settings.password is not None:
                 user = [self._settings.username] if self._settings.username else []
@@ -294,8 +294,8 @@ class RedisLink:
 
 
 @asynccontextmanager
-async def open_redis_link(settings: RedisSettings, outside: Outside) -> AsyncIterator[RedisLink]:
+async def open_redis_link(settings: RedisSettings, runtime: Runtime) -> AsyncIterator[RedisLink]:
     """A link to the homeserver's channel; it connects when `next` is first awaited."""
     async with trio.open_nursery() as nursery:
-        yield RedisLink(settings, outside, nursery)
+        yield RedisLink(settings, runtime, nursery)
         nursery.cancel_scope.cancel()

@@ -27,7 +27,6 @@ import structlog
 import trio
 
 from fedsender.facts import STREAM
-from fedsender.outside import Outside
 from fedsender.replication.client import (
     EmbeddedFeed,
     EmbeddedStore,
@@ -53,6 +52,7 @@ from fedsender.replication.endpoint import Disconnected, Pauses
 from fedsender.replication.relay_fetch import Fetcher, FetchFailed, read_rows
 from fedsender.replication.sink import FeedStatus, Sink
 from fedsender.replication.wire import Wire
+from fedsender.runtime import Runtime
 from fedsender.snapshot import BadSnapshot, Row
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
@@ -119,14 +119,14 @@ class RelayFeed(EmbeddedFeed):
     def __init__(
         self,
         settings: LineSettings,
-        outside: Outside,
+        runtime: Runtime,
         store: RelayStore,
         sink: Sink,
         *,
         handles: Handles,
-        make_fetcher: Callable[[LineSettings, Outside], Fetcher],
+        make_fetcher: Callable[[LineSettings, Runtime], Fetcher],
     ) -> None:
-        super().__init__(settings, outside, store, sink, handles=handles)
+        super().__init__(settings, runtime, store, sink, handles=handles)
         self.state = State.OFF
         self.state_since = 0.0
         self.full_syncs: Counter[str] = Counter()
@@ -139,7 +139,7 @@ class RelayFeed(EmbeddedFeed):
         self._epoch = ""
         self._acked_at = 0.0
         self._join_pauses = Pauses(
-            outside.random, first=FIRST_JOIN_PAUSE_S, ceiling=LONGEST_JOIN_PAUSE_S
+            runtime.random, first=FIRST_JOIN_PAUSE_S, ceiling=LONGEST_JOIN_PAUSE_S
         )
 
     def _status(self) -> FeedStatus:
@@ -176,7 +176,7 @@ class RelayFeed(EmbeddedFeed):
 
     async def _follow(self, nursery: trio.Nursery) -> None:
         self._turn(State.CONNECTING)
-        wire, relay = await connect_relay(self._settings, self._outside, nursery)
+        wire, relay = await connect_relay(self._settings, self._runtime, nursery)
         self._turn(State.HELLO)
         self.note_connected()
         self._epoch = relay.epoch
@@ -256,7 +256,7 @@ class RelayFeed(EmbeddedFeed):
         await wire.send(Join(STREAM))
         offer = await self._offer(wire)
         self._turn(State.FETCHING)
-        fetcher = self._fetcher = self._fetcher or self._make_fetcher(self._settings, self._outside)
+        fetcher = self._fetcher = self._fetcher or self._make_fetcher(self._settings, self._runtime)
         try:
             info = await fetcher.fetch(offer)
             self._turn(State.LOADING)

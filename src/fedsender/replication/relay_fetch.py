@@ -21,11 +21,11 @@ from typing import Final, TypeVar
 import structlog
 import trio
 
-from fedsender.outside import Outside
 from fedsender.replication.commands import Error, Fetch, File, Snapshot
 from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.parsing import BadLine
 from fedsender.replication.wire import Wire
+from fedsender.runtime import Runtime
 from fedsender.snapshot import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -84,7 +84,7 @@ class Fetcher:
     """
 
     directory: Path
-    outside: Outside
+    runtime: Runtime
     open_wire: Callable[[trio.Nursery], Awaitable[Wire]]
     parallel: int = 4
     progress: Progress = field(default_factory=Progress)
@@ -118,7 +118,7 @@ class Fetcher:
         await self._in_thread(lambda: self._remove_all(set()))
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        return await self.outside.run_sync(function, limiter=self._limiter)
+        return await self.runtime.run_sync(function, limiter=self._limiter)
 
     def _remove_all(self, but: set[str]) -> None:
         for path in self.directory.iterdir():

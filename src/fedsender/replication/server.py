@@ -32,7 +32,6 @@ import trio
 
 from fedsender.admin import CannotListen
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
-from fedsender.outside import Outside, listen_tcp, listen_unix
 from fedsender.replication.commands import (
     Auth,
     ClearUserSync,
@@ -57,6 +56,7 @@ from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.formatting import UnsendableCommand, format_command
 from fedsender.replication.parsing import BadLine, Dialect
 from fedsender.replication.wire import OTHERS, PING_EVERY_S, SEND_PIECE, PeerKind, TooSlow, Wire
+from fedsender.runtime import Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Json, Watermark
 
 log = structlog.get_logger()
@@ -320,7 +320,7 @@ class Session:
 
     def beat(self) -> list[Command]:
         """What is said every few seconds."""
-        return [Ping(str(self._server.outside.now_ms()))]
+        return [Ping(str(self._server.runtime.now_ms()))]
 
     async def _follow(self, name: str, token: int | None) -> None:
         """Send rows above `token` for ever; None is `NOW`."""
@@ -401,7 +401,7 @@ class LineServer(ABC, Generic[S]):
         self,
         server_name: str,
         streams: Mapping[str, StreamSource],
-        outside: Outside,
+        runtime: Runtime,
         *,
         secrets: Secrets | None = None,
         kind: PeerKind = OTHERS,
@@ -410,7 +410,7 @@ class LineServer(ABC, Generic[S]):
     ) -> None:
         self.server_name = server_name
         self.streams = streams
-        self.outside = outside
+        self.runtime = runtime
         self.secrets = secrets
         self.kind = kind
         self.instance = instance
@@ -453,7 +453,7 @@ class LineServer(ABC, Generic[S]):
             trusted: it needs no secret; others must begin with AUTH.
             peer: where it comes from, if that is not to be asked of the stream.
         """
-        wire = Wire(stream, self.kind, self.outside.now_ms)
+        wire = Wire(stream, self.kind, self.runtime.now_ms)
         session = self.make_session(wire, trusted=trusted)
         session.peer = peer_of(stream) if peer is None else peer
         self.counts.connections += 1
@@ -513,7 +513,7 @@ class LineServer(ABC, Generic[S]):
         """The names whose secret this is now; all are compared, in constant time."""
         if self.secrets is None:
             return frozenset()
-        secrets = await self.outside.run_sync(self.secrets, limiter=self._limiter)
+        secrets = await self.runtime.run_sync(self.secrets, limiter=self._limiter)
         given = sha256(secret.encode()).digest()
         return frozenset(
             [
@@ -646,7 +646,7 @@ async def open_replication_server(
     server_name: str,
     streams: Mapping[str, StreamSource],
     listeners: Sequence[Listener],
-    outside: Outside,
+    runtime: Runtime,
     *,
     kind: PeerKind = OTHERS,
     secrets: Secrets | None = None,
@@ -657,7 +657,7 @@ async def open_replication_server(
     See `LineServer` for the arguments, and `open_server` for what is raised.
     """
     server = StreamServer(
-        server_name, streams, outside, kind=kind, secrets=secrets, received=received
+        server_name, streams, runtime, kind=kind, secrets=secrets, received=received
     )
     async with open_server(server, listeners):
         yield server

@@ -11,8 +11,8 @@ import structlog
 import tenacity
 import trio
 
-from fedsender.outside import Outside
 from fedsender.replication.endpoint import Pauses
+from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 from fedsender.store.records import PresenceState
@@ -144,11 +144,11 @@ class Feed(ABC):
         metrics: where connections and rows are counted, if anywhere.
     """
 
-    def __init__(self, outside: Outside) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self.connected = trio.Event()
         self.stopped: str | None = None
         self.metrics: Metrics | None = None
-        self._outside = outside
+        self._runtime = runtime
         # What the database said, and since when (trio's clock) it has been asked in vain.
         self._refusal: tuple[str, float] | None = None
 
@@ -189,7 +189,7 @@ class Feed(ABC):
         gave up would wait for a restart then. One task at a time. Raises FeedError: what the
         homeserver said cannot be stored, and never will be.
         """
-        pauses = Pauses(self._outside.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
+        pauses = Pauses(self._runtime.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(StoreError)
             & tenacity.retry_if_not_exception_type(FeedError),

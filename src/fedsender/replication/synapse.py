@@ -17,7 +17,6 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.outside import Outside
 from fedsender.replication.commands import (
     Command,
     FederationAck,
@@ -32,6 +31,7 @@ from fedsender.replication.missed import Peers, fetch_missed
 from fedsender.replication.protocol import BadLine, Batches, format_command
 from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
 from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.runtime import Runtime
 from fedsender.streams import Hold, Json, StreamPositions, UnknownWriter
 
 log = structlog.get_logger()
@@ -116,7 +116,7 @@ class SynapseFeed(Feed):
     def __init__(
         self,
         settings: RedisSettings,
-        outside: Outside,
+        runtime: Runtime,
         store: SynapseStore,
         sink: Sink,
         *,
@@ -125,7 +125,7 @@ class SynapseFeed(Feed):
         peers: Peers = Peers(),  # noqa: B008  # a frozen value
         shadow: bool = False,
     ) -> None:
-        super().__init__(outside)
+        super().__init__(runtime)
         self._settings = settings
         self._store = store
         self._sink = sink
@@ -136,7 +136,7 @@ class SynapseFeed(Feed):
         self._events = StreamPositions(self._writers)
         # Writers of events that have said POSITION on this connection.
         self._heard_from: set[str | None] = set()
-        fetch = partial(fetch_missed, peers, outside)
+        fetch = partial(fetch_missed, peers, runtime)
         self._edus = EduStreams(sink.edus, fetch, self._acknowledge_federation)
         # Where each writer of hints stands. Outlives a connection, so that the gap shows.
         self._tokens: dict[tuple[str, str | None], int] = {}
@@ -179,7 +179,7 @@ class SynapseFeed(Feed):
         for stream, name in STORED_AS.items():
             self._edus.start(stream, await self._positions(name))
         async with (
-            open_redis_link(self._settings, self._outside) as link,
+            open_redis_link(self._settings, self._runtime) as link,
             trio.open_nursery() as nursery,
         ):
             self._link = link

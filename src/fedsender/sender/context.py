@@ -7,7 +7,7 @@ from typing import Protocol
 from fedsender.config import Presence, Sending
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import AttemptLog
 from fedsender.sender.failure import ServerState
@@ -45,7 +45,7 @@ class Context:
     sending: Sending
     connect_deadline: float
     request_timeout: float
-    outside: Outside
+    runtime: Runtime
     homeserver: HomeserverStore
     store: SenderStore
     edus: EduStore

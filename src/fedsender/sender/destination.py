@@ -22,7 +22,7 @@ from fedsender.config import Policy
 from fedsender.config.policy import QUICK_ATTEMPTS
 from fedsender.federation.client import Link, Peer, Unreachable
 from fedsender.matrix import Pdu
-from fedsender.outside import OutOfResources, Outside
+from fedsender.runtime import OutOfResources, Runtime
 from fedsender.sender import failure
 from fedsender.sender.admission import nobody_told, not_now
 from fedsender.sender.context import Announcer, Context, Phase
@@ -79,20 +79,20 @@ class AttemptTimer:
         not_before: when the next attempt may start.
     """
 
-    def __init__(self, state: ServerState, outside: Outside) -> None:
-        self._outside = outside
+    def __init__(self, state: ServerState, runtime: Runtime) -> None:
+        self._runtime = runtime
         now = trio.current_time()
         self._failed_at = -math.inf
         if not state.healthy and state.last_attempt_ms is not None:
             self._failed_at = min(now, self._from_wall(state.last_attempt_ms))
-        self.not_before = now + state.wait_s(outside.now_ms())
+        self.not_before = now + state.wait_s(runtime.now_ms())
         self._news = trio.Event()
         self._woken_in_attempt = False
 
     def _from_wall(self, at_ms: int | None) -> float:
         """A moment of the wall clock on Trio's; None: now."""
         now = trio.current_time()
-        return now if at_ms is None else now + (at_ms - self._outside.now_ms()) / 1000
+        return now if at_ms is None else now + (at_ms - self._runtime.now_ms()) / 1000
 
     def answered(self) -> None:
         """The last attempt was answered."""
@@ -159,7 +159,7 @@ class Destination:
         self.since = trio.current_time()
         self.gone = trio.Event()
         self._context = context
-        self._timer = AttemptTimer(state, context.outside)
+        self._timer = AttemptTimer(state, context.runtime)
         self._exchange = Exchange()
         self._reporter = Reporter(name, context)
         self._leave = context.admission.leave(name)
@@ -273,7 +273,7 @@ class Destination:
         """Try now instead of later; False if this server was woken too often lately (I5)."""
         granted = True
         if not by_admin and (self.state.searches or not self.state.healthy):
-            self.state, granted = failure.take_wake(self.state, self._context.outside.now_ms())
+            self.state, granted = failure.take_wake(self.state, self._context.runtime.now_ms())
         if granted:
             self.state = self.state.hastened()
             self._timer.hasten()
@@ -412,7 +412,7 @@ class Destination:
             return math.inf
         if search.alone and (self.outbox.has_new_pdus if pdus else self._new_edus):
             return self._timer.not_before
-        wait_s = search.wait_s(self._context.outside.now_ms())
+        wait_s = search.wait_s(self._context.runtime.now_ms())
         # Without a wait it was due before this very moment, which is over when it is looked at.
         return max(self._timer.not_before, trio.current_time() + wait_s if wait_s else -math.inf)
 
@@ -422,7 +422,7 @@ class Destination:
         """Connect, form or repeat a transaction, send it, and act on what comes of it."""
         if self.frozen is None and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
-        leave, now_ms = self._leave, self._context.outside.now_ms()
+        leave, now_ms = self._leave, self._context.runtime.now_ms()
         leave.ill, leave.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
         self._in_phase(Phase.CONNECTING)
         try:
@@ -479,7 +479,7 @@ class Destination:
         self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP)
         transaction.attempts += 1
         started = trio.current_time()
-        slot = context.attempt_log.begin(self.name, transaction, context.outside.now_ms())
+        slot = context.attempt_log.begin(self.name, transaction, context.runtime.now_ms())
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
             answer, verdict = await self._exchange.put(link, transaction, timeout_s)
@@ -543,9 +543,9 @@ class Destination:
             await self._fill_alone(draft, kind, search)
             if not draft.empty:
                 return draft
-            outside = self._context.outside
-            early = search.wait_s(outside.now_ms()) > 0
-            search = search.none_there(outside.random, early=early)
+            runtime = self._context.runtime
+            early = search.wait_s(runtime.now_ms()) > 0
+            search = search.none_there(runtime.random, early=early)
             self.state = self.state.with_search(kind, search)
 
     async def _fill_alone(self, draft: Draft, kind: Kind, search: Search) -> None:
@@ -579,7 +579,7 @@ class Destination:
             draft,
             transaction_id=self._context.ids.next(),
             origin=self._context.origin,
-            now_ms=self._context.outside.now_ms(),
+            now_ms=self._context.runtime.now_ms(),
             lsso_before=self.outbox.stored_lsso,
         )
 
@@ -587,7 +587,7 @@ class Destination:
 
     async def _answered(self, transaction: Transaction) -> None:
         """Move what the answer moves: the ledger has it already, so the databases may follow."""
-        now_ms, before = self._context.outside.now_ms(), self.state
+        now_ms, before = self._context.runtime.now_ms(), self.state
         was_failing = not before.healthy
         self.state = self._searched(failure.after_success(before, now_ms), transaction)
         self._timer.answered()
@@ -608,7 +608,7 @@ class Destination:
         if state.pdu_search is None and state.edu_search is None:
             return state
         edus, pdus = transaction.items_by_kind
-        rng, most = self._context.outside.random, self.policy.max_pdus + self.policy.max_edus
+        rng, most = self._context.runtime.random, self.policy.max_pdus + self.policy.max_edus
         for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)):
             search = state.search(kind)
             if search is None:
@@ -662,8 +662,8 @@ class Destination:
             self.policy.backoff,
             self.state,
             verdict,
-            context.outside.now_ms(),
-            context.outside.random,
+            context.runtime.now_ms(),
+            context.runtime.random,
         )
         self._timer.back_off(self.state)
         if transaction is not None and not verdict.sent:
@@ -687,7 +687,7 @@ class Destination:
 
     async def _follow(self, peer: Peer, transaction: Transaction, verdict: Verdict) -> None:
         """Decide what becomes of a transaction that may have arrived, and do it."""
-        now_ms = self._context.outside.now_ms()
+        now_ms = self._context.runtime.now_ms()
         edus, pdus = transaction.items_by_kind
         kinds = [kind for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items]
         searching = any(self.state.search(kind) in self.state.searches for kind in kinds)
@@ -731,7 +731,7 @@ class Destination:
         elif search.suspect is None and self.outbox.let_go(transaction):
             search = search.acquitted()
         else:
-            search = search.refused_alone(items[0], self._context.outside.random)
+            search = search.refused_alone(items[0], self._context.runtime.random)
             if search.convicted and search.suspect == items[0].mark:
                 search = await self._convict(search, transaction, verdict)
         state = self.state.with_search(kind, search)
@@ -762,7 +762,7 @@ class Destination:
             state = replace(state, failures=state.failures - 1)
             return state.with_search(kind, replace(search.hastened(), quick=search.quick + 1))
         since = replace(state, failures=search.waits, failing_since_ms=search.since_ms)
-        rng = self._context.outside.random
+        rng = self._context.runtime.random
         wait_s = failure.wait_s(self.policy.backoff, since, verdict, now_ms, rng)
         return state.with_search(kind, search.waiting(now_ms, wait_s))
 
@@ -824,9 +824,9 @@ class Destination:
         """A bug ended the task: back off, or it becomes a hot loop; the database knows the rest."""
         verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
         context = self._context
-        now_ms = context.outside.now_ms()
+        now_ms = context.runtime.now_ms()
         self.state = failure.after_failure(
-            self.policy.backoff, self.state, verdict, now_ms, context.outside.random
+            self.policy.backoff, self.state, verdict, now_ms, context.runtime.random
         )
         self._timer.back_off(self.state)
         self.spill()

@@ -93,7 +93,7 @@ class Operations:
         """Give quarantined items up for good, each with a line in the ledger."""
         items = await self._context.store.quarantined(ids)
         for item in items:
-            self._context.ledger.record(_dropped(item, self._context.outside.now_ms()))
+            self._context.ledger.record(_dropped(item, self._context.runtime.now_ms()))
         await self._context.store.drop(ids)
         await self._fan_out.look_again()
 
@@ -127,7 +127,7 @@ class Operations:
         catch_up = await context.store.catch_up(server)
         lsso = catch_up.floor if catch_up else await context.homeserver.lsso(server)
         position = await context.homeserver.events_position()
-        now_ms = context.outside.now_ms()
+        now_ms = context.runtime.now_ms()
         context.ledger.record(Line(now_ms, server, "purged", lsso=lsso, position=position))
 
 

@@ -210,7 +210,7 @@ class Outbox:
         self.expire()
         self.receipts.fill(draft)
         self.ephemeral.fill(draft)
-        self.presence.fill(draft, self._context.outside.now_ms())
+        self.presence.fill(draft, self._context.runtime.now_ms())
 
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
         """Put in the one PDU whose turn it is in this search, if there is one; there is a suspect.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import trio
 
 from fedsender.ledger import EVERY_SERVER, Ledger, Line
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.sender import failure
 from fedsender.sender.attempt_log import cut_off
 from fedsender.store import Store
@@ -31,7 +31,7 @@ PAGE = 200
 async def take_over(
     store: Store,
     ledger: Ledger,
-    outside: Outside,
+    runtime: Runtime,
     instance: str,
     is_mine: Callable[[str], bool],
 ) -> set[str]:
@@ -43,7 +43,7 @@ async def take_over(
     own worker ran, a backup was restored); one is if its server's LSSO is not what it was. Void
     ones are discarded, each with a line in the ledger.
     """
-    takeover = _Recovery(store, ledger, outside, is_mine)
+    takeover = _Recovery(store, ledger, runtime, is_mine)
     await takeover.note_cut_off(instance)
     left = await store.sender.load_generation(instance)
     frozen, newest = await takeover.look_at_frozen()
@@ -58,12 +58,12 @@ async def take_over(
     ledger.close_torn()
     valid = await takeover.sift(frozen, moved)
     keep_mark = left is not None and moved is None
-    mark = left.mark if left is not None and keep_mark else outside.entropy(8).hex()
+    mark = left.mark if left is not None and keep_mark else runtime.entropy(8).hex()
     # Ours first: a crash between the two is taken for a move, with nothing left to discard.
     position = await store.homeserver.events_position()
     await store.sender.save_generation(instance, position, mark)
     await store.homeserver.adopt_generation(mark)
-    ledger.record(Line(outside.now_ms(), EVERY_SERVER, "owned", position=position))
+    ledger.record(Line(runtime.now_ms(), EVERY_SERVER, "owned", position=position))
     return valid
 
 
@@ -78,7 +78,7 @@ async def hand_over(store: Store, instance: str) -> None:
 async def note_handed_over(
     store: Store,
     ledger: Ledger,
-    outside: Outside,
+    runtime: Runtime,
     position: int,
     is_mine: Callable[[str], bool],
 ) -> None:
@@ -90,18 +90,18 @@ async def note_handed_over(
     for name in await store.sender.catching_up():
         known = await store.sender.catch_up(name) if is_mine(name) else None
         if known is not None:
-            line = Line(outside.now_ms(), name, "handed_over", lsso=known.floor, position=position)
+            line = Line(runtime.now_ms(), name, "handed_over", lsso=known.floor, position=position)
             ledger.record(line)
-    ledger.record(Line(outside.now_ms(), EVERY_SERVER, "handed_over", position=position))
+    ledger.record(Line(runtime.now_ms(), EVERY_SERVER, "handed_over", position=position))
 
 
-async def discard(store: Store, ledger: Ledger, outside: Outside, name: str, reason: str) -> None:
+async def discard(store: Store, ledger: Ledger, runtime: Runtime, name: str, reason: str) -> None:
     """Give up the frozen transaction of this server, with a line in the ledger that says why."""
     record = await store.sender.load_frozen(name)
     if record is None:
         return
     line = Line(
-        ms=outside.now_ms(),
+        ms=runtime.now_ms(),
         destination=name,
         outcome="discarded",
         transaction_id=record.transaction_id,
@@ -125,14 +125,14 @@ async def _for_each(items: Iterable[T], task: Callable[[T], Awaitable[object]]) 
 class _Recovery:
     store: Store
     ledger: Ledger
-    outside: Outside
+    runtime: Runtime
     is_mine: Callable[[str], bool]
 
     async def note_cut_off(self, instance: str) -> None:
         """A line for each attempt that was under way when the last daemon was killed (I9)."""
         limiter = trio.CapacityLimiter(1)
         find = partial(cut_off, self.ledger.directory, instance, list(self.ledger.torn))
-        lines, files = await self.outside.run_sync(find, limiter=limiter)
+        lines, files = await self.runtime.run_sync(find, limiter=limiter)
         for line in lines:
             self.ledger.record(line)
         if self.ledger.failing is not None:
@@ -183,7 +183,7 @@ class _Recovery:
         if there.ours is not None and there.ours < there.position:
             known.append(there.ours)
         if max(known) < there.position:
-            await note_handed_over(self.store, self.ledger, self.outside, max(known), self.is_mine)
+            await note_handed_over(self.store, self.ledger, self.runtime, max(known), self.is_mine)
 
     async def _newest_settled(self) -> int:
         """The newest event that catch-ups and the ledger's last words say was answered. Not by
@@ -245,7 +245,7 @@ class _Recovery:
             if reason is None:
                 valid.add(name)
             else:
-                await discard(self.store, self.ledger, self.outside, name, reason)
+                await discard(self.store, self.ledger, self.runtime, name, reason)
 
         there = set(await self.store.sender.frozen_destinations())
         await _for_each(sorted(name for name in frozen if name in there), look)

@@ -230,7 +230,7 @@ class Registry:
 
     def _goes_on(self, server: str, kind: Kind | None) -> bool:
         """Whether only a search for a poisonous item waits, and items of this kind need not."""
-        state, now_ms = self.state_of(server), self._context.outside.now_ms()
+        state, now_ms = self.state_of(server), self._context.runtime.now_ms()
         if kind is None or self._behind[server] == NEVER or not state.searches:
             return False
         search = state.search(kind)
@@ -248,7 +248,7 @@ class Registry:
         if server not in self._behind or not self.policies.may_send_to(server):
             return False
         if not by_admin and (state.searches or not state.healthy):
-            state, granted = take_wake(state, self._context.outside.now_ms())
+            state, granted = take_wake(state, self._context.runtime.now_ms())
             self._states[server] = state
             if not granted:
                 return False
@@ -289,7 +289,7 @@ class Registry:
             name = destination.name
             allowed = self.policies.may_send_to(name)
             destination.use_policy(self.policies.policy_for(name), allowed=allowed)
-        now, now_ms = trio.current_time(), self._context.outside.now_ms()
+        now, now_ms = trio.current_time(), self._context.runtime.now_ms()
         for server in list(self._behind):
             state = self.state_of(server)
             if not (state.paused or state.parked) and self.policies.may_send_to(server):
@@ -428,7 +428,7 @@ class Registry:
                 server,
             )
 
-        now, now_ms = trio.current_time(), self._context.outside.now_ms()
+        now, now_ms = trio.current_time(), self._context.runtime.now_ms()
         owed = set(lagging) | self._frozen | set(others)
         # Those that are active were reached while we looked, and look for themselves.
         for server in sorted(owed - set(self.active), key=usefulness):

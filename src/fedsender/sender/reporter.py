@@ -4,7 +4,7 @@ import structlog
 
 from fedsender.federation.client import Answer
 from fedsender.ledger import Line
-from fedsender.outside import OutOfResources
+from fedsender.runtime import OutOfResources
 from fedsender.sender.admission import LACK_S
 from fedsender.sender.context import Context
 from fedsender.sender.failure import Outcome, ServerState, Verdict
@@ -44,7 +44,7 @@ class Reporter:
             return
         outcome = "unknown" if verdict is None else verdict.outcome.value
         line = Line(
-            ms=self._context.outside.now_ms(),
+            ms=self._context.runtime.now_ms(),
             destination=self._destination,
             outcome=outcome,
             transaction_id=transaction.id if transaction else None,
@@ -67,7 +67,7 @@ class Reporter:
     def _answered(self, transaction: Transaction, took_s: float, answer: Answer | None) -> None:
         refused = answer.refused if answer is not None else {}
         line = Line(
-            ms=self._context.outside.now_ms(),
+            ms=self._context.runtime.now_ms(),
             destination=self._destination,
             outcome=Outcome.DELIVERED.value,
             transaction_id=transaction.id,
@@ -146,7 +146,7 @@ class Reporter:
             interval_ms: None: it is well.
         """
         context = self._context
-        now_ms = context.outside.now_ms()
+        now_ms = context.runtime.now_ms()
         failing_since = None if interval_ms is None else state.failing_since_ms
         stream_id = await context.homeserver.store_backoff(
             self._destination, failing_since, 0 if interval_ms is None else now_ms, interval_ms or 0

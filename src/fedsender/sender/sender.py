@@ -15,7 +15,7 @@ from fedsender.config import Federation, Presence, Sending
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.sender.admission import FEW, Admission, Pace
 from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context
@@ -125,7 +125,7 @@ class Sender:
         """A chunk is done, and offered."""
         for item in routed:
             self.hurry(item.servers)
-        now_ms = self.context.outside.now_ms()
+        now_ms = self.context.runtime.now_ms()
         self.context.metrics.fanned_out(
             position, events, [(len(item.servers), item.received_ts) for item in routed], now_ms
         )
@@ -333,7 +333,7 @@ async def open_sender(
     presence: Presence,
     federation: Federation,
     policies: Policies,
-    outside: Outside,
+    runtime: Runtime,
     store: Store,
     client: FederationClient,
     ledger: Ledger,
@@ -357,15 +357,15 @@ async def open_sender(
         policies.may_send_to,
         cache_bytes=sending.window_bytes // 4,
     )
-    frozen = await take_over(store, ledger, outside, instance, policies.handles)
-    boot = outside.entropy(8)
+    frozen = await take_over(store, ledger, runtime, instance, policies.handles)
+    boot = runtime.entropy(8)
     with open_attempt_log(ledger.directory, instance, boot.hex()) as attempt_log:
         context = Context(
             origin=server_name,
             sending=sending,
             connect_deadline=2 * (federation.connect_timeout + federation.handshake_timeout),
             request_timeout=federation.request_timeout,
-            outside=outside,
+            runtime=runtime,
             homeserver=store.homeserver,
             store=store.sender,
             edus=store.edus,

@@ -19,13 +19,13 @@ from sqlalchemy import Connection
 from fedsender.config import Config, ConfigError, load
 from fedsender.daemon import Policies, store_config
 from fedsender.matrix import server_of
-from fedsender.orders import Orders
-from fedsender.outside import Outside, real_outside
 from fedsender.replication.feed import Feed, open_feed
+from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.routing import Bad, Router
 from fedsender.shadow import questions
 from fedsender.shadow.book import Book, Expected
 from fedsender.shadow.report import Report
+from fedsender.signals import Signals
 from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState
@@ -91,7 +91,7 @@ class Shadow:
     def __init__(
         self,
         config: Config,
-        outside: Outside,
+        runtime: Runtime,
         database: Database,
         homeserver: HomeserverStore,
         report: Report,
@@ -103,7 +103,7 @@ class Shadow:
         self.report = report
         self.position = start
         self._start = start
-        self._outside = outside
+        self._runtime = runtime
         self._database = database
         self._homeserver = homeserver
         self._router = Router(
@@ -119,7 +119,7 @@ class Shadow:
             self.position = rows[-1].stream_ordering if len(rows) == CHUNK else upto
 
     async def _read(self, rows: Sequence[EventRow]) -> None:
-        now_s, now_ms = trio.current_time(), self._outside.now_ms()
+        now_s, now_ms = trio.current_time(), self._runtime.now_ms()
         routed = await _insist(partial(self._router.route, rows))
         servers = {item.pdu.event_id: item.servers for item in routed if not isinstance(item, Bad)}
         bad = [item for item in routed if isinstance(item, Bad)]
@@ -153,15 +153,15 @@ class Shadow:
             above = max(self._start, due[0][0].stream_ordering - 1)
             owed = await self._ask(partial(questions.owed, room_ids=rooms, above=above))
             in_part = await self._ask(partial(questions.partial_rooms, room_ids=rooms))
-            self.report.differ(self.book.compare(due, owed, in_part), self._outside.now_ms())
-        self.report.differ(self.book.behind(trio.current_time()), self._outside.now_ms())
+            self.report.differ(self.book.compare(due, owed, in_part), self._runtime.now_ms())
+        self.report.differ(self.book.behind(trio.current_time()), self._runtime.now_ms())
         await self._see_who_answered()
 
     async def _see_who_answered(self) -> None:
         oldest = await self._ask(questions.oldest_to_device)
         servers = sorted({*self.book.awaited(), *oldest})
         stands = await self._ask(partial(questions.stands, servers=servers))
-        now_ms = self._outside.now_ms()
+        now_ms = self._runtime.now_ms()
         late = self.book.answered(stands, trio.current_time())
         self.report.differ([*late, *self.book.to_device(oldest, stands, now_ms)], now_ms)
 
@@ -201,24 +201,24 @@ def shadow_name(config: Config) -> str:
     return f"{config.instance_name}-shadow"
 
 
-async def run(path: Path, outside: Outside | None = None, notifier: Notifier | None = None) -> int:
+async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
     """Be the shadow of this configuration file until SIGTERM or SIGINT; see `run_shadow`."""
     config = load(path)
-    outside = outside or real_outside()
+    runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
-    configure_logging(config.log, now_ms=outside.now_ms)
-    orders = Orders(STOP_PATIENCE_S)
+    configure_logging(config.log, now_ms=runtime.now_ms)
+    signals = Signals(STOP_PATIENCE_S)
     report, code = Report(config.ledger.directory), 0
-    async with orders.obeyed(notifier):
-        code = await run_shadow(config, outside, report, orders, notifier, Console())
-    return code or orders.exit_code(notifier, "stopped without a last look: a database is away")
+    async with signals.heard(notifier):
+        code = await run_shadow(config, runtime, report, signals, notifier, Console())
+    return code or signals.exit_code(notifier, "stopped without a last look: a database is away")
 
 
 async def run_shadow(
     config: Config,
-    outside: Outside,
+    runtime: Runtime,
     report: Report,
-    orders: Orders,
+    signals: Signals,
     notifier: Notifier,
     console: Console,
 ) -> int:
@@ -236,11 +236,11 @@ async def run_shadow(
     own = config.model_copy(update={"instance_name": shadow_name(config)})
     async with (
         open_database(
-            settings.homeserver_url, outside, name="homeserver", options=DatabaseOptions(ours=False)
+            settings.homeserver_url, runtime, name="homeserver", options=DatabaseOptions(ours=False)
         ) as database,
-        _open_state(settings.state_url, outside) as state,
+        _open_state(settings.state_url, runtime) as state,
     ):
-        homeserver = HomeserverStore(database, outside, settings.homeserver, state_database=state)
+        homeserver = HomeserverStore(database, runtime, settings.homeserver, state_database=state)
         await homeserver.check_schema()
         start = (await homeserver.generation()).position
         if start < 0:
@@ -248,18 +248,18 @@ async def run_shadow(
                 f"Synapse has no sender {config.instance_name!r}: instance_name must be the name of"
                 " the worker to follow"
             )
-        shadow = Shadow(config, outside, database, homeserver, report, start)
+        shadow = Shadow(config, runtime, database, homeserver, report, start)
         hints = _Hints(report)
         async with (
-            open_feed(own, outside, homeserver, hints, shadow=True) as feed,
+            open_feed(own, runtime, homeserver, hints, shadow=True) as feed,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(shadow.follow, hints.events, name="follow")
             nursery.start_soon(shadow.keep_comparing, name="compare")
             nursery.start_soon(_announce, feed, config, notifier, name="ready")
-            nursery.start_soon(_refuse_to_reload, orders, name="reload")
-            orders.started = True
-            await orders.stop.wait()
+            nursery.start_soon(_refuse_to_reload, signals, name="reload")
+            signals.started = True
+            await signals.stop.wait()
             notifier.stopping("summing up")
             nursery.cancel_scope.cancel()
         try:
@@ -270,9 +270,9 @@ async def run_shadow(
     return 1 if report.unexplained else 0
 
 
-async def _refuse_to_reload(orders: Orders) -> None:
+async def _refuse_to_reload(signals: Signals) -> None:
     while True:
-        await orders.told_to_reload()
+        await signals.told_to_reload()
         log.warning("a shadow does not reload: restart it")
 
 
@@ -285,11 +285,11 @@ async def _announce(feed: Feed, config: Config, notifier: Notifier) -> None:
 
 
 @asynccontextmanager
-async def _open_state(url: str | None, outside: Outside) -> AsyncIterator[Database | None]:
+async def _open_state(url: str | None, runtime: Runtime) -> AsyncIterator[Database | None]:
     """A Synapse's `state` database, if it is split."""
     if url is None:
         yield None
         return
     options = DatabaseOptions(ours=False)
-    async with open_database(url, outside, name="state", options=options) as state:
+    async with open_database(url, runtime, name="state", options=options) as state:
         yield state

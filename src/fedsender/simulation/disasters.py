@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 import trio
 
-from fedsender.outside import Outside
 from fedsender.replication.commands import RemoteServerUp
 from fedsender.replication.server import StreamServer, open_replication_server
 from fedsender.replication.wire import OWN_KIND
+from fedsender.runtime import Runtime
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.lives import Life
 from fedsender.testing.network import MemoryStream
@@ -30,10 +30,10 @@ class Replication:
 
     certificate: tuple[str, ...] = ()
 
-    def __init__(self, homeserver: Homeserver, outside: Outside) -> None:
+    def __init__(self, homeserver: Homeserver, runtime: Runtime) -> None:
         self.up = True
         self._homeserver = homeserver
-        self._outside = outside
+        self._runtime = runtime
         self._server: StreamServer | None = None
         self._streams: list[MemoryStream] = []
 
@@ -49,7 +49,7 @@ class Replication:
         """Serve for ever."""
         streams = {"events": self._homeserver}
         async with open_replication_server(
-            self._homeserver.name, streams, [], self._outside, kind=OWN_KIND
+            self._homeserver.name, streams, [], self._runtime, kind=OWN_KIND
         ) as self._server:
             task_status.started()
             await trio.sleep_forever()

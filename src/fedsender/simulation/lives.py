@@ -18,14 +18,14 @@ import trio
 
 from fedsender.config import Config
 from fedsender.daemon import Daemon, open_core, store_config
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.simulation.commit_checks import CommitChecks
 from fedsender.simulation.disk import Disk
 from fedsender.simulation.evidence import Evidence
 from fedsender.simulation.wire_checks import WireChecks
 from fedsender.store import StoreConfig
 from fedsender.telemetry import Metrics
-from fedsender.testing.clock import derived, virtual_outside
+from fedsender.testing.clock import derived, virtual_runtime
 from fedsender.testing.network import Internet, MemoryNetwork
 
 T = TypeVar("T")
@@ -176,7 +176,7 @@ class Life:
             synchronous="OFF",
         )
         async with open_core(
-            self._config, self._outside(), store_settings=settings, faults=self._at_commit
+            self._config, self._runtime(), store_settings=settings, faults=self._at_commit
         ) as daemon:
             self.daemon, self._metrics = daemon, daemon.metrics
             self._opened()
@@ -191,8 +191,8 @@ class Life:
         """End in order."""
         self._stop.set()
 
-    def _outside(self) -> Outside:
-        return virtual_outside(self._rng, self._network, run_sync=self._run_sync)
+    def _runtime(self) -> Runtime:
+        return virtual_runtime(self._rng, self._network, run_sync=self._run_sync)
 
     async def _run_sync(
         self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False

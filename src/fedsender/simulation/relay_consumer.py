@@ -18,12 +18,12 @@ import trio
 
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow, ToDeviceRow
-from fedsender.outside import Network, Outside
 from fedsender.replication.client import LineSettings, connect_relay
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.relay_feed import RelayFeed
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.wire import Wire
+from fedsender.runtime import Network, Runtime
 from fedsender.simulation.lives import Crash
 from fedsender.simulation.relay_books import RelayBooks, Standing
 from fedsender.simulation.relay_steps import Steps, flip_bit
@@ -31,7 +31,7 @@ from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
 from fedsender.streams import PduRow, Watermark
-from fedsender.testing.clock import virtual_outside
+from fedsender.testing.clock import virtual_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -262,7 +262,7 @@ class SimulatedConsumer:
         self._random = rng
         self._manners = manners
         self._staging = directory / name
-        self._outside = virtual_outside(rng, _as_network(network), run_sync=self.steps.run_sync)
+        self._runtime = virtual_runtime(rng, _as_network(network), run_sync=self.steps.run_sync)
 
     def calm(self) -> None:
         """Live for ever from now on."""
@@ -332,15 +332,15 @@ class SimulatedConsumer:
         self._books.trace.note(self._name, self.store.held.position)
 
     async def _feed(self) -> None:
-        def make_fetcher(settings: LineSettings, outside: Outside) -> Fetcher:
+        def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
             async def open_wire(nursery: trio.Nursery) -> Wire:
-                return (await connect_relay(settings, outside, nursery))[0]
+                return (await connect_relay(settings, runtime, nursery))[0]
 
-            return Fetcher(self._staging, outside, open_wire, 2)
+            return Fetcher(self._staging, runtime, open_wire, 2)
 
         self.feed = RelayFeed(
             LineSettings(ENDPOINT, self._server_name, self._name),
-            self._outside,
+            self._runtime,
             self.store,
             DeafSink(),
             handles=self._manners.handles,

@@ -19,15 +19,15 @@ import trio
 
 from fedsender.config import Config
 from fedsender.facts import rows_of
-from fedsender.outside import real_outside
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.log import Collected
+from fedsender.runtime import real_runtime
 from fedsender.simulation.lives import Crash, copy_files, disk_full
 from fedsender.simulation.relay_books import RelayBooks, name_of
 from fedsender.simulation.relay_checks import Files, RelayChecks
 from fedsender.simulation.relay_links import Links
 from fedsender.simulation.relay_steps import Steps, flip_bit
-from fedsender.testing.clock import derived, virtual_outside
+from fedsender.testing.clock import derived, virtual_runtime
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class RelayStation:
 
     async def _live(self) -> None:
         rng = derived(self._seed, "relay", self._lives)
-        outside = virtual_outside(rng, real_outside().network, run_sync=self._steps.run_sync)
+        runtime = virtual_runtime(rng, real_runtime().network, run_sync=self._steps.run_sync)
         config = self._config.model_copy(
             update={
                 "relay": self._config.relay.model_copy(update={"directory": self._files.directory})
@@ -117,7 +117,7 @@ class RelayStation:
         async with (
             open_relay(
                 config,
-                outside,
+                runtime,
                 synchronous="OFF",
                 faults=self._at_commit,
                 step=lambda: self._steps.step("snapshot", writes=True),

@@ -1,6 +1,6 @@
 """Where the simulated servers are to be found: every way that server discovery knows."""
 
-from fedsender.outside import RecordType
+from fedsender.runtime import RecordType
 from fedsender.simulation.receiver import RemoteServer, Site
 from fedsender.testing.network import Internet
 

@@ -22,7 +22,7 @@ from fedsender.simulation.memory_checks import MemoryChecks
 from fedsender.simulation.receiver import RemoteServer, Site
 from fedsender.simulation.sites import make_site, publish
 from fedsender.simulation.wire_checks import WireChecks
-from fedsender.testing.clock import Trace, derived, now_ms, virtual_outside
+from fedsender.testing.clock import Trace, derived, now_ms, virtual_runtime
 from fedsender.testing.network import Internet, MemoryNetwork
 from fedsender.testing.rooms import Homeserver, Signer
 
@@ -154,8 +154,8 @@ def build_world(size: Size, directory: Path, nursery: trio.Nursery) -> World:
     sites = [make_site(index) for index in range(size.servers)]
     origins = found(size, [site.name for site in sites])
     internet = Internet(derived(size.seed, "internet"), nursery)
-    outside = virtual_outside(derived(size.seed, "replication"), MemoryNetwork(internet))
-    replication = Replication(origins.homeserver, outside)
+    runtime = virtual_runtime(derived(size.seed, "replication"), MemoryNetwork(internet))
+    replication = Replication(origins.homeserver, runtime)
     internet.listeners[FEED] = replication
     return people(size, directory, origins, dict(enumerate(sites)), internet, replication)
 

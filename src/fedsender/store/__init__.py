@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import trio
 from sqlalchemy import URL, Connection, inspect, text
 
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import (
     Database,
@@ -89,7 +89,7 @@ class Store:
 @asynccontextmanager
 async def open_store(
     config: StoreConfig,
-    outside: Outside,
+    runtime: Runtime,
     *,
     after_commit: Callable[[], None] | None = None,
     faults: Faults | None = None,
@@ -119,7 +119,7 @@ async def open_store(
             return await stack.enter_async_context(
                 open_database(
                     url,
-                    outside,
+                    runtime,
                     name=name,
                     after_commit=after_commit,
                     options=options,
@@ -135,24 +135,24 @@ async def open_store(
             state = await open_one(config.state_url, "state", ours=False)
         own = await open_one(config.sender_url, "sender", ours=True)
         await own.read(_refuse_a_synapses)
-        await bring_up_to_date(own, "sender", _lock(own.url, outside))
+        await bring_up_to_date(own, "sender", _lock(own.url, runtime))
         if embedded:
-            await bring_up_to_date(main, "homeserver", _lock(main.url, outside))
+            await bring_up_to_date(main, "homeserver", _lock(main.url, runtime))
             if config.server_name is not None:
                 name = config.server_name
                 await main.write(partial(claim_store, server_name=name, relay=False))
         intake_lock = None
         if embedded and main.dialect == "postgresql":
-            intake_lock = AdvisoryLock(main.url, outside)
+            intake_lock = AdvisoryLock(main.url, runtime)
         homeserver = HomeserverStore(
-            main, outside, config.homeserver, state_database=state, intake_lock=intake_lock
+            main, runtime, config.homeserver, state_database=state, intake_lock=intake_lock
         )
         await homeserver.check_schema()
-        lock = InstanceLock(await _locks(own, main, outside, embedded=embedded))
+        lock = InstanceLock(await _locks(own, main, runtime, embedded=embedded))
         try:
             yield Store(
                 homeserver,
-                SenderStore(own, outside, lock, config.homeserver.instance),
+                SenderStore(own, runtime, lock, config.homeserver.instance),
                 EduStore(main, config.homeserver),
                 ReceiptBook(own),
             )
@@ -163,7 +163,7 @@ async def open_store(
                 await lock.release()
 
 
-async def upgrade_databases(config: StoreConfig, outside: Outside) -> None:
+async def upgrade_databases(config: StoreConfig, runtime: Runtime) -> None:
     """Migrate and check our own tables and nothing else: `fedsender db upgrade`.
 
     Raises LockHeld if there is something to migrate while a daemon runs, and WrongDatabase if a
@@ -173,10 +173,10 @@ async def upgrade_databases(config: StoreConfig, outside: Outside) -> None:
     if config.homeserver.kind == "embedded":
         lines.append((config.homeserver_url, "homeserver"))
     for url, line in lines:
-        async with open_database(url, outside, name=line) as database:
+        async with open_database(url, runtime, name=line) as database:
             if line == "sender":
                 await database.read(_refuse_a_synapses)
-            await bring_up_to_date(database, line, _lock(database.url, outside))
+            await bring_up_to_date(database, line, _lock(database.url, runtime))
 
 
 def _refuse_a_synapses(connection: Connection) -> None:
@@ -186,25 +186,25 @@ def _refuse_a_synapses(connection: Connection) -> None:
         )
 
 
-def _lock(url: URL, outside: Outside) -> Lock:
+def _lock(url: URL, runtime: Runtime) -> Lock:
     if url.get_backend_name() == "postgresql":
-        return AdvisoryLock(url, outside)
+        return AdvisoryLock(url, runtime)
     return FileLock(Path(url.database or ""))
 
 
-async def _locks(own: Database, main: Database, outside: Outside, *, embedded: bool) -> list[Lock]:
+async def _locks(own: Database, main: Database, runtime: Runtime, *, embedded: bool) -> list[Lock]:
     """A lock in each of the databases that could be shared: in the homeserver's too.
 
     A Synapse's SQLite is left alone: a file of ours beside it would be a surprise. One of our own
     is one sender's.
     """
-    ours = _lock(own.url, outside)
+    ours = _lock(own.url, runtime)
     if main.dialect != "postgresql":
         path = Path(main.url.database or "")
         return [ours, FileLock(path, of_one=True)] if embedded else [ours]
     if own.dialect == "postgresql" and await own.read(_place) == await main.read(_place):
         return [ours]  # In another schema of the same database: the lock is seen by all.
-    return [ours, AdvisoryLock(main.url, outside)]
+    return [ours, AdvisoryLock(main.url, runtime)]
 
 
 def _place(connection: Connection) -> tuple[object, ...]:

@@ -33,7 +33,7 @@ import trio
 from sqlalchemy import URL, Column, Connection, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store.connections import (
     FIRST_PAUSE_S,
     LAST_PAUSE_S,
@@ -106,7 +106,7 @@ class Database:
     def __init__(
         self,
         url: URL,
-        outside: Outside,
+        runtime: Runtime,
         *,
         name: str,
         options: DatabaseOptions,
@@ -117,7 +117,7 @@ class Database:
         self.url = url
         self.name = name
         self.dialect = url.get_backend_name()
-        self._outside = outside
+        self._runtime = runtime
         self._after_commit = after_commit or (lambda: None)
         self._faults = faults or (lambda _: None)
         self._meter = meter or Meter()
@@ -201,7 +201,7 @@ class Database:
 
     async def _timed(self, transaction: Callable[[], T], lane: _Lane) -> T:
         began = trio.current_time()
-        value = await self._outside.run_sync(transaction, limiter=lane.limiter)
+        value = await self._runtime.run_sync(transaction, limiter=lane.limiter)
         self._meter.took(trio.current_time() - began)
         return value
 
@@ -229,7 +229,7 @@ class Database:
         kind = kind_of(error)
         if kind == "conflict" and tries < MAX_CONFLICTS:
             self._meter.retried()
-            return min(1.0, 0.01 * 2.0**tries) * self._outside.random.uniform(0.5, 1.5)
+            return min(1.0, 0.01 * 2.0**tries) * self._runtime.random.uniform(0.5, 1.5)
         if kind == "slow" and tries < MAX_SLOW:
             self._meter.retried()
             log.warning("database too slow", database=self.name, lane=lane.kind, error=words(error))
@@ -264,7 +264,7 @@ class Database:
     async def close(self) -> None:
         """Close every connection. `open_database` calls it."""
         for lane in (self._readers, self._writer):
-            await self._outside.run_sync(lane.engine.dispose, limiter=lane.limiter)
+            await self._runtime.run_sync(lane.engine.dispose, limiter=lane.limiter)
 
 
 # --- methods that are a transaction ---------------------------------------------------------------
@@ -342,7 +342,7 @@ def reading_together(
 @asynccontextmanager
 async def open_database(
     url: str | URL,
-    outside: Outside,
+    runtime: Runtime,
     *,
     name: str,
     after_commit: Callable[[], None] | None = None,
@@ -368,7 +368,7 @@ async def open_database(
         prepare_file(parsed, options)
     database = Database(
         parsed,
-        outside,
+        runtime,
         name=name,
         options=options,
         after_commit=after_commit,

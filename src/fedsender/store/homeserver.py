@@ -37,7 +37,7 @@ from sqlalchemy import (
 from sqlalchemy import cast as cast_sql
 
 from fedsender.facts import RelayRow, RoomServers, ServersRow
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store import (
     appends,
     embedded,
@@ -103,7 +103,7 @@ class HomeserverStore:
     def __init__(
         self,
         database: Database,
-        outside: Outside,
+        runtime: Runtime,
         settings: HomeserverSettings,
         *,
         state_database: Database | None = None,
@@ -116,8 +116,8 @@ class HomeserverStore:
         """
         self._database = database
         self._state_database = state_database
-        self._outside = outside
-        self._now_ms = outside.now_ms
+        self._runtime = runtime
+        self._now_ms = runtime.now_ms
         self._settings = settings
         self._embedded = settings.kind == "embedded"
         # Synapse's caches of backoff rows live in other processes only with PostgreSQL.
@@ -893,7 +893,7 @@ class HomeserverStore:
         with self._hosts_moving(), closing(steps):
             while True:
                 go_on = partial(relay_load.run_step, steps, result)
-                step, value = await self._outside.run_sync(go_on, limiter=limiter)
+                step, value = await self._runtime.run_sync(go_on, limiter=limiter)
                 if step is None:
                     return cast(T, value)
                 result = await self._database.write(step)

@@ -18,7 +18,7 @@ from sqlalchemy import URL, Connection, create_engine, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store.connections import (
     CONNECT_S,
     FIRST_PAUSE_S,
@@ -151,7 +151,7 @@ class AdvisoryLock:
     They end with the connection; who takes an instance's again takes its share in the tables again.
     """
 
-    def __init__(self, url: URL, outside: Outside) -> None:
+    def __init__(self, url: URL, runtime: Runtime) -> None:
         self._engine = create_engine(
             url,
             poolclass=NullPool,
@@ -166,7 +166,7 @@ class AdvisoryLock:
                 "tcp_user_timeout": 20_000,
             },
         )
-        self._outside = outside
+        self._runtime = runtime
         self._limiter = trio.CapacityLimiter(1)
         self._connection: Connection | None = None
         self._list: dict[str, int] | None = None
@@ -174,31 +174,31 @@ class AdvisoryLock:
 
     async def take(self, instance: str) -> None:
         if not await self.held():
-            await self._outside.run_sync(lambda: self._take(instance), limiter=self._limiter)
+            await self._runtime.run_sync(lambda: self._take(instance), limiter=self._limiter)
 
     async def take_tables(self) -> None:
-        await self._outside.run_sync(self._take_tables, limiter=self._limiter)
+        await self._runtime.run_sync(self._take_tables, limiter=self._limiter)
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
         # Two numbers that everybody can see: of the homeserver, and of its list.
         said = {"of": _number(homeserver), "list": _number("\n".join(senders))}
-        await self._outside.run_sync(lambda: self._agree(said), limiter=self._limiter)
+        await self._runtime.run_sync(lambda: self._agree(said), limiter=self._limiter)
 
     async def say(self, words: str) -> None:
-        await self._outside.run_sync(lambda: self._say(words), limiter=self._limiter)
+        await self._runtime.run_sync(lambda: self._say(words), limiter=self._limiter)
 
     async def is_said(self, words: str) -> bool:
         key = _key(words)
         halves = {"high": key >> 32 & 0xFFFFFFFF, "low": key & 0xFFFFFFFF}
-        return await self._outside.run_sync(
+        return await self._runtime.run_sync(
             lambda: self._ask(_IS_SAID, halves), limiter=self._limiter
         )
 
     async def held(self) -> bool:
-        return await self._outside.run_sync(self._held, limiter=self._limiter)
+        return await self._runtime.run_sync(self._held, limiter=self._limiter)
 
     async def release(self) -> None:
-        await self._outside.run_sync(self._close, limiter=self._limiter)
+        await self._runtime.run_sync(self._close, limiter=self._limiter)
 
     def _take(self, instance: str) -> None:
         self._open()

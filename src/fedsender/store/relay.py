@@ -56,7 +56,7 @@ from fedsender.facts import (
     rows_of,
 )
 from fedsender.matrix import is_sent_by
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store import appends, embedded, intake, positions, room_servers, tables
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import (
@@ -901,14 +901,14 @@ class RelayStore:
     """
 
     def __init__(
-        self, database: Database, outside: Outside, server_name: str, lock: Lock | None
+        self, database: Database, runtime: Runtime, server_name: str, lock: Lock | None
     ) -> None:
         file = Path(database.url.database or "")
         self.server_name = server_name
         self.directory = file.parent if database.dialect == "sqlite" else None
         self.appending_since: float | None = None
         self._database = database
-        self._outside = outside
+        self._runtime = runtime
         self._lock = lock
         self._epoch: str | None = None
         self._snapshot: trio.Event | None = None
@@ -983,7 +983,7 @@ class RelayStore:
         """
         while self._snapshot is not None and self._wal_bytes() > MAX_WAL_BYTES:
             await self._snapshot.wait()
-        epoch, now_ms = self._epoch, self._outside.now_ms()
+        epoch, now_ms = self._epoch, self._runtime.now_ms()
         make_rows = partial(RelayRows, self.server_name, now_ms)
 
         def append(connection: Connection) -> list[Appended]:
@@ -1007,7 +1007,7 @@ class RelayStore:
 
     async def forget_appends(self, keep_ms: int = 0) -> int:
         """Delete the ids older than a day, and than `keep_ms`, some at a time; how many."""
-        now_ms = self._outside.now_ms() - max(0, keep_ms - appends.KEPT_MS)
+        now_ms = self._runtime.now_ms() - max(0, keep_ms - appends.KEPT_MS)
         forget = partial(appends.forget_appends, now_ms=now_ms)
         forgotten = 0
         while some := await self._write(forget):
@@ -1144,7 +1144,7 @@ class RelayStore:
 
         Raises what it raises.
         """
-        now_ms = self._outside.now_ms()
+        now_ms = self._runtime.now_ms()
         self._snapshot = trio.Event()
         try:
             return await self._database.read(
@@ -1164,7 +1164,7 @@ def _claim(connection: Connection, server_name: str) -> None:
 @asynccontextmanager
 async def open_relay_store(
     url: str | URL,
-    outside: Outside,
+    runtime: Runtime,
     server_name: str,
     *,
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL",
@@ -1183,11 +1183,11 @@ async def open_relay_store(
     """
     options = DatabaseOptions(synchronous=synchronous)
     async with open_database(
-        url, outside, name="relay", options=options, faults=faults
+        url, runtime, name="relay", options=options, faults=faults
     ) as database:
         lock: Lock
         if database.dialect == "postgresql":
-            lock = AdvisoryLock(database.url, outside)
+            lock = AdvisoryLock(database.url, runtime)
         else:
             lock = FileLock(Path(database.url.database or ""), of_one=True)
         await bring_up_to_date(database, "homeserver", lock)
@@ -1196,7 +1196,7 @@ async def open_relay_store(
                 await lock.take(INSTANCE)
             await database.write(partial(_claim, server_name=server_name))
             yield RelayStore(
-                database, outside, server_name, lock if database.dialect == "postgresql" else None
+                database, runtime, server_name, lock if database.dialect == "postgresql" else None
             )
         finally:
             with trio.CancelScope(shield=True):

@@ -30,7 +30,7 @@ from sqlalchemy import (
     update,
 )
 
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.store import tables
 from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database, reading, reading_together, writing
@@ -132,11 +132,11 @@ class SenderStore:
     """Questions to the sender's tables, and changes of them. Changes share commits."""
 
     def __init__(
-        self, database: Database, outside: Outside, lock: InstanceLock, instance: str
+        self, database: Database, runtime: Runtime, lock: InstanceLock, instance: str
     ) -> None:
         """`instance`: whose records we write."""
         self._database = database
-        self._now_ms = outside.now_ms
+        self._now_ms = runtime.now_ms
         self._instance = instance
         self._lock = lock
         self._held_as = (instance, "")

@@ -1,6 +1,6 @@
 """The other processes of a demo or a benchmark: they are not measured, and do as they are told.
 
-Orders go to a child's standard input and answers come from its standard output, one JSON object
+Signals go to a child's standard input and answers come from its standard output, one JSON object
 per line, one answer per order. A child ends when its input does.
 """
 
@@ -96,10 +96,10 @@ async def open_child(module: str) -> AsyncIterator[Child]:
 
 
 async def serve_orders(handlers: Mapping[str, Handler]) -> None:
-    """In a child: carry out the orders that come in, in turn, until there are no more."""
+    """In a child: carry out the signals that come in, in turn, until there are no more."""
     async with trio.lowlevel.FdStream(os.dup(0)) as below, trio.lowlevel.FdStream(os.dup(1)) as out:
-        orders = _Lines(below)
-        while (line := await orders.next()) is not None:
+        signals = _Lines(below)
+        while (line := await signals.next()) is not None:
             order = orjson.loads(line)
             answer = await handlers[order.pop("do")](**order)
             await out.send_all(orjson.dumps(answer) + b"\n")

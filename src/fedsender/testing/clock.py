@@ -12,7 +12,7 @@ from typing import TypeVar
 import trio
 import trio.testing
 
-from fedsender.outside import Network, Outside, RunSync
+from fedsender.runtime import Network, RunSync, Runtime
 
 T = TypeVar("T")
 
@@ -52,15 +52,15 @@ async def inline(
         return function()
 
 
-def virtual_outside(
+def virtual_runtime(
     rng: random.Random,
     network: Network | None = None,
     *,
     run_sync: RunSync = inline,
     now_ms: Callable[[], int] = now_ms,
-) -> Outside:
-    """The outside of a daemon in a simulated world; without `network` it must not ask for one."""
-    return Outside(
+) -> Runtime:
+    """The runtime of a daemon in a simulated world; without `network` it must not ask for one."""
+    return Runtime(
         now_ms=now_ms,
         random=rng,
         entropy=rng.randbytes,

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from fedsender.outside import Outside
+from fedsender.runtime import Runtime
 from fedsender.testing.receiver import Receivers, open_receivers
 from fedsender.testing.rooms import Homeserver, Signer
 from fedsender.testing.rules import pdu_reader
@@ -18,7 +18,7 @@ async def open_federation(
     servers: int,
     *,
     directory: Path,
-    outside: Outside,
+    runtime: Runtime,
     rng: random.Random,
     tells_all: bool = False,
     others: Sequence[str] = (),
@@ -38,14 +38,14 @@ async def open_federation(
         [signer.origin],
         pdu_reader(versions.__getitem__),
         directory=directory / "tls",
-        now_ms=outside.now_ms(),
+        now_ms=runtime.now_ms(),
         **receiving,
     ) as receivers:
         homeserver = Homeserver(
             signer,
             [*receivers.servers, *others],
             rng=rng,
-            now_ms=outside.now_ms,
+            now_ms=runtime.now_ms,
             tells_all=tells_all,
         )
         homeserver.room_versions = versions

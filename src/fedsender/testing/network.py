@@ -10,7 +10,7 @@ from typing import Protocol
 
 import trio
 
-from fedsender.outside import NameNotFound, Records, RecordType, ResolveFailed
+from fedsender.runtime import NameNotFound, Records, RecordType, ResolveFailed
 
 CAPACITY = 65_536
 """Bytes that have left one end and were not read at the other: as much as a socket buffers."""

@@ -423,9 +423,9 @@ class Homeserver:
         """A message on a branch where other servers were in the room than are by now."""
         here = room.servers()
         inside = sorted(here - {self.name})
-        outside = [server for server in self._servers if server not in here]
+        runtime = [server for server in self._servers if server not in here]
         self.counts["forks"] += 1
-        plus = self._rng.sample(outside, min(len(outside), self._rng.randint(0, 2)))
+        plus = self._rng.sample(runtime, min(len(runtime), self._rng.randint(0, 2)))
         minus = self._rng.sample(inside, self._rng.randint(0, len(inside) // 2))
         sender, content = self._rng.choice(self._local(room)), {"msgtype": "m.text", "body": "fork"}
         return self._happen(room, "m.room.message", sender, content, plus=plus, minus=minus)
@@ -537,8 +537,8 @@ class Homeserver:
         if not users:
             return None
         user = self._rng.choice(users)
-        outside = room.memberships[user] == "leave"
-        how = "ban" if outside else self._rng.choice(("leave", "leave", "ban"))
+        runtime = room.memberships[user] == "leave"
+        how = "ban" if runtime else self._rng.choice(("leave", "leave", "ban"))
         return self.set_membership(room, room.creator, user, how)
 
     def _local_moves(self, room: Room) -> Step:

@@ -167,7 +167,7 @@ class EduFlow:
                 servers = await self._servers_of(page)
                 events = await self._read_events(page, servers)
                 # No await from here on: what is passed is in a queue, or is a debt.
-                now_ms = context.outside.now_ms()
+                now_ms = context.runtime.now_ms()
                 for receipt in page:
                     wanted = servers[receipt.room_id]
                     first = at_once(wanted, events.get(receipt.event_id), now_ms)

@@ -1,4 +1,4 @@
-"""What a daemon is told by signals, and how its life is bounded by them."""
+"""The signals that a daemon obeys, and how they bound its life."""
 
 import signal
 from collections.abc import AsyncIterator
@@ -14,8 +14,8 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Orders:
-    """What signals have asked for.
+class Signals:
+    """The signals that have come.
 
     They are heard from the start to the very end: one that nobody has taken when the daemon leaves
     would still kill it, and a drained daemon must end with 0.
@@ -23,7 +23,7 @@ class Orders:
     Attributes:
         patience_s: how long a stop may take, in seconds, once there is something to drain.
         stop: SIGTERM or SIGINT has come.
-        reload: SIGHUP has come; who obeys puts a new event in its place.
+        reload: SIGHUP has come; a new event takes its place when it is obeyed.
         life: ends a start that is told to stop, and a stop that takes too long.
         started: there is something to drain.
     """
@@ -35,7 +35,7 @@ class Orders:
     started: bool = False
 
     @asynccontextmanager
-    async def obeyed(self, notifier: Notifier) -> AsyncIterator[None]:
+    async def heard(self, notifier: Notifier) -> AsyncIterator[None]:
         """Hear signals and feed the watchdog while the body runs; `life` is around the body."""
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             async with trio.open_nursery() as nursery:

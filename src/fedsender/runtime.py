@@ -1,7 +1,7 @@
 """Everything the daemon takes from outside: clock, randomness, sockets, threads.
 
 Nothing else in the package reads the wall clock, draws a random number, opens a socket or enters a
-thread. A simulation hands in its own `Outside` and owns all four; `real_outside` is the only place
+thread. A simulation hands in its own `Runtime` and owns all four; `real_runtime` is the only place
 that touches the real ones.
 """
 
@@ -140,7 +140,7 @@ class RunSync(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
+class Runtime:
     """What a running daemon was given.
 
     Attributes:
@@ -429,9 +429,9 @@ async def listen_unix(path: Path, mode: int = 0o600) -> trio.SocketListener:
     return trio.SocketListener(sock)
 
 
-def real_outside() -> Outside:
-    """The outside of a daemon in production."""
-    return Outside(
+def real_runtime() -> Runtime:
+    """The runtime of a daemon in production."""
+    return Runtime(
         now_ms=lambda: time.time_ns() // 1_000_000,
         random=random.Random(),
         entropy=os.urandom,

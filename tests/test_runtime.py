@@ -11,8 +11,8 @@ import trio
 import trio.testing
 from tests.federation.servers import Zone, nameserver, no_descriptors
 
-import fedsender.outside
-from fedsender.outside import (
+import fedsender.runtime
+from fedsender.runtime import (
     NameNotFound,
     OutOfResources,
     RealNetwork,
@@ -125,7 +125,7 @@ async def test_hosts_file_goes_before_the_dns(
     hosts.write_text(
         "# names\n10.0.0.9 B.example other # here\n::9 b.example\nnonsense b.example\n"
     )
-    monkeypatch.setattr(fedsender.outside, "_HOSTS_FILE", hosts)
+    monkeypatch.setattr(fedsender.runtime, "_HOSTS_FILE", hosts)
     async with nameserver(ZONE) as address:
         network = RealNetwork()
         with trio.fail_after(60):
