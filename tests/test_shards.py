@@ -20,7 +20,7 @@ from trio.testing import MockClock
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.daemon import Daemon, open_core
 from fedsender.demo.process import write_signing_key
-from fedsender.ledger import NOTES, open_ledger, read_lines, segments
+from fedsender.ledger import NOTES, SentPdu, TransactionRecord, open_ledger, read_lines, segments
 from fedsender.runtime import real_runtime
 from fedsender.sender.recovery import take_over
 from fedsender.store import SenderStore, tables
@@ -245,8 +245,8 @@ async def test_what_another_sender_left_does_not_say_how_far_we_were(
     would void every frozen transaction. Nor is it at the next start, after a kill right behind the
     take-over; and nothing else was kept of it."""
     world = World(tmp_path)
-    ahead = {"lane": "live", "stream_ordering": 95, "room_id": "!r", "event_id": "$e"}
-    manifest = {"pdus": [ahead], "lsso": 95, "lsso_before": None}
+    ahead = SentPdu("$e", "!r", 95, "live")
+    manifest = {**TransactionRecord([ahead], lsso=95).as_json(), "lsso_before": None}
     async with world.run():
         pass
     async with (

@@ -21,7 +21,7 @@ import trio
 from sqlalchemy import make_url
 
 from fedsender.config import Config, ConfigError
-from fedsender.ledger import Ledger, open_ledger
+from fedsender.ledger import Ledger, TransactionRecord, open_ledger
 from fedsender.runtime import Runtime
 from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
@@ -171,13 +171,13 @@ async def _unanswered(store: Store, name: str, next_sender: str) -> str:
     record = await store.sender.load_frozen(name)
     if record is None:
         return f"{name}: a transaction is unanswered"
-    pdus, edus = record.manifest["pdus"], record.manifest["edu_types"]
-    rooms = ", ".join(sorted({pdu["room_id"] for pdu in pdus}))
+    sent = TransactionRecord.from_json(record.manifest)
+    rooms = ", ".join(sorted({pdu.room_id for pdu in sent.pdus}))
     return (
-        f"{name}: transaction {record.transaction_id} ({len(pdus)} events"
-        f"{' of ' + rooms if rooms else ''}, {sum(edus.values())} EDUs) was sent and not answered;"
-        f" {next_sender} will send the newest event of each room, to-device messages and device"
-        " lists again, and no receipts"
+        f"{name}: transaction {record.transaction_id} ({len(sent.pdus)} events"
+        f"{' of ' + rooms if rooms else ''}, {sum(sent.edus.values())} EDUs) was sent and not"
+        f" answered; {next_sender} will send the newest event of each room, to-device messages and"
+        " device lists again, and no receipts"
     )
 
 

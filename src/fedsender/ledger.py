@@ -21,10 +21,10 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import orjson
 import structlog
@@ -43,7 +43,16 @@ from fedsender.segments import (
 )
 from fedsender.streams import Watermark
 
-__all__ = ["Ledger", "Line", "SentPdu", "open_ledger", "read_lines", "segments"]
+__all__ = [
+    "DevicePoke",
+    "Ledger",
+    "Line",
+    "SentPdu",
+    "TransactionRecord",
+    "open_ledger",
+    "read_lines",
+    "segments",
+]
 
 LINE_VERSION = 2
 EVERY_SERVER = "*"
@@ -84,6 +93,94 @@ class SentPdu:
             entry["supersedes"] = list(self.supersedes)
         return entry
 
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Self:
+        """The PDU that `as_json` made the entry of."""
+        supersedes = entry.get("supersedes")
+        return cls(
+            entry["event_id"],
+            entry["room_id"],
+            entry["stream_ordering"],
+            entry["lane"],
+            None if supersedes is None else (supersedes[0], supersedes[1]),
+        )
+
+    @property
+    def upto(self) -> int:
+        """The newest stream ordering of its room that it stands for."""
+        return self.stream_ordering if self.supersedes is None else self.supersedes[1]
+
+
+class DevicePoke(NamedTuple):
+    """A row of `device_lists_outbound_pokes`: a server is to hear of a user's device or key."""
+
+    stream_id: int
+    user_id: str
+    device_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionRecord:
+    """The contents of a transaction, and so all that an answer to it moves.
+
+    The same record is stored with a frozen transaction, noted while an attempt is under way, and
+    written in the ledger's line. So an answer is settled in one way, also after a restart.
+
+    Attributes:
+        edus: how many EDUs of each type it carries.
+        outbox: rows of `device_federation_outbox` that it carries, by stream id.
+        device_lists: rows of `device_lists_outbound_pokes` that it carries, or that were conflated
+            into what it carries. Their names and not what changed.
+        lsso: the low-water mark that an answer proves, or None.
+    """
+
+    pdus: Sequence[SentPdu] = ()
+    edus: Mapping[str, int] = field(default_factory=dict)
+    outbox: Sequence[int] = ()
+    device_lists: Sequence[DevicePoke] = ()
+    lsso: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as JSON values, by the names that it has in a line."""
+        return {
+            "pdus": [pdu.as_json() for pdu in self.pdus],
+            "edus": dict(self.edus),
+            "outbox": list(self.outbox),
+            "device_lists": [list(row) for row in self.device_lists],
+            "lsso": self.lsso,
+        }
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Self:
+        """The record that `as_json` made these values of; a ledger's line is one, too."""
+        return cls(
+            [SentPdu.from_json(pdu) for pdu in found["pdus"]],
+            found["edus"],
+            found["outbox"],
+            [DevicePoke(*row) for row in found["device_lists"]],
+            found["lsso"],
+        )
+
+    @property
+    def rooms(self) -> dict[str, int]:
+        """With catch-up, room -> the stream ordering up to which an answer proves it."""
+        rooms: dict[str, int] = {}
+        for pdu in self.pdus:
+            if pdu.lane == "catch_up":
+                rooms[pdu.room_id] = max(pdu.upto, rooms.get(pdu.room_id, 0))
+        return rooms
+
+    @property
+    def redelivered(self) -> list[str]:
+        """The ids of the events that it carries once more."""
+        return [pdu.event_id for pdu in self.pdus if pdu.lane == "redelivery"]
+
+    @property
+    def newest(self) -> int:
+        """The newest stream ordering in it that was fanned out; -1: none was."""
+        fanned_out = (pdu.upto for pdu in self.pdus if pdu.lane != "redelivery")
+        return max(-1, *fanned_out, self.lsso or -1)
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -94,13 +191,10 @@ class Line:
         destination: the server, or `EVERY_SERVER`.
         attempt: 1 for a transaction's first attempt; 0 when there was no transaction yet, because
             the server could not even be reached.
-        edus: how many EDUs of each type it carried.
+        record: what the transaction carried.
         outcome: a word of `sender.failure.Outcome`, or "unknown" (cut off by the daemon's end), or
             one of `NOTES`.
-        outbox: rows of `device_federation_outbox` that it carried, by stream id.
-        device_lists: rows of `device_lists_outbound_pokes` that it carried, or that were conflated
-            into what it carried: stream id, user and device. Their names and not what changed.
-        lsso: the low-water mark that an answer to it proves, if any; of `handed_over` and `purged`,
+        lsso: the low-water mark that this answer proves, if any; of `handed_over` and `purged`,
             the stream ordering above which the server was owed events.
         position: of a note, the events position at which it holds.
         refused: event id -> the receiver's error, for PDUs that a 200 said no to; at most 50, each
@@ -114,10 +208,7 @@ class Line:
     outcome: str
     transaction_id: str | None = None
     attempt: int = 0
-    pdus: Sequence[SentPdu] = ()
-    edus: Mapping[str, int] | None = None
-    outbox: Sequence[int] = ()
-    device_lists: Sequence[tuple[int, str, str]] = ()
+    record: TransactionRecord = TransactionRecord()
     bytes: int = 0
     status: int | None = None
     reason: str | None = None
@@ -182,7 +273,7 @@ class Ledger:
 
     def record(self, line: Line) -> None:
         """Hand the line to the kernel. A disk that takes no lines is counted and never raises."""
-        record = {
+        entry = {
             "v": LINE_VERSION,
             "ms": line.ms,
             "instance": self.instance,
@@ -192,10 +283,7 @@ class Ledger:
             "outcome": line.outcome,
             "status": line.status,
             "reason": line.reason,
-            "pdus": [pdu.as_json() for pdu in line.pdus],
-            "edus": line.edus or {},
-            "outbox": list(line.outbox),
-            "device_lists": [list(row) for row in line.device_lists],
+            **line.record.as_json(),
             "refused": line.refused or {},
             "lsso": line.lsso,
             "bytes": line.bytes,
@@ -204,7 +292,7 @@ class Ledger:
             "position": line.position,
         }
         try:
-            self._append(orjson.dumps(record) + b"\n")
+            self._append(orjson.dumps(entry) + b"\n")
             self.lines.advance(self.lines.value + 1)
             if line.outcome == "delivered":
                 self._owe(line.destination)

@@ -1,7 +1,7 @@
 """What became of events, read from the ledger by a cursor: each line once, in order, or a GAP."""
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ from fedsender.intake.client import IntakeClient, OutcomesLost, Position
 from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.feedback import MAX_READERS, BadCursor, Cursor, Feedback, Gap, Page, read_page
 from fedsender.intake.intake import Busy, Intake
-from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
+from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledger
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.segments import segments
 from fedsender.sender.registry import Progress
@@ -55,11 +55,18 @@ async def opened(
         yield ledger
 
 
-def tell(ledger: Ledger, *numbers: int, **values: Any) -> None:
+def tell(
+    ledger: Ledger,
+    *numbers: int,
+    pdus: Sequence[SentPdu] | None = None,
+    edus: Mapping[str, int] | None = None,
+    **values: Any,
+) -> None:
     """An answer of b.example for each of these events."""
     for number in numbers:
         pdu = SentPdu(f"$e{number}", "!r:hs", number, "live")
-        line = Line(5, "b.example", "delivered", f"t{number}", 1, [pdu], status=200)
+        record = TransactionRecord([pdu] if pdus is None else pdus, edus or {})
+        line = Line(5, "b.example", "delivered", f"t{number}", 1, record, status=200)
         ledger.record(replace(line, **values))
         ledger.settled("b.example")
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fedsender.ledger import SentPdu
+from fedsender.ledger import SentPdu, TransactionRecord
 from fedsender.sender.attempt_log import SLOTS_AT_ONCE, AttemptLog, cut_off, open_attempt_log
 from fedsender.sender.transaction import Transaction
 
@@ -13,13 +13,11 @@ def transaction(number: int, *, pdus: int = 1) -> Transaction:
     return Transaction(
         id=f"boot.{number}",
         body=b"{}",
-        pdus=[SentPdu(f"${number}.{n}" + "x" * 40, "!r:hs", n, "live") for n in range(pdus)],
-        edu_types={"m.typing": 1},
-        outbox_ids=[number],
-        pokes=[],
-        ephemeral=[],
-        receipts_upto=None,
-        lsso=None,
+        record=TransactionRecord(
+            [SentPdu(f"${number}.{n}" + "x" * 40, "!r:hs", n, "live") for n in range(pdus)],
+            {"m.typing": 1},
+            [number],
+        ),
         lsso_before=None,
         rooms_done={},
         frozen_ms=0,
@@ -53,8 +51,9 @@ def test_a_kill_leaves_those_that_have_no_line(tmp_path: Path) -> None:
     lines, files = cut_off(tmp_path, "fedsender", [])
     first, last = range(5), range(3 * SLOTS_AT_ONCE - 5, 3 * SLOTS_AT_ONCE)
     assert [line.transaction_id for line in lines] == [f"boot.{n}" for n in (*first, *last, 999)]
-    assert lines[1].pdus[0].event_id == "$1.0" + "x" * 40
-    assert (lines[1].outcome, lines[1].edus, lines[1].outbox) == ("unknown", {"m.typing": 1}, [1])
+    record = lines[1].record
+    assert record.pdus[0].event_id == "$1.0" + "x" * 40
+    assert (lines[1].outcome, record.edus, record.outbox) == ("unknown", {"m.typing": 1}, [1])
     assert [file.stat().st_mode & 0o777 for file in files] == [0o600]
 
 
@@ -62,7 +61,7 @@ def test_what_does_not_fit_is_noted_without_its_content(tmp_path: Path) -> None:
     with until_killed(tmp_path) as under_way:
         assert under_way.begin("a.example", transaction(1, pdus=500), 7) is not None
     (line,), _ = cut_off(tmp_path, "fedsender", [])
-    assert (line.destination, line.transaction_id, line.ms, line.pdus) == (
+    assert (line.destination, line.transaction_id, line.ms, line.record.pdus) == (
         "a.example",
         "boot.1",
         7,

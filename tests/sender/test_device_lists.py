@@ -14,11 +14,12 @@ from tests.sender.harness import answer, ok
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld, killed
 from trio.testing import MockClock
 
+from fedsender.ledger import DevicePoke
 from fedsender.sender.edus import device_lists
 from fedsender.sender.edus.device_lists import count
 from fedsender.sender.transaction import Edu
 from fedsender.store import tables
-from fedsender.store.records import CrossSigning, Device, DeviceChanges, DevicePoke
+from fedsender.store.records import CrossSigning, Device, DeviceChanges
 
 A, B = "a.example", "b.example"
 UPDATE = "m.device_list_update"

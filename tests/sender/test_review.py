@@ -10,7 +10,7 @@ from tests.sender.harness import World
 from tests.sender.test_attempt_log import transaction, until_killed
 from trio.testing import MockClock
 
-from fedsender.ledger import Ledger, Line, SentPdu, open_ledger
+from fedsender.ledger import Ledger, Line, SentPdu, TransactionRecord, open_ledger
 from fedsender.runtime import real_runtime
 from fedsender.sender.attempt_log import cut_off
 from fedsender.sender.failure import ServerState, states_of
@@ -51,8 +51,10 @@ async def a_ledger(directory: Path, boot: str) -> AsyncIterator[Ledger]:
 
 
 def answered(**values: Any) -> Line:
+    carried = {name: values.pop(name) for name in ("pdus",) if name in values}
+    record = TransactionRecord(lsso=values.get("lsso"), **carried)
     given = {"ms": 1_000, "destination": A, "transaction_id": "t", "attempt": 1, **values}
-    return Line(outcome="delivered", **given)
+    return Line(outcome="delivered", record=record, **given)
 
 
 async def start(
@@ -76,7 +78,7 @@ async def test_extremities_ahead_of_the_fan_out_are_no_sign_of_a_move(tmp_path: 
         await start(store, tmp_path, "b1")
         async with a_ledger(tmp_path, "b2") as ledger:
             ledger.record(answered(pdus=[ahead], lsso=10))
-        manifest = {"pdus": [ahead.as_json()], "lsso": 10, "lsso_before": 10}
+        manifest = {**TransactionRecord([ahead], lsso=10).as_json(), "lsso_before": 10}
         await store.sender.save_frozen(frozen(manifest))
         assert await start(store, tmp_path, "b3") == {A}
         assert await store.homeserver.lsso(A) == 10

@@ -154,8 +154,12 @@ def test_a_thawed_transaction_settles_as_the_frozen_one_would() -> None:
 
     assert list(frozen.pdus) == thawed.pdus
     assert (frozen.body, frozen.id, 3) == (thawed.body, thawed.id, thawed.attempts)
-    assert (thawed.lsso, thawed.lsso_before, thawed.rooms_done) == (7, 2, {"!r:hs.example": 7})
-    assert list(thawed.outbox_ids) == [40]
+    assert (thawed.record.lsso, thawed.lsso_before, thawed.rooms_done) == (
+        7,
+        2,
+        {"!r:hs.example": 7},
+    )
+    assert thawed.record.outbox == [40]
     assert (frozen.items, True) == (thawed.items, thawed.saved)
 
 

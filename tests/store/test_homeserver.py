@@ -8,12 +8,13 @@ from sqlalchemy import Connection, Table, delete, insert, select, text, update
 from tests.store.conftest import OpenSynapse, Synapse
 from tests.store.rooms import ROOM, Room
 
+from fedsender.ledger import DevicePoke
 from fedsender.runtime import real_runtime
 from fedsender.store import homeserver, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
-from fedsender.store.records import Backoff, DevicePoke, Lagging, Settlement
+from fedsender.store.records import Backoff, Lagging, Settlement
 
 DESTINATIONS = tables.destinations
 ROOMS = tables.destination_rooms

@@ -19,8 +19,8 @@ from typing import Any
 
 import orjson
 
-from fedsender.ledger import Line, read_lines
-from fedsender.sender.transaction import Transaction, sent_pdu
+from fedsender.ledger import Line, TransactionRecord, read_lines
+from fedsender.sender.transaction import Transaction
 
 SLOT_BYTES = 12_288
 """Enough for 50 PDUs; what is longer is noted without its content."""
@@ -48,11 +48,9 @@ class AttemptLog:
         if self._map is None or not self._free:
             return None
         head = [destination, transaction.id, transaction.attempts, now_ms, len(transaction.body)]
-        pdus = [pdu.as_json() for pdu in transaction.pdus]
-        rows = [list(transaction.outbox_ids), [list(poke) for poke in transaction.pokes]]
-        note = orjson.dumps([*head, dict(transaction.edu_types), pdus, *rows])
+        note = orjson.dumps([*head, transaction.record.as_json()])
         if len(note) > SLOT_BYTES - _LENGTH_BYTES:
-            note = orjson.dumps([*head, {}, [], [], []])
+            note = orjson.dumps([*head, TransactionRecord().as_json()])
         slot = self._free.pop()
         at = slot * SLOT_BYTES
         self._map[at : at + _LENGTH_BYTES + len(note)] = len(note).to_bytes(_LENGTH_BYTES) + note
@@ -143,22 +141,19 @@ def _notes(path: Path) -> Iterator[list[Any]]:
             length = int.from_bytes(slot[:_LENGTH_BYTES])
             with suppress(orjson.JSONDecodeError):
                 note = orjson.loads(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]) if length else []
-                if isinstance(note, list) and len(note) == 9:
+                if isinstance(note, list) and len(note) == 6:
                     yield note
 
 
 def _line(note: list[Any]) -> Line:
-    destination, transaction_id, attempt, ms, size, edus, pdus, outbox, pokes = note
+    destination, transaction_id, attempt, ms, size, record = note
     return Line(
         ms=ms,
         destination=destination,
         outcome="unknown",
         transaction_id=transaction_id,
         attempt=attempt,
-        pdus=[sent_pdu(pdu) for pdu in pdus],
-        edus=edus,
-        outbox=outbox,
-        device_lists=[(row[0], row[1], row[2]) for row in pokes],
+        record=TransactionRecord.from_json(record),
         bytes=size,
         reason="the daemon was killed",
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fedsender.ledger import EVERY_SERVER, Line, SentPdu
+from fedsender.ledger import EVERY_SERVER, Line, SentPdu, TransactionRecord
 from fedsender.sender.context import Context
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.registry import Registry
@@ -139,7 +139,6 @@ def _dropped(item: Quarantined, now_ms: int) -> Line:
         now_ms,
         item.destination or EVERY_SERVER,
         "dropped",
-        pdus=pdus,
-        edus=None if item.event_id else {item.kind: 1},
+        record=TransactionRecord(pdus, {} if item.event_id else {item.kind: 1}),
         reason=item.reason,
     )

@@ -12,13 +12,14 @@ queue); and, in the destination, between `fill` and the freezing of what it fill
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import structlog
 import trio
 
 from fedsender.config import EduKinds, Policy
+from fedsender.ledger import TransactionRecord
 from fedsender.matrix import BadEvent, Pdu, canonical_json
 from fedsender.sender.catch_up import CatchUp
 from fedsender.sender.context import Context
@@ -28,9 +29,9 @@ from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
 from fedsender.sender.isolation import Search, Turn
 from fedsender.sender.queue import EphemeralQueue, PduQueue
 from fedsender.sender.routing import Bad, Routed
-from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction
+from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction, settle
 from fedsender.store.homeserver import Settlement
-from fedsender.store.records import DevicePoke, Receipt
+from fedsender.store.records import Receipt
 from fedsender.telemetry import Metrics
 
 log = structlog.get_logger()
@@ -131,8 +132,8 @@ class Outbox:
 
     def take_back(self, transaction: Transaction) -> None:
         """This transaction will not be repeated; what was in it waits again."""
-        self._owes_to_device |= bool(transaction.outbox_ids)
-        self._owes_device_lists |= bool(transaction.pokes)
+        self._owes_to_device |= bool(transaction.record.outbox)
+        self._owes_device_lists |= bool(transaction.record.device_lists)
 
     def give_back(self, draft: Draft) -> None:
         """This draft was filled, and is not sent; what was in it waits again."""
@@ -435,16 +436,7 @@ class Outbox:
 
     async def settle(self, transaction: Transaction, *, quarantined: bool = False) -> None:
         """What was in the transaction is dealt with: answered, or in quarantine."""
-        await self._move(
-            transaction.rooms_done,
-            transaction.lsso,
-            transaction.outbox_ids,
-            transaction.pokes,
-            resync=quarantined,
-        )
-        redelivered = [pdu.event_id for pdu in transaction.pdus if pdu.lane == "redelivery"]
-        if redelivered:
-            await self._context.store.redelivered(self.destination, redelivered)
+        await self._move(transaction.record, transaction.rooms_done, resync=quarantined)
         self.ephemeral.answered(transaction.ephemeral)
         self.receipts.answered(transaction.ephemeral)
         self.presence.answered(transaction.ephemeral)
@@ -454,43 +446,40 @@ class Outbox:
     async def note_progress(self, draft: Draft) -> None:
         """Catch-up passed rooms that owe this server nothing, without anything to send."""
         if draft.lsso is not None:
-            await self._move(draft.rooms_done, draft.lsso)
+            await self._move(TransactionRecord(lsso=draft.lsso), draft.rooms_done)
 
     async def _move(
-        self,
-        rooms_done: dict[str, int],
-        lsso: int | None,
-        outbox_ids: Sequence[int] = (),
-        pokes: Sequence[DevicePoke] = (),
-        *,
-        resync: bool = False,
+        self, record: TransactionRecord, rooms: Mapping[str, int], *, resync: bool = False
     ) -> None:
-        """Write progress down: rooms first, because LSSO passes what they still owe."""
-        if rooms_done:
-            if self._catch_up is None:
-                # It was frozen by a catch-up that is gone, and may not be all that is owed.
-                self._catch_up = await self._begin_catch_up()
-                if not self._catch_up.on_record:
-                    await self._put_on_record(self._catch_up)
-            if self._catch_up.on_record:
-                await self._context.store.catch_up_sent(self.destination, rooms_done)
-            self._catch_up.answered.update(rooms_done)
-        if lsso is not None or outbox_ids or pokes:
-            settlement = Settlement(
-                self.destination, lsso, tuple(outbox_ids), pokes=tuple(pokes), resync=resync
-            )
-            await self._context.homeserver.settle([settlement])
-        if lsso is not None:
-            self.lsso = self.stored_lsso = max(lsso, self.lsso or 0)
-            self.queue.settled(lsso)
+        """Write progress down; `rooms`: with catch-up, up to where each room is dealt with."""
+        if rooms and self._catch_up is None:
+            # It was frozen by a catch-up that is gone, and may not be all that is owed.
+            self._catch_up = await self._begin_catch_up()
+            if not self._catch_up.on_record:
+                await self._put_on_record(self._catch_up)
+        on_record = self._catch_up is not None and self._catch_up.on_record
+        await settle(
+            self._context.store,
+            self._context.homeserver,
+            self.destination,
+            record,
+            rooms=rooms if on_record else {},
+            resync=resync,
+        )
+        if self._catch_up is not None:
+            self._catch_up.answered.update(rooms)
+        if record.lsso is not None:
+            self.lsso = self.stored_lsso = max(record.lsso, self.lsso or 0)
+            self.queue.settled(record.lsso)
 
     # --- Quarantine -------------------------------------------------------------------------------
 
     def let_go(self, transaction: Transaction) -> bool:
         """Typing or presence that was refused alone is not worth a search, nor a place in
         quarantine, and goes; whether it was that."""
-        durable = transaction.pdus or transaction.outbox_ids or transaction.pokes
-        if durable or RECEIPT in transaction.edu_types:
+        record = transaction.record
+        durable = record.pdus or record.outbox or record.device_lists
+        if durable or RECEIPT in record.edus:
             return False
         self._count_dropped("refused", len(transaction.ephemeral))
         self.ephemeral.answered(transaction.ephemeral)
@@ -507,7 +496,7 @@ class Outbox:
         if not transaction.pdus:
             await self._context.store.quarantine_item(
                 destination=self.destination,
-                kind=next(iter(transaction.edu_types)),
+                kind=next(iter(transaction.record.edus)),
                 content=transaction.body,
                 reason=reason,
             )

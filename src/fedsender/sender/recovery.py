@@ -12,12 +12,12 @@ from typing import Any, TypeVar
 
 import trio
 
-from fedsender.ledger import EVERY_SERVER, Ledger, Line
+from fedsender.ledger import EVERY_SERVER, Ledger, Line, TransactionRecord
 from fedsender.runtime import Runtime
 from fedsender.sender import failure
 from fedsender.sender.attempt_log import cut_off
+from fedsender.sender.transaction import settle
 from fedsender.store import Store
-from fedsender.store.records import DevicePoke, Settlement
 from fedsender.store.sender import StoredGeneration
 
 T = TypeVar("T")
@@ -151,7 +151,7 @@ class _Recovery:
                 if self.is_mine(each.destination):
                     frozen[each.destination] = each.manifest["lsso_before"]
                     if each.ours:
-                        newest = max(newest, _newest(each.manifest))
+                        newest = max(newest, TransactionRecord.from_json(each.manifest).newest)
         return frozen, newest
 
     async def moved_without_us(
@@ -190,7 +190,8 @@ class _Recovery:
         what another sender left: it may have been ahead of us."""
         marks = (await self.store.sender.catch_up_marks()).items()
         caught_up = (mark for name, mark in marks if self.is_mine(name))
-        answered = (_newest(line) for line in self.ledger.last_words.values())
+        lines = self.ledger.last_words.values()
+        answered = (TransactionRecord.from_json(line).newest for line in lines)
         return max((*caught_up, *answered), default=-1)
 
     async def note_well(self) -> None:
@@ -206,22 +207,14 @@ class _Recovery:
         await _for_each(self.ledger.last_words.values(), note)
 
     async def settle(self, line: Mapping[str, Any]) -> None:
-        """Move what this recorded answer moves, as `Outbox.settle` would, or again."""
+        """Move what this recorded answer moves, for the first time or again."""
         store, name = self.store, line["destination"]
-        rooms: dict[str, int] = {}
-        for pdu in line["pdus"]:
-            if pdu["lane"] == "catch_up":
-                upto = pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
-                rooms[pdu["room_id"]] = max(upto, rooms.get(pdu["room_id"], 0))
-        if rooms and await store.sender.catch_up(name) is not None:
-            await store.sender.catch_up_sent(name, rooms)
-        pokes = tuple(DevicePoke(*poke) for poke in line.get("device_lists", ()))
-        outbox = tuple(line["outbox"])
-        await store.homeserver.settle([Settlement(name, line["lsso"], outbox, pokes=pokes)])
-        again = [pdu["event_id"] for pdu in line["pdus"] if pdu["lane"] == "redelivery"]
-        if again:
-            # Not what an operator has asked for since.
-            await store.sender.redelivered(name, again, upto_ms=line["ms"])
+        sent = TransactionRecord.from_json(line)
+        rooms = sent.rooms
+        if rooms and await store.sender.catch_up(name) is None:
+            rooms = {}
+        # No redelivery that an operator has asked for since.
+        await settle(store.sender, store.homeserver, name, sent, rooms=rooms, upto_ms=line["ms"])
         record = await store.sender.load_frozen(name)
         if record is not None and record.transaction_id == line["transaction_id"]:
             await store.sender.drop_frozen(name)
@@ -265,15 +258,3 @@ class _Recovery:
             if owed and owed[0][1] > lsso:
                 return None
         return f"LSSO is {lsso}, and was {before} when it was frozen"
-
-
-def _newest(sent: Mapping[str, Any]) -> int:
-    """The newest event of a transaction (its manifest, or its line) that was fanned out."""
-    orderings = (
-        # What stands in for others may be newer than all that was fanned out.
-        pdu.get("supersedes", (0, pdu["stream_ordering"]))[1]
-        for pdu in sent["pdus"]
-        if pdu["lane"] != "redelivery"
-    )
-    newest: int = max(-1, *orderings, sent["lsso"] or -1)
-    return newest

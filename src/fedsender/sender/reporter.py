@@ -3,7 +3,7 @@
 import structlog
 
 from fedsender.federation.client import Answer
-from fedsender.ledger import Line
+from fedsender.ledger import Line, TransactionRecord
 from fedsender.runtime import OutOfResources
 from fedsender.sender.admission import LACK_S
 from fedsender.sender.context import Context
@@ -39,61 +39,35 @@ class Reporter:
         Args:
             verdict: None: it was cut off, as `cut_off` says.
         """
-        if verdict is not None and verdict.outcome is Outcome.DELIVERED and transaction is not None:
-            self._answered(transaction, took_s, answer)
-            return
-        outcome = "unknown" if verdict is None else verdict.outcome.value
+        record = TransactionRecord() if transaction is None else transaction.record
+        delivered = verdict is not None and verdict.outcome is Outcome.DELIVERED
         line = Line(
             ms=self._context.runtime.now_ms(),
             destination=self._destination,
-            outcome=outcome,
+            outcome="unknown" if verdict is None else verdict.outcome.value,
             transaction_id=transaction.id if transaction else None,
             attempt=transaction.attempts if transaction else 0,
-            pdus=transaction.pdus if transaction else (),
-            edus=transaction.edu_types if transaction else None,
-            outbox=transaction.outbox_ids if transaction else (),
-            device_lists=transaction.pokes if transaction else (),
+            record=record,
             bytes=len(transaction.body) if transaction else 0,
             status=verdict.status if verdict else None,
             reason=verdict.reason or None if verdict else cut_off,
+            refused=answer.refused if answer else None,
+            lsso=record.lsso if delivered else None,
             took_ms=round(took_s * 1000),
-            reused=answer.reused if answer is not None else False,
+            reused=answer.reused if answer else False,
         )
-        self._record(line)
-        self._context.metrics.attempts.labels(outcome).inc()
-        if verdict is not None:
-            self._context.metrics.attempt_seconds.observe(took_s)
-
-    def _answered(self, transaction: Transaction, took_s: float, answer: Answer | None) -> None:
-        refused = answer.refused if answer is not None else {}
-        line = Line(
-            ms=self._context.runtime.now_ms(),
-            destination=self._destination,
-            outcome=Outcome.DELIVERED.value,
-            transaction_id=transaction.id,
-            attempt=transaction.attempts,
-            pdus=transaction.pdus,
-            edus=transaction.edu_types,
-            outbox=transaction.outbox_ids,
-            device_lists=transaction.pokes,
-            bytes=len(transaction.body),
-            status=200,
-            refused=refused,
-            lsso=transaction.lsso,
-            took_ms=round(took_s * 1000),
-            reused=answer.reused if answer is not None else False,
-        )
-        self._record(line)
-        self._delivered.inc()
-        metrics = self._context.metrics
-        metrics.attempt_seconds.observe(took_s)
-        metrics.delivery_seconds.observe(max(0, line.ms - transaction.frozen_ms) / 1000)
-        self._count(transaction, refused=len(refused))
-
-    def _record(self, line: Line) -> None:
         self._context.ledger.record(line)
+        metrics = self._context.metrics
         if self._context.ledger.failing is None:
-            self._context.metrics.ledger_lines.inc()
+            metrics.ledger_lines.inc()
+        if verdict is not None:
+            metrics.attempt_seconds.observe(took_s)
+        if delivered and transaction is not None:
+            self._delivered.inc()
+            metrics.delivery_seconds.observe(max(0, line.ms - transaction.frozen_ms) / 1000)
+            self._count(transaction, refused=len(line.refused or ()))
+        else:
+            metrics.attempts.labels(line.outcome).inc()
 
     def _count(self, transaction: Transaction, *, refused: int) -> None:
         metrics = self._context.metrics
@@ -104,7 +78,7 @@ class Reporter:
             metrics.refused_pdus.inc(refused)
         last_pdu_ms = transaction.frozen_ms if transaction.pdus else None
         metrics.delivered_to(self._destination, len(transaction.pdus), last_pdu_ms)
-        for edu_type, count in transaction.edu_types.items():
+        for edu_type, count in transaction.record.edus.items():
             metrics.sent_edus.inc(count)
             metrics.sent_edus_by_type.labels(edu_type).inc(count)
 

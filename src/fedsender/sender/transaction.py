@@ -10,10 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedsender.ledger import SentPdu
+from fedsender.ledger import DevicePoke, SentPdu, TransactionRecord
 from fedsender.matrix import Pdu, canonical_json
 from fedsender.sender.isolation import Item
-from fedsender.store.records import DevicePoke
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.records import Settlement
+from fedsender.store.sender import SenderStore
 
 _ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'
 Key = tuple[str, ...]
@@ -171,11 +173,12 @@ class Transaction:
 
     Attributes:
         body: the exact bytes of the request's body.
-        lsso: where an answer moves the destination's low-water mark; None: nowhere.
+        record: its contents, and what an answer moves on record.
         lsso_before: the mark when it was frozen. Another value in the database means that somebody
             else has sent for us since, and the transaction must not be repeated; but for the first
             mark that we give a server that had none.
-        rooms_done: with catch-up, room -> the stream ordering answered there.
+        rooms_done: with catch-up, room -> the stream ordering answered there. Of one that was
+            read back, what its PDUs prove; catch-up looks at the rest again.
         receipts_upto: with a debt of receipts, the stream id up to which it is paid.
         saved: whether its record is durable.
         edu_marks: of its EDUs, one of each, once `drafted` is gone.
@@ -185,21 +188,22 @@ class Transaction:
 
     id: str
     body: bytes
-    pdus: Sequence[SentPdu]
-    edu_types: Mapping[str, int]
-    outbox_ids: Sequence[int]
-    pokes: Sequence[DevicePoke]
-    ephemeral: Sequence[tuple[Key, int]]
-    receipts_upto: int | None
-    lsso: int | None
-    lsso_before: int | None
-    rooms_done: dict[str, int]
+    record: TransactionRecord
     frozen_ms: int
+    lsso_before: int | None
+    rooms_done: Mapping[str, int]
+    ephemeral: Sequence[tuple[Key, int]] = ()
+    receipts_upto: int | None = None
     edu_marks: Sequence[str] = ()
     attempts: int = 0
     saved: bool = False
     answered: bool = False
     drafted: Draft | None = None
+
+    @property
+    def pdus(self) -> Sequence[SentPdu]:
+        """The PDUs of its record."""
+        return self.record.pdus
 
     @property
     def put_away(self) -> bool:
@@ -243,14 +247,9 @@ class Transaction:
     def manifest(self) -> dict[str, Any]:
         """What is stored beside the body."""
         return {
-            "pdus": [pdu.as_json() for pdu in self.pdus],
-            "edu_types": dict(self.edu_types),
+            **self.record.as_json(),
             "edu_marks": list(self._marks),
-            "outbox_ids": list(self.outbox_ids),
-            "device_lists": [list(poke) for poke in self.pokes],
-            "lsso": self.lsso,
             "lsso_before": self.lsso_before,
-            "rooms_done": dict(self.rooms_done),
         }
 
 
@@ -289,53 +288,69 @@ def freeze(
     return Transaction(
         id=transaction_id,
         body=body,
-        pdus=[outgoing.as_sent() for outgoing in draft.pdus],
-        edu_types=Counter(edu.edu_type for edu in draft.edus),
-        outbox_ids=[row for edu in draft.edus for row in edu.outbox_ids],
-        pokes=[poke for edu in draft.edus for poke in edu.pokes],
-        ephemeral=[key for edu in draft.edus for key in edu.keys],
-        receipts_upto=draft.receipts_upto,
-        lsso=draft.lsso,
+        record=TransactionRecord(
+            pdus=[outgoing.as_sent() for outgoing in draft.pdus],
+            edus=Counter(edu.edu_type for edu in draft.edus),
+            outbox=[row for edu in draft.edus for row in edu.outbox_ids],
+            device_lists=[poke for edu in draft.edus for poke in edu.pokes],
+            lsso=draft.lsso,
+        ),
+        frozen_ms=now_ms,
         lsso_before=lsso_before,
         rooms_done=draft.rooms_done,
-        frozen_ms=now_ms,
+        ephemeral=[key for edu in draft.edus for key in edu.keys],
+        receipts_upto=draft.receipts_upto,
         drafted=draft,
-    )
-
-
-def sent_pdu(entry: Mapping[str, Any]) -> SentPdu:
-    """What `SentPdu.as_json` made an entry of."""
-    supersedes = entry.get("supersedes")
-    return SentPdu(
-        entry["event_id"],
-        entry["room_id"],
-        entry["stream_ordering"],
-        entry["lane"],
-        None if supersedes is None else (supersedes[0], supersedes[1]),
     )
 
 
 def thaw(
     transaction_id: str, body: bytes, manifest: Mapping[str, Any], frozen_ms: int, attempts: int
 ) -> Transaction:
-    """The transaction that a record describes. Ephemeral EDUs in it are no longer in any lane."""
+    """The transaction that a row describes. Ephemeral EDUs in it are no longer in any lane."""
+    record = TransactionRecord.from_json(manifest)
     return Transaction(
         id=transaction_id,
         body=body,
-        pdus=[sent_pdu(pdu) for pdu in manifest["pdus"]],
-        edu_types=manifest["edu_types"],
-        edu_marks=manifest["edu_marks"],
-        outbox_ids=manifest["outbox_ids"],
-        pokes=[DevicePoke(*poke) for poke in manifest.get("device_lists", ())],
-        ephemeral=(),
-        receipts_upto=None,
-        lsso=manifest["lsso"],
-        lsso_before=manifest["lsso_before"],
-        rooms_done=manifest["rooms_done"],
+        record=record,
         frozen_ms=frozen_ms,
+        lsso_before=manifest["lsso_before"],
+        rooms_done=record.rooms,
+        edu_marks=manifest["edu_marks"],
         attempts=attempts,
         saved=True,
     )
+
+
+async def settle(
+    store: SenderStore,
+    homeserver: HomeserverStore,
+    destination: str,
+    record: TransactionRecord,
+    *,
+    rooms: Mapping[str, int],
+    upto_ms: int | None = None,
+    resync: bool = False,
+) -> None:
+    """Write down all that an answer to this transaction moves; once more does no harm.
+
+    Args:
+        rooms: with a catch-up on record, up to where each room is dealt with.
+        upto_ms: redeliveries that were asked for later stay, in milliseconds since the epoch; None:
+            there are none.
+        resync: its device lists never arrived; see `Settlement`.
+
+    Raises StoreError.
+    """
+    if rooms:
+        # Rooms first, because LSSO passes what they still owe.
+        await store.catch_up_sent(destination, rooms)
+    if record.lsso is not None or record.outbox or record.device_lists:
+        outbox, pokes = tuple(record.outbox), tuple(record.device_lists)
+        moved = Settlement(destination, record.lsso, outbox, pokes=pokes, resync=resync)
+        await homeserver.settle([moved])
+    if record.redelivered:
+        await store.redelivered(destination, record.redelivered, upto_ms=upto_ms)
 
 
 class TransactionIds:

@@ -19,6 +19,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, select
 
+from fedsender.ledger import DevicePoke
 from fedsender.store import tables
 from fedsender.store.engine import Database, reading, reading_together
 from fedsender.store.event_rows import json_object
@@ -26,7 +27,6 @@ from fedsender.store.records import (
     CrossSigning,
     Device,
     DeviceChanges,
-    DevicePoke,
     HomeserverSettings,
     PresenceState,
     Receipt,

@@ -12,9 +12,10 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, func, select, tuple_, update
 
 from fedsender.facts import DeviceListRow, RelayRow, ServersRow, SigningKeyRow, ToDeviceRow
+from fedsender.ledger import DevicePoke
 from fedsender.store import positions, tables
 from fedsender.store.engine import StoreError
-from fedsender.store.records import DevicePoke, Receipt
+from fedsender.store.records import Receipt
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows, upsert
 from fedsender.streams import HostsRow, PduRow, RedactionRow
 

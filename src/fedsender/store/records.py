@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+
+from fedsender.ledger import DevicePoke
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +105,6 @@ class Lagging:
     lsso: int | None
     rooms: int
     owes_keys: bool
-
-
-class DevicePoke(NamedTuple):
-    """A row of `device_lists_outbound_pokes`: a server is to hear of a user's device or key."""
-
-    stream_id: int
-    user_id: str
-    device_id: str
 
 
 @dataclass(frozen=True, slots=True)

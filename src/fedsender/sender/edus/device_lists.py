@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedsender.ledger import DevicePoke
 from fedsender.matrix import canonical_json
 from fedsender.sender.transaction import Edu
-from fedsender.store.records import CrossSigning, Device, DeviceChanges, DevicePoke
+from fedsender.store.records import CrossSigning, Device, DeviceChanges
 
 DEVICE_LIST = "m.device_list_update"
 SIGNING_KEYS = ("m.signing_key_update", "org.matrix.signing_key_update")
