@@ -16,7 +16,6 @@ from tests.store.conftest import NewUrl
 from fedsender.runtime import real_runtime
 from fedsender.store import (
     LockHeld,
-    SenderStore,
     StoreConfig,
     StoreError,
     WrongDatabase,
@@ -26,9 +25,7 @@ from fedsender.store import (
 )
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings
-from fedsender.store.lock import InstanceLock
 from fedsender.store.migrations import Line, SchemaDiffers
-from fedsender.store.records import FrozenManifest
 
 ROOT = Path(__file__).parents[2]
 LINES: list[Line] = ["homeserver", "sender"]
@@ -188,7 +185,7 @@ def test_alembic_itself_can_be_used_from_the_source_tree(tmp_path: Path) -> None
         ).stdout
 
     alembic("upgrade", "sender@head")
-    assert alembic("current") == "sender_0004 (head)\n"
+    assert alembic("current") == "sender_0001 (head)\n"
     alembic("downgrade", "sender@base")
     assert alembic("current") == ""
 
@@ -250,8 +247,8 @@ async def test_a_daemon_does_not_start_on_tables_that_were_migrated_meanwhile(
     """Between the look at the tables and the lock that forbids it, somebody may have done so."""
     settings = embedded(new_url(), tmp_path)
     async with open_store(settings, real_runtime()) as store:
-        monkeypatch.setattr(migrations, "head", lambda line: f"{line}_0001")
-        with pytest.raises(SchemaDiffers, match="not of version sender_0001"):
+        monkeypatch.setattr(migrations, "head", lambda line: f"{line}_0002")
+        with pytest.raises(SchemaDiffers, match="not of version sender_0002"):
             await store.sender.take_lock("fed1", "boot1")
 
 
@@ -262,53 +259,23 @@ def test_the_newest_version_is_told_by_the_names_of_files(line: Line) -> None:
     assert script.get_heads() == [migrations.head(line)]
 
 
-async def test_old_records_survive_and_belong_to_nobody(new_url: NewUrl, tmp_path: Path) -> None:
-    """The migration that notes whose a record is; SQLite's quarantine is made anew in it."""
-    url = new_url()
-    async with open_database(url, real_runtime(), name="test") as database:
-        await database.write(partial(migrations.upgrade, line="sender", to="sender_0002"))
-        await database.write(
-            lambda connection: connection.execute(
-                text(
-                    "INSERT INTO quarantine (id, destination, kind, event_id, reason, at_ms)"
-                    " VALUES (7, 'one.example', 'pdu', '$1', 'why', 5)"
-                )
-            )
-        )
-    async with open_store(embedded(url, tmp_path), real_runtime()) as store:
-        assert [item.id for item in await store.sender.quarantine_list(None, 9)] == [7]
-        (foreign,) = await store.sender.foreign_records(lambda _: "fed1")
-        assert (foreign.holder, foreign.records) == (None, {"quarantine": 1})
-        taken = await store.sender.take_over_records(lambda _: True, ["fed1"])
-        assert taken.taken == {None: 1}
-        assert await store.sender.foreign_records(lambda _: "fed1") == []
-
-
-async def test_what_all_senders_held_back_as_one_belongs_to_each_of_them(
+async def test_tables_of_an_unknown_version_are_refused_and_left_as_they_are(
     new_url: NewUrl, tmp_path: Path
 ) -> None:
-    """From before the list of senders was noted: who shared a database shared these. And what was
-    frozen then, whoever holds it froze himself."""
+    """Newer than this version; or of before the first release, whose scripts are no more."""
     url = new_url()
+    settings = embedded(url, tmp_path)
+    await upgrade_databases(settings, real_runtime())
     async with open_database(url, real_runtime(), name="test") as database:
-        await database.write(partial(migrations.upgrade, line="sender", to="sender_0003"))
-        for statement in (
-            "INSERT INTO quarantine (id, kind, event_id, room_id, stream_ordering, reason, at_ms,"
-            " instance_name) VALUES (7, 'pdu', '$1', '!r', 4, 'why', 5, 'fed1')",
-            "INSERT INTO frozen_transactions VALUES ('one', 't1', '{}', '{}', 5, 1, 'fed1')",
-            "INSERT INTO catch_ups VALUES ('one', 4, FALSE, 'fed1')",
-        ):
-            await database.write(partial(Connection.execute, statement=text(statement)))
-    async with open_store(embedded(url, tmp_path), real_runtime()) as store:
-        assert await store.sender.frozen_page("", 9) == [FrozenManifest("one", {}, ours=True)]
-        assert await store.sender.catch_up_marks() == {"one": 4}
-        assert await store.sender.last_list() == []
-        await store.sender.follow_list(["fed1", "fed2"])
-        other = SenderStore(store.sender._database, real_runtime(), InstanceLock([]), "fed2")
-        (item,) = await store.sender.quarantine_list(None, 9)
-        assert (item.id, item.event_id) == (7, "$1")
-        there = [each.event_id for each in await other.quarantine_list(None, 9)]
-        assert there == (["$1"] if store.sender.shared else [])
+        change = "UPDATE fedsender_sender_version SET version_num = 'sender_0004'"
+        await database.write(lambda connection: connection.execute(text(change)))
+        before = await database.read(table_names)
+        with pytest.raises(SchemaDiffers, match="sender tables are of version sender_0004"):
+            await upgrade_databases(settings, real_runtime())
+        with pytest.raises(SchemaDiffers, match="sender tables are of version sender_0004"):
+            async with open_store(settings, real_runtime()):
+                pass
+        assert await database.read(table_names) == before
 
 
 async def test_an_id_of_quarantine_is_never_given_again(new_url: NewUrl, tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ def upgrade() -> None:
             nullable=False,
             comment="stream ordering answered in this room",
         ),
+        sa.Column(
+            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
+        ),
         sa.PrimaryKeyConstraint("destination", "room_id"),
     )
     op.create_table(
@@ -31,6 +34,15 @@ def upgrade() -> None:
         sa.Column("destination", sa.Text(), nullable=False),
         sa.Column("floor", sa.BigInteger(), nullable=False, comment="LSSO when it began"),
         sa.Column("newest_only", sa.Boolean(), nullable=False, comment="LSSO was unknown: no gaps"),
+        sa.Column(
+            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
+        ),
+        sa.Column(
+            "taken_from",
+            sa.Text(),
+            nullable=True,
+            comment="who wrote it, if its holder took it over as it is",
+        ),
         sa.PrimaryKeyConstraint("destination"),
     )
     op.create_table(
@@ -48,6 +60,15 @@ def upgrade() -> None:
         ),
         sa.Column("frozen_ms", sa.BigInteger(), nullable=False),
         sa.Column("attempts", sa.Integer(), nullable=False),
+        sa.Column(
+            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
+        ),
+        sa.Column(
+            "taken_from",
+            sa.Text(),
+            nullable=True,
+            comment="who wrote it, if its holder took it over as it is",
+        ),
         sa.PrimaryKeyConstraint("destination"),
     )
     op.create_table(
@@ -68,7 +89,12 @@ def upgrade() -> None:
     )
     op.create_table(
         "quarantine",
-        sa.Column("id", ROW_ID, autoincrement=True, nullable=False),
+        sa.Column(
+            "id",
+            ROW_ID,
+            autoincrement=True,
+            nullable=False,
+        ),
         sa.Column(
             "destination", sa.Text(), nullable=True, comment="NULL: an event that no server got"
         ),
@@ -84,13 +110,42 @@ def upgrade() -> None:
         ),
         sa.Column("reason", sa.Text(), nullable=False),
         sa.Column("at_ms", sa.BigInteger(), nullable=False),
+        sa.Column(
+            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
+        ),
         sa.PrimaryKeyConstraint("id"),
         sa.UniqueConstraint(
             "destination", "event_id", name=op.f("quarantine_destination_event_id_key")
         ),
+        sqlite_autoincrement=True,
     )
-    op.create_index(op.f("quarantine_destination_idx"), "quarantine", ["destination"], unique=False)
-    op.create_index(op.f("quarantine_room_id_idx"), "quarantine", ["room_id"], unique=False)
+    op.create_index(op.f("quarantine_destination_idx"), "quarantine", ["destination"])
+    op.create_index(op.f("quarantine_room_id_idx"), "quarantine", ["room_id"])
+    op.create_table(
+        "receipt_debts",
+        sa.Column("destination", sa.Text(), nullable=False),
+        sa.Column(
+            "stream_id",
+            sa.BigInteger(),
+            nullable=False,
+            comment="it is owed receipts above this one",
+        ),
+        sa.Column(
+            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
+        ),
+        sa.PrimaryKeyConstraint("destination"),
+    )
+    op.create_table(
+        "receipt_positions",
+        sa.Column("instance_name", sa.Text(), nullable=False),
+        sa.Column(
+            "stream_id",
+            sa.BigInteger(),
+            nullable=False,
+            comment="up to here each receipt is answered, or covered by receipt_debts",
+        ),
+        sa.PrimaryKeyConstraint("instance_name"),
+    )
     op.create_table(
         "redeliveries",
         sa.Column("destination", sa.Text(), nullable=False),
@@ -98,7 +153,21 @@ def upgrade() -> None:
         sa.Column("room_id", sa.Text(), nullable=False),
         sa.Column("stream_ordering", sa.BigInteger(), nullable=False),
         sa.Column("added_ms", sa.BigInteger(), nullable=False),
+        sa.Column(
+            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
+        ),
         sa.PrimaryKeyConstraint("destination", "event_id"),
+    )
+    op.create_table(
+        "sender_list",
+        sa.Column("instance_name", sa.Text(), nullable=False),
+        sa.Column(
+            "place",
+            sa.Integer(),
+            nullable=False,
+            comment="in the list by which all senders last ran",
+        ),
+        sa.PrimaryKeyConstraint("instance_name"),
     )
     op.create_table(
         "server_states",
@@ -143,10 +212,7 @@ def upgrade() -> None:
             comment="for a poisonous PDU: sender.isolation",
         ),
         sa.Column(
-            "edu_search",
-            sa.JSON(none_as_null=True),
-            nullable=True,
-            comment="the same among EDUs",
+            "edu_search", sa.JSON(none_as_null=True), nullable=True, comment="the same among EDUs"
         ),
         sa.Column(
             "paused", sa.Text(), nullable=True, comment="an operator's reason; NULL: not paused"
@@ -154,13 +220,19 @@ def upgrade() -> None:
         sa.Column(
             "parked", sa.Text(), nullable=True, comment="why nothing is tried; NULL: not parked"
         ),
+        sa.Column(
+            "instance_name", sa.Text(), nullable=True, comment="whose record it is; NULL: unknown"
+        ),
         sa.PrimaryKeyConstraint("destination"),
     )
 
 
 def downgrade() -> None:
     op.drop_table("server_states")
+    op.drop_table("sender_list")
     op.drop_table("redeliveries")
+    op.drop_table("receipt_positions")
+    op.drop_table("receipt_debts")
     op.drop_table("quarantine")
     op.drop_table("instance_lock")
     op.drop_table("generation")

@@ -53,12 +53,14 @@ def head(line: Line) -> str:
 
 def is_newest(connection: Connection, line: Line) -> bool:
     """Whether the line's tables are of the newest version, by what Alembic has noted."""
+    return _versions(connection, line) == {head(line)}
+
+
+def _versions(connection: Connection, line: Line) -> set[str]:
     table = f"fedsender_{line}_version"
     if not inspect(connection).has_table(table):
-        return False
-    return set(connection.execute(text(f"SELECT version_num FROM {table}")).scalars()) == {
-        head(line)
-    }
+        return set()
+    return set(connection.execute(text(f"SELECT version_num FROM {table}")).scalars())
 
 
 def refuse_old_tables(connection: Connection, line: Line) -> None:
@@ -112,16 +114,26 @@ def alembic_config(line: Line) -> "Config":
     return config
 
 
-def upgrade(connection: Connection, line: Line, to: str = "head") -> None:
-    """Bring the line's tables to the newest version, in the connection's transaction."""
+def upgrade(connection: Connection, line: Line) -> None:
+    """Bring the line's tables to the newest version, in the connection's transaction.
+
+    Raises SchemaDiffers: they are of a version that this one has no script for.
+    """
     from alembic import command
 
+    files = (path.name for path in (scripts() / line / "versions").glob("[0-9]*_*.py"))
+    known = {f"{line}_{name.split('_')[0]}" for name in files}
+    if unknown := _versions(connection, line) - known:
+        raise SchemaDiffers(
+            f"the {line} tables are of version {', '.join(sorted(unknown))}: they are newer than"
+            " this fedsender, or older than its first release"
+        )
     if connection.dialect.name == "postgresql":
         connection.execute(text("SET LOCAL statement_timeout = 0"))
     config = alembic_config(line)
     config.attributes["connection"] = connection
     with _ONE_AT_A_TIME:
-        command.upgrade(config, to)
+        command.upgrade(config, "head")
 
 
 def revise(connection: Connection, line: Line, message: str) -> None:
