@@ -42,6 +42,7 @@ from fedsender.segments import (
     torn_segments,
 )
 from fedsender.streams import Watermark
+from fedsender.waiting import Signal
 
 __all__ = [
     "DevicePoke",
@@ -262,10 +263,10 @@ class Ledger:
         self._size = 0
         self._torn = False
         self.failing: str | None = None
-        self.failed = trio.Event()
-        """Set, and replaced by another, whenever it begins to take no lines."""
-        self.closed = trio.Event()
-        """Set, and replaced by another, whenever a segment has been closed."""
+        self.failed = Signal()
+        """Set whenever it begins to take no lines."""
+        self.closed = Signal()
+        """Set whenever a segment has been closed."""
         self.torn: list[Path] = []
         """Segments that the last daemon left open when it was killed."""
         self.last_words: dict[str, dict[str, Any]] = {}
@@ -301,7 +302,6 @@ class Ledger:
             if self.failing is None:
                 log.error("ledger takes no lines", directory=str(self._directory), error=str(error))
                 self.failed.set()
-                self.failed = trio.Event()
             self.failing = str(error)
         else:
             self.recover()
@@ -367,7 +367,6 @@ class Ledger:
                 # The next start of this instance closes it, if it is there at all.
                 log.error("ledger segment stays open", path=str(path), error=str(error))
             self.closed.set()
-            self.closed = trio.Event()
 
     def close_torn(self) -> None:
         """What the last daemon's open segments say is in the databases now: close them."""
@@ -426,13 +425,12 @@ async def open_ledger(
 
     async def sweep_for_ever(ledger: Ledger) -> None:
         while True:
-            closed = ledger.closed
             try:
                 await runtime.run_sync(sweep, limiter=limiter)
             except OSError as error:
                 log.warning("old ledger segments stay", error=str(error))
             with trio.move_on_after(SWEEP_SECONDS):
-                await closed.wait()
+                await ledger.closed.wait()
 
     def write_something() -> None:
         with TemporaryFile(dir=directory, buffering=0) as file:

@@ -9,6 +9,7 @@ import structlog
 import trio
 
 from fedsender.systemd import Notifier
+from fedsender.waiting import Signal
 
 log = structlog.get_logger()
 
@@ -23,14 +24,14 @@ class Signals:
     Attributes:
         patience_s: how long a stop may take, in seconds, once there is something to drain.
         stop: SIGTERM or SIGINT has come.
-        reload: SIGHUP has come; a new event takes its place when it is obeyed.
+        reload: SIGHUP has come.
         life: ends a start that is told to stop, and a stop that takes too long.
         started: there is something to drain.
     """
 
     patience_s: float
     stop: trio.Event = field(default_factory=trio.Event)
-    reload: trio.Event = field(default_factory=trio.Event)
+    reload: Signal = field(default_factory=Signal)
     life: trio.CancelScope = field(default_factory=trio.CancelScope)
     started: bool = False
 
@@ -48,7 +49,6 @@ class Signals:
     async def told_to_reload(self) -> None:
         """Wait for the next SIGHUP; those that came meanwhile count as one."""
         await self.reload.wait()
-        self.reload = trio.Event()
 
     def exit_code(self, notifier: Notifier, unfinished: str) -> int:
         """0: it has stopped as it should, or before it had begun. 1: the stop took too long.

@@ -50,7 +50,7 @@ class Watermark:
 
     def __init__(self, value: int = 0) -> None:
         self.value = value
-        self._moved = trio.Event()
+        self._moved = trio.lowlevel.ParkingLot()
 
     def __repr__(self) -> str:
         return f"<Watermark {self.value}>"
@@ -59,14 +59,13 @@ class Watermark:
         """Raise the position to `value`; a lower or equal one changes nothing."""
         if value > self.value:
             self.value = value
-            self._moved.set()
-            self._moved = trio.Event()
+            self._moved.unpark_all()
 
     async def wait_past(self, seen: int) -> int:
         """Wait until the position is above `seen` and return it; always a checkpoint."""
         await trio.lowlevel.checkpoint()
         while self.value <= seen:
-            await self._moved.wait()
+            await self._moved.park()
         return self.value
 
 

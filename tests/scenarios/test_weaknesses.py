@@ -11,7 +11,7 @@ from tests.sender.harness import World
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock
 
-from fedsender.sender.queue import EphemeralQueue
+from fedsender.sender.queues import EphemeralQueue
 from fedsender.sender.transaction import Draft
 from fedsender.store import tables
 

@@ -26,7 +26,7 @@ from fedsender.sender.admission import (
     site_of,
 )
 from fedsender.sender.context import Phase
-from fedsender.sender.exchange import Exchange
+from fedsender.sender.destination import Exchange
 from fedsender.sender.failure import Outcome
 from fedsender.sender.transaction import Draft, Transaction, freeze
 

@@ -17,13 +17,13 @@ from fedsender.config import Policy
 from fedsender.federation.client import Answer
 from fedsender.matrix import Pdu
 from fedsender.sender.sender import Sender
-from fedsender.sender.supervise import supervise
 from fedsender.store import StoreError, tables
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import FrozenRecord, Lagging, PresenceState
 from fedsender.store.sender import SenderStore
 from fedsender.streams import RedactionRow
 from fedsender.telemetry import Metrics
+from fedsender.waiting import supervise
 
 R1, R2 = "!1:hs.example", "!2:hs.example"
 A, B = "a.example", "b.example"
@@ -64,7 +64,7 @@ async def test_a_loop_goes_on_after_errors_and_ends_when_it_is_cancelled(
         raise ValueError("no")
 
     with trio.move_on_after(100) as scope:
-        await supervise(failing, "failing", metrics, troubles)
+        await supervise(failing, "failing", metrics.crashes.inc, troubles)
 
     assert scope.cancelled_caught
     assert troubles == {"failing": began[-1]}

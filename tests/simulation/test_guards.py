@@ -14,7 +14,7 @@ from fedsender.sender import failure
 from fedsender.sender.admission import Admission, Lane
 from fedsender.sender.destination import Destination
 from fedsender.sender.outbox import Outbox
-from fedsender.sender.queue import PduQueue
+from fedsender.sender.queues import PduQueue
 from fedsender.sender.sender import Sender
 from fedsender.sender.transaction import Transaction
 from fedsender.simulation import simulate

@@ -17,6 +17,7 @@ import trio
 
 from fedsender.federation.transport import Connection, Header
 from fedsender.runtime import Network
+from fedsender.waiting import Signal
 
 # How often idle connections are looked at, and how old one is before it is looked at first.
 _LOOK_EVERY_S: Final = 5.0
@@ -61,7 +62,7 @@ class Connections:
         self._precious: dict[str, Live] = {}
         # Given up but not closed: closing needs an await, and not everybody who gives up has one.
         self._unwanted: list[Connection] = []
-        self._something_to_do = trio.Event()
+        self._something_to_do = Signal()
 
     @property
     def open(self) -> int:
@@ -150,7 +151,6 @@ class Connections:
         while True:
             await self._close_unwanted()
             if not self.idle:
-                self._something_to_do = trio.Event()
                 await self._something_to_do.wait()
                 continue
             await trio.sleep(_LOOK_EVERY_S)

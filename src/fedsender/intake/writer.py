@@ -19,6 +19,7 @@ from fedsender.facts import BadRow, Elsewhere, KeyReused, Prepared, RoomServers
 from fedsender.intake.intake import Call, Full
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import StoreError, WrongValues
+from fedsender.waiting import Signal
 
 log = structlog.get_logger()
 
@@ -61,7 +62,7 @@ class Writer:
         self._store = store
         self._stored = stored
         self._waiting = _Queue()
-        self._arrived = trio.Event()
+        self._arrived = Signal()
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -69,7 +70,6 @@ class Writer:
     async def news(self) -> None:
         """Wait until something waits to be stored, or somebody says `wake`."""
         await self._arrived.wait()
-        self._arrived = trio.Event()
 
     def wake(self) -> None:
         """Have who waits for news look."""
@@ -168,7 +168,7 @@ class _Queue:
         self._queue: deque[_Item] = deque()
         self._bytes = 0
         self._by_key: dict[bytes, _Item] = {}
-        self._room = trio.Event()
+        self._room = trio.lowlevel.ParkingLot()
 
     def __bool__(self) -> bool:
         return bool(self._queue)
@@ -176,7 +176,7 @@ class _Queue:
     async def room(self) -> None:
         """Wait until there is room for more."""
         while self._bytes >= WAITING_BYTES:
-            await self._room.wait()
+            await self._room.park()
 
     def enqueue(self, records: Sequence[tuple[bytes, Prepared]]) -> Call:
         """Put records in the queue that are not in it yet.
@@ -245,5 +245,4 @@ class _Queue:
 
     def _made_room(self, size: int) -> None:
         self._bytes -= size
-        self._room.set()
-        self._room = trio.Event()
+        self._room.unpark_all()

@@ -23,6 +23,7 @@ from fedsender.relay.snapshots import Shelf
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.store.relay import RelayStore
+from fedsender.waiting import Signal
 
 log = structlog.get_logger()
 
@@ -92,7 +93,7 @@ class Retention:
         self._limits = limits
         self._free_in = free
         self._limiter = trio.CapacityLimiter(1)
-        self._kicked = trio.Event()
+        self._kicked = Signal()
         self._tidy_at = 0.0
         self._clock = self._clock_says()
         self._jumped_at = float("-inf")
@@ -114,7 +115,6 @@ class Retention:
             await trio.sleep(AT_LEAST_S)
             with trio.move_on_after(EVERY_S - AT_LEAST_S):
                 await self._kicked.wait()
-            self._kicked = trio.Event()
 
     async def tidy(self) -> None:
         """One look; raises OSError, StoreError."""

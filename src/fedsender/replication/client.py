@@ -41,7 +41,7 @@ from fedsender.replication.commands import (
     Server,
     Shard,
 )
-from fedsender.replication.endpoint import Disconnected, Endpoint, Pauses, connect
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.parsing import BadLine
 from fedsender.replication.protocol import Batches
 from fedsender.replication.relay_rows import parse_record, redacted_in, tell_ephemeral
@@ -52,6 +52,7 @@ from fedsender.store.embedded import FeedError
 from fedsender.store.records import Receipt
 from fedsender.store.relay_load import Handles
 from fedsender.streams import Json
+from fedsender.waiting import Pauses
 
 log = structlog.get_logger()
 
@@ -212,7 +213,7 @@ class LineFeed(Feed):
         self._told: str | None = None
         self._batches = Batches(max_bytes=MAX_UNSTORED_BYTES)
         self._pauses = Pauses(
-            runtime.random, first=self.first_pause_s, ceiling=self.longest_pause_s
+            runtime.random, first=self.first_pause_s, longest=self.longest_pause_s
         )
 
     def _status(self) -> FeedStatus:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import random
 import ssl
 from dataclasses import dataclass
 
@@ -87,27 +86,3 @@ async def _addresses(host: str, runtime: Runtime) -> list[str]:
     if not found and missing is not None:
         raise missing
     return found
-
-
-class Pauses:
-    """How long to wait before the next try: from `first` seconds, doubling, to `ceiling`.
-
-    Jitter takes up to half off, so that many clients of a restarted server do not come at once.
-    """
-
-    def __init__(self, rng: random.Random, *, first: float, ceiling: float) -> None:
-        self._random = rng
-        self._first = first
-        self._ceiling = ceiling
-        self.failures = 0
-
-    def reset(self) -> None:
-        """What was wanted has been reached: begin with the shortest pause again."""
-        self.failures = 0
-
-    def next(self) -> float:
-        """The pause after one more failure, in seconds."""
-        # 2**30 is past any ceiling; a larger exponent only costs.
-        longest = min(self._ceiling, self._first * 2.0 ** min(self.failures, 30))
-        self.failures += 1
-        return longest * self._random.uniform(0.5, 1.0)

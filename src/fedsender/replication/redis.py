@@ -20,7 +20,7 @@ import tenacity
 import trio
 
 from fedsender.replication.commands import Command, Rdata
-from fedsender.replication.endpoint import Disconnected, Endpoint, Pauses, connect
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
 from fedsender.replication.protocol import BadLine, Dialect, format_command, parse_command
 from fedsender.replication.resp import (
     NEED_DATA,
@@ -31,6 +31,7 @@ from fedsender.replication.resp import (
     request,
 )
 from fedsender.runtime import Runtime
+from fedsender.waiting import Pauses
 
 log = structlog.get_logger()
 
@@ -154,7 +155,7 @@ class RedisLink:
         self._nursery = nursery
         self._session: _Session | None = None
         self._publishing = trio.Lock()
-        self._pauses = Pauses(runtime.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
+        self._pauses = Pauses(runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
         self._retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(Disconnected),
             wait=lambda _state: self._pauses.next(),

@@ -48,7 +48,7 @@ from fedsender.replication.commands import (
     Resync,
     Snapshot,
 )
-from fedsender.replication.endpoint import Disconnected, Pauses
+from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.relay_fetch import Fetcher, FetchFailed, read_rows
 from fedsender.replication.sink import FeedStatus, Sink
 from fedsender.replication.wire import Wire
@@ -56,6 +56,7 @@ from fedsender.runtime import Runtime
 from fedsender.snapshot import BadSnapshot, Row
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
+from fedsender.waiting import Pauses
 
 log = structlog.get_logger()
 
@@ -139,7 +140,7 @@ class RelayFeed(EmbeddedFeed):
         self._epoch = ""
         self._acked_at = 0.0
         self._join_pauses = Pauses(
-            runtime.random, first=FIRST_JOIN_PAUSE_S, ceiling=LONGEST_JOIN_PAUSE_S
+            runtime.random, first=FIRST_JOIN_PAUSE_S, longest=LONGEST_JOIN_PAUSE_S
         )
 
     def _status(self) -> FeedStatus:

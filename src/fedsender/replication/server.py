@@ -58,6 +58,7 @@ from fedsender.replication.parsing import BadLine, Dialect
 from fedsender.replication.wire import OTHERS, PING_EVERY_S, SEND_PIECE, PeerKind, TooSlow, Wire
 from fedsender.runtime import Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Json, Watermark
+from fedsender.waiting import pause_s
 
 log = structlog.get_logger()
 
@@ -530,7 +531,7 @@ class LineServer(ABC, Generic[S]):
             self._wrong_lately = 0
         self.counts.wrong_secrets += 1
         self._wrong_at = now
-        pause = min(LONGEST_PENANCE_S, FIRST_PENANCE_S * 2.0 ** min(self._wrong_lately, 10))
+        pause = pause_s(self._wrong_lately, FIRST_PENANCE_S, LONGEST_PENANCE_S)
         self._wrong_lately += 1
         log.warning("replication_wrong_secret", count=self.counts.wrong_secrets)
         await trio.sleep(pause)

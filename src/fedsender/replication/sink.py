@@ -11,12 +11,12 @@ import structlog
 import tenacity
 import trio
 
-from fedsender.replication.endpoint import Pauses
 from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 from fedsender.store.records import PresenceState
 from fedsender.streams import Watermark
+from fedsender.waiting import Pauses
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
@@ -189,7 +189,7 @@ class Feed(ABC):
         gave up would wait for a restart then. One task at a time. Raises FeedError: what the
         homeserver said cannot be stored, and never will be.
         """
-        pauses = Pauses(self._runtime.random, first=FIRST_PAUSE_S, ceiling=LONGEST_PAUSE_S)
+        pauses = Pauses(self._runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type(StoreError)
             & tenacity.retry_if_not_exception_type(FeedError),

@@ -11,7 +11,7 @@ from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import AttemptLog
 from fedsender.sender.failure import ServerState
-from fedsender.sender.pdu_pool import PduPool
+from fedsender.sender.queues import PduPool
 from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store.edus import EduStore

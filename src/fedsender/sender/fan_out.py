@@ -25,7 +25,7 @@ import structlog
 import trio
 
 from fedsender.matrix import Pdu
-from fedsender.sender.pdu_pool import PduPool
+from fedsender.sender.queues import PduPool
 from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
 from fedsender.store.engine import StoreError
 from fedsender.store.records import StoredEvent

@@ -27,7 +27,7 @@ from fedsender.sender.edus import device_lists
 from fedsender.sender.edus.presence import PresenceQueue
 from fedsender.sender.edus.receipts import RECEIPT, ReceiptQueue, fill_page
 from fedsender.sender.isolation import Search, Turn
-from fedsender.sender.queue import EphemeralQueue, PduQueue
+from fedsender.sender.queues import EphemeralQueue, PduQueue
 from fedsender.sender.routing import Bad, Routed
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing, Transaction, settle
 from fedsender.store.homeserver import Settlement

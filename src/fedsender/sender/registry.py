@@ -26,6 +26,7 @@ from fedsender.sender.destination import LEAVE_AFTER_S, Destination
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake
 from fedsender.sender.isolation import Kind
 from fedsender.store.records import Lagging
+from fedsender.waiting import Signal
 
 log = structlog.get_logger()
 
@@ -115,7 +116,7 @@ class Registry:
         self._frozen: set[str] = set()
         self._behind: dict[str, float] = {}
         self._timer: list[tuple[float, int, str]] = []
-        self._rescheduled = trio.Event()
+        self._rescheduled = Signal()
         self._rank = 0
 
     # --- What is known ----------------------------------------------------------------------------
@@ -376,7 +377,6 @@ class Registry:
             if not self._timer or self._timer[0][0] > now:
                 with trio.move_on_at(self._timer[0][0] if self._timer else NEVER):
                     await self._rescheduled.wait()
-                self._rescheduled = trio.Event()
                 continue
             at, _, server = heapq.heappop(self._timer)
             if self._behind.get(server) != at:

@@ -25,15 +25,15 @@ from fedsender.sender.failure import states_of
 from fedsender.sender.fan_out import AlreadyOwed, FanOut, Standstill
 from fedsender.sender.isolation import Kind
 from fedsender.sender.operations import Operations, Refusal
-from fedsender.sender.pdu_pool import PduPool
+from fedsender.sender.queues import PduPool
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.sender.registry import Policies, Progress, Registry, Status
 from fedsender.sender.routing import Bad, Routed, Router
-from fedsender.sender.supervise import attempted, supervise
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
+from fedsender.waiting import attempted, supervise
 
 __all__ = ["Policies", "Progress", "Sender", "Status", "open_sender"]
 
@@ -176,7 +176,9 @@ class Sender:
             self._looked_at.add(server)
             look = partial(self._look_at_backoff, server)
             name = f"backoff of {server}"
-            self._nursery.start_soon(attempted, look, name, self.context.metrics, name=name)
+            self._nursery.start_soon(
+                attempted, look, name, self.context.metrics.crashes.inc, name=name
+            )
 
     async def _look_at_backoff(self, server: str) -> None:
         try:
@@ -440,10 +442,10 @@ async def _run_loops(
     with trio.CancelScope() as scope:
         task_status.started(scope)
         name = "the look for what is owed"
-        await supervise(load, name, context.metrics, context.troubles, once=True)
+        await supervise(load, name, context.metrics.crashes.inc, context.troubles, once=True)
         async with trio.open_nursery() as nursery:
             for name, loop in loops.items():
                 nursery.start_soon(
-                    supervise, loop, name, context.metrics, context.troubles, name=name
+                    supervise, loop, name, context.metrics.crashes.inc, context.troubles, name=name
                 )
             nursery.start_soon(sender.edus.run, name="edus")

@@ -49,6 +49,7 @@ from fedsender.store.connections import (
 )
 from fedsender.store.group_commit import Batches, Job, StoreClosed, run_reads, run_writes
 from fedsender.store.statements import having_rows
+from fedsender.waiting import pause_s
 
 __all__ = [
     "Database",
@@ -233,12 +234,12 @@ class Database:
         if kind == "slow" and tries < MAX_SLOW:
             self._meter.retried()
             log.warning("database too slow", database=self.name, lane=lane.kind, error=words(error))
-            return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0**tries)
+            return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
         # One that has let us in is the right one: it is being restored, or its password changed.
         if kind == "away" or (kind == "wrong" and self._worked):
             self._meter.retried()
             self._note_away(lane, error)
-            return min(LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10))
+            return pause_s(tries, FIRST_PAUSE_S, LAST_PAUSE_S)
         if isinstance(error, DBAPIError):
             ours = isinstance(error, DataError | IntegrityError)
             told = WrongDatabase if kind == "wrong" else WrongValues if ours else StoreError

@@ -26,6 +26,7 @@ from fedsender.store.connections import (
     StoreError,
     words,
 )
+from fedsender.waiting import Pauses
 
 log = structlog.get_logger()
 
@@ -309,7 +310,8 @@ async def tables_held(lock: Lock, wait_s: float) -> AsyncIterator[None]:
 
     Raises LockHeld if they are not free within `wait_s` seconds. Waits for a database that is away.
     """
-    pause, give_up = FIRST_PAUSE_S, trio.current_time() + wait_s
+    pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
+    give_up = trio.current_time() + wait_s
     while True:
         try:
             await lock.take_tables()
@@ -319,8 +321,9 @@ async def tables_held(lock: Lock, wait_s: float) -> AsyncIterator[None]:
                 raise
         except LockUnknown as error:
             log.warning("tables cannot be locked", error=str(error))
-            pause = min(LAST_PAUSE_S, 2 * pause)
-        await trio.sleep(pause)
+            await trio.sleep(pauses.next())
+        else:
+            await trio.sleep(FIRST_PAUSE_S)
     try:
         yield
     finally:

@@ -45,6 +45,7 @@ from fedsender.store.records import (
     StoredGeneration,
 )
 from fedsender.store.statements import in_chunks, insert_rows, replace_rows
+from fedsender.waiting import Pauses
 
 __all__ = [
     "CatchUp",
@@ -602,10 +603,9 @@ class SenderStore:
         SchemaDiffers if they have done so since the store was opened.
         """
         self._held_as = (instance, boot_id)
-        pause = FIRST_PAUSE_S
-        while not await self._try_lock(instance, boot_id):
-            await trio.sleep(pause)
-            pause = min(LAST_PAUSE_S, 2 * pause)
+        pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
+        while not await self._try_lock(instance, boot_id):  # noqa: ASYNC110
+            await trio.sleep(pauses.next())
         # From here on nobody can migrate them; before, somebody may have.
         await self._database.read(lambda connection: refuse_old_tables(connection, "sender"))
         row = {"instance_name": instance, "holder": boot_id, "seen_ms": self._now_ms()}
@@ -648,14 +648,13 @@ class SenderStore:
 
     async def _with_lock(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Waits for a database that is away; as the lock is lost with it, it is taken again."""
-        pause = FIRST_PAUSE_S
+        pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
         while True:
             try:
                 return await ask()
             except LockUnknown as error:
                 log.warning("what other senders say cannot be asked", error=str(error))
-            await trio.sleep(pause)
-            pause = min(LAST_PAUSE_S, 2 * pause)
+            await trio.sleep(pauses.next())
             await self.take_lock(*self._held_as)
 
     async def renew_lock(self) -> bool:

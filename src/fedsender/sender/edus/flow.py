@@ -23,10 +23,10 @@ from fedsender.sender.edus import presence, receipts
 from fedsender.sender.edus.presence import PresenceStates
 from fedsender.sender.edus.receipts import SMALL_ROOM, ReadEvent, at_once
 from fedsender.sender.edus.typing import Typing, TypingRooms
-from fedsender.sender.supervise import supervise
 from fedsender.sender.transaction import Key
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.streams import Watermark
+from fedsender.waiting import Signal, supervise
 
 RECEIPT_PAGE = 500
 SAVE_EVERY_S = 5.0
@@ -75,21 +75,21 @@ class EduFlow:
         self._seen = 0
         self._plain = 0
         self._saved: tuple[int, dict[str, int]] = (-1, {})
-        self._unsaved = trio.Event()
+        self._unsaved = Signal()
         self._later: OrderedDict[str, dict[Key, Receipt | PresenceState]] = OrderedDict()
         self._trickling = 0
-        self._line_grew = trio.Event()
+        self._line_grew = Signal()
         self._rooms = TypingRooms()
-        self._rooms_known = trio.Event()
+        self._rooms_known = Signal()
         self._typing: dict[Key, Typing] = {}
-        self._typing_news = trio.Event()
+        self._typing_news = Signal()
         granularity_s = context.presence.last_active_granularity
         self._states = PresenceStates(round(granularity_s * 1000))
         self._changed: dict[str, PresenceState] = {}
         self._wanted: set[tuple[str, str]] = set()
         self._gap: tuple[int, int] | None = None
         self._known_upto: int | None = None
-        self._presence_news = trio.Event()
+        self._presence_news = Signal()
 
     async def load(self) -> None:
         """Take up what was saved: before any server is reached, and before `run`."""
@@ -118,7 +118,7 @@ class EduFlow:
             for name, task in tasks.items():
                 # What goes wrong with one kind of EDU stops neither the others nor PDUs.
                 nursery.start_soon(
-                    supervise, task, name, context.metrics, context.troubles, name=name
+                    supervise, task, name, context.metrics.crashes.inc, context.troubles, name=name
                 )
 
     # --- Servers that come and go: synchronous ----------------------------------------------------
@@ -213,7 +213,6 @@ class EduFlow:
     async def _trickle(self) -> None:
         while True:
             while not self._later:
-                self._line_grew = trio.Event()
                 await self._line_grew.wait()
             server, waiting = self._later.popitem(last=False)
             self._trickling -= len(waiting)
@@ -269,7 +268,6 @@ class EduFlow:
         while True:
             # A room is known for a while after its last user has stopped; without one, we rest.
             if not self._rooms:
-                self._rooms_known = trio.Event()
                 await self._rooms_known.wait()
             await trio.sleep(TYPING_SWEEP_S)
             self._tell_typing(self._rooms.due(trio.current_time()))
@@ -278,7 +276,6 @@ class EduFlow:
         while True:
             if not self._typing:
                 await self._typing_news.wait()
-            self._typing_news = trio.Event()
             changes = dict(self._typing)
             rooms = sorted({change.room_id for change in changes.values()})
             # In a room whose state is not all known, those known of: who waits is late (W25).
@@ -351,7 +348,6 @@ class EduFlow:
             # What an error has kept from being told is still there.
             if not (self._gap or self._changed or self._wanted):
                 await self._presence_news.wait()
-            self._presence_news = trio.Event()
             await self._make_up(self._known_upto)
             await self._tell_changes()
             await self._tell_wanted()
@@ -405,7 +401,7 @@ class EduFlow:
 
     async def _save_for_ever(self) -> None:
         while True:
-            self._unsaved = trio.Event()
+            self._unsaved.clear()
             await trio.sleep(SAVE_EVERY_S)
             for destination in self._registry.active.values():
                 if not destination.state.healthy:

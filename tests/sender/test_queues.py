@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedsender.matrix import Pdu
-from fedsender.sender.pdu_pool import PduPool
-from fedsender.sender.queue import EphemeralQueue, PduQueue
+from fedsender.sender.queues import EphemeralQueue, PduPool, PduQueue
 from fedsender.sender.transaction import Draft
 
 
