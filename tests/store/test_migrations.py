@@ -241,6 +241,24 @@ async def test_tables_on_which_a_daemon_runs_are_not_migrated(
         assert await running.sender.renew_lock()
 
 
+async def test_a_daemon_that_has_just_migrated_holds_up_no_other_one(
+    new_url: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several start at once: one migrates the tables and runs on them while another waits to."""
+    settings, is_newest, seen = embedded(new_url(), tmp_path), migrations.is_newest, set[Line]()
+
+    def old_at_first(connection: Connection, line: Line) -> bool:
+        first = line not in seen
+        seen.add(line)
+        return not first and is_newest(connection, line)
+
+    async with open_store(settings, real_runtime()) as running:
+        await running.sender.take_lock("fed1", "boot1")
+        monkeypatch.setattr(migrations, "is_newest", old_at_first)
+        await upgrade_databases(settings, real_runtime())
+    assert seen == set(LINES)
+
+
 async def test_a_daemon_does_not_start_on_tables_that_were_migrated_meanwhile(
     new_url: NewUrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,8 +7,7 @@ tables; who migrates them holds them alone.
 import fcntl
 import hashlib
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,12 +20,9 @@ from sqlalchemy.pool import NullPool
 from fedsender.runtime import Runtime
 from fedsender.store.connections import (
     CONNECT_S,
-    FIRST_PAUSE_S,
-    LAST_PAUSE_S,
     StoreError,
     words,
 )
-from fedsender.waiting import Pauses
 
 log = structlog.get_logger()
 
@@ -302,33 +298,6 @@ def _number(name: str) -> int:
     """Of 31 bits: the two halves of a lock are signed, and shown unsigned."""
     digest = hashlib.sha256(f"fedsender senders {name}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
-
-
-@asynccontextmanager
-async def tables_held(lock: Lock, wait_s: float) -> AsyncIterator[None]:
-    """The tables to ourselves while the body runs, to migrate them.
-
-    Raises LockHeld if they are not free within `wait_s` seconds. Waits for a database that is away.
-    """
-    pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
-    give_up = trio.current_time() + wait_s
-    while True:
-        try:
-            await lock.take_tables()
-            break
-        except LockHeld:
-            if trio.current_time() >= give_up:
-                raise
-        except LockUnknown as error:
-            log.warning("tables cannot be locked", error=str(error))
-            await trio.sleep(pauses.next())
-        else:
-            await trio.sleep(FIRST_PAUSE_S)
-    try:
-        yield
-    finally:
-        with trio.CancelScope(shield=True):
-            await lock.release()
 
 
 class InstanceLock:

@@ -12,17 +12,23 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import structlog
+import trio
 from sqlalchemy import Connection, Inspector, Table, UniqueConstraint, inspect, select, text
 from sqlalchemy.types import TypeEngine
 
 import fedsender
 from fedsender.store import tables
+from fedsender.store.connections import FIRST_PAUSE_S, LAST_PAUSE_S
 from fedsender.store.engine import Database, StoreError, WrongDatabase
-from fedsender.store.lock import Lock, tables_held
+from fedsender.store.lock import Lock, LockHeld, LockUnknown
 from fedsender.store.statements import insert_rows
+from fedsender.waiting import Pauses
 
 if TYPE_CHECKING:
     from alembic.config import Config
+
+log = structlog.get_logger()
 
 Line = Literal["homeserver", "sender"]
 
@@ -72,13 +78,31 @@ def refuse_old_tables(connection: Connection, line: Line) -> None:
 async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
     """Migrate the line's tables, if they are old, in one transaction; and look at them.
 
+    Waits for a database that is away, and for `WAIT_SECONDS` for another process that migrates.
+
     Raises:
         LockHeld: they are old, and a daemon runs on them.
         SchemaDiffers: they are newer, or not what they are said to be.
     """
-    if not await database.read(lambda connection: is_newest(connection, line)):
-        async with tables_held(lock, WAIT_SECONDS):
-            await database.write(lambda connection: upgrade(connection, line))
+    pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
+    give_up = trio.current_time() + WAIT_SECONDS
+    # Looked at before each try: a daemon that has just migrated them runs on them at once.
+    while not await database.read(lambda connection: is_newest(connection, line)):
+        try:
+            await lock.take_tables()
+        except LockHeld:
+            if trio.current_time() >= give_up:
+                raise
+            await trio.sleep(FIRST_PAUSE_S)
+        except LockUnknown as error:
+            log.warning("tables cannot be locked", error=str(error))
+            await trio.sleep(pauses.next())
+        else:
+            try:
+                await database.write(lambda connection: upgrade(connection, line))
+            finally:
+                with trio.CancelScope(shield=True):
+                    await lock.release()
     await database.read(lambda connection: check(connection, line))
 
 
