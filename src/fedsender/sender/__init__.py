@@ -1,9 +1,9 @@
-"""How a PDU gets sent.
+"""The sender: from the events stream to a transaction that is answered.
 
 The homeserver writes an event; the *feed* learns that its events stream is complete up to some
 token and moves a watermark. The *fan-out* reads the events up to there that it has not seen,
-decides which of them this server must send and to whom (`routing`), writes down what each
-destination is owed, together with its own position, and only then offers the PDUs to the
+decides which of them this server must send and to which servers (`routing`), writes down the events
+that each destination is owed, together with its own position, and only then offers the PDUs to the
 destinations (I1).
 
 A *destination* is one object and one task while there is something to do for its server. It is

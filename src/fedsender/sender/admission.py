@@ -1,8 +1,8 @@
-"""How much may happen at once: attempts, bytes of their transactions, new connections.
+"""Admission: bounds on attempts, on the bytes of their transactions and on new connections.
 
-Whoever has a place may have a connection: there are never fewer connections than places. A place is
-taken when a connection is opened or a live one is used, and kept until the attempt is over; who
-waits for the right to open one has none meanwhile.
+An attempt with a place may have a connection: there are never fewer connections than places. A
+place is taken when a connection is opened or a live one is used, and kept until the attempt is
+over. An attempt that waits for the right to open a connection has no place meanwhile.
 
 There are three lanes, each with places of its own: for servers whose last attempt failed, for those
 that take long to answer, and for the rest. So neither dead servers nor slow ones hold a place that
@@ -66,7 +66,7 @@ LACK_SHOWN_S = 30.0
 
 
 class Gate:
-    """Open or shut; while it is shut, nobody passes.
+    """A gate that all attempts pass. While it is shut, none does.
 
     Attributes:
         frozen_until: before this (trio's clock) no new attempt begins, `lack` says why.
@@ -80,7 +80,7 @@ class Gate:
 
     @property
     def lack(self) -> str | None:
-        """What we have run out of; None: nothing, as far as is known."""
+        """The resource that this process lacks, in words; None: none, as far as is known."""
         return self._lack if trio.current_time() < self.frozen_until + LACK_SHOWN_S else None
 
     def freeze(self, lack: str) -> bool:
@@ -98,12 +98,12 @@ class Gate:
         return self._opened.is_set()
 
     def shut(self) -> None:
-        """Let nobody pass from now on."""
+        """Shut the gate."""
         if self._opened.is_set():
             self._opened = trio.Event()
 
     def reopen(self) -> None:
-        """Let everybody pass again."""
+        """Open the gate again."""
         self._opened.set()
 
     async def passed(self) -> None:
@@ -114,11 +114,11 @@ class Gate:
 
 @dataclass(slots=True)
 class _Waiting:
-    """One that stands in a line.
+    """An attempt in a line.
 
     Attributes:
         called: it is let in, or has to look again whether it is.
-        held_up_by: the neighbour that has its share of the lane; None: nobody.
+        held_up_by: the neighbour that has its share of the lane, or None.
     """
 
     first: bool
@@ -136,7 +136,7 @@ _Class = OrderedDict["Leave", _Waiting]
 
 
 class _Line:
-    """Those who wait, in two classes: three of the first go for each one of the second."""
+    """The attempts that wait, in two classes: three of the first go for each one of the second."""
 
     def __init__(self) -> None:
         self._classes: tuple[_Class, _Class] = (OrderedDict(), OrderedDict())
@@ -167,7 +167,7 @@ class _Line:
                 self._watching = None
 
     def be_watched(self) -> None:
-        """Have one of those who wait watch the clock, if none does."""
+        """Have one of the waiting attempts watch the clock, if none does."""
         waiting = (each for line in self._classes for each in line.values())
         if self._watching is None and (found := next(waiting, None)) is not None:
             found.called.set()
@@ -235,10 +235,10 @@ class Turns:
 
 
 class Lane:
-    """So many places, and the line of those who wait for one.
+    """A fixed number of places, and the line of the attempts that wait for one.
 
-    With an overflow, nobody has a place for longer than `QUICK_S` while others wait. Without one,
-    servers that have a site or an address in common have a quarter of the places at most.
+    With an overflow, no attempt has a place for longer than `QUICK_S` while others wait. Without
+    one, servers that have a site or an address in common have a quarter of the places at most.
     """
 
     def __init__(
@@ -247,7 +247,8 @@ class Lane:
         """
         Args:
             second: how many of the places the second class may have; None: all of them.
-            overflow: where those who are inside for long are moved to when others wait; they give
+            overflow: where attempts that have a place for long are moved when others wait; they
+                give
                 way if there is no place for them.
         """
         self._places = places
@@ -271,12 +272,12 @@ class Lane:
 
     @property
     def fresh(self) -> int:
-        """How many places were taken a short while ago."""
+        """The number of places that were taken a short while ago."""
         self._ripen()
         return len(self._fresh)
 
     def at_once(self, leave: "Leave", *, first: bool) -> bool:
-        """Take a place if there is one and nobody else waits for it."""
+        """Take a place if one is free and no other attempt waits for it."""
         self._ripen()
         if self._line.waits(first=first) or not self._has_place(first=first):
             return False
@@ -370,7 +371,7 @@ class Lane:
             self._call_up(neighbours)
 
     def _relieve(self) -> bool:
-        """Take its place from one who is inside for long, if that is of use to those who wait."""
+        """Take the place of an attempt that has it for long, if one that waits can use it."""
         if self._overflow is None:
             return False
         first, second = self._long
@@ -433,7 +434,7 @@ class Lane:
 
 
 class _Pace(Enum):
-    """What an answer was, and what a server is: FAIR also if nothing is known."""
+    """The pace of an answer or a server; FAIR also if nothing is known."""
 
     FAIR = "fair"
     QUICK = "quick"
@@ -445,7 +446,7 @@ _UNKNOWN: Final[_Known] = (_Pace.FAIR, (_Pace.FAIR,) * 3)
 
 
 def nobody_told(waiting: bool) -> None:
-    """For who need not know."""
+    """The listener of an attempt that need not be told."""
 
 
 def not_now() -> bool:
@@ -454,11 +455,11 @@ def not_now() -> bool:
 
 
 class Leave:
-    """What one server's attempts need leave for: places, and the right to open connections.
+    """The leave of one server's attempts: places, and the right to open connections.
 
     Attributes:
         neighbours: the site and the address that it has in common with others.
-        lane: where it has a place; None: nowhere.
+        lane: the lane in which it has a place, or None.
         ill: its last attempt failed.
         lately: one of its last day was answered.
         hurried: something waits that goes to few, or it is to be tried before others.
@@ -501,13 +502,13 @@ class Leave:
 
     @property
     def pace(self) -> _Pace:
-        """What the server is."""
+        """The server's pace."""
         return self._known[0]
 
     # --- What the client does ---------------------------------------------------------------------
 
     def at_once(self) -> bool:
-        """Take a place for a request on a live connection, if nobody has to wait for one."""
+        """Take a place for a request on a live connection, if no attempt waits for one."""
         if self.lane is None:
             lane, first = self._admission.lane_of(self)
             if self._admission.gate.open and lane.at_once(self, first=first):
@@ -591,7 +592,9 @@ class Leave:
             self._line.hasten(self)
 
     def body_bytes(self, most: int) -> int:
-        """How large a body may be made now, up to `most`: part of what memory is left for all."""
+        """The size in bytes that a body may have now, at most `most`: part of the memory left for
+        all.
+        """
         return self._admission.body_bytes(most)
 
     def carries(self, size: int) -> None:
@@ -671,7 +674,7 @@ class Admission:
         return Leave(self, server)
 
     def lane_of(self, leave: Leave) -> tuple[Lane, bool]:
-        """Where the next attempt waits, and whether in the first class."""
+        """The lane of the next attempt, and whether it waits in the first class."""
         if leave.ill:
             return self.ill, leave.hurried or leave.lately
         pace = leave.pace
@@ -680,7 +683,8 @@ class Admission:
         return self.quick, pace is _Pace.QUICK
 
     def body_bytes(self, most: int) -> int:
-        """How large the next body may be: an eighth of what is left, so that it never runs out.
+        """The size in bytes that the next body may have: an eighth of what is left, so some is left
+        always.
 
         64 KiB are always granted: the largest event, or some dozens of common ones.
         """
@@ -688,7 +692,9 @@ class Admission:
 
 
 def site_of(server: str) -> str:
-    """What servers of one owner have in common: the last two labels of their names, or the IP."""
+    """The site of a server, shared by servers of one owner: the last two labels of its name, or its
+    IP.
+    """
     host, _ = host_and_port(server)
     if address_of(host) is not None:
         return host

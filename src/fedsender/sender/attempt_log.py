@@ -1,7 +1,7 @@
-"""Attempts whose end is not on record yet, in a file that outlives a kill (I9).
+"""The attempt log: attempts under way, in a file that outlives a kill (I9).
 
-The ledger has a line for each attempt once it has ended. What is under way when the process is
-killed has none; so each attempt is noted here before its first byte leaves, in a slot that is
+The ledger has a line for each attempt once it has ended. An attempt that a kill cuts
+off has none; so each attempt is noted here before its first byte leaves, in a slot that is
 wiped when the line is written. The next start writes a line with outcome "unknown" for each slot
 that was not. Nothing here is needed to send: a disk that takes no more is of no consequence.
 
@@ -42,7 +42,7 @@ class AttemptLog:
         self._slots = 0
 
     def begin(self, destination: str, transaction: Transaction, now_ms: int) -> int | None:
-        """Note that this attempt is about to leave; what to give to `end`."""
+        """Note that this attempt is about to leave; the slot for `end`, or None."""
         if not self._free:
             self._grow()
         if self._map is None or not self._free:

@@ -1,6 +1,6 @@
-"""Catch-up: what a destination owes, read back from the database.
+"""Catch-up: the events that a destination owes, read back from the database.
 
-It takes over when memory no longer holds what is owed: at start-up, after a long outage, after a
+It takes over when memory no longer holds all owed events: at start-up, after a long outage, after a
 queue was given up. `destination_rooms` names every room whose newest event for this destination
 lies above its low-water mark (LSSO). Those rooms are taken oldest first, many per transaction:
 
@@ -38,7 +38,7 @@ log = structlog.get_logger()
 
 
 class Homeserver(Protocol):
-    """What catch-up asks of the homeserver's database."""
+    """The questions that catch-up asks the homeserver's database."""
 
     async def owed_rooms(
         self, destination: str, after: int, limit: int
@@ -165,8 +165,8 @@ class CatchUp:
     async def _next_of_room(
         self, room_id: str, after: int, value: int
     ) -> tuple[list[Outgoing], int, bool]:
-        """What to send of the gap (after, value]; up to where that covers it; whether it does so
-        only as a whole, by standing in for the gap."""
+        """The events to send of the gap (after, value]; up to where they cover it; whether they do
+        so only as a whole, by standing in for the gap."""
         if not self.whole:
             small = None if self.newest_only else await self._small_gap(room_id, after, value)
             if small is not None:
@@ -228,7 +228,7 @@ class CatchUp:
         return []
 
     async def _visible(self, event_ids: Sequence[str], after: int) -> list[Pdu]:
-        """The named events above `after` in whose room this server was, and still is (I6)."""
+        """The named events above `after` that were sent while this server was in the room (I6)."""
         found = await self.homeserver.events_by_id(event_ids)
         rows = [
             row

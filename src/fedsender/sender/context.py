@@ -1,4 +1,4 @@
-"""What all destinations of one sender share, and the words for what one of them is doing."""
+"""The context that all destinations of one sender share, and the phases of a destination."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -30,13 +30,13 @@ class Announcer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What all destinations of one sender share.
+    """The context that all destinations of one sender share.
 
     Attributes:
         connect_deadline: seconds for finding and reaching a server, all its addresses included.
         request_timeout: seconds for one transaction, unless the destination's policy says other.
         device_lists: up to where rows of device lists may be read.
-        pdu_pool: what stands in queues.
+        pdu_pool: the PDUs of all queues.
         full: servers with no room in quarantine for an item that is convicted.
         troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
     """
@@ -74,7 +74,7 @@ class Context:
 
 
 class Phase(Enum):
-    """What a destination is doing, in the operator's words."""
+    """The phase of a destination, in the operator's words."""
 
     IDLE = "idle"
     CONNECTING = "connecting"

@@ -73,7 +73,7 @@ class _Ended(Enum):
 
 
 class Exchange:
-    """What one destination has under way; somebody else may end it early."""
+    """The exchange that one destination has under way; another task may end it early."""
 
     def __init__(self) -> None:
         self._scope: trio.CancelScope | None = None
@@ -89,7 +89,7 @@ class Exchange:
         return self._end(_Ended.GAVE_WAY)
 
     def withdraw(self) -> None:
-        """What waits for our limits is not wanted any more."""
+        """Give up an attempt that waits for our own limits."""
         self._end(_Ended.WITHDRAWN)
 
     def wait_for_limits(self, waiting: bool) -> None:
@@ -188,7 +188,7 @@ QUARANTINE_LIMIT = 1_000
 
 
 class AttemptTimer:
-    """When the next attempt may start, and what ends the wait for it.
+    """The timer of the next attempt.
 
     The rules:
 
@@ -198,7 +198,7 @@ class AttemptTimer:
       lasted for long ends the attempt, and then the backoff of its failure.
     - Whatever is put into the destination has its task look again at what is due.
 
-    Times are Trio's, in seconds. What is on record is on the wall clock, which somebody may set: it
+    Times are Trio's, in seconds. Times on record are on the wall clock, which may be set: it
     is read at the start and after a failure, and never says more than was meant.
 
     Attributes:
@@ -258,15 +258,15 @@ class AttemptTimer:
 
 
 class Destination:
-    """What is known of, queued for and in flight to one server.
+    """One remote server: its state, its outbox and its transaction in flight.
 
     Attributes:
         name: the server's.
         policy: the configuration's, followed from the next attempt on.
         state: its health and the searches under way, as they are to be on record.
-        outbox: what it is owed.
+        outbox: the PDUs and EDUs that it is owed.
         frozen: the transaction that is in flight or is to be repeated, or None.
-        phase, since: what the task is doing, and since when (Trio's clock, seconds).
+        phase, since: the task's phase, and when it began (Trio's clock, seconds).
         gone: set when the task has left and the registry has struck it out.
     """
 
@@ -407,7 +407,9 @@ class Destination:
         return granted
 
     def hurry(self) -> None:
-        """What was put into it just now goes to few servers, and so before what goes to many."""
+        """Send early: the item put in just now goes to few servers, and goes before one that goes
+        to many.
+        """
         if self.state.healthy:
             self._leave.hasten()
 
@@ -420,7 +422,7 @@ class Destination:
             self._timer.wake_after_attempt()
 
     def come_due(self) -> None:
-        """The registry has waited for it, on a clock that nobody sets."""
+        """Its time has come, by the registry's timer on Trio's clock."""
         self._timer.hasten()
         self._timer.look_again()
 
@@ -442,7 +444,7 @@ class Destination:
         self._look_up()
 
     def _look_up(self) -> None:
-        """What it may do has changed; what only stands in a line for it need not stay there."""
+        """Look again at what it may do; an attempt that only waits in a line leaves it."""
         self._timer.look_again()
         if self._held and self.phase is Phase.QUEUED and self._before is Phase.CONNECTING:
             self._exchange.withdraw()
@@ -491,7 +493,7 @@ class Destination:
 
     @property
     def _held(self) -> bool:
-        """Whether nothing may be sent until somebody says otherwise."""
+        """Whether an operator or the daemon's end holds it."""
         return bool(self._draining or self.state.paused or self.state.parked)
 
     async def _wait_turn(self) -> bool:
@@ -634,7 +636,7 @@ class Destination:
     # --- What goes into a transaction -------------------------------------------------------------
 
     async def _fill(self) -> Draft:
-        """What goes next, keys first. Ephemeral EDUs take what room is left."""
+        """The next draft, keys first. Ephemeral EDUs take the room that is left."""
         draft = self._draft()
         if not self.state.searches:
             await self.outbox.fill(draft, self.policy)
@@ -649,7 +651,7 @@ class Destination:
         return draft
 
     async def _fill_with(self, kind: Kind) -> Draft:
-        """What goes next of one kind while there is a search."""
+        """The next draft of one kind while there is a search."""
         while True:
             draft = self._draft()
             if kind is Kind.PDUS:
@@ -728,7 +730,7 @@ class Destination:
             await self._reporter.clear_backoff(self.state)
 
     def _searched(self, state: ServerState, transaction: Transaction) -> ServerState:
-        """What an answer to this transaction says to the searches that are under way."""
+        """The state after an answer to this transaction, for the searches under way."""
         if state.pdu_search is None and state.edu_search is None:
             return state
         edus, pdus = transaction.items_by_kind
@@ -968,7 +970,7 @@ class Destination:
 
 
 def _why_cut_off(error: BaseException) -> str:
-    """Why there is no verdict on an attempt, for the ledger."""
+    """The reason why an attempt has no verdict, for the ledger."""
     match error:
         case trio.Cancelled():
             return STOPPED

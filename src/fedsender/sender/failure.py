@@ -1,4 +1,4 @@
-"""What an attempt's outcome means and what happens next: one table, and the arithmetic of waiting.
+"""Failure: one table of what follows from each outcome of an attempt, and the arithmetic of waits.
 
 The receiver of a transaction answers with 200 and a JSON object; everything else is a failure of
 one of seven kinds. `RULES` says for each kind what the sender does with the server (how long it
@@ -27,7 +27,7 @@ SUSPECT_AFTER_MS = 30 * 60_000
 
 
 class Outcome(Enum):
-    """How an attempt ended. The values stand in the ledger, in metrics and in what people read."""
+    """The outcome of an attempt. The values stand in the ledger, in metrics and in messages."""
 
     DELIVERED = "delivered"
     UNREACHABLE = "unreachable"
@@ -50,7 +50,7 @@ class Isolate(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What follows from one kind of failure.
+    """The consequences of one kind of failure.
 
     Attributes:
         shared: written to the homeserver's own backoff columns, for its other workers. It is also
@@ -149,7 +149,7 @@ class BackoffPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What is remembered of a server between attempts; times in milliseconds since the epoch.
+    """The state of a server between attempts; times in milliseconds since the epoch.
 
     Attributes:
         failing_since_ms: the first failure of this streak; None: the last attempt was answered.
@@ -161,7 +161,7 @@ class ServerState:
         shared_interval_ms: the interval last written to the homeserver's backoff columns.
         pdu_search, edu_search: the search for a poisonous item; None: there is none.
         paused: an operator's reason; None: not paused.
-        parked: why nothing is tried until somebody says so; None: not parked.
+        parked: the reason why nothing is tried until an operator says so; None: not parked.
     """
 
     destination: str

@@ -1,4 +1,5 @@
-"""From the events stream to what each destination is owed, durable before anything is offered (I1).
+"""The fan-out: from the events stream to the events that each destination is owed, durable first
+(I1).
 
 The fan-out reads the events between its position and the watermark in chunks, routes them, and
 commits for each chunk, in one transaction of the homeserver's database, what every destination is
@@ -8,7 +9,7 @@ for a destination: a full queue gives up and catches up from the database.
 An event that cannot be sent is quarantined with the rest of its room behind it, durable before the
 position moves past it, and the other rooms go on (W16).
 
-Reading, routing or committing an event may raise again and again, for a reason that nobody foresaw.
+Reading, routing or committing an event may raise again and again, for an unforeseen reason.
 After an error events are taken one by one, until the one is known that the fan-out stands at; then
 an operator can have it passed over.
 """
@@ -56,7 +57,7 @@ class Standstill:
 
 
 class Homeserver(Protocol):
-    """What the fan-out asks of the store."""
+    """The questions that the fan-out asks the store."""
 
     async def events_position(self) -> int: ...
     async def read_events(self, after: int, upto: int, limit: int) -> Sequence[Any]: ...
@@ -68,7 +69,7 @@ class Homeserver(Protocol):
 
 
 class Downstream(Protocol):
-    """Where the fan-out's results go: the sender. Every call is synchronous."""
+    """The receiver of the fan-out's results: the sender. Every call is synchronous."""
 
     def offer(self, server: str, pdu: Pdu) -> None: ...
     def owe(self, server: str, pdu: Pdu) -> None: ...
@@ -299,7 +300,7 @@ def _content(row: EventRow) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _redacts(row: EventRow) -> list[str]:
-    """What a redaction names: at the top level, or in its content since room version 11."""
+    """The event that a redaction names: at the top level, or in content from room version 11."""
     event, content = _content(row)
     return [
         name for name in (event.get("redacts"), content.get("redacts")) if isinstance(name, str)

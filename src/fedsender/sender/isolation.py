@@ -1,4 +1,4 @@
-"""Whose fault is it? The search for an item that makes a server refuse what it is sent.
+"""Isolation: the search for an item that makes a server refuse the transactions with it.
 
 A server that refuses a transaction may mean one item in it, all of it, or us. PDUs and EDUs are
 searched apart, so that those of one kind go on while the others are at a stop. Half as many items
@@ -8,7 +8,7 @@ That it was refused alone proves nothing: a broken proxy refuses everything, and
 half of it. A *witness* is another item of that kind that is answered when it is sent alone. Once
 there is one, lots are drawn for what goes next, the suspect or a witness: up to 10 different ones,
 then those again that were answered. If the server does not look at what it refuses, whatever it
-goes by (chance, turns, the time of day), it is the lots that decide who meets its refusals; and the
+goes by (chance, turns, the time of day), the lots decide which item meets its refusals; and the
 suspect is convicted when they hardly ever would have had it meet as many. An answer acquits it.
 
 If no witness is answered the server is at fault. Then after each wait, which grows, the suspect is
@@ -34,14 +34,14 @@ AHEAD = 100
 
 
 class Kind(Enum):
-    """What is searched apart."""
+    """The two kinds of items that are searched apart."""
 
     PDUS = "PDU"
     EDUS = "EDU"
 
 
 class Turn(StrEnum):
-    """What goes next while there is a suspect."""
+    """The next turn while there is a suspect."""
 
     WITNESS = "another item"
     AGAIN = "another item that was answered before"
@@ -51,7 +51,7 @@ class Turn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What a search knows of a PDU or EDU.
+    """A PDU or EDU, as a search knows it.
 
     Attributes:
         mark: a PDU's event id; of an EDU, what stays the same when it is made anew.
@@ -214,7 +214,7 @@ class Search:
         )
 
     def level(self) -> "Search | None":
-        """What was answered out of turn, its turn is past."""
+        """Forget what was answered out of turn: its turn is past."""
         return replace(self, ahead=()) if self.active else None
 
     def refused_together(self, items: int, first_suspect: int | None) -> "Search":
@@ -289,7 +289,7 @@ def of_json(value: Mapping[str, Any] | None) -> Search | None:
 
 
 def more_items(limit: int | None, most: int) -> int | None:
-    """How many items the next transaction may carry after one of `limit` was answered.
+    """The number of items that the next transaction may carry after one of `limit` was answered.
 
     Twice as many, until the limit is no limit any more (None); one, after none.
     """
@@ -300,7 +300,7 @@ def more_items(limit: int | None, most: int) -> int | None:
 
 
 def fewer_items(items: int, first_suspect: int | None) -> int:
-    """How many items the next transaction may carry, after one of `items` was refused as a whole.
+    """The number of items that the next transaction may carry after one of `items` was refused.
 
     Half as many; or, if one is suspected before the others (a number that is no integer, in room
     versions 1-5, which strict servers refuse), just those before it, so that it comes out alone.

@@ -1,4 +1,4 @@
-"""What an operator repairs by hand: events sent again, quarantine released, servers forgotten."""
+"""Operations of an operator: events sent again, quarantine released, servers forgotten."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Refusal = tuple[str, str, str]
 
 
 class Operations:
-    """See the module. Everything is durable on return."""
+    """The operations of an operator. Everything is durable on return."""
 
     def __init__(self, context: Context, registry: Registry, fan_out: FanOut) -> None:
         self._context = context

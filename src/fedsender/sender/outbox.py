@@ -1,4 +1,5 @@
-"""What one server is owed, wherever it waits: in memory, in the homeserver's database, in ours.
+"""The outbox of one server: all that it is owed, in memory, in the homeserver's database or in
+ours.
 
 Live PDUs wait in a queue. An outbox is *level* when all the PDUs it owes are in its queue, in
 stream order, or will be offered. Otherwise they are in the database, and catch-up reads them there.
@@ -48,7 +49,7 @@ TO_DEVICE = "m.direct_to_device"
 
 
 class Outbox:
-    """What one server is owed.
+    """All that one server is owed.
 
     Attributes:
         destination: the server's name.
@@ -57,7 +58,7 @@ class Outbox:
         ephemeral: typing.
         presence: the states of users.
         receipts: those that wait in memory, and whether more wait in the database.
-        lsso: the destination's low-water mark; None until somebody had to know it.
+        lsso: the destination's low-water mark; None until it had to be known.
         stored_lsso: the same as the database has it, where it may have none.
     """
 
@@ -172,7 +173,7 @@ class Outbox:
 
     @property
     def edus_waiting(self) -> int:
-        """How many EDUs wait in memory."""
+        """The number of EDUs that wait in memory."""
         return len(self.ephemeral) + len(self.receipts) + len(self.presence)
 
     def expire(self) -> None:
@@ -214,7 +215,7 @@ class Outbox:
         self.presence.fill(draft, self._context.runtime.now_ms())
 
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
-        """Put in the one PDU whose turn it is in this search, if there is one; there is a suspect.
+        """Put in the one PDU that is next in this search, if there is one; there is a suspect.
 
         All that is owed is in the database, and from now on it is read there.
         """
@@ -345,7 +346,7 @@ class Outbox:
     # --- Catch-up ---------------------------------------------------------------------------------
 
     async def _fill_owed(self, draft: Draft, policy: Policy) -> None:
-        """What the database owes; if that is nothing, become level."""
+        """Fill with what the database owes; if that is nothing, become level."""
         catch_up = await self._at_catch_up(policy)
         news = self._news
         assert self.lsso is not None
@@ -435,7 +436,7 @@ class Outbox:
     # --- Settling ---------------------------------------------------------------------------------
 
     async def settle(self, transaction: Transaction, *, quarantined: bool = False) -> None:
-        """What was in the transaction is dealt with: answered, or in quarantine."""
+        """Settle the transaction: its contents were answered, or are in quarantine."""
         await self._move(transaction.record, transaction.rooms_done, resync=quarantined)
         self.ephemeral.answered(transaction.ephemeral)
         self.receipts.answered(transaction.ephemeral)

@@ -1,4 +1,4 @@
-"""Taking over: what the last daemon, or Synapse's own worker, left behind.
+"""Recovery: the records that the last daemon, or Synapse's own worker, left behind.
 
 Before anything is sent, these questions are answered. Is the homeserver's database as we left it?
 Which answers are in the ledger that the databases did not get to know of? Which attempts were cut
@@ -35,7 +35,7 @@ async def take_over(
     instance: str,
     is_mine: Callable[[str], bool],
 ) -> set[str]:
-    """Answer the questions; the servers whose frozen transaction is to be repeated.
+    """Answer the questions. Returns the servers with a frozen transaction that is to be repeated.
 
     `is_mine`: whether a server belongs to this shard; others' records are left alone.
 
@@ -195,7 +195,7 @@ class _Recovery:
         return max((*caught_up, *answered), default=-1)
 
     async def note_well(self) -> None:
-        """Who has answered since its state was written down has nothing to wait for."""
+        """A server that has answered since its state was written down has nothing to wait for."""
         found = failure.states_of(await self.store.sender.all_server_states()).items()
         states = {name: state for name, state in found if self.is_mine(name)}
 
@@ -220,8 +220,9 @@ class _Recovery:
             await store.sender.drop_frozen(name)
 
     async def catch_up_anew(self, name: str) -> None:
-        """What this catch-up was answered, the homeserver's database may not know of, or may name
-        other events by the same numbers. But LSSO had passed what is still owed above the floor.
+        """Forget the answers of this catch-up: the homeserver's database may not know of them, or
+        may name other events by the same numbers. But LSSO had passed what is still owed above the
+        floor.
         """
         lsso = await self.store.homeserver.lsso(name)
         if lsso is None:
@@ -230,7 +231,7 @@ class _Recovery:
             await self.store.sender.restart_catch_up(name, lsso)
 
     async def sift(self, frozen: Mapping[str, int | None], moved: str | None) -> set[str]:
-        """The servers whose frozen transaction may be repeated; the others' are discarded."""
+        """The servers with a frozen transaction that may be repeated; the others are discarded."""
         valid: set[str] = set()
 
         async def look(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The registry of destinations: who is active, who is behind, and the timer that brings them back.
+"""The registry of destinations: active ones, those behind, and the timer that brings them back.
 
 A server is in one of three places. `active`: it has an object and a task. `behind`: it owes
 something, but nothing is to be tried before some time (or before an operator says so); only its
@@ -35,7 +35,7 @@ NEVER = math.inf
 
 
 class Policies(Protocol):
-    """What the sender asks of the configuration about one server."""
+    """The configuration's answers about one server."""
 
     def policy_for(self, server: str) -> Policy: ...
     def may_send_to(self, server: str) -> bool: ...
@@ -65,13 +65,13 @@ class Status:
 
 
 class Progress(NamedTuple):
-    """How far the stream of events has come; see `Registry.progress`.
+    """The progress of the events stream; see `Registry.progress`.
 
     Attributes:
         fanned_out: up to here it is on record which servers every event is for.
         delivered: up to here all events were answered by all servers but those that are behind. It
             falls when one of these answers again and has not answered for all.
-        servers: how many there are that something was sent to, or is to be.
+        servers: the number of servers that something was sent to, or is to be.
         behind: so many of them are not counted on: they fail, wait for their time, are held by an
             operator, or read what they are owed from the database.
     """
@@ -83,14 +83,15 @@ class Progress(NamedTuple):
 
 
 class Neighbour(Protocol):
-    """Who is told of destinations that come and go; calls that cannot wait."""
+    """The listener for destinations that come and go; calls that cannot wait."""
 
     def entered(self, destination: Destination) -> None: ...
     def left(self, destination: Destination) -> None: ...
 
 
 class Registry:
-    """See the module. Its own calls are synchronous but for `bring_back` and `write_down`.
+    """The registry of destinations. Its calls are synchronous but for `bring_back` and
+    `write_down`.
 
     Attributes:
         unsaved: of destinations that have left with something to write down, the last by name.
@@ -122,7 +123,7 @@ class Registry:
     # --- What is known ----------------------------------------------------------------------------
 
     def state_of(self, server: str) -> ServerState:
-        """What is remembered of this server."""
+        """The state of this server."""
         destination = self.active.get(server)
         if destination is not None:
             return destination.state
@@ -130,7 +131,7 @@ class Registry:
 
     @property
     def told_of(self) -> list[str]:
-        """Servers whose failures we have told the homeserver of."""
+        """The servers with a failure that the homeserver was told of."""
         return [name for name, state in self._states.items() if state.shared_interval_ms]
 
     def is_behind(self, server: str) -> bool:
@@ -143,7 +144,7 @@ class Registry:
         return sorted(name for name in names if matches(pattern, name))
 
     def status(self, server: str) -> Status | None:
-        """What is going on with this server; None: nothing, and nothing is owed that we know of."""
+        """The status of this server; None: it is idle, and owes nothing that is known of."""
         destination = self.active.get(server)
         now = trio.current_time()
         if destination is not None:
@@ -169,7 +170,7 @@ class Registry:
         return Status(server, phase, 0.0, due is None, 0, wait, None, state)
 
     def progress(self, fanned_out: int) -> Progress | None:
-        """How far events are that are fanned out up to here; None: what is owed is not known.
+        """The progress of events that are fanned out up to here; None: what is owed is not known.
 
         It looks at the servers in memory, and at nothing else: one that is not here is level.
         """
@@ -200,15 +201,16 @@ class Registry:
         though_behind: bool = False,
         kind: Kind | None = None,
     ) -> Destination | None:
-        """Its object, made if it has none: the one place that activates. None: not now.
+        """The server's destination, made if it has none: the one place that activates. None: not
+        now.
 
         What must not be lost is then found in the database when its time comes.
 
         Args:
-            level: the database owes it nothing that will not be offered. Nobody can say so while
+            level: the database owes it nothing that will not be offered. That is not known while
                 the registry is not complete.
-            though_behind: its time has come, or somebody says so.
-            kind: what has just come for it.
+            though_behind: its time has come, or another part says so.
+            kind: the kind of item that has just come for it.
         """
         destination = self.active.get(server)
         if destination is not None:
@@ -356,7 +358,7 @@ class Registry:
     # --- The timer --------------------------------------------------------------------------------
 
     def put_off(self, server: str) -> None:
-        """It is behind until somebody says otherwise."""
+        """Put it behind, with no time at which it comes back by itself."""
         self._behind[server] = NEVER
 
     def schedule(self, server: str, at: float) -> None:
@@ -371,7 +373,7 @@ class Registry:
         self._rescheduled.set()
 
     async def bring_back(self, pace: Pace) -> None:
-        """For ever: activate who is due, at the given pace."""
+        """Activate servers that are due, at the given pace, until cancelled."""
         while True:
             now = trio.current_time()
             if not self._timer or self._timer[0][0] > now:
@@ -388,7 +390,7 @@ class Registry:
                     destination.come_due()
 
     def take_in(self, states: Mapping[str, ServerState], frozen: Iterable[str]) -> None:
-        """What the last daemon left: before anything else.
+        """Take in the records of the last daemon, before anything else.
 
         `frozen`: the servers with a frozen transaction in the database.
         """
@@ -408,9 +410,9 @@ class Registry:
         """At start-up: all that owe something are behind, the most useful first.
 
         Args:
-            lagging: what the homeserver's database owes.
+            lagging: servers that the homeserver's database owes events.
             others: servers that are owed something else.
-            alive: servers that somebody has seen since we last tried; they need not wait.
+            alive: servers that were seen since the last attempt; they need not wait.
             rank: the operator's word on a server, the smallest first.
             doubt: how much its last day speaks against a server, the smallest first.
         """

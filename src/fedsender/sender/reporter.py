@@ -1,4 +1,4 @@
-"""What a destination says of itself: to the ledger, to metrics, to the log, to the homeserver."""
+"""The reports of a destination: to the ledger, to metrics, to the log, to the homeserver."""
 
 import structlog
 
@@ -96,7 +96,7 @@ class Reporter:
         )
 
     def ran_out(self, lack: OutOfResources) -> None:
-        """An attempt could not be made for a lack of our own: nobody is attempted for a while."""
+        """An attempt failed for a lack of our own: no server is attempted for a while."""
         self._context.metrics.out_of_resources.inc()
         if self._context.admission.gate.freeze(str(lack.strerror)):
             log.error(

@@ -1,14 +1,16 @@
-"""Which events this server must send, and to which servers.
+"""Routing: the events that this server must send, and their servers.
 
 One function answers for the fan-out, for catch-up, for redelivery and for released quarantine, so
-that all of them agree on who may see an event. The rules, in the order in which they are asked:
+that all of them agree on the servers that may see an event. The rules, in the order in which they
+are asked:
 
 1. Ours to send is an event of a local user, or one that we accepted for another server and send on
    its behalf (`send_on_behalf_of`); not a membership that was agreed elsewhere
    (`out_of_band_membership`), not one that is to be kept back (`proactively_send` false), not a
    rejected one, not an outlier, and not the event that creates a room (nobody is in it yet).
-2. It goes to every server with a joined user in the state *before* it: so the servers of those whom
-   it kicks or bans get it, and those of whom it lets in do not.
+2. It goes to every server with a joined user in the state *before* it: so the server of a user that
+it
+   kicks or bans gets it, and the server of a user that it lets in does not.
 3. A leave or ban set by somebody else also goes to the target's server if the target was only
    invited, or was knocking: that server is not in the room and would wait for ever. (Synapse tells
    it of rescinded invites, but of neither bans nor refused knocks: W26.)
@@ -86,7 +88,7 @@ class Bad:
     """An event that is ours to send but cannot be sent, with the reason in words.
 
     Attributes:
-        content: its JSON, where nobody else may be able to read it.
+        content: its JSON, if no other part may be able to read it.
     """
 
     event_id: str
@@ -101,7 +103,7 @@ class _NotYet(Exception):
 
 
 class Homeserver(Protocol):
-    """What routing asks of the store."""
+    """The questions that routing asks the store."""
 
     async def servers_before(self, events: Sequence[Any]) -> Mapping[str, object]: ...
     async def auth_memberships(self, events: Sequence[Any]) -> Mapping[str, str]: ...
@@ -157,7 +159,7 @@ class Router:
         self._routed.pop(event_id, None)
 
     def clear(self) -> None:
-        """Who may be sent to has changed."""
+        """Forget all routes: the permitted servers have changed."""
         self._forgotten += 1
         self._routed.clear()
 

@@ -48,7 +48,7 @@ WRITE_DOWN_S = 15.0
 
 
 class Sender:
-    """See the module; made by `open_sender`."""
+    """The sender; made by `open_sender`."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Sender:
             self.registry.schedule(server, trio.current_time())
 
     def hurry(self, servers: Collection[str]) -> None:
-        """What was offered to these just now is for nobody else; if they are few, they go first."""
+        """The PDU offered to these just now is for them alone; if they are few, they go first."""
         if len(servers) <= FEW:
             for server in servers:
                 destination = self.active.get(server)
@@ -162,11 +162,11 @@ class Sender:
     # --- The feed's side: synchronous calls that cannot fail -------------------------------------
 
     def server_up(self, server: str) -> None:
-        """Somebody saw a sign of life of this server."""
+        """There was a sign of life of this server."""
         self.wake([server])
 
     def backoff_changed(self, server: str) -> None:
-        """Somebody else wrote this server's backoff columns; a reset means that it is back."""
+        """Another process wrote this server's backoff columns; a reset means that it is back."""
         known = not self.registry.state_of(server).healthy or server in self.active
         if self.registry.draining:
             return  # Nobody is woken any more.
@@ -230,11 +230,11 @@ class Sender:
         return self.registry.known(pattern)
 
     def status(self, server: str) -> Status | None:
-        """What is going on with this server; None: nothing, and nothing is owed that we know of."""
+        """The status of this server; None: it is idle, and owes nothing that is known of."""
         return self.registry.status(server)
 
     def progress(self) -> Progress | None:
-        """How far the stream of events has come; None while it is not known what is owed."""
+        """The progress of the events stream; None while it is not known what is owed."""
         return self.registry.progress(self.fan_out.position)
 
     async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
@@ -278,7 +278,9 @@ class Sender:
     # --- Its own ----------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Take up what is owed and nobody is at: a lost hint, a row that somebody else wrote."""
+        """Take up owed items that no destination works on: after a lost hint, or a row of another
+        process.
+        """
         for lag in await self.context.homeserver.lagging():
             destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
             if destination is not None and lag.owes_keys:

@@ -1,4 +1,4 @@
-"""A transaction: what is in it, the bytes that leave, and what its answer moves.
+"""A transaction: its contents, the bytes that leave, and what its answer moves.
 
 A transaction is frozen the moment it is made. Its manifest says everything that an answer has to
 move, so that one read back from the database after a restart settles like one still in memory.
@@ -46,7 +46,7 @@ class Edu:
 
     @property
     def mark(self) -> str:
-        """What stays the same when it is made anew, and tells nothing of its content."""
+        """A mark that is the same when the EDU is made anew, and tells nothing of its content."""
         what: object = self.wire
         if self.outbox_ids:
             what = self.outbox_ids[0]
@@ -60,14 +60,14 @@ class Edu:
 @dataclass(frozen=True, slots=True)
 class Outgoing:
     """One PDU on its way to one server, by the lane "live", "catch_up" or "redelivery"; or
-    "witness": out of turn, to find out whose fault a refusal is (`suspicion`)."""
+    "witness": out of turn, to find out the cause of a refusal (`isolation`)."""
 
     pdu: Pdu
     lane: str
     supersedes: tuple[int, int] | None = None
 
     def as_sent(self) -> SentPdu:
-        """What is remembered of it."""
+        """The PDU as it stands in a record."""
         pdu = self.pdu
         return SentPdu(pdu.event_id, pdu.room_id, pdu.stream_ordering, self.lane, self.supersedes)
 
@@ -108,7 +108,7 @@ class Draft:
 
     @property
     def edu_room(self) -> int:
-        """How many EDUs more are within the counts (their bytes are another matter)."""
+        """The number of EDUs that are still within the counts (their bytes are another matter)."""
         room = self.max_edus - len(self.edus)
         if self.max_items is not None and self.only is None and not self.without:
             room = min(room, self.max_items - len(self.pdus) - len(self.edus))
@@ -174,9 +174,9 @@ class Transaction:
     Attributes:
         body: the exact bytes of the request's body.
         record: its contents, and what an answer moves on record.
-        lsso_before: the mark when it was frozen. Another value in the database means that somebody
-            else has sent for us since, and the transaction must not be repeated; but for the first
-            mark that we give a server that had none.
+        lsso_before: the mark when it was frozen. Another value in the database means that another
+            process has sent for us since, and the transaction must not be repeated; but for the
+            first mark that we give a server that had none.
         rooms_done: with catch-up, room -> the stream ordering answered there. Of one that was
             read back, what its PDUs prove; catch-up looks at the rest again.
         receipts_upto: with a debt of receipts, the stream id up to which it is paid.
@@ -236,7 +236,7 @@ class Transaction:
 
     @property
     def first_suspect(self) -> int | None:
-        """How many PDUs stand before the first one whose numbers strict servers refuse."""
+        """The number of PDUs before the first one with a number that strict servers refuse."""
         if self.drafted is None:
             return None
         for before, outgoing in enumerate(self.drafted.pdus):
@@ -245,7 +245,7 @@ class Transaction:
         return None
 
     def manifest(self) -> dict[str, Any]:
-        """What is stored beside the body."""
+        """The JSON values that are stored beside the body."""
         return {
             **self.record.as_json(),
             "edu_marks": list(self._marks),
@@ -254,7 +254,7 @@ class Transaction:
 
 
 def _item(pdu: SentPdu) -> Item:
-    """What stands in for others has their place."""
+    """A PDU as an item. One that stands in for others has their place."""
     place = pdu.stream_ordering if pdu.supersedes is None else pdu.supersedes[0] - 1
     return Item(pdu.event_id, pdu.room_id, place)
 

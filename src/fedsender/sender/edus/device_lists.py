@@ -58,7 +58,7 @@ def compose(changes: DeviceChanges, room: int) -> list[tuple[Edu, ...]]:
 
 
 def count(changes: DeviceChanges) -> int:
-    """How many EDUs all of it would be."""
+    """The number of EDUs that all of it would be."""
     return sum(change.edus for change in _conflated(changes))
 
 

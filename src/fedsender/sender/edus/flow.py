@@ -40,7 +40,7 @@ TYPING_SWEEP_S = 5.0
 
 
 class Registry(Protocol):
-    """What the flow asks of the sender."""
+    """The sender's face towards the flow."""
 
     @property
     def active(self) -> Mapping[str, Destination]: ...
@@ -50,14 +50,14 @@ class Registry(Protocol):
 
 
 class Policies(Protocol):
-    """What the flow asks of the configuration about one server."""
+    """The configuration's answers about one server."""
 
     def policy_for(self, server: str) -> Policy: ...
     def may_send_to(self, server: str) -> bool: ...
 
 
 class EduFlow:
-    """See the module; it is the feed's `EduSink`. One task per stream.
+    """The flow of EDUs into outboxes; the feed's `EduSink`. One task per stream.
 
     Attributes:
         device_lists: up to where rows of changed devices may be read.
@@ -252,7 +252,7 @@ class EduFlow:
         self._rooms_known.set()
 
     def typing_reset(self) -> None:
-        """Tokens begin anew, and so does what is known of who types."""
+        """Tokens begin anew, and so does the set of users that type."""
         self._rooms.reset()
 
     def _tell_typing(self, changes: Iterable[Typing]) -> None:
@@ -264,7 +264,7 @@ class EduFlow:
             self._typing_news.set()
 
     async def _keep_typing(self) -> None:
-        """Say again who types, before receivers forget it."""
+        """Send typing again, before receivers forget it."""
         while True:
             # A room is known for a while after its last user has stopped; without one, we rest.
             if not self._rooms:
@@ -293,7 +293,7 @@ class EduFlow:
     # --- Presence ---------------------------------------------------------------------------------
 
     def presence(self, state: PresenceState) -> None:
-        """How present a user is now."""
+        """The presence of a user now."""
         if not self._context.presence.enabled or not self._is_ours(state.user_id):
             return
         if self._states.note(state):

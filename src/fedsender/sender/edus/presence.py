@@ -1,8 +1,8 @@
-"""Presence: which changes are worth telling, and the EDUs that tell them.
+"""Presence: the changes that are sent, and their EDUs.
 
-A homeserver notes many things about a user that others need not hear. What waits for a server is
-one state for each user, the newest; how long ago somebody was active is reckoned when the EDU is
-made (Matrix server-server API, "Presence").
+A homeserver notes many things about a user that others need not hear. One state of each user waits
+for a server, the newest; the time since the user was active is reckoned when the EDU is made
+ (Matrix server-server API, "Presence").
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +59,7 @@ def key_of(state: PresenceState) -> Key:
 
 
 def entry(state: PresenceState, now_ms: int) -> dict[str, Any]:
-    """What is told of one user."""
+    """The entry of one user in an EDU."""
     told: dict[str, Any] = {"user_id": state.user_id, "presence": state.state}
     if state.last_active_ts > 0:
         told["last_active_ago"] = max(0, now_ms - state.last_active_ts)

@@ -1,7 +1,7 @@
-"""Receipts: who hears of one at once, who later, and how many of them go into one EDU.
+"""Receipts: the servers that get one at once, those that get it later, and the size of an EDU.
 
-In small rooms, and about events of the last minute, everybody hears at once: there a receipt shows
-that somebody is there. Otherwise only the server of the event's sender does, and the others in
+In small rooms, and for events of the last minute, all servers get a receipt at once: there it shows
+that a user is present. Otherwise only the server of the event's sender does, and the others in
 turn: a room of thousands of servers would cost thousands of transactions for each message read.
 
 A server's receipts wait in memory while it answers. When it does not, or when they are too many,
@@ -168,7 +168,9 @@ class ReceiptQueue:
             self.debt = None
 
     def pay(self, upto: int) -> None:
-        """What the page had for this server up to `upto` was answered, or there was nothing."""
+        """The receipts of the page for this server, up to `upto`, were answered, or there were
+        none.
+        """
         if self.debt is not None and self.debt == self._page_after:
             self.debt = self._page_after = upto
 

@@ -1,7 +1,7 @@
-"""Who of our users is typing where: what changed, and what must be said again.
+"""Typing: the users that type in each room, changes, and what must be sent again.
 
 A receiver forgets a typing user after a while, so it is told again and again (Matrix server-server
-API, "Typing notifications"). The homeserver names the whole set of those who type in a room each
+API, "Typing notifications"). The homeserver names the whole set of users that type in a room each
 time that set changes; tokens say which of two sets is the newer one.
 """
 
@@ -44,7 +44,7 @@ class _Room:
 
 
 class TypingRooms:
-    """Where our users type. Times are seconds on any one clock."""
+    """The rooms in which our users type. Times are seconds on any one clock."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, _Room] = {}
@@ -75,7 +75,7 @@ class TypingRooms:
         ]
 
     def due(self, now: float) -> list[Typing]:
-        """Who must be told again, now; and rooms of which nothing is heard are forgotten."""
+        """The typing that must be sent again now. Rooms without news are forgotten."""
         again: list[Typing] = []
         for room_id, room in list(self._rooms.items()):
             # The token of a room where nobody types any more only guards against late rows.
@@ -90,5 +90,5 @@ class TypingRooms:
         return again
 
     def reset(self) -> None:
-        """The homeserver counts from 0 again, and will say who types."""
+        """The homeserver counts from 0 again, and will name all users that type."""
         self._rooms.clear()
