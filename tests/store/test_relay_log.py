@@ -26,7 +26,6 @@ from fedsender.store import (
     StoreConfig,
     appends,
     connections,
-    intake,
     open_store,
     relay,
     tables,
@@ -632,7 +631,9 @@ async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
         )
         await store.save_consumers([Consumer("c", 0, 0, acked=3)])
         async with open_database(url, real_runtime(), name="test") as database:
-            await database.write(lambda connection: intake.begin(connection, "relay", "b" * 16))
+            await database.write(
+                lambda connection: appends.begin_epoch(connection, "relay", "b" * 16)
+            )
         for change in (
             partial(store.drop_through, 8),
             partial(store.tidy, 0, 9, 2**30),

@@ -30,9 +30,8 @@ from fedsender.intake.writer import AppendStore, Writer
 from fedsender.replication.relay_rows import redacted_in, tell_ephemeral
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.runtime import Runtime
-from fedsender.store.appends import NewRecord, stored_rows
+from fedsender.store.appends import REDACTED, NewRecord, News, Notice, Place, stored_rows
 from fedsender.store.engine import StoreError
-from fedsender.store.intake import REDACTED, News, Notice, Place
 from fedsender.store.records import Receipt
 from fedsender.streams import Json
 

@@ -52,7 +52,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where the databases are.
+    """The places of the databases.
 
     Attributes:
         homeserver_url: `sqlite:///path` or `postgresql://...`: the embedded store or Synapse's.

@@ -40,7 +40,7 @@ class StoreError(Exception):
 
 
 class WrongValues(StoreError):
-    """What is to be written is at fault, and not the database: it will never take it."""
+    """The values to be written are at fault, and not the database: it will never take them."""
 
 
 class WrongDatabase(StoreError):
@@ -49,7 +49,7 @@ class WrongDatabase(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class DatabaseOptions:
-    """How a database is opened.
+    """The options by which a database is opened.
 
     Attributes:
         readers: connections for reads; as many worker threads wait for them.
@@ -231,7 +231,7 @@ def kind_of(error: Exception) -> Literal["conflict", "slow", "away", "wrong"] | 
 
 
 def _psycopg_error(cause: BaseException | None) -> "psycopg.Error | None":
-    """`cause`, if it is psycopg's; without importing what somebody with SQLite never needs."""
+    """`cause`, if it is psycopg's; without an import that SQLite never needs."""
     driver = sys.modules.get("psycopg")
     return cause if driver is not None and isinstance(cause, driver.Error) else None
 

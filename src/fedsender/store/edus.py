@@ -1,6 +1,6 @@
-"""What EDUs are made of, as Synapse's database has it.
+"""The sources of EDUs, as Synapse's database has them.
 
-An embedded store has what a relay brings of it; it does not know whose users are in which rooms.
+An embedded store has what a relay brings of it; it does not know the users in a room.
 
 Device lists: Synapse writes a row of `device_lists_outbound_pokes` for each (server, changed device
 or key). What changed is not in the row: it is read when it is sent, so that a device that changed
@@ -64,7 +64,7 @@ class EduStore:
 
     @reading_together(having=pokes_table.c.destination, nothing=_no_changes)
     def device_changes(self, connection: Connection, destination: str, upto: int) -> DeviceChanges:
-        """What the server is to hear of devices, by its oldest rows at or below `upto`."""
+        """The device changes that the server is owed, by its oldest rows at or below `upto`."""
         query = (
             select(pokes_table.c.stream_id, pokes_table.c.user_id, pokes_table.c.device_id)
             .where(pokes_table.c.destination == destination, pokes_table.c.stream_id <= upto)
@@ -128,7 +128,7 @@ class EduStore:
     # --- presence (a Synapse only) ----------------------------------------------------------------
 
     async def present(self, server_name: str) -> tuple[list[PresenceState], int]:
-        """The states of this server's users who are not offline, and the newest stream id then."""
+        """The states of this server's users that are not offline, and the newest stream id then."""
         if self._embedded:
             return [], 0
 
@@ -149,7 +149,7 @@ class EduStore:
         )
 
     async def presence_of(self, users: Collection[str]) -> list[PresenceState]:
-        """The states of those users who have one."""
+        """The states of these users, where they have one."""
         if self._embedded:
             return []
         return await self._database.read(
@@ -280,7 +280,7 @@ def _with_signatures(
 
 
 def _cross_signing(connection: Connection, users: Collection[str]) -> dict[str, CrossSigning]:
-    """The cross-signing keys of those users who have any."""
+    """The cross-signing keys of these users, where they have any."""
     table = tables.e2e_cross_signing_keys
     keys: dict[str, dict[str, Any]] = {}
     public: defaultdict[str, set[str]] = defaultdict(set)
@@ -315,7 +315,7 @@ def _last_sent(connection: Connection, destination: str, users: Collection[str])
 
 
 def _json_object(text: str | None) -> dict[str, Any] | None:
-    """What a column holds as JSON; None if it is no object. Then the homeserver has no use for it
+    """The JSON object in a column; None if it is none. Then the homeserver has no use for it
     either."""
     try:
         value = json.loads(text or "null")

@@ -84,7 +84,7 @@ MAX_SLOW = 3
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """Who counts what a database does: how long its transactions take (s), and what is retried."""
+    """The meter of a database: the duration of its transactions (s), and retries."""
 
     took: Callable[[float], None] = lambda _: None
     retried: Callable[[], None] = lambda: None
@@ -143,7 +143,7 @@ class Database:
         return self._writer.trouble or self._readers.trouble
 
     async def read(self, fn: Callable[[Connection], T]) -> T:
-        """What `fn` returns, run in a read transaction of its own (one consistent snapshot).
+        """The result of `fn`, run in a read transaction of its own (one consistent snapshot).
 
         Waits while the database is away; raises StoreError for what waiting does not cure, and
         StoreClosed once nothing is read or written any more.
@@ -174,7 +174,7 @@ class Database:
             yield connection
 
     async def write(self, fn: Callable[[Connection], T]) -> T:
-        """What `fn` returned, once the transaction it ran in is durable.
+        """The result of `fn`, once the transaction it ran in is durable.
 
         `fn` may run more than once and must come to the same each time. Whatever it raises is
         raised here and undoes only its own work. If cancelled before the transaction has begun,
@@ -191,7 +191,8 @@ class Database:
     async def read_together(
         self, fn: Callable[[Connection, Sequence[Asked]], Mapping[Asked, T]], item: Asked
     ) -> T:
-        """What `fn(connection, items)` says of this item: for the small questions that many ask.
+        """The answer of `fn(connection, items)` for this item: for small questions that many tasks
+        ask.
 
         All that wait are answered in one read transaction, those with the same `fn` in one call.
         Equal items share an answer, which is not to be changed. Errors are as with `read`.
@@ -396,7 +397,7 @@ async def open_database(
 
 @asynccontextmanager
 async def _plain_errors() -> AsyncIterator[None]:
-    """What the body of a nursery raises comes out as it is: a caller can catch it by its name."""
+    """The one error of a nursery's body, raised as it is: a caller can catch it by its name."""
     try:
         yield
     except BaseExceptionGroup as group:

@@ -34,7 +34,7 @@ def json_object(text: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class LateSchema:
-    """What a homeserver's schema has of redactions, and older ones have not.
+    """The tables of redactions that older schemas of a homeserver lack.
 
     Attributes:
         bans: the table `room_ban_redactions`.
@@ -46,7 +46,7 @@ class LateSchema:
 
 
 def late_schema(connection: Connection) -> LateSchema:
-    """What there is in this database."""
+    """The tables that this database has."""
     found = inspect(connection)
     columns = {column["name"] for column in found.get_columns("redactions")}
     return LateSchema(found.has_table("room_ban_redactions"), "recheck" in columns)
@@ -254,7 +254,7 @@ def _same_server(one: str | None, other: str | None) -> bool:
 
 
 def auth_memberships(connection: Connection, events: Sequence[EventRow]) -> dict[str, str]:
-    """For membership events sent by somebody else: the target's membership in the auth events."""
+    """For membership events sent by another user: the target's membership in the auth events."""
     wanted: dict[str, tuple[str, list[str]]] = {}
     for row in events:
         if row.type == "m.room.member" and row.state_key not in (None, row.sender):

@@ -73,7 +73,7 @@ class Batches:
             raise self._closed_error()
 
     async def put(self, job: Job) -> Any:
-        """What the job came to, once its transaction is over.
+        """The job's result, once its transaction is over.
 
         If cancelled before that has begun, nothing happens; after that it waits for the end, then
         raises Cancelled.
@@ -94,7 +94,7 @@ class Batches:
         return job.value
 
     async def run(self) -> None:
-        """Run what is waiting, for ever; leaves nobody waiting when it ends."""
+        """Run the jobs that wait, until cancelled; then no caller is left waiting."""
         tries = 0
         try:
             while True:
@@ -166,7 +166,7 @@ class Batches:
         self._running = []
 
     def _put_back(self, batch: list[Job], *, alone: bool) -> None:
-        """To the front of the queue, in order; who was cancelled meanwhile is let go."""
+        """To the front of the queue, in order; jobs that were cancelled meanwhile are dropped."""
         self._running = []
         for job in reversed(batch):
             job.running = False

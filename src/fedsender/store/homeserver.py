@@ -3,7 +3,7 @@
 One class for both kinds: a Synapse's database, used in place, and the embedded store, which a feed
 fills. What needs several tables at once, or is asked by several transactions, is a function of a
 connection in a module beside this one: `event_rows`, `room_servers`, `edus`, `positions`, and
-for the embedded store `embedded`, `appends`, `intake` and `relay_load`.
+for the embedded store `embedded`, `appends` and `relay_load`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,16 +42,14 @@ from fedsender.store import (
     appends,
     embedded,
     event_rows,
-    intake,
     positions,
     relay_load,
     room_servers,
     tables,
 )
-from fedsender.store.appends import Appended, NewRecord
+from fedsender.store.appends import Appended, NewRecord, News, Notice, Place
 from fedsender.store.edus import changed_to_device, settle_device_lists
 from fedsender.store.engine import Database, StoreError, reading, reading_together, writing
-from fedsender.store.intake import News, Notice, Place
 from fedsender.store.lock import Lock, LockHeld
 from fedsender.store.records import (
     Backoff,
@@ -98,7 +96,7 @@ outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_po
 
 
 class HomeserverStore:
-    """See the module. Errors: StoreError for what waiting does not cure."""
+    """The homeserver's store. Errors: StoreError for faults that waiting does not cure."""
 
     def __init__(
         self,
@@ -112,7 +110,7 @@ class HomeserverStore:
         """
         Args:
             state_database: where a Synapse keeps `state_groups_state` and its edges apart.
-            intake_lock: held while we take appends; None: nobody else can use this store.
+            intake_lock: held while we take appends; None: no other process can use this store.
         """
         self._database = database
         self._state_database = state_database
@@ -191,7 +189,7 @@ class HomeserverStore:
 
     @reading
     def senders(self, connection: Connection) -> dict[str, Generation]:
-        """Where each of those who send for this homeserver stands; `ours` is that of a fedsender
+        """The position of each sender of this homeserver; `ours` is that of a fedsender
         that has not handed back."""
         table = positions.positions
         found: dict[str, dict[str, int]] = {}
@@ -282,7 +280,7 @@ class HomeserverStore:
     def room_events(
         self, connection: Connection, room_id: str, after: int, upto: int, limit: int
     ) -> Sequence[EventRow]:
-        """The same for one room. All who catch up ask for the same rooms."""
+        """The same for one room. All destinations in catch-up ask for the same rooms."""
         return event_rows.read_events(
             connection, after, upto, limit, room_id=room_id, late=self._late
         )
@@ -329,7 +327,7 @@ class HomeserverStore:
     def auth_memberships(
         self, connection: Connection, events: Sequence[EventRow]
     ) -> dict[str, str]:
-        """For memberships set by somebody else: the target's one in the event's auth events."""
+        """For memberships set by another user: the target's one in the event's auth events."""
         return event_rows.auth_memberships(connection, events)
 
     async def forward_extremities(self, room_id: str) -> list[str]:
@@ -622,7 +620,7 @@ class HomeserverStore:
         return await self._database.read(partial(_backoffs, names=destinations))
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
-        """The servers whose backoff `writer` changed, by its rows of the `caches` stream with
+        """The servers with a backoff that `writer` changed, by its rows of the `caches` stream with
         after < stream id <= upto. Empty where there is no such stream."""
         if not self._tells_caches:
             return []
@@ -655,7 +653,7 @@ class HomeserverStore:
 
     @reading
     def pending_counts(self, connection: Connection, destination: str) -> Pending:
-        """How much the destination is owed, and since when."""
+        """The number of items that the destination is owed, and the age of the oldest."""
         changes = select(func.count()).where(pokes.c.destination == destination)
         mark = (
             select(func.coalesce(destinations.c.last_successful_stream_ordering, 0))
@@ -776,19 +774,21 @@ class HomeserverStore:
         """Take the homeserver's appends under this epoch, unless another instance takes them."""
         if self._intake_lock is not None:
             try:
-                await self._intake_lock.take(await self._database.read(intake.store_key))
+                await self._intake_lock.take(await self._database.read(appends.store_key))
             except LockHeld:
                 return False
         await self.drop_unfinished_load()
         self._epoch, instance = epoch, self._settings.instance
-        await self._database.write(lambda connection: intake.begin(connection, instance, epoch))
+        await self._database.write(
+            lambda connection: appends.begin_epoch(connection, instance, epoch)
+        )
         return True
 
     async def feed_news(self, after: Place | None) -> News:
-        """What is new in the store since `after`; None: where everything stands."""
+        """The news in the store since `after`; None: the present positions."""
         instance = self._settings.instance
         found = await self._database.read(
-            lambda connection: intake.news(connection, instance, after)
+            lambda connection: appends.read_news(connection, instance, after)
         )
         if after is None or found.place.position > after.position:
             self._hosts_moved()
@@ -799,16 +799,16 @@ class HomeserverStore:
         instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
 
         def append(connection: Connection) -> list[Appended]:
-            intake.check(connection, epoch)
+            appends.check_epoch(connection, epoch)
             make_rows = partial(embedded.Rows, now_ms)
             answers = appends.append_records(connection, records, now_ms, make_rows)
             if not self.alone:
                 told = [
-                    intake.redaction(row.target)
+                    appends.redaction(row.target)
                     for row in appends.stored_rows(records, answers)
                     if isinstance(row, RedactionRow)
                 ]
-                intake.tell(connection, instance, told, now_ms)
+                appends.store_notices(connection, instance, told, now_ms)
             return answers
 
         if _move_hosts(row for record in records for row in record.rows):
@@ -833,7 +833,7 @@ class HomeserverStore:
         now_ms = self._now_ms()
 
         def forget(connection: Connection) -> int:
-            intake.forget(connection, now_ms)
+            appends.forget_notices(connection, now_ms)
             return appends.forget_appends(connection, now_ms)
 
         return await self._database.write(forget)
@@ -848,9 +848,9 @@ class HomeserverStore:
         instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
 
         def store(connection: Connection) -> int | None:
-            intake.check(connection, epoch)
+            appends.check_epoch(connection, epoch)
             if not self.alone:
-                intake.tell(connection, instance, notices, now_ms)
+                appends.store_notices(connection, instance, notices, now_ms)
             return embedded.store_receipts(connection, receipts) if receipts else None
 
         return await self._database.write(store)
@@ -1012,7 +1012,7 @@ def _marks(connection: Connection, names: Iterable[str]) -> dict[str, int | None
 def _lagging_page(
     connection: Connection, start: tuple[str, str]
 ) -> tuple[list[Lagging], tuple[str, str] | None]:
-    """What a page of rows above the (destination, room) `start` says that destinations are owed;
+    """The events owed by a page of rows above the (destination, room) `start`;
     and where the next page starts.
 
     A page is so many rows, whether anything is owed in them or not: no statement grows with the

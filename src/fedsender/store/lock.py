@@ -49,20 +49,20 @@ class Lock(Protocol):
         ...
 
     async def take_tables(self) -> None:
-        """All of the tables, against every daemon and everybody who migrates them; the same."""
+        """All of the tables, against every daemon and every migration; the same."""
         ...
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
         """Say by which list we send, as long as we hold the instance's; raises SendersDiffer if
-        somebody else says another one, and LockUnknown."""
+        another daemon says another one, and LockUnknown."""
         ...
 
     async def say(self, words: str) -> None:
-        """Say this as long as we hold the instance's, for whoever asks; raises LockUnknown."""
+        """Say this to any daemon that asks, while we hold the instance's; raises LockUnknown."""
         ...
 
     async def is_said(self, words: str) -> bool:
-        """Whether anybody says this now; raises LockUnknown."""
+        """Whether any daemon says this now; raises LockUnknown."""
         ...
 
     async def held(self) -> bool:
@@ -107,15 +107,15 @@ class FileLock:
             raise LockHeld(f"a daemon runs on {self._database}, or somebody migrates it")
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """A file is nobody's but one daemon's."""
+        """A file belongs to one daemon: there is no other to agree with."""
         await trio.lowlevel.checkpoint()
 
     async def say(self, words: str) -> None:
-        """To nobody."""
+        """No other daemon can ask."""
         await trio.lowlevel.checkpoint()
 
     async def is_said(self, words: str) -> bool:
-        """By nobody."""
+        """No other daemon can say it."""
         await trio.lowlevel.checkpoint()
         return False
 
@@ -143,9 +143,9 @@ class FileLock:
 
 
 class AdvisoryLock:
-    """PostgreSQL advisory locks, held by a connection of their own: for all who use the database.
+    """PostgreSQL advisory locks, held by a connection of their own: for all users of the database.
 
-    They end with the connection; who takes an instance's again takes its share in the tables again.
+    They end with the connection; taking an instance's again takes its share in the tables again.
     """
 
     def __init__(self, url: URL, runtime: Runtime) -> None:
@@ -317,7 +317,7 @@ class InstanceLock:
             raise
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """With everybody who sends for this homeserver, on the list of senders: see `Lock`."""
+        """Agree on the list of senders with all that send for this homeserver: see `Lock`."""
         for lock in self._locks:
             await lock.agree(homeserver, senders)
 

@@ -1,6 +1,6 @@
 """Alembic over the live connection: our tables, made and brought up to date, then looked at.
 
-Nobody migrates tables on which a daemon runs, and no two do at once: see `bring_up_to_date`.
+No process migrates tables on which a daemon runs, and no two do at once: see `bring_up_to_date`.
 
 There are two version lines, `homeserver` (the embedded store's tables) and `sender`. Their scripts
 ship inside the wheel.
@@ -44,7 +44,7 @@ class SchemaDiffers(StoreError):
 
 
 def scripts() -> Path:
-    """Where env.py and the versions are: in the wheel, or in the source tree."""
+    """The directory of env.py and the versions: in the wheel, or in the source tree."""
     package = Path(fedsender.__file__).resolve().parent
     shipped = package / "_alembic"
     return shipped if shipped.is_dir() else package.parents[1] / "alembic"
@@ -70,7 +70,7 @@ def _versions(connection: Connection, line: Line) -> set[str]:
 
 
 def refuse_old_tables(connection: Connection, line: Line) -> None:
-    """Raise SchemaDiffers if somebody has migrated the tables to another version than ours."""
+    """Raise SchemaDiffers if the tables are of another version than ours."""
     if not is_newest(connection, line):
         raise SchemaDiffers(f"the {line} tables are not of version {head(line)}")
 

@@ -1,10 +1,10 @@
-"""How far each stream has been read: functions of a connection over `federation_stream_position`.
+"""The positions of streams: functions of a connection over `federation_stream_position`.
 
 A row of type `events` is Synapse's own: up to there everything is recorded in `destination_rooms`.
 Nothing reads the rows of type `federation` any more. We write our events position there too, in
-the same transaction: when the two differ, somebody else has moved one of them, a Synapse sender for
-instance. An embedded store also has a row of type `feed`, which is nobody's: the token up to which
-it has facts, whoever stored them. One of type `load` stands there while a snapshot is loaded.
+the same transaction: when the two differ, another process has moved one of them, a Synapse sender
+for instance. An embedded store also has a row of type `feed`, of no instance: the token up to which
+it has facts, from any writer. One of type `load` stands there while a snapshot is loaded.
 """
 
 from sqlalchemy import Connection, ScalarSelect, bindparam, delete, func, select, update

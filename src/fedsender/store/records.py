@@ -1,4 +1,4 @@
-"""What the store's questions are answered with, and what it is told. Values only."""
+"""The values that the store takes and returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from fedsender.ledger import DevicePoke
 
 @dataclass(frozen=True, slots=True)
 class HomeserverSettings:
-    """What the homeserver's store must know of its homeserver.
+    """The settings of the homeserver that its store needs.
 
     Attributes:
         instance: our name in `federation_stream_position`.
@@ -137,7 +137,7 @@ class CrossSigning:
 
 @dataclass(frozen=True, slots=True)
 class DeviceChanges:
-    """What one server is to hear of devices and keys.
+    """The changes of devices and keys that one server is owed.
 
     Attributes:
         pokes: ascending by stream id.
@@ -156,7 +156,7 @@ class DeviceChanges:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Somebody has read up to an event.
+    """A user has read up to an event.
 
     Attributes:
         thread_id: of the thread, "main", or None for the whole room.
@@ -174,7 +174,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class PresenceState:
-    """How present a user is.
+    """The presence of a user.
 
     Attributes:
         state: "online", "unavailable", "offline", or another word of the homeserver.
@@ -190,7 +190,7 @@ class PresenceState:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What an answered transaction changes for its destination.
+    """The changes of a destination's records by an answered transaction.
 
     Attributes:
         lsso: the new last successful stream ordering (upwards only); None: leave it.
@@ -234,7 +234,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Whose tokens a feed counts, and how they are ours.
+    """The history that a feed's tokens belong to, and how they become ours.
 
     Attributes:
         epoch: names the history; a relay that lost or replaced its own begins another.
@@ -248,7 +248,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What a destination is owed, counted."""
+    """The numbers of items that a destination is owed."""
 
     rooms: int
     oldest_stream_ordering: int | None
@@ -308,7 +308,7 @@ class FrozenRecord:
 
 @dataclass(frozen=True, slots=True)
 class FrozenManifest:
-    """What a frozen transaction holds, without the bytes.
+    """A frozen transaction's manifest, without its bytes.
 
     Attributes:
         ours: we froze it; else we took it over from another sender, who may have been ahead of us.

@@ -57,7 +57,7 @@ from fedsender.facts import (
 )
 from fedsender.matrix import is_sent_by
 from fedsender.runtime import Runtime
-from fedsender.store import appends, embedded, intake, positions, room_servers, tables
+from fedsender.store import appends, embedded, positions, room_servers, tables
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.engine import (
     Database,
@@ -125,7 +125,7 @@ class LogBounds(NamedTuple):
 
 
 class State(enum.StrEnum):
-    """What a consumer is doing.
+    """The state of a consumer.
 
     Attributes:
         JOIN: it was handed a snapshot, and the log behind that is kept.
@@ -176,7 +176,7 @@ class Consumer:
 
     @property
     def state(self) -> State:
-        """What it is doing."""
+        """The consumer's state."""
         if self.handed is not None:
             return State.JOIN
         if self.following:
@@ -185,7 +185,7 @@ class Consumer:
 
     @property
     def pin(self) -> int | None:
-        """What follows this token is kept for it; None: nothing is."""
+        """The token behind which the log is kept for it; None: no log is."""
         pins = [] if self.acked is None or self.lost else [self.acked]
         if self.handed is not None:
             pins.append(self.handed.token)
@@ -352,7 +352,7 @@ def _edu(token: int, number: int, row: EduRow, text: str) -> dict[str, Any]:
 def _store_edus(connection: Connection, rows: Sequence[dict[str, Any]]) -> None:
     """Add EDUs. Of a user's device list, or keys, only the newest stays, for each server.
 
-    Who may have missed the one before is to ask for the whole list.
+    A server that may have missed the one before is told to ask for the whole list.
     """
     about = [(row["destination"], row["kind"], row["about"]) for row in rows if row["about"]]
     newest: dict[tuple[str, str, str], tuple[int, int]] = {}
@@ -391,7 +391,7 @@ def _delete_edus(connection: Connection, which: Iterable[tuple[int, int]]) -> No
 
 
 class _Rooms:
-    """What happened in rooms, applied to what is stored of them."""
+    """Changes of rooms, applied to their stored state."""
 
     def __init__(
         self, connection: Connection, stories: dict[str, list[_Told]], now_ms: int
@@ -522,7 +522,7 @@ class _Rooms:
 
 
 def read_bounds(connection: Connection) -> LogBounds:
-    """What the log holds. Raises DamagedLog."""
+    """The bounds of the log. Raises DamagedLog."""
     first = connection.execute(select(_state.c.first)).scalar_one()
     head = connection.execute(_NEWEST).first()
     if head is None:
@@ -651,7 +651,7 @@ def _delete_between(connection: Connection, begin: int, end: int) -> int:
 
 
 class _Page(NamedTuple, Generic[Place]):
-    """Where the next page begins, and how many rows of this one were deleted."""
+    """The begin of the next page, and the number of rows of this one that were deleted."""
 
     after: Place
     deleted: int
@@ -800,7 +800,7 @@ Rows = Iterator[tuple[Any, ...]]
 
 
 class SnapshotTables:
-    """What a snapshot holds, read in one transaction; rows as `snapshot.COLUMNS` has them.
+    """The tables of a snapshot, read in one transaction; rows as `snapshot.COLUMNS` has them.
 
     Attributes:
         token: up to and with this one all that the log said is in it.
@@ -926,13 +926,13 @@ class RelayStore:
         """Write from now on, under a new epoch; False: another relay holds the lock."""
         if self._lock is not None:
             try:
-                await self._lock.take(await self._database.read(intake.store_key))
+                await self._lock.take(await self._database.read(appends.store_key))
             except LockHeld:
                 return False
         self._epoch = epoch
 
         def begin(connection: Connection) -> None:
-            intake.begin(connection, INSTANCE, epoch)
+            appends.begin_epoch(connection, INSTANCE, epoch)
             if connection.execute(select(_epochs.c.epoch).where(_epochs.c.epoch == epoch)).first():
                 return  # It is run again: its COMMIT was not answered.
             head = read_bounds(connection).head
@@ -944,7 +944,7 @@ class RelayStore:
         return True
 
     async def holds(self) -> bool:
-        """Whether nobody else can have begun: the lock is still ours."""
+        """Whether no other relay can have begun: the lock is still ours."""
         return self._lock is None or await self._lock.held()
 
     async def release(self) -> None:
@@ -956,12 +956,12 @@ class RelayStore:
     async def _write(self, fn: Callable[[Connection], T]) -> T:
         """As `Database.write`, but only while no other relay has begun.
 
-        Raises StoreError; Elsewhere: this relay knows neither what follows nor who holds it.
+        Raises StoreError; Elsewhere: another relay writes now.
         """
         epoch = self._epoch
 
         def write(connection: Connection) -> T:
-            intake.check(connection, epoch)
+            appends.check_epoch(connection, epoch)
             return fn(connection)
 
         return await self._database.write(write)
@@ -987,7 +987,7 @@ class RelayStore:
         make_rows = partial(RelayRows, self.server_name, now_ms)
 
         def append(connection: Connection) -> list[Appended]:
-            intake.check(connection, epoch)
+            appends.check_epoch(connection, epoch)
             return appends.append_records(connection, records, now_ms, make_rows)
 
         self.appending_since = trio.current_time()
@@ -1021,7 +1021,7 @@ class RelayStore:
     # --- the log ----------------------------------------------------------------------------------
 
     async def bounds(self) -> LogBounds:
-        """What the log holds. Raises DamagedLog."""
+        """The bounds of the log. Raises DamagedLog."""
         return await self._database.read(read_bounds)
 
     async def read_log(self, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
@@ -1057,9 +1057,10 @@ class RelayStore:
             begin = upto
 
     async def tidy(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
-        """Delete what nobody needs; returns how many EDUs went that somebody may lack.
+        """Delete rows that are no longer needed; returns the number of EDUs that a consumer may
+        lack.
 
-        What is only found by looking at all rows goes bit by bit, some with each call.
+        Rows that are only found by looking at all go bit by bit, some with each call.
 
         Args:
             edu_floor: every consumer has the EDUs up to this token.
@@ -1140,7 +1141,7 @@ class RelayStore:
         )
 
     async def with_tables(self, write: Callable[[SnapshotTables], T]) -> T:
-        """What `write` returns, run in a worker thread in one read transaction.
+        """The result of `write`, run in a worker thread in one read transaction.
 
         Raises what it raises.
         """

@@ -1,4 +1,4 @@
-"""Taking a relay's snapshot over into the embedded store, in many small transactions.
+"""The load of a relay's snapshot into the embedded store, in many small transactions.
 
 A snapshot tells a sender whose position the relay's log does not reach any more (or that has none,
 or one of another history) what it must know instead of all that happened in between: the servers in
@@ -91,7 +91,7 @@ class LoadedSnapshot(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a snapshot brought.
+    """The changes that a snapshot brought.
 
     Attributes:
         position: up to here all is stored.
@@ -129,7 +129,7 @@ class _Hosts:
 
 
 class _Change(NamedTuple):
-    """What becomes of a server in a room: stays that end, and others."""
+    """The change of a server in a room: stays that end, and others."""
 
     room_id: str
     server: str
@@ -157,7 +157,7 @@ def run_step(steps: Steps[T], result: Any) -> tuple[Step | None, T | None]:
 
 
 def load(snapshot: LoadedSnapshot, handles: Handles, now_ms: int) -> Steps[Loaded]:
-    """See the module. Raises FeedError for rows that cannot be stored, and what `read` raises."""
+    """Load a snapshot. Raises FeedError for rows that cannot be stored; errors of `read`."""
     yield from drop()
     position = max(0, (yield positions.feed_position))
     reached = snapshot.token + snapshot.history.base
@@ -294,7 +294,7 @@ class _Loading:
             yield room_id, found
 
     def _store_hosts(self, rooms: Mapping[str, _Hosts], first: Mapping[str, int]) -> Steps[None]:
-        """What makes the stays say of all above our position what the snapshot says."""
+        """The changes by which the stays above our position are those of the snapshot."""
         if not rooms:
             return
         stays = yield partial(self._open_stays, room_ids=list(rooms))

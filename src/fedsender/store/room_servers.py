@@ -32,7 +32,7 @@ NOBODY: frozenset[str] = frozenset()
 
 
 def _servers(users: Iterable[str]) -> frozenset[str]:
-    """The servers of the users; a user id without one belongs to nobody we could send to."""
+    """The servers of the users; a user id without one belongs to no server."""
     found = set()
     for user in users:
         try:
@@ -137,7 +137,7 @@ def last_told(connection: Connection, room_ids: Iterable[str]) -> dict[str, int]
 
 
 class EventStates:
-    """What the main database says about the state before some events. See `load_states`."""
+    """The state before some events, by the main database. See `load_states`."""
 
     def __init__(self) -> None:
         self.groups: dict[str, int] = {}

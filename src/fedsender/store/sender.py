@@ -89,7 +89,7 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """What a take-over moved, and what it could not.
+    """The records that a take-over moved, and those that it could not.
 
     Attributes:
         taken: instance that held records of our servers -> how many servers; None: not known.
@@ -105,7 +105,7 @@ class TakenOver:
 
 @dataclass(frozen=True, slots=True)
 class OwedReceipts:
-    """Which receipts are still owed.
+    """The receipts that are still owed.
 
     Attributes:
         position: each receipt up to this stream id is answered, or covered by `debts`. None:
@@ -135,7 +135,7 @@ class SenderStore:
     def __init__(
         self, database: Database, runtime: Runtime, lock: InstanceLock, instance: str
     ) -> None:
-        """`instance`: whose records we write."""
+        """`instance`: the owner of the records that we write."""
         self._database = database
         self._now_ms = runtime.now_ms
         self._instance = instance
@@ -177,7 +177,7 @@ class SenderStore:
 
     @reading
     def frozen_page(self, connection: Connection, after: str, limit: int) -> list[FrozenManifest]:
-        """What the frozen transactions of destinations above `after` hold, by name."""
+        """The manifests of frozen transactions of destinations above `after`, by name."""
         table = tables.frozen_transactions
         query = (
             select(table.c.destination, table.c.manifest, table.c.taken_from.is_(None))
@@ -361,14 +361,14 @@ class SenderStore:
 
     @reading
     def quarantined_for_all(self, connection: Connection) -> int:
-        """How many events no server got, of those that we hold."""
+        """The number of quarantined events that no server got."""
         query = select(func.count()).where(quarantine.c.destination.is_(None), self._held)
         count: int = connection.execute(query).scalar_one()
         return count
 
     @reading
     def quarantined_of(self, connection: Connection, destination: str) -> int:
-        """How many items of this destination are in quarantine."""
+        """The number of items of this destination in quarantine."""
         query = select(func.count()).where(quarantine.c.destination == destination)
         count: int = connection.execute(query).scalar_one()
         return count
@@ -513,7 +513,7 @@ class SenderStore:
 
     @reading
     def last_list(self, connection: Connection) -> list[str]:
-        """The senders by whose list this database was last used, in order; []: not known."""
+        """The list of senders by which this database was last used, in order; []: not known."""
         return _last_list(connection)
 
     @writing
@@ -587,7 +587,7 @@ class SenderStore:
 
     @reading
     def load_generation(self, connection: Connection, instance: str) -> StoredGeneration | None:
-        """How we last left the homeserver's database; None: never."""
+        """The state in which we last left the homeserver's database; None: never."""
         table = tables.generation
         query = select(table.c.events_position, table.c.mark).where(
             table.c.instance_name == instance
@@ -599,7 +599,7 @@ class SenderStore:
         """Become the one daemon of this instance name; raises LockHeld if another one is.
 
         Waits while that cannot be told: the database is away, or has not yet noticed that the
-        connection by which we held it ourselves is gone, or somebody migrates the tables. Raises
+        connection by which we held it ourselves is gone, or the tables are being migrated. Raises
         SchemaDiffers if they have done so since the store was opened.
         """
         self._held_as = (instance, boot_id)
@@ -722,7 +722,7 @@ class ReceiptBook:
 
 
 def _record(table: Table) -> Select[Any]:
-    """All that a record says, without whose it is."""
+    """The columns of a record, but for its owner."""
     ours = ("instance_name", "taken_from")
     return select(*(column for column in table.c if column.name not in ours))
 
