@@ -138,7 +138,7 @@ def run(
     import trio
 
     if shadow:
-        from fedsender.shadow import run as shadow_run
+        from fedsender.switching import shadow as shadow_run
 
         return trio.run(shadow_run.run, config)
     from fedsender import daemon
@@ -273,10 +273,10 @@ def hand_back(
     """With the daemon stopped: leave the sending to who comes next, or say what is lost."""
     import trio
 
-    from fedsender import handback
     from fedsender.config import load
     from fedsender.daemon import store_config
     from fedsender.runtime import real_runtime
+    from fedsender.switching import handback
     from fedsender.telemetry import configure_logging
 
     loaded, runtime = load(config), real_runtime()

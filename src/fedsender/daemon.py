@@ -35,7 +35,6 @@ from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.fan_out import AlreadyOwed
 from fedsender.sender.sender import Sender, open_sender
-from fedsender.shards import take_shard
 from fedsender.signals import Signals
 from fedsender.store import (
     HomeserverSettings,
@@ -48,6 +47,7 @@ from fedsender.store import (
 )
 from fedsender.store.engine import Faults
 from fedsender.store.lock import SendersDiffer
+from fedsender.switching.shards import take_shard
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import Metrics, configure_logging
 

@@ -19,7 +19,6 @@ from fedsender.config import Config, ConfigError, UnixAddress, from_values
 from fedsender.daemon import Daemon, open_core, store_config
 from fedsender.demo.process import write_signing_key
 from fedsender.facts import Elsewhere, KeyReused
-from fedsender.handback import hand_back
 from fedsender.intake.client import IntakeClient
 from fedsender.intake.endpoint import PREFIX, serve_intake
 from fedsender.intake.intake import Append, ReservationGone
@@ -28,6 +27,7 @@ from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
 from fedsender.store import HomeserverSettings, LockHeld, Store, StoreConfig, open_store
 from fedsender.store.records import PresenceState
+from fedsender.switching.handback import hand_back
 from fedsender.testing.clock import until
 from fedsender.testing.receiver import open_receivers
 from fedsender.testing.rooms import new_timeline

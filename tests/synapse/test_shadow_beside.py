@@ -16,12 +16,13 @@ import trio
 import trustme
 from tests.servers import Postgres
 from tests.service import open_service
-from tests.shadow.following import followed, lines
+from tests.switching.following import followed, lines
 from tests.synapse.remote import open_remote
 from tests.synapse.world import INSTANCE, World, until
 
 from fedsender.config import Config, load
-from fedsender.shadow import book, run
+from fedsender.switching import comparison as book
+from fedsender.switching import shadow as run
 
 TEST_S = 300
 READ_S = 60

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from fedsender.config import Config
 from fedsender.runtime import real_runtime
-from fedsender.shadow.report import Report
-from fedsender.shadow.run import run_shadow
 from fedsender.signals import Signals
+from fedsender.switching.comparison import Report
+from fedsender.switching.shadow import run_shadow
 from fedsender.systemd import Notifier
 
 PATIENCE_S = 60

@@ -15,19 +15,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sqlalchemy import Connection, delete, insert
 from tests.servers import Databases
 from tests.store.rooms import Room
-from tests.test_shards import HS, PATIENCE_S, Site, config_of, site
+from tests.switching.test_shards import HS, PATIENCE_S, Site, config_of, site
 
-from fedsender import shards
 from fedsender.config import ConfigError
 from fedsender.daemon import Daemon, store_config
 from fedsender.demo.process import KEY_VERSION
-from fedsender.handback import Findings, hand_back
 from fedsender.ledger import read_lines, segments
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
 from fedsender.store import LockHeld, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import SendersDiffer
+from fedsender.switching import shards
+from fedsender.switching.handback import Findings, hand_back
 from fedsender.testing.clock import until
 from fedsender.testing.rooms import Event, Signer, new_timeline
 

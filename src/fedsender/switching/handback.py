@@ -1,4 +1,4 @@
-"""Handing back to who sends next: what they would not send, said before it is lost.
+"""The hand-back to the next sender: items that it would not send are named before they are lost.
 
 That is Synapse's own federation sender, or the others where one of several senders leaves the list.
 
@@ -25,9 +25,9 @@ from fedsender.ledger import Ledger, TransactionRecord, open_ledger
 from fedsender.runtime import Runtime
 from fedsender.sender.failure import states_of
 from fedsender.sender.recovery import discard, hand_over, note_handed_over, take_over
-from fedsender.shards import take_shard
 from fedsender.store import Store, StoreConfig, open_store
 from fedsender.store.records import Settlement
+from fedsender.switching.shards import take_shard
 from fedsender.telemetry import Metrics
 
 __all__ = ["Findings", "hand_back", "leave_to_owner", "owner_of"]
@@ -39,7 +39,7 @@ DISCARDED: Final = "handed back"
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What stands between us and Synapse's sender, each a sentence that names server and room.
+    """The obstacles to a hand-back, each a sentence that names server and room.
 
     Attributes:
         losses: what Synapse's sender would never send.
@@ -62,7 +62,7 @@ async def hand_back(
     accept_repeats: bool = False,
     accept_loss: bool = False,
 ) -> Findings:
-    """Leave everything as Synapse's own sender needs it, or say why not.
+    """Leave everything as Synapse's own sender needs it, or tell the obstacles.
 
     What a killed daemon's ledger proves to be answered is written to the databases first. Then, if
     nothing is found or what is found is accepted: unanswered transactions are given up, each with a
@@ -162,12 +162,12 @@ async def _redeliveries(store: Store, config: Config) -> list[str]:
 
 
 def _next(config: Config) -> str:
-    """Who sends after us."""
+    """The next sender, in words."""
     return "Synapse's sender" if config.homeserver.kind == "synapse" else "whoever sends next"
 
 
 async def _unanswered(store: Store, name: str, next_sender: str) -> str:
-    """What this server may or may not have, in words."""
+    """The transaction that this server may or may not have, in words."""
     record = await store.sender.load_frozen(name)
     if record is None:
         return f"{name}: a transaction is unanswered"
@@ -203,7 +203,9 @@ async def _settle(
 
 
 async def _held_back(store: Store, config: Config) -> list[str]:
-    """Whom an operator keeps us from sending to, and nothing will keep Synapse's sender from."""
+    """The servers that an operator keeps us from sending to, and that Synapse's sender will send
+    to.
+    """
     states = states_of(await store.sender.all_server_states())
     notes = []
     for name, state in sorted(states.items()):

@@ -16,19 +16,19 @@ from rich.console import Console
 from sqlalchemy import Connection, insert, update
 from tests.replication.pubsub import Process
 from tests.servers import Databases, Valkey
-from tests.shadow.following import PATIENCE_S, followed, lines
 from tests.store import synapse_schema
 from tests.store.rooms import ROOM, Room
+from tests.switching.following import PATIENCE_S, followed, lines
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
-from fedsender.shadow import run
-from fedsender.shadow.report import Report
-from fedsender.shadow.run import run_shadow
 from fedsender.signals import Signals
 from fedsender.store import StoreError, tables
 from fedsender.store.engine import Database, open_database
+from fedsender.switching import shadow as run
+from fedsender.switching.comparison import Report
+from fedsender.switching.shadow import run_shadow
 from fedsender.systemd import Notifier
 from fedsender.testing.clock import until
 from fedsender.testing.rooms import Signer, Timeline

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.service import open_service
-from tests.shadow.following import lines
-from tests.shadow.test_shadow import World, world
+from tests.switching.following import lines
+from tests.switching.test_shadow import World, world
 
 from fedsender.testing.clock import until
 

@@ -45,7 +45,7 @@ makes his own: it may repeat something, and loses nothing."""
 
 
 async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed | None:
-    """Be the only one who sends under our instance name, and take what is on record of our servers.
+    """Become the only sender under our instance name, and take over the records of our servers.
 
     By another list than before our position may go back to that of a sender who was behind us; what
     is returned knows what we had put down as owed by then. None: it does not go back.
@@ -96,7 +96,7 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
 
 
 def _left_behind(foreign: Sequence[Foreign], me: str) -> tuple[Counter[str], set[str]]:
-    """What we hold of servers that are others', and whose they are."""
+    """The records that we hold of other senders' servers, by owner."""
     left: Counter[str] = Counter()
     owners: set[str] = set()
     for each in foreign:
@@ -178,7 +178,9 @@ _HAND_BACK: Final = (
 async def _refuse_unless_level(
     homeserver: HomeserverStore, before: Sequence[str], server_name: str
 ) -> None:
-    """What one of the old senders has not come to yet, his servers' new one may have passed."""
+    """Refuse while an old sender is behind: the new sender of its servers may have passed those
+    events.
+    """
     there = await homeserver.senders()
     far = {name: there[name].position for name in before if name in there}
     after, upto = min(far.values(), default=0), max(far.values(), default=0)

@@ -1,7 +1,7 @@
-"""`fedsender run --shadow`: follow a live Synapse whose own worker sends.
+"""The shadow: it follows a live Synapse whose own worker sends, and tells what it would have done.
 
-Nothing is written but the report, and nothing is said on Redis but REPLICATE: the worker under
-whose name the configuration runs goes on and never notices.
+It reads with a database role that may only SELECT, listens on Redis under a name of its own, says
+nothing there but REPLICATE, and writes nothing but its report.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ import structlog
 import tenacity
 import trio
 from rich.console import Console
-from sqlalchemy import Connection
+from sqlalchemy import Connection, func, select
 
 from fedsender.config import Config, ConfigError, load
 from fedsender.daemon import Policies, store_config
@@ -22,14 +22,13 @@ from fedsender.matrix import server_of
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.routing import Bad, Router
-from fedsender.shadow import questions
-from fedsender.shadow.book import Book, Expected
-from fedsender.shadow.report import Report
 from fedsender.signals import Signals
+from fedsender.store import tables
 from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState
 from fedsender.streams import Watermark
+from fedsender.switching.comparison import Comparison, Expected, Report, Stand
 from fedsender.systemd import Notifier, real_notifier
 from fedsender.telemetry import configure_logging
 
@@ -99,7 +98,7 @@ class Shadow:
     ) -> None:
         """`start`: the worker's events position; what is above it is looked at."""
         policies = Policies(config)
-        self.book = Book(start, policies.may_send_to)
+        self.comparison = Comparison(start, policies.may_send_to)
         self.report = report
         self.position = start
         self._start = start
@@ -111,7 +110,7 @@ class Shadow:
         )
 
     async def follow(self, events: Watermark) -> None:
-        """Read every event that appears, for ever, and write down who should get it."""
+        """Read each new event, until cancelled, and note the servers that should get it."""
         while True:
             upto = await events.wait_past(self.position)
             rows = await _insist(partial(self._homeserver.read_events, self.position, upto, CHUNK))
@@ -137,7 +136,7 @@ class Shadow:
         self.report.quarantined(((i.event_id, i.room_id, i.reason) for i in bad), now_ms)
         self.report.would_send((event for event in expected if event.servers), now_ms)
         for event in expected:
-            self.book.expect(event, now_s)
+            self.comparison.expect(event, now_s)
 
     async def keep_comparing(self) -> None:
         """Compare, for ever, once every few seconds."""
@@ -146,31 +145,31 @@ class Shadow:
             await trio.sleep(COMPARE_EVERY_S)
 
     async def compare(self) -> None:
-        """Hold what Synapse's worker has passed against its tables, and see who has answered."""
+        """Compare the events that Synapse's worker has passed with its tables, and note answers."""
         position = (await _insist(self._homeserver.generation)).position
-        while due := self.book.due(position, COMPARE_AT_ONCE):
+        while due := self.comparison.due(position, COMPARE_AT_ONCE):
             rooms = sorted({event.room_id for event, _ in due})
             above = max(self._start, due[0][0].stream_ordering - 1)
-            owed = await self._ask(partial(questions.owed, room_ids=rooms, above=above))
-            in_part = await self._ask(partial(questions.partial_rooms, room_ids=rooms))
-            self.report.differ(self.book.compare(due, owed, in_part), self._runtime.now_ms())
-        self.report.differ(self.book.behind(trio.current_time()), self._runtime.now_ms())
+            owed = await self._ask(partial(read_owed, room_ids=rooms, above=above))
+            in_part = await self._ask(partial(read_partial_rooms, room_ids=rooms))
+            self.report.differ(self.comparison.compare(due, owed, in_part), self._runtime.now_ms())
+        self.report.differ(self.comparison.behind(trio.current_time()), self._runtime.now_ms())
         await self._see_who_answered()
 
     async def _see_who_answered(self) -> None:
-        oldest = await self._ask(questions.oldest_to_device)
-        servers = sorted({*self.book.awaited(), *oldest})
-        stands = await self._ask(partial(questions.stands, servers=servers))
+        oldest = await self._ask(read_oldest_to_device)
+        servers = sorted({*self.comparison.awaited(), *oldest})
+        stands = await self._ask(partial(read_stands, servers=servers))
         now_ms = self._runtime.now_ms()
-        late = self.book.answered(stands, trio.current_time())
-        self.report.differ([*late, *self.book.to_device(oldest, stands, now_ms)], now_ms)
+        late = self.comparison.answered(stands, trio.current_time())
+        self.report.differ([*late, *self.comparison.to_device(oldest, stands, now_ms)], now_ms)
 
     async def _ask(self, question: Callable[[Connection], T]) -> T:
         return await _insist(partial(self._database.read, question))
 
 
 async def _insist(ask: Callable[[], Awaitable[T]]) -> T:
-    """What the database says to `ask`, which is asked again for as long as it fails."""
+    """The answer of the database to `ask`, which is asked again for as long as it fails."""
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(StoreError),
         wait=tenacity.wait_exponential(max=LONGEST_PAUSE_S),
@@ -187,7 +186,7 @@ def _note_refusal(state: tenacity.RetryCallState) -> None:
 
 
 def _target(row: EventRow) -> str | None:
-    """The server of the user whose membership somebody else sets (W26)."""
+    """The server of a user with a membership that another user sets (W26)."""
     if row.type != "m.room.member" or row.state_key is None or row.state_key == row.sender:
         return None
     try:
@@ -197,7 +196,7 @@ def _target(row: EventRow) -> str | None:
 
 
 def shadow_name(config: Config) -> str:
-    """Our name among the homeserver's processes, which must be nobody else's."""
+    """Our name among the homeserver's processes; no other may have it."""
     return f"{config.instance_name}-shadow"
 
 
@@ -266,7 +265,7 @@ async def run_shadow(
             await shadow.compare()
         finally:
             # Without a last look, too: it may be the work of days.
-            report.show(shadow.book, console)
+            report.show(shadow.comparison, console)
     return 1 if report.unexplained else 0
 
 
@@ -293,3 +292,56 @@ async def _open_state(url: str | None, runtime: Runtime) -> AsyncIterator[Databa
     options = DatabaseOptions(ours=False)
     async with open_database(url, runtime, name="state", options=options) as state:
         yield state
+
+
+# Servers of one question, and rooms of one; more go into the next.
+PAGE = 500
+
+
+def read_owed(
+    connection: Connection, room_ids: Sequence[str], above: int
+) -> dict[str, dict[str, int]]:
+    """By room and server the newest event owed or sent, where it is above a stream ordering.
+
+    A room that exists is in the answer, if only with no server; a purged one is not.
+    """
+    rooms, rows = tables.rooms, tables.destination_rooms
+    found: dict[str, dict[str, int]] = {}
+    for start in range(0, len(room_ids), PAGE):
+        page = room_ids[start : start + PAGE]
+        for room_id in connection.scalars(select(rooms.c.room_id).where(rooms.c.room_id.in_(page))):
+            found[room_id] = {}
+        query = select(rows.c.room_id, rows.c.destination, rows.c.stream_ordering).where(
+            rows.c.room_id.in_(page), rows.c.stream_ordering > above
+        )
+        for room_id, server, stream_ordering in connection.execute(query):
+            found.setdefault(room_id, {})[server] = stream_ordering
+    return found
+
+
+def read_partial_rooms(connection: Connection, room_ids: Collection[str]) -> set[str]:
+    """The rooms of these that Synapse has only partial state of."""
+    table = tables.partial_state_rooms
+    wanted = sorted(room_ids)
+    return set(connection.scalars(select(table.c.room_id).where(table.c.room_id.in_(wanted))).all())
+
+
+def read_stands(connection: Connection, servers: Sequence[str]) -> dict[str, Stand]:
+    """The state of each of these servers that Synapse knows."""
+    table = tables.destinations
+    found: dict[str, Stand] = {}
+    for start in range(0, len(servers), PAGE):
+        page = servers[start : start + PAGE]
+        query = select(
+            table.c.destination, table.c.last_successful_stream_ordering, table.c.retry_interval
+        ).where(table.c.destination.in_(page))
+        for server, lsso, interval in connection.execute(query):
+            found[server] = Stand(lsso, bool(interval))
+    return found
+
+
+def read_oldest_to_device(connection: Connection) -> Mapping[str, int]:
+    """By server when (ms) the oldest direct-to-device message that it is owed was queued."""
+    table = tables.device_federation_outbox
+    query = select(table.c.destination, func.min(table.c.queued_ts)).group_by(table.c.destination)
+    return {server: queued for server, queued in connection.execute(query)}  # noqa: C416

@@ -1,19 +1,30 @@
-"""What should go to whom, held against what Synapse's worker has recorded.
+"""Expected deliveries, compared with those that Synapse's worker has recorded; and the report.
 
 An event is written down when the shadow reads it. It is compared once the worker's own events
 position has passed it: by then `destination_rooms` must name, for every server that should get the
 event, this event or a newer one of the room, and must name this event for no other server. After
 that the servers that should get it are watched until LSSO says that they have.
 
-Pure: no I/O, no clock. What it cannot hold in its bounds it counts.
+`Comparison` is pure: no I/O, no clock. Events beyond its bounds are counted.
+
+The report is `shadow.jsonl` in the ledger's directory, mode 0600, one JSON object per line. It is
+begun anew at a size, and the old one stays beside it. `what` is "pdu" (a PDU that we would have
+sent, and its servers), "difference" or "quarantined". Event ids and server names are in it, content
+never.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+import os
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, Literal
 
-from fedsender.shadow.questions import Stand
+import orjson
+from rich.console import Console
+from rich.table import Table
 
 # Events that wait for the worker. It is stopped, or hours behind: later ones are not compared.
 MAX_UNCOMPARED = 100_000
@@ -24,6 +35,19 @@ LATE_S = 60.0
 """A server that is neither failing nor told within this many seconds is called late."""
 
 Kind = Literal["not owed", "owed too", "late", "late to-device", "behind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The state of a server, by Synapse's worker.
+
+    Attributes:
+        lsso: its last successful stream ordering; None: unknown.
+        waiting: it failed, and Synapse waits before it tries again.
+    """
+
+    lsso: int | None
+    waiting: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +68,7 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where the worker differs from us.
+    """A difference between the worker and us.
 
     Attributes:
         kind: "not owed": we would have sent it, Synapse does not mean to. "owed too": the other way
@@ -70,14 +94,14 @@ class Difference:
 
 @dataclass(slots=True)
 class _Unanswered:
-    """What a server has yet to answer: (stream ordering, seconds when it was read)."""
+    """The events that a server has yet to answer: (stream ordering, seconds when it was read)."""
 
     events: deque[tuple[int, float]]
     called_late: bool = False
 
 
-class Book:
-    """See the module. Times are in seconds of one clock, the caller's."""
+class Comparison:
+    """Expected deliveries that are not compared yet. Times are in seconds of the caller's clock."""
 
     def __init__(self, start: int, handles: Callable[[str], bool]) -> None:
         """`start`: the worker's position when we began; `handles`: whether a server is ours."""
@@ -130,7 +154,7 @@ class Book:
         owed: Mapping[str, Mapping[str, int]],
         partial: set[str],
     ) -> list[Difference]:
-        """Hold these events against `destination_rooms`.
+        """Compare these events with `destination_rooms`.
 
         Args:
             owed: by room and server; a room that is not in it is gone, and nothing is owed there.
@@ -198,7 +222,7 @@ class Book:
     def to_device(
         self, oldest_ms: Mapping[str, int], stands: Mapping[str, Stand], now_ms: int
     ) -> list[Difference]:
-        """The servers whose direct-to-device messages lie about without a reason, told once."""
+        """The servers with direct-to-device messages that wait without a reason, told once."""
         late = {
             server
             for server, queued_ms in oldest_ms.items()
@@ -219,3 +243,117 @@ def _reason(event: Expected, server: str, partial: set[str]) -> str | None:
     if server == event.target:
         return "W26"
     return "W24" if event.room_id in partial else None
+
+
+REPORT_VERSION = 1
+MAX_BYTES = 256 * 1024 * 1024
+FILE_NAME = "shadow.jsonl"
+
+
+@dataclass(slots=True)
+class Report:
+    """Writes the lines and keeps the counts.
+
+    Attributes:
+        differences: how many, by (kind, the weakness that explains it).
+        heard: EDU facts heard of, by kind: what we would have made EDUs of.
+    """
+
+    directory: Path
+    pdus: int = 0
+    deliveries: int = 0
+    unexplained: int = 0
+    differences: Counter[tuple[str, str | None]] = field(default_factory=Counter)
+    heard: Counter[str] = field(default_factory=Counter)
+    servers: set[str] = field(default_factory=set)
+
+    @property
+    def path(self) -> Path:
+        """The file of the lines."""
+        return self.directory / FILE_NAME
+
+    def would_send(self, events: Iterable[Expected], now_ms: int) -> None:
+        """We would have sent these."""
+        lines = []
+        for event in events:
+            self.pdus += 1
+            self.deliveries += len(event.servers)
+            self.servers |= event.servers
+            lines.append(
+                {
+                    "what": "pdu",
+                    "event_id": event.event_id,
+                    "room_id": event.room_id,
+                    "stream_ordering": event.stream_ordering,
+                    "servers": sorted(event.servers),
+                }
+            )
+        self._write(lines, now_ms)
+
+    def quarantined(self, events: Iterable[tuple[str, str, str]], now_ms: int) -> None:
+        """We would have put these (event id, room id, reason) into quarantine."""
+        lines = [
+            {"what": "quarantined", "event_id": event_id, "room_id": room_id, "reason": reason}
+            for event_id, room_id, reason in events
+        ]
+        self.heard["quarantined events"] += len(lines)
+        self._write(lines, now_ms)
+
+    def differ(self, differences: Sequence[Difference], now_ms: int) -> None:
+        """Synapse's worker differs there."""
+        for difference in differences:
+            self.differences[difference.kind, difference.because] += 1
+            self.unexplained += not difference.explained
+        self._write(
+            [
+                {
+                    "what": "difference",
+                    "kind": difference.kind,
+                    "server": difference.server,
+                    "room_id": difference.room_id,
+                    "event_id": difference.event_id,
+                    "stream_ordering": difference.stream_ordering,
+                    "because": difference.because,
+                }
+                for difference in differences
+            ],
+            now_ms,
+        )
+
+    def _write(self, lines: Sequence[dict[str, Any]], now_ms: int) -> None:
+        """Append whole lines; raises OSError. A shadow that cannot report is of no use."""
+        if not lines:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with suppress(FileNotFoundError):
+            if self.path.stat().st_size > MAX_BYTES:
+                self.path.replace(self.path.with_suffix(".old.jsonl"))
+        data = b"".join(
+            orjson.dumps({"v": REPORT_VERSION, "ms": now_ms, **line}) + b"\n" for line in lines
+        )
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+
+    def show(self, comparison: Comparison, console: Console) -> None:
+        """Print the summary."""
+        table = Table("what", "count", title="What a shadow saw", title_justify="left")
+        table.add_row("events that we would have sent", str(self.pdus))
+        table.add_row("deliveries (event, server)", str(self.deliveries))
+        table.add_row("servers", str(len(self.servers)))
+        table.add_row("events held against Synapse's tables", str(comparison.compared))
+        table.add_row("events Synapse's worker has yet to reach", str(comparison.uncompared))
+        if comparison.passed_over:
+            table.add_row("left out for want of room", str(comparison.passed_over))
+        for kind, count in sorted(self.heard.items()):
+            table.add_row(kind, str(count))
+        if len(comparison.answer_s) > 1:
+            cuts = quantiles(comparison.answer_s, n=100)
+            table.add_row(
+                "Synapse's worker, read to answered", f"p50 {cuts[49]:.1f} s, p99 {cuts[98]:.1f} s"
+            )
+        for (kind, because), count in sorted(self.differences.items(), key=str):
+            table.add_row(f"{kind}" + (f" ({because})" if because else ""), str(count))
+        table.add_row("differences that nothing explains", str(self.unexplained))
+        console.print(table)
+        console.print(f"each one: {self.path}", soft_wrap=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedsender.cli import run_command
-from fedsender.handback import leave_to_owner
+from fedsender.switching.handback import leave_to_owner
 
 
 def test_without_a_synapse_there_is_nobody_to_hand_back_to(
@@ -64,5 +64,5 @@ def _given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     monkeypatch.setattr(
         os, "fchown", lambda file, uid, gid: given.append((os.fstat(file).st_ino, uid))
     )
-    monkeypatch.setattr("fedsender.handback.owner_of", owner_of)
+    monkeypatch.setattr("fedsender.switching.handback.owner_of", owner_of)
     return given
