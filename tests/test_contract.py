@@ -1,7 +1,7 @@
-"""What other parts of the project build on: the README's contract, held.
+"""What other programs and other parts build on: docs/contract.md, held.
 
-A red test here means that the README, the docs and whoever reads the ledger or the tables have to
-follow, or that the change was not meant.
+A red test here means that this page and whoever reads the ledger or the tables have to follow, or
+that the change was not meant.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import tables
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "contract.md").read_text()
 
 
 def columns(table: Table) -> set[str]:
@@ -58,8 +58,8 @@ def test_the_two_databases_share_no_table() -> None:
     assert not homeserver & {table.name for table in tables.sender.sorted_tables}
 
 
-def test_a_ledger_line_has_the_fields_that_the_readme_names() -> None:
-    words = README.split("one JSON object per attempt: `")[1].split("`")[0]
+def test_a_ledger_line_has_the_fields_that_the_page_names() -> None:
+    words = PAGE.split("one JSON object per attempt: `")[1].split("`")[0]
     outer, _, rest = words.partition("[")
     inner, _, tail = rest.partition("]")
     named = {*outer.split(), *tail.split()}
@@ -86,7 +86,7 @@ def test_the_feed_tells_of_edus_by_these_and_the_sender_has_them() -> None:
     watermarks = {"device_lists", "receipts"}
     calls = [name for name in vars(EduSink) if not name.startswith("_") and name not in watermarks]
 
-    words = README.split("`edus` (")[1].split(")")[0]
+    words = PAGE.split("`edus` (")[1].split(")")[0]
     assert sorted(calls) == sorted(words.replace("`", "").split(", ")[2:])
     for name in calls:
         method = getattr(EduFlow, name)
@@ -96,8 +96,8 @@ def test_the_feed_tells_of_edus_by_these_and_the_sender_has_them() -> None:
         )
 
 
-def test_the_sender_offers_what_the_readme_says() -> None:
-    offered = README.split("`open_sender` | an `async with`; ")[1].split(" |")[0]
+def test_the_sender_offers_what_the_page_says() -> None:
+    offered = PAGE.split("`open_sender` | an `async with`; ")[1].split(" |")[0]
 
     for name in offered.replace("`", "").split(", "):
         assert callable(getattr(Sender, name)), name
