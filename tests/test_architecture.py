@@ -1,0 +1,149 @@
+"""docs/architecture.md: what it names exists, and imports run down its table of packages."""
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "fedsender"
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+FILES = sorted(set(re.findall(r"`([\w/]+\.py)`", PAGE)))
+NAMES = sorted(set(re.findall(r"`([\w/]+\.py)` `([\w.]+)`", PAGE)))
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """The rows of the table below its heading row, each as its cells."""
+    lines = PAGE.split(heading + "\n")[1].splitlines()[1:]
+    table = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        table.append([cell.strip() for cell in line.strip("|").split("|")])
+    return table
+
+
+def names_in(cell: str) -> list[str]:
+    """The words of a cell that are set as code."""
+    return re.findall(r"`([\w.]+)`", cell)
+
+
+LAYERS = [names_in(row[0]) for row in rows_of("| packages | what they are |")]
+ARROWS_UP = {
+    (names_in(row[0])[0], names_in(row[1])[0]): int(row[2])
+    for row in rows_of("| package | imports | in modules | what |")
+}
+CIRCLES = [sorted(names_in(row[0])) for row in rows_of("| modules |")]
+
+
+def path_of(name: str) -> Path:
+    """A file that the page names: of the package, or of the whole tree."""
+    return next((top / name for top in (SOURCE, ROOT) if (top / name).exists()), SOURCE / name)
+
+
+def defined_in(body: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt]]]:
+    """Each name that these statements define, with the body of its class."""
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name, node.body
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, []
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id, []
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_file_that_is_named_exists(name: str) -> None:
+    assert path_of(name).is_file(), f"docs/architecture.md names {name}"
+
+
+@pytest.mark.parametrize(("file", "name"), NAMES, ids=" ".join)
+def test_each_function_that_is_named_exists(file: str, name: str) -> None:
+    body = ast.parse(path_of(file).read_text()).body
+    for part in name.split("."):
+        found = dict(defined_in(body))
+        assert part in found, f"docs/architecture.md names {name} in {file}"
+        body = found[part]
+
+
+def test_the_path_has_twelve_stages() -> None:
+    stages = rows_of("| stage | what happens | file and function |")
+    assert [row[0].split()[0] for row in stages] == [str(number) for number in range(1, 13)]
+    assert all(re.search(r"`[\w/]+\.py` `", row[2]) for row in stages)
+
+
+@cache
+def imports() -> dict[str, set[str]]:
+    """By module the modules of ours that it imports, in functions and for types too."""
+    files = {
+        ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in SOURCE.rglob("*.py")
+    }
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                package, _, base = node.module.partition(".")
+                if package != "fedsender":
+                    continue
+                for alias in node.names:
+                    whole = f"{base}.{alias.name}".lstrip(".")
+                    found[module].add(whole if whole in files else base)
+        found[module].discard(module)
+    return dict(found)
+
+
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_each_package_has_its_row() -> None:
+    found = {path.stem for path in SOURCE.iterdir() if path.stem.strip("_")}
+    found = {name for name in found if name not in ("__init__", "__pycache__", "py")}
+    listed = [name for row in LAYERS for name in row]
+    assert sorted(listed) == sorted(found)
+
+
+def test_imports_run_down_the_table_of_packages() -> None:
+    """But for those that the page lists, of which there are no more than it says."""
+    level = {name: -number for number, row in enumerate(LAYERS) for name in row}
+    up = Counter(
+        (package_of(module), package)
+        for module, imported in imports().items()
+        for package in {package_of(each) for each in imported}
+        if module != "__init__" and level[package] > level[package_of(module)]
+    )
+    assert up == ARROWS_UP, "arrows up in the tree; and those that docs/architecture.md lists"
+
+
+def circles() -> list[list[str]]:
+    """The sets of modules that import each other, directly or not, each sorted."""
+    edges = imports()
+    reached: dict[str, set[str]] = {}
+    for module in edges:
+        seen: set[str] = set()
+        ahead = [module]
+        while ahead:
+            for each in edges.get(ahead.pop(), ()):
+                if each not in seen:
+                    seen.add(each)
+                    ahead.append(each)
+        reached[module] = seen
+    sets = {
+        tuple(sorted(other for other in seen if module in reached.get(other, ())))
+        for module, seen in reached.items()
+        if module in seen
+    }
+    return [list(each) for each in sorted(sets)]
+
+
+def test_modules_import_each_other_in_no_circle_but_those_that_are_listed() -> None:
+    assert circles() == sorted(CIRCLES)
