@@ -70,12 +70,22 @@ def test_benchmarks_exist(page: Path) -> None:
         assert (ROOT / f"tests/benchmarks/{name}.py").exists(), f"{page.name} runs {name}"
 
 
+def headings_of(page: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_exist(page: Path) -> None:
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        if "://" in target:
+            continue
+        linked = page.parent / target if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        if heading:
+            assert heading in headings_of(linked), f"{page.name} links to {target}#{heading}"
     for name in re.findall(r"`((?:src|tests|docs|alembic)/[\w./-]+)`", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
 
