@@ -9,8 +9,7 @@ import trio
 import trio.testing
 
 from fedsender.config import from_values
-from fedsender.simulation.relay_books import History, RelayBooks
-from fedsender.simulation.relay_checks import RelayChecks
+from fedsender.simulation.relay_checks import History, RelayBooks, RelayChecks
 
 
 class NoConsumers(tuple[Any, ...]):

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 import trio.testing
 
-from fedsender.simulation.books import Books
-from fedsender.simulation.commit_checks import CommitChecks, is_stood_in_for
+from fedsender.simulation.checks import CommitChecks, LedgerChecks, is_stood_in_for
 from fedsender.simulation.disk import Disk
-from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.ledger_checks import LedgerChecks
+from fedsender.simulation.observations import Books, Observations
 from fedsender.simulation.world import Size, found
 from fedsender.testing.clock import Trace
 from fedsender.testing.rooms import Homeserver, Room, Step
@@ -66,8 +64,8 @@ class Gap:
         self.homeserver = found(Size(1, 1, 1.0), [A], dense=True).homeserver
         self.room: Room = self.homeserver.create_room([A])
         self.disk = SaidDisk(directory, self.homeserver)
-        self.evidence = Evidence(self.homeserver, Books([A]), Trace(), disk=self.disk)
-        self.checks = CommitChecks(self.evidence, LedgerChecks(self.evidence))
+        self.observed = Observations(self.homeserver, Books([A]), Trace(), disk=self.disk)
+        self.checks = CommitChecks(self.observed, LedgerChecks(self.observed))
         self.disk.here = {each.event_id for each in self.homeserver.steps}
         self.commit()
 
@@ -75,11 +73,11 @@ class Gap:
         """All there is is fanned out; what was found."""
         self.disk.fed = self.disk.fanned_out = self.homeserver.steps[-1].token
         self.checks.committed("homeserver")
-        return [each.invariant for each in self.evidence.violations]
+        return [each.invariant for each in self.observed.violations]
 
     def stood_in_for(self, happening: Step) -> bool:
         """Whether it counts as accounted for."""
-        return is_stood_in_for(self.evidence, self.evidence.books.of[A], happening)
+        return is_stood_in_for(self.observed, self.observed.books.of[A], happening)
 
 
 @pytest.fixture
@@ -115,5 +113,5 @@ async def test_a_stand_in_that_nobody_can_send_may_be_given_up(gap: Gap) -> None
 
     gap.disk.unsent = set()
     assert not gap.stood_in_for(older)
-    gap.evidence.unsent = {newest.event_id}
+    gap.observed.unsent = {newest.event_id}
     assert gap.stood_in_for(older)

@@ -1,16 +1,16 @@
-"""The whole daemon on a virtual clock, in a world that means it no good.
+"""The whole daemon on a virtual clock, in a hostile world.
 
 Nothing in the daemon is replaced but what it takes from outside: its clock is trio's mock clock,
-which jumps whenever everybody waits; its network is in memory; its threads are function calls.
-Around it stand a homeserver with rooms in which people come and go, hundreds of remote servers that
+which jumps whenever all tasks wait; its network is in memory; its threads are function calls.
+Around it stand a homeserver with rooms that users join and leave, hundreds of remote servers that
 refuse, stall, lie, vanish for days and come back, an operator, full disks, crashes at every kind
 of commit point. One seed decides everything, and the same seed gives the same run.
 
-What should be is worked out a second time, by the simulation itself: who must get which event
-(`homeserver`), what became of it (`books`), and the invariants I1-I10, which are checked at every
-commit (`commit_checks`), at everything that arrives on the wire (`wire_checks`), at every line of
-the ledger (`ledger_checks`), from time to time in memory (`memory_checks`), and once the world has
-been healed (`ending`). A run that was too tame to mean anything fails as well (`report`).
+The expected deliveries are worked out a second time, by the simulation itself: the servers that
+must get each event (`homeserver`) and its fate (`observations`). `checks` holds the invariants
+I1-I10: at every commit, at everything that arrives on the wire, at every line of the ledger, from
+time to time in memory, and once the world has been healed. A run that was too tame to mean anything
+fails as well (`report`).
 """
 
 import argparse
@@ -23,9 +23,9 @@ from typing import Any
 import structlog
 import trio
 
-from fedsender.simulation.course import Course
-from fedsender.simulation.evidence import Evidence, Violation, log_goes_to
+from fedsender.simulation.observations import Observations, Violation, log_goes_to
 from fedsender.simulation.report import Report
+from fedsender.simulation.scenario import Scenario
 from fedsender.simulation.world import Size, World, build_world
 from fedsender.testing.clock import run_virtually
 
@@ -54,22 +54,22 @@ def simulate(
 async def _run(size: Size, directory: Path, stop_at: str | None) -> Report:
     async with trio.open_nursery() as nursery:
         world = build_world(size, directory, nursery)
-        evidence = world.evidence
+        observed = world.observed
 
         def judge(violation: Violation) -> None:
             if violation.invariant == stop_at:
                 nursery.cancel_scope.cancel()
 
-        evidence.on_violation = judge
-        with _logging_to(evidence):
-            await Course(world).run()
+        observed.on_violation = judge
+        with _logging_to(observed):
+            await Scenario(world).run()
         nursery.cancel_scope.cancel()
     return _report(size, world)
 
 
 def _report(size: Size, world: World) -> Report:
-    evidence = world.evidence
-    counts = evidence.counts
+    observed = world.observed
+    counts = observed.counts
     counts.update(world.homeserver.counts)
     counts["events"] = len(world.homeserver.steps)
     for server in world.servers:
@@ -80,24 +80,24 @@ def _report(size: Size, world: World) -> Report:
         servers=size.servers,
         days=size.days,
         counts=counts,
-        violations=tuple(evidence.violations),
-        trace=evidence.trace.digest(),
-        lines=evidence.trace.count,
-        last=tuple(evidence.trace.last),
+        violations=tuple(observed.violations),
+        trace=observed.trace.digest(),
+        lines=observed.trace.count,
+        last=tuple(observed.trace.last),
         hostile=size.hostile,
     )
 
 
-def _logging_to(evidence: Evidence) -> AbstractContextManager[None]:
+def _logging_to(observed: Observations) -> AbstractContextManager[None]:
     """Let no log line out, and look for secrets in each (I10)."""
 
     def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
-        if evidence.alive:
-            evidence.check_secrets("a log line", repr(event).encode())
-            evidence.trace.note("log", event.get("event"), event.get("destination", ""))
+        if observed.alive:
+            observed.check_secrets("a log line", repr(event).encode())
+            observed.trace.note("log", event.get("event"), event.get("destination", ""))
             if event.get("exc_info") or method == "critical":
                 text = structlog.processors.format_exc_info(None, "", dict(event))
-                evidence.fail("bug", f"{event.get('event')}: {text.get('exception', '')[-500:]}")
+                observed.fail("bug", f"{event.get('event')}: {text.get('exception', '')[-500:]}")
         raise structlog.DropEvent
 
     return log_goes_to(take)

@@ -1,9 +1,11 @@
-"""What happens to a daemon from outside, beside the servers it sends to: its homeserver, its disk,
-its operator."""
+"""Disasters that befall a daemon, beside its remote servers: its homeserver, its disk, its
+operator, and backups that are restored.
+"""
 
 import fcntl
 import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,8 +16,12 @@ from fedsender.replication.commands import RemoteServerUp
 from fedsender.replication.server import StreamServer, open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import Runtime
-from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.lives import Life
+from fedsender.simulation.behaviours import Mode
+from fedsender.simulation.checks import CommitChecks
+from fedsender.simulation.daemon_life import Life
+from fedsender.simulation.disk import HOMESERVER, SENDER, Disk
+from fedsender.simulation.observations import Observations, Unanswered
+from fedsender.simulation.receiver import Attempt
 from fedsender.testing.network import MemoryStream
 from fedsender.testing.rooms import Homeserver
 
@@ -82,12 +88,12 @@ class Operator:
 
     def __init__(
         self,
-        evidence: Evidence,
+        observed: Observations,
         rng: Random,
         life: Callable[[], Life | None],
         post: Callable[[str, str, dict[str, Any]], None] | None = None,
     ) -> None:
-        self._evidence = evidence
+        self._observed = observed
         self._rng = rng
         self._life = life
         self._post = post
@@ -106,7 +112,7 @@ class Operator:
         self._rng.choice(acts)()
 
     def _server(self) -> str:
-        return self._rng.choice(list(self._evidence.books.of))
+        return self._rng.choice(list(self._observed.books.of))
 
     def wake(self) -> None:
         """`notify_remote_server_up` for a few servers."""
@@ -118,9 +124,9 @@ class Operator:
         life = self._life()
         if life is not None and life.daemon is not None and life.acts is not None:
             for server in servers:
-                self._evidence.books.of[server].wakes.append((trio.current_time(), True))
+                self._observed.books.of[server].wakes.append((trio.current_time(), True))
             life.daemon.sender.wake(servers, by_admin=True)
-            self._evidence.counts["wakes"] += len(servers)
+            self._observed.counts["wakes"] += len(servers)
 
     def pause(self) -> None:
         """Send nothing to a server until further notice."""
@@ -135,7 +141,7 @@ class Operator:
 
     def resume(self) -> None:
         """Send again to all that were paused."""
-        self._evidence.counts["resumed"] += len(self.paused)
+        self._observed.counts["resumed"] += len(self.paused)
 
         async def do(life: Life) -> None:
             assert life.daemon is not None
@@ -149,14 +155,14 @@ class Operator:
 
     def redeliver(self) -> None:
         """Have some events sent again to one server; also some that it must not see (I6)."""
-        book = self._evidence.books.of[self._server()]
-        known = self._evidence.homeserver.between(0, max(self._evidence.position, 0))
+        book = self._observed.books.of[self._server()]
+        known = self._observed.homeserver.between(0, max(self._observed.position, 0))
         chosen = self._rng.sample(book.owed, min(len(book.owed), 5))
-        wanted = [event.event_id for event in chosen if event.token <= self._evidence.position]
+        wanted = [event.event_id for event in chosen if event.token <= self._observed.position]
         if known:
             wanted.append(self._rng.choice(known).event_id)
         book.redelivered.update(wanted)
-        self._evidence.counts["redeliveries"] += len(wanted)
+        self._observed.counts["redeliveries"] += len(wanted)
 
         async def do(life: Life) -> None:
             assert life.daemon is not None
@@ -166,23 +172,23 @@ class Operator:
 
     def release(self) -> None:
         """Try everything in quarantine again, and give up what is malformed."""
-        evidence = self._evidence
-        if evidence.disk is None or not evidence.disk.ready():
+        observed = self._observed
+        if observed.disk is None or not observed.disk.ready():
             return
-        items = evidence.disk.quarantine()
+        items = observed.disk.quarantine()
         hopeless = [
             item.id
             for item in items
-            if item.event_id in evidence.homeserver.by_id
-            and not evidence.homeserver.by_id[item.event_id].sendable
+            if item.event_id in observed.homeserver.by_id
+            and not observed.homeserver.by_id[item.event_id].sendable
         ]
         others = [item.id for item in items if item.id not in hopeless and item.event_id]
         for item in items:
-            servers = evidence.books.of if item.destination is None else [item.destination]
+            servers = observed.books.of if item.destination is None else [item.destination]
             for server in servers:
                 if item.event_id is not None:
-                    evidence.books.of[server].redelivered.add(item.event_id)
-        evidence.counts["released"] += len(others)
+                    observed.books.of[server].redelivered.add(item.event_id)
+        observed.counts["released"] += len(others)
 
         async def do(life: Life) -> None:
             assert life.daemon is not None
@@ -205,7 +211,7 @@ class Operator:
     def _store_message(self, server: str, number: int) -> None:
         name = f"message-{number}"
         content: dict[str, Any] = {
-            "sender": f"@mia:{self._evidence.homeserver.name}",
+            "sender": f"@mia:{self._observed.homeserver.name}",
             "type": "m.room.encrypted",
             "messages": {f"@ana:{server}": {"DEVICE": {"ciphertext": SECRET_CONTENT}}},
         }
@@ -223,13 +229,13 @@ class Operator:
         self.ask(do)
 
 
-async def fill_ledger_disk(evidence: Evidence, life: Life, seconds: float) -> None:
+async def fill_ledger_disk(observed: Observations, life: Life, seconds: float) -> None:
     """For a while the disk with the ledger takes nothing: its descriptor leads to /dev/full."""
     descriptor = _open_segment(life)
     if descriptor is None:
         return
-    evidence.counts["full disks"] += 1
-    evidence.disk_full = True
+    observed.counts["full disks"] += 1
+    observed.disk_full = True
     there = os.dup(descriptor)
     full = os.open(FULL, os.O_WRONLY)
     os.dup2(full, descriptor)
@@ -242,7 +248,7 @@ async def fill_ledger_disk(evidence: Evidence, life: Life, seconds: float) -> No
             os.dup2(there, descriptor)
         os.close(there)
     await trio.sleep(GRACE_S)
-    evidence.disk_full = False
+    observed.disk_full = False
 
 
 def _open_segment(life: Life) -> int | None:
@@ -260,3 +266,82 @@ def _target(descriptor: int) -> str:
         return os.readlink(f"/proc/self/fd/{descriptor}")
     except OSError:
         return ""
+
+
+LOOK_EVERY_S = 5.0
+APART_S = 20.0
+"""The sender's database may be copied so much later than the homeserver's."""
+
+
+class Backup:
+    """Takes copies, and puts them back.
+
+    Attributes:
+        wanted: at the daemon's next end the copies are to be put back.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        observed: Observations,
+        commits: CommitChecks,
+        operator: Operator,
+        rng: Random,
+    ) -> None:
+        self.wanted = False
+        self._directory = directory / "backup"
+        self._observed = observed
+        self._commits = commits
+        self._operator = operator
+        self._rng = rng
+        self._paused: list[str] = []
+
+    async def take(self) -> None:
+        """Wait for a catch-up to be under way, and copy both databases, one after the other."""
+        disk = self._observed.disk
+        while (
+            disk is None or not self._observed.alive or not disk.ready() or not disk.catching_up()
+        ):
+            await trio.sleep(LOOK_EVERY_S)
+            disk = self._observed.disk
+        self._directory.mkdir(exist_ok=True)
+        disk.back_up(self._directory, HOMESERVER)
+        if self._rng.random() < 0.5:
+            await trio.sleep(self._rng.uniform(0, APART_S))
+        disk = self._observed.disk
+        assert disk is not None
+        disk.back_up(self._directory, SENDER)
+        self._paused = list(self._operator.paused)
+        self._observed.counts["backups"] += 1
+        self._observed.trace.note("backup")
+
+    def put_back(self, directory: Path) -> None:
+        """No daemon runs: the databases become what they were, and what was seen since is void."""
+        self.wanted = False
+        observed = self._observed
+        had = -1 if observed.disk is None else observed.disk.feed_position()
+        for name in (HOMESERVER, SENDER):
+            for path in directory.glob(f"{name}*"):
+                path.unlink()
+        if observed.disk is not None:
+            observed.disk.close()
+        copies = Disk(self._directory)
+        copies.back_up(directory, HOMESERVER, SENDER)
+        copies.close()
+        observed.disk = disk = Disk(directory, observed.orderings)
+        observed.counts["restores"] += 1
+        observed.trace.note("restored", disk.position())
+        observed.back_to(disk.position())
+        self._operator.paused = list(self._paused)
+        self._commits.restored(disk)
+        observed.given_back.append((disk.feed_position(), had))
+        marks = disk.marks()
+        for book in observed.books.of.values():
+            frozen = disk.frozen(book.name)
+            repeats = None if frozen is None else _unknown_attempt(book.name, *frozen)
+            book.go_back(marks.get(book.name, 0), repeats)
+
+
+def _unknown_attempt(server: str, transaction_id: str, times: int) -> Unanswered:
+    attempt = Attempt(server, transaction_id, 0.0, reused=False, mode=Mode.STALL, over=True)
+    return Unanswered(attempt, times)

@@ -1,15 +1,19 @@
-"""Remote servers: they speak HTTP/1.1, and treat what they get as their mood will have it."""
+"""Remote servers that speak HTTP/1.1: they are found by every way of server discovery, check each
+transaction, and treat it as their present mode says.
+"""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 import trio
 
-from fedsender.simulation.inspection import Contents, Inspector, transaction_id
-from fedsender.simulation.manners import WELL, Character, Manner, Mood
+from fedsender.matrix import ROOM_VERSIONS, redact
+from fedsender.runtime import RecordType
+from fedsender.simulation.behaviours import WELL, Character, Mode, Mood
 from fedsender.testing.attacks import gzip_bomb, play, read_transaction
 from fedsender.testing.http import (
     FOREVER,
@@ -21,7 +25,94 @@ from fedsender.testing.http import (
     ServerStream,
 )
 from fedsender.testing.network import Internet, MemoryStream
-from fedsender.testing.rules import Broken
+from fedsender.testing.rooms import Homeserver, Step
+from fedsender.testing.rules import (
+    SEND,
+    Broken,
+    Origin,
+    check_request,
+    check_signature,
+    check_size,
+    open_transaction,
+    parse_authorization,
+    unsigned_apart,
+)
+
+SIGNATURES_CHECKED = 20
+"""One in so many: a verification costs more than all the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """A transaction's contents.
+
+    Attributes:
+        pdus: what each PDU is about.
+        pruned: ids of the events that came redacted.
+        messages: the ids of the to-device messages.
+    """
+
+    pdus: tuple[Step, ...]
+    pruned: frozenset[str]
+    messages: tuple[str, ...]
+
+
+class Inspector:
+    """Checks requests against the specification, and PDUs against the homeserver's own events."""
+
+    def __init__(self, homeserver: Homeserver, origin: Origin, max_bytes: int) -> None:
+        self._homeserver = homeserver
+        self._origin = origin
+        self._max_bytes = max_bytes
+        self._count = 0
+
+    def inspect(self, server: str, request: Request) -> Contents:
+        """What is in the transaction; raises Broken."""
+        body = bytes(request.body)
+        check_request(request.method, request.headers)
+        parameters = parse_authorization(request.headers.get("authorization", ""))
+        self._count += 1
+        if self._count % SIGNATURES_CHECKED == 0:
+            check_signature(self._origin, parameters, request.method, request.target, server, body)
+        # Nothing in it is allowed too: a way to ask whether this server takes anything from us.
+        transaction, edus = open_transaction(body, self._origin.name)
+        if len(body) > self._max_bytes and len(transaction) + len(edus) > 1:
+            raise Broken("limits", f"{len(body)} bytes")
+        pdus = [self._read_pdu(pdu) for pdu in transaction]
+        return Contents(
+            tuple(happening for happening, _ in pdus),
+            frozenset(happening.event_id for happening, whole in pdus if not whole),
+            tuple(_message_id(edu) for edu in edus),
+        )
+
+    def _read_pdu(self, pdu: Mapping[str, Any]) -> tuple[Step, bool]:
+        """Which event this is, and whether it is whole (or else redacted)."""
+        happening = self._homeserver.by_hash.get(pdu.get("hashes", {}).get("sha256", ""))
+        if happening is None:
+            raise Broken("pdu", "no event of this homeserver")
+        unsigned = pdu.get("unsigned", {})
+        if set(unsigned) - {"replaces_state", "invite_room_state", "knock_room_state"}:
+            raise Broken("pdu", f"unsigned with {sorted(unsigned)}")
+        check_size(pdu)
+        bare, stored = unsigned_apart(pdu), unsigned_apart(happening.content)
+        if bare == stored:
+            return happening, True
+        version = ROOM_VERSIONS[happening.rows[0][1][3]["room_version"]]
+        if bare != redact(stored, version):
+            raise Broken("pdu", f"{happening.event_id} is neither whole nor redacted")
+        return happening, False
+
+
+def _message_id(edu: Mapping[str, Any]) -> str:
+    if edu.get("edu_type") != "m.direct_to_device" or not isinstance(edu.get("content"), dict):
+        raise Broken("edu", str(edu.get("edu_type")))
+    return str(edu["content"].get("message_id"))
+
+
+def transaction_id(request: Request) -> str | None:
+    """The id in a request that carries a transaction; None in any other."""
+    return request.target.removeprefix(SEND) if request.target.startswith(SEND) else None
+
 
 WELL_KNOWN = "/.well-known/matrix/server"
 VERSION = "/_matrix/federation/v1/version"
@@ -32,12 +123,12 @@ AT_ONCE_S = 0.5
 """
 DRIP_S = 10.0
 STATUSES = {
-    Manner.FAILING: (500, 502, 503),
-    Manner.FORBIDDEN: (401, 403),
-    Manner.NOT_THERE: (404, 410),
-    Manner.BUSY: (429,),
-    Manner.BUSY_FOR: (429, 503),
-    Manner.REDIRECT: (302, 307),
+    Mode.FAILING: (500, 502, 503),
+    Mode.FORBIDDEN: (401, 403),
+    Mode.NOT_THERE: (404, 410),
+    Mode.BUSY: (429,),
+    Mode.BUSY_FOR: (429, 503),
+    Mode.REDIRECT: (302, 307),
 }
 
 
@@ -63,7 +154,7 @@ class Attempt:
     transaction_id: str
     began_at: float
     reused: bool
-    manner: Manner
+    mode: Mode
     digest: str | None = None
     contents: Contents | None = None
     status: int | None = None
@@ -154,9 +245,13 @@ class RemoteServer:
 
     def knock(self) -> str:
         self.witness.contacted(self.name)
-        manner = self.mood.draw(self.rng)
-        answers = {Manner.REFUSED: "refused", Manner.SILENT: "silent", Manner.BAD_TLS: "bad tls"}
-        return answers.get(manner, "open")
+        mode = self.mood.draw(self.rng)
+        answers = {
+            Mode.REFUSED: "refused",
+            Mode.SILENT: "silent",
+            Mode.BAD_TLS: "bad tls",
+        }
+        return answers.get(mode, "open")
 
     async def converse(self, stream: MemoryStream) -> None:
         await Conversation(stream, self, idle_s=FOREVER).run()
@@ -166,10 +261,10 @@ class RemoteServer:
     def request_began(self, request: Request) -> None:
         named = transaction_id(request)
         if named is not None:
-            manner, now = self.mood.draw(self.rng), trio.current_time()
+            mode, now = self.mood.draw(self.rng), trio.current_time()
             reused = request.number > 0 or now - request.opened_at > AT_ONCE_S
-            attempt = Attempt(self.name, named, now, reused, manner)
-            request.unread = manner is Manner.STALL_EARLY
+            attempt = Attempt(self.name, named, now, reused, mode)
+            request.unread = mode is Mode.STALL_EARLY
             self.attempts[request] = attempt
             self.witness.began(attempt)
 
@@ -177,7 +272,7 @@ class RemoteServer:
         attempt = self.attempts.get(request)
         if attempt is not None:
             return self._take(request, attempt)
-        if self.mood.manners[0] in (Manner.SILENT, Manner.STALL):
+        if self.mood.modes[0] in (Mode.SILENT, Mode.STALL):
             return SILENCE
         after = self.internet.round_trip_s()
         if request.target == WELL_KNOWN and self.character.attack is gzip_bomb:
@@ -194,10 +289,10 @@ class RemoteServer:
         if attempt is None:
             return
         attempt.over, attempt.status = True, status
-        if attempt.manner is Manner.HOSTILE:
+        if attempt.mode is Mode.HOSTILE:
             if request.processed:
                 self._process(attempt)
-        elif attempt.manner.processes and request.complete and not attempt.processed:
+        elif attempt.mode.processes and request.complete and not attempt.processed:
             attempt.poisoned = self._poison_in(attempt) and status is not None
             # A server notices that nobody waits any more only when it answers, so that it may take
             # the contents in all the same.
@@ -217,52 +312,52 @@ class RemoteServer:
         except Broken as broken:
             self.witness.broken(self.name, broken.rule, broken.detail)
         self.witness.arrived(attempt)
-        if attempt.manner is Manner.HOSTILE:
+        if attempt.mode is Mode.HOSTILE:
             assert self.character.attack is not None
             self.attacks += 1
             incoming = read_transaction(bytes(request.body), self.attacks)
             return Reply(play=play(self.character.attack, incoming))
-        if attempt.manner in (Manner.STALL, Manner.SILENT):
+        if attempt.mode in (Mode.STALL, Mode.SILENT):
             return SILENCE
-        slow = attempt.manner is Manner.SLOW
+        slow = attempt.mode is Mode.SLOW
         thinking = self.rng.uniform(5, 50) if slow else self.rng.uniform(0.02, 0.5)
         return replace(self._reaction(attempt), after=thinking)
 
     def _reaction(self, attempt: Attempt) -> Reply:
-        manner = attempt.manner
-        if manner in (Manner.BREAK_BEFORE, Manner.REFUSED):
+        mode = attempt.mode
+        if mode in (Mode.BREAK_BEFORE, Mode.REFUSED):
             return Reply(resets=self.rng.random() < 0.5)
-        if manner.processes:
+        if mode.processes:
             if self._poison_in(attempt):
                 return Reply(self.character.picky or 400, b"{}")
             return self._acknowledgement(attempt)
-        if manner in STATUSES:
+        if mode in STATUSES:
             headers: dict[str, object] = {}
-            if manner is Manner.BUSY_FOR:
+            if mode is Mode.BUSY_FOR:
                 headers["Retry-After"] = self.rng.choice((1, 30, 600, 9_000, 10**9))
-            if manner is Manner.REDIRECT:
+            if mode is Mode.REDIRECT:
                 headers["Location"] = "https://elsewhere.example/"
-            status = self.rng.choice(STATUSES[manner])
+            status = self.rng.choice(STATUSES[mode])
             return Reply(status, b'{"errcode":"M_X"}', headers=headers)
-        if manner is Manner.HUGE:
+        if mode is Mode.HUGE:
             return Reply(play=_huge)
-        body = b'{"pdus":[]}' if manner is Manner.NO_OBJECT else b"<html>It works!</html>"
+        body = b'{"pdus":[]}' if mode is Mode.NO_OBJECT else b"<html>It works!</html>"
         return Reply(200, body)
 
     def _acknowledgement(self, attempt: Attempt) -> Reply:
         """The answer to a transaction that is taken in, as far as it goes."""
-        manner = attempt.manner
-        whole = Reply(200, self._receipt(attempt), closes=manner is Manner.CLOSES)
+        mode = attempt.mode
+        whole = Reply(200, self._receipt(attempt), closes=mode is Mode.CLOSES)
         resets = self.rng.random() < 0.5
 
         async def partly(stream: ServerStream, _: Ended) -> bool:
             self._process(attempt)
-            if manner is Manner.BREAK_AFTER:
+            if mode is Mode.BREAK_AFTER:
                 if resets:
                     stream.reset()
                 return False
             answer = whole.encode()
-            if manner is Manner.HALF_ANSWER:
+            if mode is Mode.HALF_ANSWER:
                 await stream.send_all(answer[: self.rng.randrange(1, len(answer))])
                 return False
             for at in range(len(answer)):
@@ -270,7 +365,7 @@ class RemoteServer:
                 await trio.sleep(DRIP_S)
             return False
 
-        is_whole = manner not in (Manner.BREAK_AFTER, Manner.HALF_ANSWER, Manner.DRIP)
+        is_whole = mode not in (Mode.BREAK_AFTER, Mode.HALF_ANSWER, Mode.DRIP)
         return whole if is_whole else Reply(play=partly)
 
     def _poison_in(self, attempt: Attempt) -> bool:
@@ -290,7 +385,7 @@ class RemoteServer:
         contents = attempt.contents
         results: dict[str, dict[str, str]] = {}
         for pdu in contents.pdus if contents is not None else ():
-            refused = attempt.manner is Manner.REFUSES_SOME and self.rng.random() < 0.3
+            refused = attempt.mode is Mode.REFUSES_SOME and self.rng.random() < 0.3
             results[pdu.event_id] = {"error": "not by my rules"} if refused else {}
         return orjson.dumps({"pdus": results})
 
@@ -310,3 +405,64 @@ async def _huge(stream: ServerStream, _: Ended) -> bool:
     await stream.send_all(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n{")
     await stream.wait_peer_gone()
     return False
+
+
+HTTPS = 443
+FEDERATION = 8448
+
+
+def make_site(index: int) -> Site:
+    """The site of the server with this number; the ways take turns."""
+    four, six = _addresses(index, move=0)
+    match index % 5:
+        case 0:
+            name = f"plain{index}.example"
+            return Site(name, name, None, (name,), (FEDERATION,), (four,))
+        case 1:
+            host, there = f"delegated{index}.example", f"matrix.delegated{index}.example"
+            return Site(host, host, f"{there}:{HTTPS}", (host, there), (HTTPS,), (four,))
+        case 2:
+            host, there = f"srv{index}.example", f"box.srv{index}.example"
+            return Site(host, host, None, (host, there), (HTTPS, 8449), (six, four))
+        case 3:
+            host = f"port{index}.example"
+            return Site(f"{host}:8450", host, None, (host,), (8450,), (six, four))
+    name = f"[{six}]:{FEDERATION}" if index % 2 else f"{four}"
+    return Site(name, six if index % 2 else four, None, (), (FEDERATION,), (six, four))
+
+
+def _addresses(index: int, *, move: int) -> tuple[str, str]:
+    return f"5.{move}.{index // 250}.{index % 250 + 1}", f"2a00:{move + 1:x}::{index + 1:x}"
+
+
+def publish(site: Site, server: RemoteServer, internet: Internet) -> None:
+    """Let the server be found at its site."""
+    for address in site.addresses:
+        for port in site.ports:
+            internet.listeners[address, port] = server
+    for target in site.targets:
+        _set_records(internet, target, site.addresses)
+    if 8449 in site.ports:
+        service = f"_matrix-fed._tcp.{site.host}"
+        internet.records[service, "SRV"] = (f"10 5 8449 {site.targets[1]}.",)
+
+
+def _set_records(internet: Internet, name: str, addresses: tuple[str, ...]) -> None:
+    families: list[tuple[RecordType, str]] = [("AAAA", ":"), ("A", ".")]
+    for rdtype, mark in families:
+        of_family = tuple(address for address in addresses if mark in address)
+        if of_family:
+            internet.records[name, rdtype] = of_family
+
+
+def move(server: RemoteServer, internet: Internet, index: int, times: int) -> None:
+    """The server goes to other addresses, and its DNS follows. A literal name cannot move."""
+    site = server.site
+    if not site.targets:
+        return
+    for address in site.addresses:
+        for port in site.ports:
+            internet.listeners.pop((address, port), None)
+    four, six = _addresses(index, move=times)
+    site.addresses = (four,) if len(site.addresses) == 1 else (six, four)
+    publish(site, server, internet)

@@ -24,9 +24,9 @@ from fedsender.replication.relay_feed import RelayFeed
 from fedsender.replication.relay_fetch import Fetcher
 from fedsender.replication.wire import Wire
 from fedsender.runtime import Network, Runtime
-from fedsender.simulation.lives import Crash
-from fedsender.simulation.relay_books import RelayBooks, Standing
-from fedsender.simulation.relay_steps import Steps, flip_bit
+from fedsender.simulation.daemon_life import Crash
+from fedsender.simulation.relay_checks import RelayBooks, Standing
+from fedsender.simulation.relay_station import Steps, flip_bit
 from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
@@ -215,7 +215,7 @@ class Connects(Protocol):
 
 
 @dataclass(frozen=True)
-class Manners:
+class ConsumerBehaviour:
     """How a consumer behaves.
 
     Attributes:
@@ -245,14 +245,14 @@ class SimulatedConsumer:
         books: RelayBooks,
         network: Connects,
         rng: random.Random,
-        manners: Manners,
+        behaviour: ConsumerBehaviour,
         directory: Path,
         server_name: str = SERVER,
     ) -> None:
         """`directory`: for what it fetches."""
         self.steps = Steps(rng, threads_write=True)
         self.store = RecordingStore(
-            name, books, self.steps, manners.slow_s, manners.handles, server_name
+            name, books, self.steps, behaviour.slow_s, behaviour.handles, server_name
         )
         self.feed: RelayFeed | None = None
         self.calmed = trio.Event()
@@ -260,7 +260,7 @@ class SimulatedConsumer:
         self._server_name = server_name
         self._books = books
         self._random = rng
-        self._manners = manners
+        self._behaviour = behaviour
         self._staging = directory / name
         self._runtime = virtual_runtime(rng, _as_network(network), run_sync=self.steps.run_sync)
 
@@ -293,7 +293,7 @@ class SimulatedConsumer:
             self.steps.begin()
             self._spoil()
             self.feed = None
-            with trio.move_on_after(self._random.expovariate(1 / self._manners.away_s)):
+            with trio.move_on_after(self._random.expovariate(1 / self._behaviour.away_s)):
                 await self.calmed.wait()
             self._restore()
 
@@ -307,7 +307,7 @@ class SimulatedConsumer:
 
     def _restore(self) -> None:
         store = self.store
-        if self._random.random() < self._manners.restores and store.backups:
+        if self._random.random() < self._behaviour.restores and store.backups:
             store.held = self._random.choice(store.backups)
             self._books.went_back(self._name)
             self._books.counts["restores"] += 1
@@ -316,7 +316,7 @@ class SimulatedConsumer:
     async def _live(self) -> None:
         if not self.calmed.is_set() and self._random.random() < 0.7:
             self.steps.cut_at = self.steps.count + round(self._random.expovariate(1 / 100))
-        ends_s = self._random.expovariate(1 / self._manners.lives_s)
+        ends_s = self._random.expovariate(1 / self._behaviour.lives_s)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._feed)
@@ -343,7 +343,7 @@ class SimulatedConsumer:
             self._runtime,
             self.store,
             DeafSink(),
-            handles=self._manners.handles,
+            handles=self._behaviour.handles,
             make_fetcher=make_fetcher,
         )
         await self.feed.run()

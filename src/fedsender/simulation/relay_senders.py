@@ -14,26 +14,142 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import structlog
 import trio
 
 from fedsender.config import Config, from_values
+from fedsender.intake.intake import Append, Busy, Full, Waiting
+from fedsender.relay.daemon import RelayDaemon
 from fedsender.simulation import MEMORY_DISK
-from fedsender.simulation.course import Course
-from fedsender.simulation.evidence import Evidence, Violation, log_goes_to
-from fedsender.simulation.lives import SPEAKER
-from fedsender.simulation.relay_books import RelayBooks
-from fedsender.simulation.relay_consumer import Manners, SimulatedConsumer
-from fedsender.simulation.relay_front import DOOR, RelayFront
-from fedsender.simulation.relay_station import RelayStation
-from fedsender.simulation.relay_world import SETTINGS
+from fedsender.simulation.daemon_life import SPEAKER
+from fedsender.simulation.observations import Observations, Violation, log_goes_to
+from fedsender.simulation.receiver import make_site
+from fedsender.simulation.relay import SETTINGS
+from fedsender.simulation.relay_checks import RelayBooks
+from fedsender.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
+from fedsender.simulation.relay_station import Away, RelayStation
 from fedsender.simulation.report import in_words
-from fedsender.simulation.sites import make_site
+from fedsender.simulation.scenario import Scenario
 from fedsender.simulation.world import ORIGIN, Size, configuration, found, people
 from fedsender.testing.clock import derived, run_virtually
-from fedsender.testing.network import Internet
+from fedsender.testing.network import Internet, MemoryStream
+from fedsender.testing.rooms import Homeserver
+
+DOOR: Final = Path("/run/relay.sock")
+AT_ONCE: Final = 40
+CALL_S: Final = 30.0
+
+
+class RelayFront:
+    """The homeserver's way to its senders; also the door of the relay, for them.
+
+    Attributes:
+        up: the homeserver is there.
+    """
+
+    certificate: tuple[str, ...] = ()
+
+    def __init__(
+        self, homeserver: Homeserver, station: RelayStation, books: RelayBooks, rng: Random
+    ) -> None:
+        self.up = True
+        self.told = 0
+        self._homeserver = homeserver
+        self._station = station
+        self._books = books
+        self._random = rng
+
+    # --- the door ---------------------------------------------------------------------------------
+
+    def knock(self) -> str:
+        return "open" if self._station.links.up and self._station.relay else "refused"
+
+    async def converse(self, stream: MemoryStream) -> None:
+        try:
+            self._station.serve(self._station.links.end(stream))
+        except ConnectionRefusedError:
+            stream.close()
+        await trio.lowlevel.checkpoint()
+
+    # --- the homeserver's side --------------------------------------------------------------------
+
+    def go_down(self) -> None:
+        self.up = False
+
+    def server_up(self, server: str) -> None:
+        """A relay has no word for it."""
+
+    def heal(self) -> None:
+        self.up = True
+        self._station.heal()
+
+    def post(self, server: str, message: str, content: dict[str, Any]) -> None:
+        """A to-device message is to be sent."""
+        name = f"{message}-{server}"
+        self._homeserver.tell(name, ["edu", ["to_device", server, name, content]])
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Tell the relay of everything, in order, until cancelled."""
+        task_status.started()
+        audience = {happening.event_id: happening.servers for happening in self._homeserver.steps}
+        seen = len(self._homeserver.steps)
+        while True:
+            for happening in self._homeserver.steps[seen:]:
+                audience[happening.event_id] = happening.servers
+            seen = len(self._homeserver.steps)
+            waiting = self._homeserver.records[self.told : self.told + AT_ONCE]
+            for name, rows in waiting:
+                if name not in self._books.rows:
+                    self._books.send_in(name, rows)
+                    self._books.audience[name] = audience.get(name, ())
+            if waiting and self.up and await self._append(waiting):
+                self.told += len(waiting)
+                continue
+            await trio.sleep(self._random.uniform(0.05, 1.0))
+
+    async def _append(self, records: Sequence[tuple[str, Sequence[Any]]]) -> bool:
+        """Whether they were answered 200, and the answer came through."""
+        counts = self._books.counts
+        appends = [Append(name, rows) for name, rows in records]
+
+        async def ask(relay: RelayDaemon) -> tuple[str, list[int | None]]:
+            return relay.log.epoch, await relay.intake.append(appends)
+
+        with trio.move_on_after(CALL_S) as call:
+            try:
+                epoch, tokens = await self._station.ask(ask)
+            except (Full, Busy, Waiting, Away) as refused:
+                counts[f"answered {type(refused).__name__}"] += 1
+                return False
+        if call.cancelled_caught or self._random.random() < 0.05:
+            counts["answers lost"] += 1
+            return False
+        for number, (token, (name, _)) in enumerate(zip(tokens, records, strict=True)):
+            if token != self.told + number + 1:
+                self._books.fail("token", f"{name} is {token}, not {self.told + number + 1}")
+            self._books.answer(epoch, token or 0, name)
+            counts["answered 200"] += 1
+        return True
+
+    # --- at the end -------------------------------------------------------------------------------
+
+    def check_messages(self, observed: Observations) -> None:
+        """Each to-device message has reached its server, or stands in quarantine.
+
+        A sender that was restored to before some of them came may have told the relay that it had
+        them.
+        """
+        for token, (name, rows) in enumerate(self._homeserver.records, 1):
+            kind, body = rows[0]
+            book = observed.books.of.get(body[1]) if kind == "edu" else None
+            if book is None or any(low < token <= high for low, high in observed.given_back):
+                continue
+            if name not in book.messages_answered and name not in book.quarantined:
+                observed.fail("lost", f"{book.name} never got {name}, token {token}")
+
 
 SHARDS: Final = ("sender-0", "sender-1")
 SERVERS: Final = 12
@@ -43,9 +159,9 @@ RELAY: Final[Mapping[str, object]] = {
     "log_cap": 2 * 2**20,
     "disk_reserve": 512 * 1024,
 }
-CONSUMERS: Final[Mapping[str, Manners]] = {
-    "slow": Manners(slow_s=8.0, away_s=40.0),
-    "long-away": Manners(lives_s=300.0, away_s=1500.0),
+CONSUMERS: Final[Mapping[str, ConsumerBehaviour]] = {
+    "slow": ConsumerBehaviour(slow_s=8.0, away_s=40.0),
+    "long-away": ConsumerBehaviour(lives_s=300.0, away_s=1500.0),
 }
 AT_LEAST_ONCE: Final = (
     *("crashes", "restores", "PDUs: live", "PDUs: catch_up", "to-device messages", "quarantined"),
@@ -104,15 +220,15 @@ async def _run(size: Size, directory: Path) -> SendersReport:
     books = RelayBooks()
     async with trio.open_nursery() as nursery:
         world = SendersWorld(size, directory, books, nursery)
-        with _logging_to(books, [shard.evidence for shard in world.shards]):
+        with _logging_to(books, [shard.observed for shard in world.shards]):
             await world.run()
         nursery.cancel_scope.cancel()
     counts: Counter[str] = Counter()
     for shard in world.shards:
-        counts.update(shard.evidence.counts)
+        counts.update(shard.observed.counts)
     counts["events"] = len(world.shards[0].homeserver.steps)
     counts.update({f"relay: {name}": count for name, count in books.counts.items()})
-    broken = [each for shard in world.shards for each in shard.evidence.violations]
+    broken = [each for shard in world.shards for each in shard.observed.violations]
     return SendersReport(
         size.seed,
         size.servers,
@@ -160,7 +276,7 @@ class SendersWorld:
                 internet,
                 front,
             )
-            world.evidence.trace = books.trace
+            world.observed.trace = books.trace
             self.shards.append(
                 replace(
                     world,
@@ -172,9 +288,9 @@ class SendersWorld:
             )
         self._consumers = [
             SimulatedConsumer(
-                name, books, self._station, derived(seed, name), manners, home, ORIGIN
+                name, books, self._station, derived(seed, name), behaviour, home, ORIGIN
             )
-            for name, manners in CONSUMERS.items()
+            for name, behaviour in CONSUMERS.items()
         ]
 
     async def run(self) -> None:
@@ -186,13 +302,13 @@ class SendersWorld:
             with trio.CancelScope() as troubles:
                 async with trio.open_nursery() as lives:
                     lives.start_soon(self._trouble)
-                    async with trio.open_nursery() as courses:
+                    async with trio.open_nursery() as scenarios:
                         for shard in self.shards:
-                            courses.start_soon(Course(shard).run)
+                            scenarios.start_soon(Scenario(shard).run)
                     troubles.cancel()
             self._books.check_answered()
             for shard in self.shards:
-                self._front.check_messages(shard.evidence)
+                self._front.check_messages(shard.observed)
             nursery.cancel_scope.cancel()
 
     async def _trouble(self) -> None:
@@ -220,7 +336,7 @@ def _configuration(name: str, directory: Path) -> Config:
 
 
 def _logging_to(
-    books: RelayBooks, all_evidence: Sequence[Evidence]
+    books: RelayBooks, all_observed: Sequence[Observations]
 ) -> AbstractContextManager[None]:
     """Let no log line out, look for secrets in each (I10), and take what is a bug for one."""
 
@@ -228,15 +344,15 @@ def _logging_to(
         name, speaker = event.get("event"), SPEAKER.get()
         if speaker is not None and not speaker.alive:
             raise structlog.DropEvent
-        evidence = speaker or all_evidence[0]
-        evidence.check_secrets("a log line", repr(event).encode())
+        observed = speaker or all_observed[0]
+        observed.check_secrets("a log line", repr(event).encode())
         books.trace.note("log", name, event.get("destination", event.get("consumer", "")))
         books.counts["senders' full syncs"] += speaker is not None and (
             name == "relay_snapshot_loaded"
         )
         if event.get("exc_info") or (method == "critical" and speaker is not None):
             text = structlog.processors.format_exc_info(None, "", dict(event))
-            evidence.fail("bug", f"{name}: {text.get('exception', '')[-500:]}")
+            observed.fail("bug", f"{name}: {text.get('exception', '')[-500:]}")
         raise structlog.DropEvent
 
     return log_goes_to(take)

@@ -8,11 +8,15 @@ snapshot is spoiled, or all of them are replaced by an older copy.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Final, TypeVar
 
 import trio
@@ -22,12 +26,173 @@ from fedsender.facts import rows_of
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.log import Collected
 from fedsender.runtime import real_runtime
-from fedsender.simulation.lives import Crash, copy_files, disk_full
-from fedsender.simulation.relay_books import RelayBooks, name_of
-from fedsender.simulation.relay_checks import Files, RelayChecks
-from fedsender.simulation.relay_links import Links
-from fedsender.simulation.relay_steps import Steps, flip_bit
+from fedsender.simulation.daemon_life import Crash, copy_files, disk_full
+from fedsender.simulation.relay_checks import Files, RelayBooks, RelayChecks, name_of
 from fedsender.testing.clock import derived, virtual_runtime
+from fedsender.testing.network import MemoryStream, memory_connection
+
+
+class Links:
+    """All connections of a relay.
+
+    Attributes:
+        up: new ones can be made.
+    """
+
+    def __init__(self, counts: Counter[str], rng: Random) -> None:
+        self.up = True
+        self._counts = counts
+        self._random = rng
+        self._ends: list[MemoryStream] = []
+
+    def connection(self) -> tuple[MemoryStream, MemoryStream]:
+        """Both ends of a new one. Raises ConnectionRefusedError."""
+        if not self.up:
+            raise ConnectionRefusedError("the network is down")
+        near, far = memory_connection()
+        return self.end(near), self.end(far)
+
+    def end(self, stream: MemoryStream) -> MemoryStream:
+        """One end of a connection that somebody else has made, which is one of them from now on."""
+        self._ends = [each for each in self._ends if not each.peer_gone]
+        self._ends.append(stream)
+        return stream
+
+    async def trouble(self) -> None:
+        """Cut all, or freeze some, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._cut)
+            nursery.start_soon(self._freeze)
+
+    async def _pause(self, mean_s: float) -> None:
+        await trio.sleep(self._random.expovariate(1 / mean_s))
+
+    async def _cut(self) -> None:
+        while True:
+            await self._pause(120)
+            self._counts["links cut"] += 1
+            self.cut_all()
+            self.up = self._random.random() < 0.5
+            await self._pause(10)
+            self.up = True
+
+    def cut_all(self) -> None:
+        """Break every connection."""
+        ends, self._ends = self._ends, []
+        for end in ends:
+            end.reset()
+
+    async def _freeze(self) -> None:
+        """One end hears nothing more; mostly for so long that it takes the other for dead."""
+        while True:
+            await self._pause(150)
+            self._ends = [each for each in self._ends if not each.peer_gone]
+            if not self._ends:
+                continue
+            self._counts["links frozen"] += 1
+            end = self._random.choice(self._ends)
+            end.freeze(True)
+            try:
+                await self._pause(30)
+            finally:
+                end.freeze(False)
+
+    def heal(self) -> None:
+        """Let everything through."""
+        self.up = True
+        for end in self._ends:
+            end.freeze(False)
+
+
+SLOW_S: Final = 0.05
+
+
+class Steps:
+    """See the module.
+
+    Attributes:
+        count: how many there were.
+        cut_at: the one at which the process is killed, or the next one of the kind `cut_in`; None:
+            none.
+        fail: step number -> the errno with which it fails.
+        full: nothing can be written.
+        over: it was killed; no code of it goes on.
+
+    Args:
+        killed: told at which step, before anything else can happen.
+        threads_write: what is done in a thread is written to the disk, and may fail.
+    """
+
+    def __init__(
+        self,
+        rng: Random,
+        killed: Callable[[str], None] = lambda _: None,
+        *,
+        threads_write: bool = False,
+    ) -> None:
+        self.count = 0
+        self.cut_at: int | None = None
+        self.cut_in = ""
+        self.fail: dict[int, int] = {}
+        self.full = False
+        self.over = False
+        self._random = rng
+        self._killed = killed
+        self._threads_write = threads_write
+
+    def step(self, word: str, *, writes: bool = False) -> None:
+        """One more. Raises Crash, and OSError where it `writes`."""
+        self._check(word)
+        number, self.count = self.count, self.count + 1
+        if self.cut_at is not None and number >= self.cut_at and word.startswith(self.cut_in):
+            self.cut(word)
+        broken = self.fail.pop(number, None)
+        if writes and (broken or self.full):
+            raise OSError(broken or errno.ENOSPC, "injected")
+
+    def _check(self, word: str) -> None:
+        if self.over:
+            raise Crash(word)
+
+    def cut(self, word: str) -> None:
+        """Kill it now. Raises Crash."""
+        self._check(word)
+        self.over = True
+        self._killed(word)
+        raise Crash(word)
+
+    def begin(self) -> None:
+        """Another life of it."""
+        self.cut_at, self.cut_in, self.over = None, "", False
+        self.fail.clear()
+
+    async def run_sync(
+        self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
+    ) -> T:
+        """What a worker thread would do, all at once: killed before it, or after it."""
+        async with limiter:
+            await self._take_time()
+            self.step("thread", writes=self._threads_write)
+            value = function()
+            self.step("thread done")
+            await self._take_time()
+            return value
+
+    async def _take_time(self) -> None:
+        if self._random.random() < 0.1:
+            with trio.CancelScope(shield=True):
+                await trio.sleep(self._random.uniform(0, SLOW_S))
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    """Spoil one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    # A file of its own: an older copy of the directory may share this one.
+    spoiled = path.with_name(f"{path.name}.spoiled")
+    spoiled.write_bytes(content)
+    os.replace(spoiled, path)
+
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedsender.sender.failure import Outcome
-from fedsender.simulation.evidence import Violation
+from fedsender.simulation.observations import Violation
 from fedsender.testing.attacks import ATTACKS
 
 TRANSACTIONS_PER_CRASH = 500

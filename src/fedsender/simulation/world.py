@@ -10,18 +10,12 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsender.config import Config, from_values
-from fedsender.simulation.books import Books
-from fedsender.simulation.commit_checks import CommitChecks
+from fedsender.simulation.behaviours import HONEST, dealt
+from fedsender.simulation.checks import CommitChecks, LedgerChecks, MemoryChecks, WireChecks
+from fedsender.simulation.daemon_life import CrashPlan
 from fedsender.simulation.disasters import SECRET_CONTENT, Replication
-from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.inspection import Inspector
-from fedsender.simulation.ledger_checks import LedgerChecks
-from fedsender.simulation.lives import CrashPlan
-from fedsender.simulation.manners import HONEST, dealt
-from fedsender.simulation.memory_checks import MemoryChecks
-from fedsender.simulation.receiver import RemoteServer, Site
-from fedsender.simulation.sites import make_site, publish
-from fedsender.simulation.wire_checks import WireChecks
+from fedsender.simulation.observations import Books, Observations
+from fedsender.simulation.receiver import Inspector, RemoteServer, Site, make_site, publish
 from fedsender.testing.clock import Trace, derived, now_ms, virtual_runtime
 from fedsender.testing.network import Internet, MemoryNetwork
 from fedsender.testing.rooms import Homeserver, Signer
@@ -100,7 +94,7 @@ class World:
     servers: list[RemoteServer]
     internet: Internet
     replication: Front
-    evidence: Evidence
+    observed: Observations
     ledger: LedgerChecks
     commits: CommitChecks
     wire: WireChecks
@@ -170,16 +164,16 @@ def people(
 ) -> World:
     """The servers at these sites, by their numbers, and a sender that is to send to them."""
     homeserver = origins.homeserver
-    evidence = Evidence(homeserver, Books([site.name for site in sites.values()]), Trace())
-    evidence.secrets = origins.secrets
-    ledger = LedgerChecks(evidence)
-    wire = WireChecks(evidence, ledger)
+    observed = Observations(homeserver, Books([site.name for site in sites.values()]), Trace())
+    observed.secrets = origins.secrets
+    ledger = LedgerChecks(observed)
+    wire = WireChecks(observed, ledger)
     servers = []
     for index, site in sites.items():
         character = dealt(index, hostile=size.hostile)
         rng = derived(size.seed, "server", index)
         server = RemoteServer(site, character, rng, internet, origins.inspector, wire)
-        evidence.books.of[site.name].honest = server.character is HONEST
+        observed.books.of[site.name].honest = server.character is HONEST
         publish(site, server, internet)
         servers.append(server)
     return World(
@@ -190,11 +184,11 @@ def people(
         servers=servers,
         internet=internet,
         replication=replication,
-        evidence=evidence,
+        observed=observed,
         ledger=ledger,
-        commits=CommitChecks(evidence, ledger),
+        commits=CommitChecks(observed, ledger),
         wire=wire,
-        memory=MemoryChecks(evidence),
+        memory=MemoryChecks(observed),
         plan=CrashPlan(size.seed, MOST_TRANSACTIONS_BETWEEN_CRASHES),
         configure=configuration,
     )

@@ -11,9 +11,9 @@ from functools import partial
 import trio
 
 from fedsender.sender.failure import Outcome
+from fedsender.simulation.behaviours import MINUTE, WELL, Mode, Mood
+from fedsender.simulation.daemon_life import Life
 from fedsender.simulation.disasters import Operator, fill_ledger_disk
-from fedsender.simulation.lives import Life
-from fedsender.simulation.manners import MINUTE, WELL, Manner, Mood
 from fedsender.simulation.world import World
 from fedsender.testing.rooms import Room
 
@@ -24,13 +24,13 @@ ROUNDS = 15
 FLOOD = 120
 """Events, all at once: more than a queue or a small gap holds."""
 OUTCOMES = {
-    Outcome.UNREACHABLE: Manner.REFUSED,
-    Outcome.BUSY: Manner.BUSY,
-    Outcome.FAILING: Manner.FAILING,
-    Outcome.REFUSING: Manner.FORBIDDEN,
-    Outcome.NOT_THERE: Manner.NOT_THERE,
-    Outcome.LYING: Manner.GARBAGE,
-    Outcome.DELIVERED: Manner.WELL,
+    Outcome.UNREACHABLE: Mode.REFUSED,
+    Outcome.BUSY: Mode.BUSY,
+    Outcome.FAILING: Mode.FAILING,
+    Outcome.REFUSING: Mode.FORBIDDEN,
+    Outcome.NOT_THERE: Mode.NOT_THERE,
+    Outcome.LYING: Mode.GARBAGE,
+    Outcome.DELIVERED: Mode.WELL,
 }
 Step = Callable[[], Awaitable[None]]
 
@@ -45,7 +45,7 @@ class Troubles:
     fail_homeserver: Callable[[float], Awaitable[None]]
 
 
-class Programme:
+class Coverage:
     """See the module."""
 
     def __init__(self, world: World, operator: Operator, troubles: Troubles) -> None:
@@ -66,15 +66,15 @@ class Programme:
                 for _ in range(TRIES):
                     if self._count(name):
                         break
-                    self._world.evidence.trace.note("insists", name)
+                    self._world.observed.trace.note("insists", name)
                     self._operator.resume()
                     await step()
                     await trio.sleep(MINUTE)
 
     def _steps(self) -> dict[str, Step]:
         steps: dict[str, Step] = {
-            f"outcome: {outcome.value}": partial(self._meet, manner)
-            for outcome, manner in OUTCOMES.items()
+            f"outcome: {outcome.value}": partial(self._meet, mode)
+            for outcome, mode in OUTCOMES.items()
         }
         # Behind, so that there is a catch-up to take a backup in.
         return (
@@ -84,7 +84,7 @@ class Programme:
                 "outcome: rejecting": self._poison,
                 "isolations": self._poison,
                 "quarantined": self._poison,
-                "refused PDUs": partial(self._meet, Manner.REFUSES_SOME),
+                "refused PDUs": partial(self._meet, Mode.REFUSES_SOME),
                 "spills": self._flood,
                 "large gaps": partial(self._fall_behind, FLOOD),
                 "PDUs of small gaps": self._fall_behind,
@@ -104,7 +104,7 @@ class Programme:
     def _count(self, name: str) -> int:
         life = self._troubles.life()
         running = life.spills() if name == "spills" and life is not None else 0
-        return self._world.evidence.counts[name] + running
+        return self._world.observed.counts[name] + running
 
     def _stage(self) -> Room:
         if self._room is None:
@@ -113,10 +113,10 @@ class Programme:
 
     # --- with the server --------------------------------------------------------------------------
 
-    async def _meet(self, manner: Manner) -> None:
+    async def _meet(self, mode: Mode) -> None:
         """Somebody says something while the server is like this."""
         room = self._stage()
-        self._server.mood = Mood((manner,))
+        self._server.mood = Mood((mode,))
         self._homeserver.say(room)
         await self._try_now()
         self._server.mood = WELL
@@ -133,7 +133,7 @@ class Programme:
 
     async def _flood(self) -> None:
         room = self._stage()
-        self._server.mood = Mood((Manner.SLOW,))
+        self._server.mood = Mood((Mode.SLOW,))
         for _ in range(FLOOD):
             self._homeserver.say(room)
         await self._try_now()
@@ -143,7 +143,7 @@ class Programme:
     async def _fall_behind(self, events: int = 3) -> None:
         """The daemon restarts while the server fails and there is this much to be sent."""
         room = self._stage()
-        self._server.mood = Mood((Manner.FAILING,))
+        self._server.mood = Mood((Mode.FAILING,))
         self._homeserver.say(room)
         # That one is repeated as it was; what comes behind it is caught up with.
         await trio.sleep(MINUTE / 4)
@@ -153,7 +153,7 @@ class Programme:
         self._troubles.restart()
         await trio.sleep(2 * MINUTE)
         # Not too fast: somebody may wait for the moment to take a backup.
-        self._server.mood = Mood((Manner.SLOW,))
+        self._server.mood = Mood((Mode.SLOW,))
         await self._try_now()
         self._server.mood = WELL
 
@@ -176,7 +176,7 @@ class Programme:
     async def _fill_disk(self) -> None:
         life = self._troubles.life()
         if life is not None:
-            await fill_ledger_disk(self._world.evidence, life, 20.0)
+            await fill_ledger_disk(self._world.observed, life, 20.0)
 
     async def _restart(self) -> None:
         self._troubles.restart()

@@ -8,15 +8,12 @@ from random import Random
 
 import trio
 
-from fedsender.simulation.disasters import Operator, fill_ledger_disk
-from fedsender.simulation.ending import Ending
-from fedsender.simulation.lives import Life
-from fedsender.simulation.manners import HOUR, MINUTE, Manner, Mood, life_of
-from fedsender.simulation.programme import Programme, Troubles
-from fedsender.simulation.receiver import RemoteServer
-from fedsender.simulation.restoring import Backup
-from fedsender.simulation.sites import move
-from fedsender.simulation.start_checks import LOOKS_S, PER_SERVER_S, StartCheck
+from fedsender.simulation.behaviours import HOUR, MINUTE, Mode, Mood, life_of
+from fedsender.simulation.checks import LOOKS_S, PER_SERVER_S, FinalChecks, StartCheck
+from fedsender.simulation.coverage import Coverage, Troubles
+from fedsender.simulation.daemon_life import Life
+from fedsender.simulation.disasters import Backup, Operator, fill_ledger_disk
+from fedsender.simulation.receiver import RemoteServer, move
 from fedsender.simulation.world import World
 from fedsender.streams import Watermark
 from fedsender.testing.clock import derived
@@ -36,12 +33,12 @@ ABSENCE_S = (2.0, 60.0)
 LONG_ABSENCE_S = (20 * MINUTE, 50 * MINUTE)
 
 
-class Course:
+class Scenario:
     """Sets a world in motion."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._evidence = world.evidence
+        self._observed = world.observed
         self._life: Life | None = None
         self._lives = 0
         self._over = False
@@ -49,14 +46,14 @@ class Course:
         self._nursery: trio.Nursery | None = None
         self._rng = derived(world.size.seed, "course")
         self._operator = Operator(
-            world.evidence,
+            world.observed,
             derived(world.size.seed, "operator"),
             lambda: self._life,
             world.post,
         )
         self._backup = Backup(
             world.directory,
-            world.evidence,
+            world.observed,
             world.commits,
             self._operator,
             derived(world.size.seed, "backup"),
@@ -79,7 +76,7 @@ class Course:
             self._judge_fairness()
             await self._heal()
             await self._wait_until_all_is_well()
-            Ending(self._evidence).judge()
+            FinalChecks(self._observed).judge()
             await self._stop_for_good()
             nursery.cancel_scope.cancel()
 
@@ -95,7 +92,7 @@ class Course:
             life = self._life = self._next_life(directory)
             await life.live()
             self._life = None
-            self._evidence.counts["spills"] += life.spills()
+            self._observed.counts["spills"] += life.spills()
             directory = life.image if life.crashed else directory
             long = self._world.long_absences and self._rng.random() < 0.3
             await trio.sleep(self._rng.uniform(*(LONG_ABSENCE_S if long else ABSENCE_S)))
@@ -111,7 +108,7 @@ class Course:
             world.configure(directory),
             seed=world.size.seed,
             internet=world.internet,
-            evidence=world.evidence,
+            observed=world.observed,
             checks=world.commits,
             wire=world.wire,
             plan=world.plan,
@@ -120,19 +117,19 @@ class Course:
 
     def _judge_fairness(self) -> None:
         """Whether honest servers noticed the hostile ones, when nothing else ailed the daemon."""
-        latencies = sorted(self._evidence.latencies)
-        self._evidence.counts["PDUs to honest servers in calm times"] = len(latencies)
+        latencies = sorted(self._observed.latencies)
+        self._observed.counts["PDUs to honest servers in calm times"] = len(latencies)
         if latencies:
             p99 = latencies[int(len(latencies) * 0.99)]
-            self._evidence.counts["p99 of their latencies in ms"] = round(p99 * 1000)
+            self._observed.counts["p99 of their latencies in ms"] = round(p99 * 1000)
             if p99 > FAIR_S:
-                self._evidence.fail("fairness", f"p99 to honest servers is {p99:.2f} s")
+                self._observed.fail("fairness", f"p99 to honest servers is {p99:.2f} s")
 
     def _has_opened(self, number: int) -> None:
         self._opened.advance(number)
-        self._evidence.calm_since = trio.current_time() + CALM_AFTER_S
+        self._observed.calm_since = trio.current_time() + CALM_AFTER_S
         assert self._nursery is not None
-        self._nursery.start_soon(self._watch_start, StartCheck(self._evidence))
+        self._nursery.start_soon(self._watch_start, StartCheck(self._observed))
 
     async def _watch_start(self, check: StartCheck) -> None:
         """Until something comes in between that excuses it (I8)."""
@@ -148,7 +145,7 @@ class Course:
 
     def _restart_in_order(self) -> None:
         if self._life is not None:
-            self._evidence.counts["orderly restarts"] += 1
+            self._observed.counts["orderly restarts"] += 1
             self._life.stop()
 
     def _at_wire_point(self, point: str) -> None:
@@ -186,7 +183,7 @@ class Course:
             if not self._world.size.hostile:
                 # Who is paused, and made ill by the programme, would not be reached in time.
                 nursery.start_soon(self._now_and_then, "operator", 20 * MINUTE, operator.act)
-                nursery.start_soon(self._programme().run)
+                nursery.start_soon(self._coverage().run)
             for name, every_s, act in (
                 ("server up", 15 * MINUTE, self._say_server_up),
                 ("restart", seconds / 3, self._restart_in_order),
@@ -202,7 +199,7 @@ class Course:
             nursery.start_soon(self._trouble_disk, seconds / 6)
             nursery.start_soon(self._back_up_and_restore, seconds)
 
-    def _programme(self) -> Programme:
+    def _coverage(self) -> Coverage:
         """What chance has left out by then."""
         troubles = Troubles(
             life=lambda: self._life,
@@ -210,7 +207,7 @@ class Course:
             fail_database=self._fail_database,
             fail_homeserver=self._fail_homeserver,
         )
-        return Programme(self._world, self._operator, troubles)
+        return Coverage(self._world, self._operator, troubles)
 
     async def _now_and_then(self, name: str, every_s: float, act: Callable[[], None]) -> None:
         rng = derived(self._world.size.seed, "now and then", name)
@@ -251,12 +248,12 @@ class Course:
             await self._operator.send_to_device()
 
     def _say_malformed(self) -> None:
-        self._evidence.counts["malformed events"] += 1
+        self._observed.counts["malformed events"] += 1
         self._world.homeserver.say_malformed(self._rng.choice(self._world.homeserver.lively))
 
     def _say_server_up(self) -> None:
         server = self._rng.choice(self._world.servers).name
-        self._evidence.books.of[server].wakes.append((trio.current_time(), False))
+        self._observed.books.of[server].wakes.append((trio.current_time(), False))
         self._world.replication.server_up(server)
 
     async def _live_of(self, index: int, server: RemoteServer) -> None:
@@ -265,16 +262,16 @@ class Course:
         rng = derived(world.size.seed, "moods", index)
         longest_s = max(world.size.seconds / 2, HOUR / 2)
         for mood, seconds in life_of(server.character, rng, longest_s):
-            self._evidence.trace.note("mood", server.name, mood)
+            self._observed.trace.note("mood", server.name, mood)
             was, server.mood = server.mood, mood
             self._set_dns(server, mood)
-            if server.character.moves and was != mood and mood.manners[0] is Manner.WELL:
+            if server.character.moves and was != mood and mood.modes[0] is Mode.WELL:
                 moves += 1
                 move(server, world.internet, index, moves)
             await trio.sleep(seconds)
 
     def _set_dns(self, server: RemoteServer, mood: Mood) -> None:
-        how = {Manner.NO_DNS: "gone", Manner.DNS_SILENT: "silent"}.get(mood.manners[0])
+        how = {Mode.NO_DNS: "gone", Mode.DNS_SILENT: "silent"}.get(mood.modes[0])
         for name in server.site.targets:
             self._world.internet.unresolvable.pop(name, None)
             if how is not None:
@@ -287,7 +284,7 @@ class Course:
             await self._fail_homeserver(rng.uniform(1, 10 * MINUTE))
 
     async def _fail_homeserver(self, seconds: float) -> None:
-        self._evidence.counts["homeserver restarts"] += 1
+        self._observed.counts["homeserver restarts"] += 1
         self._world.replication.go_down()
         try:
             await trio.sleep(seconds)
@@ -315,7 +312,7 @@ class Course:
             if life is None:
                 continue
             if rng.random() < 0.5:
-                await fill_ledger_disk(self._evidence, life, seconds)
+                await fill_ledger_disk(self._observed, life, seconds)
             else:
                 await self._fail_database(seconds)
 
@@ -323,14 +320,14 @@ class Course:
         life = self._life
         if life is None:
             return
-        self._evidence.counts["database outages"] += 1
+        self._observed.counts["database outages"] += 1
         life.away = True
-        self._evidence.calm_since = math.inf
+        self._observed.calm_since = math.inf
         try:
             await trio.sleep(seconds)
         finally:
             life.away = False
-            self._evidence.calm_since = trio.current_time() + CALM_AFTER_S
+            self._observed.calm_since = trio.current_time() + CALM_AFTER_S
 
     async def _look_at_memory(self) -> None:
         while True:
@@ -345,10 +342,10 @@ class Course:
 
     async def _heal(self) -> None:
         """All are well, and the daemon dies once more: it must go on without a new event (I8)."""
-        world, evidence = self._world, self._evidence
-        evidence.trace.note("healed")
-        evidence.counts["virtual hours"] = round(trio.current_time() / HOUR)
-        evidence.disk_full = False
+        world, observed = self._world, self._observed
+        observed.trace.note("healed")
+        observed.counts["virtual hours"] = round(trio.current_time() / HOUR)
+        observed.disk_full = False
         for server in world.servers:
             server.heal()
         world.plan.enabled = False
@@ -360,7 +357,7 @@ class Course:
         self._operator.resume()
 
     async def _wait_until_all_is_well(self) -> None:
-        ending = Ending(self._evidence)
+        ending = FinalChecks(self._observed)
         started = trio.current_time()
         while trio.current_time() < started + PATIENCE_S:
             await trio.sleep(MINUTE)
@@ -368,5 +365,5 @@ class Course:
             if not any(ending.missing()) and not ending.messages_waiting():
                 return
             if trio.current_time() > started + OWN_TIMERS_S:
-                self._operator.wake_all(list(self._evidence.books.of))
+                self._operator.wake_all(list(self._observed.books.of))
                 await trio.sleep(10 * MINUTE)

@@ -12,7 +12,7 @@ MINUTE = 60.0
 HOUR = 3600.0
 
 
-class Manner(Enum):
+class Mode(Enum):
     """One way to treat a connection or a request."""
 
     WELL = "well"
@@ -54,39 +54,57 @@ class Manner(Enum):
 
 _PROCESSING = (
     # These stand in the way of new connections only.
-    Manner.NO_DNS,
-    Manner.DNS_SILENT,
-    Manner.BAD_TLS,
-    Manner.WELL,
-    Manner.SLOW,
-    Manner.REFUSES_SOME,
-    Manner.BREAK_AFTER,
-    Manner.HALF_ANSWER,
-    Manner.CLOSES,
-    Manner.DRIP,
+    Mode.NO_DNS,
+    Mode.DNS_SILENT,
+    Mode.BAD_TLS,
+    Mode.WELL,
+    Mode.SLOW,
+    Mode.REFUSES_SOME,
+    Mode.BREAK_AFTER,
+    Mode.HALF_ANSWER,
+    Mode.CLOSES,
+    Mode.DRIP,
 )
 FLAKY = (
-    *(Manner.WELL, Manner.WELL, Manner.WELL, Manner.WELL, Manner.SLOW, Manner.CLOSES),
-    *(Manner.REFUSES_SOME, Manner.BREAK_BEFORE, Manner.BREAK_AFTER, Manner.HALF_ANSWER),
-    *(Manner.FAILING, Manner.STALL, Manner.GARBAGE, Manner.BUSY_FOR, Manner.CLOSES),
+    *(
+        Mode.WELL,
+        Mode.WELL,
+        Mode.WELL,
+        Mode.WELL,
+        Mode.SLOW,
+        Mode.CLOSES,
+    ),
+    *(
+        Mode.REFUSES_SOME,
+        Mode.BREAK_BEFORE,
+        Mode.BREAK_AFTER,
+        Mode.HALF_ANSWER,
+    ),
+    *(
+        Mode.FAILING,
+        Mode.STALL,
+        Mode.GARBAGE,
+        Mode.BUSY_FOR,
+        Mode.CLOSES,
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Mood:
-    """What a server is like for a while: each time one of these manners is drawn."""
+    """What a server is like for a while: each time one of these modes is drawn."""
 
-    manners: tuple[Manner, ...]
+    modes: tuple[Mode, ...]
 
-    def draw(self, rng: Random) -> Manner:
-        return self.manners[0] if len(self.manners) == 1 else rng.choice(self.manners)
+    def draw(self, rng: Random) -> Mode:
+        return self.modes[0] if len(self.modes) == 1 else rng.choice(self.modes)
 
     def __str__(self) -> str:
-        return self.manners[0].value if len(self.manners) == 1 else "flaky"
+        return self.modes[0].value if len(self.modes) == 1 else "flaky"
 
 
-WELL = Mood((Manner.WELL,))
-SILENT = Mood((Manner.SILENT,))
+WELL = Mood((Mode.WELL,))
+SILENT = Mood((Mode.SILENT,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,36 +127,50 @@ class Character:
     attack: Attack | None = None
 
 
-def _moods(*manners: Manner) -> tuple[Mood, ...]:
-    return tuple(Mood((manner,)) for manner in manners)
+def _moods(*modes: Mode) -> tuple[Mood, ...]:
+    return tuple(Mood((mode,)) for mode in modes)
 
 
 CHARACTERS = (
     Character("steady", ()),
     Character("flaky", (Mood(FLAKY),), long=True),
     Character(
-        "away", _moods(Manner.SILENT, Manner.REFUSED, Manner.NO_DNS, Manner.DNS_SILENT), long=True
+        "away",
+        _moods(Mode.SILENT, Mode.REFUSED, Mode.NO_DNS, Mode.DNS_SILENT),
+        long=True,
     ),
     Character("picky 400", (), picky=400),
-    Character("busy", _moods(Manner.BUSY, Manner.BUSY_FOR)),
+    Character("busy", _moods(Mode.BUSY, Mode.BUSY_FOR)),
     Character(
         "failing",
-        _moods(Manner.FAILING, Manner.STALL, Manner.DRIP, Manner.BREAK_AFTER, Manner.BREAK_BEFORE),
+        _moods(
+            Mode.FAILING,
+            Mode.STALL,
+            Mode.DRIP,
+            Mode.BREAK_AFTER,
+            Mode.BREAK_BEFORE,
+        ),
     ),
-    Character("refusing", _moods(Manner.FORBIDDEN, Manner.NOT_THERE)),
-    Character("lying", _moods(Manner.GARBAGE, Manner.REDIRECT, Manner.NO_OBJECT, Manner.HUGE)),
-    Character("moving", _moods(Manner.REFUSED, Manner.BAD_TLS), moves=True),
+    Character("refusing", _moods(Mode.FORBIDDEN, Mode.NOT_THERE)),
+    Character(
+        "lying",
+        _moods(Mode.GARBAGE, Mode.REDIRECT, Mode.NO_OBJECT, Mode.HUGE),
+    ),
+    Character("moving", _moods(Mode.REFUSED, Mode.BAD_TLS), moves=True),
     Character("dead", (SILENT,), long=True),
-    Character("slow", _moods(Manner.SLOW, Manner.STALL_EARLY, Manner.CLOSES, Manner.HALF_ANSWER)),
-    Character("picky 413", (Mood((Manner.CLOSES,)),), picky=413),
+    Character(
+        "slow",
+        _moods(Mode.SLOW, Mode.STALL_EARLY, Mode.CLOSES, Mode.HALF_ANSWER),
+    ),
+    Character("picky 413", (Mood((Mode.CLOSES,)),), picky=413),
     Character("steady", ()),
     Character("picky 403", (), picky=403),
     Character("picky 500", (), picky=500),
-    Character("away", _moods(Manner.REFUSED, Manner.SILENT), long=True),
+    Character("away", _moods(Mode.REFUSED, Mode.SILENT), long=True),
 )
 """Dealt to the servers in turn, so that a world of sixteen has one of each."""
 
-HOSTILE = Mood((Manner.HOSTILE,))
+HOSTILE = Mood((Mode.HOSTILE,))
 HONEST = Character("honest", ())
 HOSTILE_PER_HONEST = 3
 _HOSTILE = tuple(Character(name, (HOSTILE,), attack=attack) for name, attack in ATTACKS.items())

@@ -19,10 +19,9 @@ import trio
 from fedsender.config import Config
 from fedsender.daemon import Daemon, open_core, store_config
 from fedsender.runtime import Runtime
-from fedsender.simulation.commit_checks import CommitChecks
+from fedsender.simulation.checks import CommitChecks, WireChecks
 from fedsender.simulation.disk import Disk
-from fedsender.simulation.evidence import Evidence
-from fedsender.simulation.wire_checks import WireChecks
+from fedsender.simulation.observations import Observations
 from fedsender.store import StoreConfig
 from fedsender.telemetry import Metrics
 from fedsender.testing.clock import derived, virtual_runtime
@@ -35,7 +34,7 @@ COMMIT_POINTS = tuple(
     for database in ("homeserver", "sender")
     for moment in ("before", "after")
 )
-SPEAKER: ContextVar[Evidence | None] = ContextVar("SPEAKER", default=None)
+SPEAKER: ContextVar[Observations | None] = ContextVar("SPEAKER", default=None)
 """In the tasks of a daemon: what is gathered about it."""
 WIRE_POINTS = ("request began", "request arrived", "answer leaves")
 SLOW_DATABASE_S = 0.05
@@ -101,7 +100,7 @@ class Life:
         *,
         seed: int,
         internet: Internet,
-        evidence: Evidence,
+        observed: Observations,
         checks: CommitChecks,
         wire: WireChecks,
         plan: CrashPlan,
@@ -121,7 +120,7 @@ class Life:
         self._config = config
         self._rng = derived(seed, "life", number)
         self._network = MemoryNetwork(internet)
-        self._evidence = evidence
+        self._observed = observed
         self._checks = checks
         self._wire = wire
         self._plan = plan
@@ -131,21 +130,21 @@ class Life:
 
     async def live(self) -> None:
         """From start to end, however it ends. Raises what ends it and should not."""
-        evidence = self._evidence
-        evidence.life, evidence.alive = self.number, True
-        evidence.disk = Disk(self.directory, evidence.orderings)
-        evidence.trace.note("life", self.number)
-        SPEAKER.set(evidence)
+        observed = self._observed
+        observed.life, observed.alive = self.number, True
+        observed.disk = Disk(self.directory, observed.orderings)
+        observed.trace.note("life", self.number)
+        SPEAKER.set(observed)
         try:
             with self._scope:
                 await self._run()
         except BaseException as error:
             self._bury(error)
         if not self.crashed:
-            evidence.alive = False
+            observed.alive = False
             self._checks.committed("homeserver")
             self._wire.drained()
-            evidence.tail.forget()
+            observed.tail.forget()
         self.ended.set()
 
     def spills(self) -> int:
@@ -232,19 +231,19 @@ class Life:
         """Die now."""
         if self.crashed:
             return
-        evidence = self._evidence
-        evidence.trace.note("crash", point)
-        evidence.counts["crashes"] += 1
-        evidence.counts[f"crash at {_where(point, self)}"] += 1
-        evidence.crashed_at.append(trio.current_time())
+        observed = self._observed
+        observed.trace.note("crash", point)
+        observed.counts["crashes"] += 1
+        observed.counts[f"crash at {_where(point, self)}"] += 1
+        observed.crashed_at.append(trio.current_time())
         self._checks.committed("sender")
-        self.crashed, evidence.alive = True, False
+        self.crashed, observed.alive = True, False
         copy_files(self.directory, self.image)
         self._network.die()
-        evidence.tail.forget()
-        if evidence.disk is not None:
-            evidence.disk.close()
-        evidence.disk = Disk(self.image, evidence.orderings)
+        observed.tail.forget()
+        if observed.disk is not None:
+            observed.disk.close()
+        observed.disk = Disk(self.image, observed.orderings)
         self._wire.crashed()
         self._scope.cancel()
 

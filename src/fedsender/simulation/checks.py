@@ -1,0 +1,775 @@
+"""The checks of the invariants I1-I10, independent of the sender's code.
+
+Each reads what the daemon has done: every line of the ledger, every commit of its databases, every
+transaction on the wire, its memory from time to time, each start, and at last the healed world.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import orjson
+import trio
+
+from fedsender.daemon import Daemon
+from fedsender.ledger import EVERY_SERVER, NOTES
+from fedsender.matrix import MAX_PDU_BYTES
+from fedsender.simulation.disk import Disk, QuarantinedItem
+from fedsender.simulation.observations import DAY_S, STUBBORN, Book, Observations, Unanswered
+from fedsender.simulation.receiver import Attempt
+from fedsender.testing.clock import EPOCH_MS, now_ms
+from fedsender.testing.rooms import Step
+
+LOOKS_S = (5.0, 60.0, 300.0)
+"""So long after a start it is looked at: the last time everybody must have been tried."""
+PER_SERVER_S = 2.0
+"""The last look waits so much longer for each server there is: dead ones share the slow lane."""
+
+
+class StartCheck:
+    """Follows one start. Made when it is over, and the sender runs."""
+
+    def __init__(self, observed: Observations) -> None:
+        assert observed.disk is not None
+        self._observed = observed
+        self._started = trio.current_time()
+        self._pending = observed.disk.owing() - observed.disk.held(now_ms())
+        observed.counts["pending at a start"] += len(self._pending)
+
+    def look(self, daemon: Daemon) -> None:
+        """Who owes still must be known to the sender, and in the end must have been tried."""
+        observed, sender = self._observed, daemon.sender
+        assert observed.disk is not None
+        after_s = trio.current_time() - self._started
+        self._pending &= observed.disk.owing() - observed.disk.held(now_ms())
+        for server in sorted(self._pending):
+            if observed.books.of[server].sought_at > self._started:
+                self._pending.discard(server)
+            elif server not in sender.active and not sender.registry.is_behind(server):
+                observed.fail("I8", f"{server} is forgotten {after_s:.0f} s after a start")
+            elif after_s >= LOOKS_S[-1]:
+                observed.fail("I8", f"{server} was not tried within {after_s:.0f} s of a start")
+
+
+TASKS_PER_SERVER = 12
+"""A destination, its attempt's addresses, the server's own side of each connection."""
+OTHER_TASKS = 150
+LONG_WAIT_S = 600.0
+
+
+class MemoryChecks:
+    """Looks at a daemon from time to time."""
+
+    def __init__(self, observed: Observations) -> None:
+        self._observed = observed
+
+    def look(self, daemon: Daemon) -> None:
+        """Compare what there is with what there may be."""
+        sender, observed = daemon.sender, self._observed
+        counts = observed.counts
+        servers = len(observed.books.of)
+        if len(sender.active) > servers:
+            observed.fail("I7", f"{len(sender.active)} destinations for {servers} servers")
+        most = daemon.config.sending.queue_pdus
+        queued_ids: set[str] = set()
+        for destination in sender.active.values():
+            queued = len(destination.outbox.queue)
+            queued_ids.update(pdu.event_id for pdu in destination.outbox.queue)
+            counts["longest queue"] = max(counts["longest queue"], queued)
+            if queued > most:
+                observed.fail("I7", f"{destination.name}: {queued} PDUs queued, {most} may be")
+            waits_s = trio.current_time() - destination.since
+            if destination.retry_in_s > LONG_WAIT_S and waits_s > LONG_WAIT_S:
+                observed.fail("I7", f"{destination.name} waits for hours in memory")
+        window = sender.context.pdu_pool.bytes
+        counts["largest window"] = max(counts["largest window"], window)
+        if window > daemon.config.sending.window_bytes + MAX_PDU_BYTES:
+            observed.fail("I7", f"the window of queued events has {window} bytes")
+        if (held := len(sender.context.pdu_pool)) != len(queued_ids):
+            observed.fail("I7", f"{held} events are held, {len(queued_ids)} are queued")
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        counts["most tasks"] = max(counts["most tasks"], tasks)
+        if tasks > OTHER_TASKS + TASKS_PER_SERVER * servers:
+            observed.fail("I7", f"{tasks} tasks for {servers} servers")
+
+
+MOST_BY_TIMER = 60
+MOST_WITH_WAKES = 300
+
+
+class LedgerChecks:
+    """Reads the ledger as it grows."""
+
+    def __init__(self, observed: Observations) -> None:
+        self._observed = observed
+
+    def catch_up(self) -> None:
+        """Read what is new."""
+        observed = self._observed
+        if observed.disk is None:
+            return
+        for text in observed.tail.new_lines(observed.disk.directory / "ledger"):
+            observed.check_secrets("the ledger", text)
+            try:
+                line = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                if not observed.disk_full:
+                    observed.fail("I9", f"a torn line: {text[:80]!r}")
+                continue
+            self._take(line)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        observed = self._observed
+        outcome = line["outcome"]
+        observed.counts[f"outcome: {outcome}"] += 1
+        if line["destination"] == EVERY_SERVER:
+            return
+        book = observed.books.of[line["destination"]]
+        at = (line["ms"] - EPOCH_MS) / 1000
+        observed.trace.note(
+            "line", book.name, outcome, line["transaction_id"], line["attempt"], line["status"]
+        )
+        for pdu in line["pdus"]:
+            if pdu["lane"] != "live" and outcome == "delivered":
+                observed.trace.note("lane", book.name, *pdu.values())
+        if outcome == "discarded":
+            book.unanswered = None
+        if outcome in NOTES:
+            return
+        book.sought_at = max(book.sought_at, at)
+        if line["transaction_id"] is not None and line["attempt"] > 0:
+            book.unlined = 0
+        if outcome == "delivered":
+            self._delivered(book, line)
+        elif outcome != "unknown":
+            self._failed(book, at, line)
+
+    def _delivered(self, book: Book, line: dict[str, Any]) -> None:
+        book.failed_at = None
+        book.failures.clear()
+        book.stubborn = 0
+        for pdu in line["pdus"]:
+            token_of = self._observed.orderings.token
+            lane, token = pdu["lane"], token_of(pdu["stream_ordering"])
+            self._observed.counts[f"PDUs: {lane}"] += 1
+            book.recorded.add(pdu["event_id"])
+            book.proven.add(pdu["event_id"])
+            if "supersedes" in pdu:
+                first, last = map(token_of, pdu["supersedes"])
+                book.superseded.setdefault(pdu["room_id"], []).append((first, last))
+                self._observed.counts["large gaps"] += 1
+            elif lane == "catch_up":
+                self._observed.counts["PDUs of small gaps"] += 1
+            if lane == "live":
+                self._check_order(book, token)
+        book.refused.update(line["refused"])
+        self._observed.counts["refused PDUs"] += len(line["refused"])
+
+    def _check_order(self, book: Book, token: int) -> None:
+        if token <= book.newest_live:
+            self._observed.fail(
+                "I2", f"{book.name}: live PDU {token} recorded after {book.newest_live}"
+            )
+        book.newest_live = max(token, book.newest_live)
+
+    def _failed(self, book: Book, at: float, line: dict[str, Any]) -> None:
+        observed = self._observed
+        if book.failed_at is not None and at < book.failed_at + 0.999:
+            observed.fail("I5", f"{book.name}: attempts failed at {book.failed_at} and {at}")
+        book.failed_at = at
+        book.failure = line["outcome"]
+        book.failures.append(at)
+        book.stubborn += line["outcome"] == "failing"
+        while book.failures[0] <= at - DAY_S:
+            book.failures.popleft()
+        allowed = self._allowed(book, at)
+        if len(book.failures) > allowed:
+            observed.fail(
+                "I5",
+                f"{book.name}: {len(book.failures)} attempts in 24 h without an answer,"
+                f" {allowed} are allowed",
+            )
+
+    def _allowed(self, book: Book, at: float) -> int:
+        """How many attempts the last 24 h may have seen.
+
+        A life that was cut off may not have written down that it had failed, and when to go on.
+        """
+        observed = self._observed
+        while book.wakes and book.wakes[0][0] <= at - DAY_S:
+            book.wakes.popleft()
+        while observed.crashed_at and observed.crashed_at[0] <= at - DAY_S:
+            observed.crashed_at.popleft()
+        by_admin = sum(admin for _, admin in book.wakes)
+        most = MOST_BY_TIMER if len(book.wakes) == by_admin else MOST_WITH_WAKES
+        return most + by_admin + len(observed.crashed_at)
+
+
+_MESSAGE_ID: Final = re.compile(r'"message_id": ?"([^"]+)"')
+
+
+class CommitChecks:
+    """Compares what was committed with what it should mean."""
+
+    def __init__(self, observed: Observations, ledger: LedgerChecks) -> None:
+        self._observed = observed
+        self._ledger = ledger
+        self._outbox: dict[tuple[str, int], str] = {}
+        self._fed_upto = 0
+        self._quarantine: dict[int, QuarantinedItem] = {}
+
+    def committed(self, database: str) -> None:
+        """The daemon's database of that name has just committed."""
+        observed = self._observed
+        disk = observed.disk
+        if disk is None or not disk.ready():
+            return
+        disk.committed(database)
+        if database == "homeserver":
+            observed.orderings.note(disk.base())
+        self._ledger.catch_up()
+        observed.books.take_in(observed.homeserver.steps)
+        if database == "homeserver":
+            self._note_skipped(disk)
+            self._check_position(disk)
+            self._check_marks(disk)
+            self._check_outbox(disk)
+        else:
+            self._note_quarantine(disk)
+
+    def restored(self, disk: Disk) -> None:
+        """The databases are what they were long ago."""
+        self._observed.orderings.back_to(disk.base())
+        self._outbox = disk.outbox()
+        self._fed_upto = disk.feed_position()
+        self._quarantine = {item.id: item for item in disk.quarantine()}
+
+    def _note_quarantine(self, disk: Disk) -> None:
+        """An operator may empty it before anybody asks."""
+        now = {item.id: item for item in disk.quarantine()}
+        for item in disk.quarantine():
+            if item.id not in self._quarantine:
+                self._observed.trace.note("quarantined", item.destination, item.event_id)
+                self._observed.counts["quarantined"] += 1
+                self._check_guilt(item)
+        for item in self._quarantine.values():
+            if item.id not in now:
+                self._observed.trace.note("let go", item.destination, item.event_id)
+        self._quarantine = now
+        for item in disk.quarantine():
+            if item.destination is None:
+                self._observed.unsent.add(str(item.event_id))
+                continue
+            thing = item.event_id or message_id(item.content.decode())
+            self._observed.books.of[item.destination].quarantined.add(thing)
+
+    def _check_guilt(self, item: QuarantinedItem) -> None:
+        """For one server stands in quarantine what that server always refuses, and nothing that
+        it refused because it was ill."""
+        observed, event_id = self._observed, item.event_id
+        if item.destination is None or event_id is None:
+            return
+        happening = observed.homeserver.by_id.get(event_id)
+        guilty = event_id in observed.books.of[item.destination].poison
+        if happening is not None and happening.sendable and not guilty:
+            observed.fail("guilt", f"{item.destination}: {event_id} in quarantine: {item.reason}")
+
+    def _note_skipped(self, disk: Disk) -> None:
+        """Where the feed went on by a snapshot, not all that happened is here."""
+        observed, before, now = self._observed, self._fed_upto, disk.feed_position()
+        if now > before + 1:
+            between = observed.homeserver.between(before, now)
+            told = [each.event_id for each in between if any(row[0] == "pdu" for row in each.rows)]
+            if not disk.has_events(told):
+                observed.skipped.append((before, now))
+                observed.counts["skipped by a snapshot"] += 1
+        self._fed_upto = max(before, now)
+
+    # --- I1 ---------------------------------------------------------------------------------------
+
+    def _check_position(self, disk: Disk) -> None:
+        observed = self._observed
+        before, position = observed.position, disk.position()
+        if position == before:
+            return
+        if position < before:
+            observed.fail("I1", f"the events position went from {before} back to {position}")
+        newest: dict[str, list[Step]] = {}
+        for happening in observed.homeserver.between(before, position):
+            if happening.servers and happening.sendable:
+                newest.setdefault(happening.room_id, []).append(happening)
+        for room_id, happenings in newest.items():
+            rows = disk.owed(room_id)
+            for happening in happenings:
+                self._check_rows(disk, happening, rows)
+        if disk.newest_owed() > position:
+            observed.fail("I1", f"{disk.newest_owed()} is owed, the position is {position}")
+        observed.moved(position)
+
+    def _check_rows(self, disk: Disk, happening: Step, rows: dict[str, int]) -> None:
+        for server in happening.servers:
+            if server not in self._observed.books.of or rows.get(server, 0) >= happening.token:
+                continue
+            if disk.quarantined(None, happening.event_id):
+                continue
+            stand_ins = stand_ins_of(self._observed, server, happening)
+            if any(disk.quarantined(None, each.event_id) for each in stand_ins):
+                continue
+            self._observed.fail(
+                "I1",
+                f"position past {happening.token}, but {server} is owed"
+                f" {rows.get(server)} of {happening.room_id}",
+            )
+
+    # --- I2, I9 -----------------------------------------------------------------------------------
+
+    def _check_marks(self, disk: Disk) -> None:
+        observed = self._observed
+        for server, mark in disk.marks().items():
+            book = observed.books.of[server]
+            if mark == book.mark:
+                continue
+            observed.trace.note("mark", server, mark)
+            if mark < book.mark:
+                observed.fail("I2", f"{server}: LSSO went from {book.mark} back to {mark}")
+            for happening in book.owed_between(book.mark, mark):
+                self._check_below(disk, book, happening, mark)
+            book.mark = mark
+
+    def _check_below(self, disk: Disk, book: Book, happening: Step, mark: int) -> None:
+        """An event that the mark has passed was answered, or is accounted for in another way."""
+        observed, server = self._observed, book.name
+        if happening.event_id in book.answered:
+            recorded = happening.event_id in book.recorded or book.covered(happening)
+            # A crash cut the answer off, and the server refused the event when it came again.
+            refused = disk.quarantined(server, happening.event_id)
+            if not recorded and not refused and not observed.disk_full:
+                observed.fail(
+                    "I9", f"{server}: LSSO {mark} committed, no line has {happening.token}"
+                )
+            return
+        if book.covered(happening) or disk.quarantined(server, happening.event_id):
+            return
+        if disk.quarantined(None, happening.event_id):
+            return
+        if happening.event_id in disk.redeliveries(server):
+            return
+        if is_stood_in_for(observed, book, happening):
+            return
+        floor = disk.catch_up_floor(server)
+        still_owed = disk.owed_room(server, happening.room_id) > mark
+        if not (still_owed and floor is not None and floor < happening.token):
+            observed.fail(
+                "I2",
+                f"{server}: LSSO {mark} passed {happening.token} of {happening.room_id},"
+                f" which was not answered (catch-up from {floor}, still owed: {still_owed})",
+            )
+
+    # --- I4 ---------------------------------------------------------------------------------------
+
+    def _check_outbox(self, disk: Disk) -> None:
+        observed = self._observed
+        now = disk.outbox()
+        for key in [key for key in self._outbox if key not in now]:
+            server, message = key[0], message_id(self._outbox[key])
+            observed.trace.note("outbox", server, key[1], "gone")
+            book = observed.books.of[server]
+            if message not in book.messages_answered and message not in book.quarantined:
+                observed.fail("I4", f"{server}: row {key[1]} was deleted without an answer")
+        self._outbox = now
+
+
+def stand_ins_of(observed: Observations, server: str, happening: Step) -> list[Step]:
+    """What a snapshot had in place of the event: the newest of the room that the server is to get.
+
+    It may be one that nobody can send.
+    """
+    found = []
+    for after, upto in observed.skipped:
+        if after < happening.token <= upto:
+            later = observed.homeserver.between(happening.token - 1, upto)
+            alike = [each for each in later if each.room_id == happening.room_id]
+            found.append([each for each in alike if server in each.servers][-1])
+    return found
+
+
+def is_stood_in_for(observed: Observations, book: Book, happening: Step) -> bool:
+    """Whether what a snapshot had in place of the event stands in quarantine.
+
+    That it could not be sent is on record; what it stood for is not here. One that nobody can send
+    an operator may have given up since.
+    """
+    disk = observed.disk
+    assert disk is not None
+    for each in stand_ins_of(observed, book.name, happening):
+        name = each.event_id
+        if name in book.quarantined or disk.quarantined(None, name):
+            return True
+        if not each.sendable and name in observed.unsent:
+            return True
+    return False
+
+
+def message_id(text: str) -> str:
+    """The id of a simulated to-device message."""
+    found = _MESSAGE_ID.search(text)
+    assert found is not None
+    return found[1]
+
+
+class FinalChecks:
+    """Counts what is still missing, and says so in the end."""
+
+    def __init__(self, observed: Observations) -> None:
+        self._observed = observed
+
+    def missing(self) -> Iterator[tuple[Book, Step]]:
+        """What should have reached a server, or be accounted for, and is not."""
+        observed = self._observed
+        disk = observed.disk
+        assert disk is not None
+        observed.books.take_in(observed.homeserver.steps)
+        for book in observed.books.of.values():
+            for happening in book.owed:
+                event_id = happening.event_id
+                if event_id in book.answered or book.covered(happening):
+                    continue
+                if disk.quarantined(book.name, event_id) or disk.quarantined(None, event_id):
+                    continue
+                if is_stood_in_for(observed, book, happening):
+                    continue
+                # Held, or what stands in for it is: nothing else there could be a witness.
+                held = (happening, *stand_ins_of(observed, book.name, happening))
+                if any(one.event_id in book.poison and self._is_owed(book, one) for one in held):
+                    continue
+                yield book, happening
+
+    def _is_owed(self, book: Book, happening: Step) -> bool:
+        disk, server = self._observed.disk, book.name
+        assert disk is not None
+        if happening.token > book.mark or happening.event_id in disk.redeliveries(server):
+            return True
+        floor, newest = disk.catch_up_floor(server), disk.owed_room(server, happening.room_id)
+        return newest > book.mark and floor is not None and floor < happening.token
+
+    def messages_waiting(self) -> list[str]:
+        """The servers for which there are to-device messages."""
+        disk = self._observed.disk
+        assert disk is not None
+        return sorted({server for server, _ in disk.outbox()})
+
+    def judge(self) -> None:
+        """Everything was delivered, is superseded by the ledger's word, in quarantine, or held."""
+        for book, happening in self.missing():
+            self._observed.fail(
+                "lost" if happening.token <= book.mark else "I8",
+                f"{book.name} never got {happening.event_id} (token {happening.token} of"
+                f" {happening.room_id}, {happening.kind}); LSSO is {book.mark}",
+            )
+        for server in self.messages_waiting():
+            self._observed.fail("lost", f"to-device messages for {server} were never sent")
+        self._check_quarantine()
+        self._check_modes()
+
+    def _check_quarantine(self) -> None:
+        disk = self._observed.disk
+        assert disk is not None
+        for item in disk.quarantine():
+            if not item.reason:
+                self._observed.fail("I9", f"quarantine item {item.id} has no reason")
+
+    def _check_modes(self) -> None:
+        """Files that hold content are nobody else's business (I10)."""
+        disk = self._observed.disk
+        assert disk is not None
+        for path in sorted(disk.directory.rglob("*")):
+            content = ".sqlite3" in path.name or path.parent.name == "ledger"
+            if path.is_file() and content and path.stat().st_mode & 0o077:
+                self._observed.fail("I10", f"{path.name} has mode {path.stat().st_mode & 0o777:o}")
+
+
+MIN_GAP_S = 0.998
+"""One second, less what is lost in rounding to milliseconds."""
+SETTLED_S = 10.0
+"""Longer than any database here takes to say what a transaction is formed by."""
+REQUEST_S = 60.0
+"""One attempt, all its connections included, takes no longer: `federation.request_timeout`."""
+MAY_BE_CONTENT = (400, 401, 403, 413)
+
+
+class WireChecks:
+    """The witness of everything that arrives anywhere."""
+
+    def __init__(self, observed: Observations, ledger: LedgerChecks) -> None:
+        self._observed = observed
+        self._ledger = ledger
+        self.at_point: Callable[[str], None] = lambda _point: None
+        """Called when something has been seen, for those who let the daemon die there."""
+
+    def _book(self, server: str) -> Book:
+        return self._observed.books.of[server]
+
+    # --- the witness ------------------------------------------------------------------------------
+
+    def contacted(self, server: str) -> None:
+        """Somebody connects to the server."""
+        self._ledger.catch_up()
+        book = self._book(server)
+        book.sought_at = trio.current_time()
+        self._observed.trace.note("contact", server)
+        if book.failed_at is not None and book.failure == "unreachable":
+            self._check_patience(book)
+
+    def began(self, attempt: Attempt) -> None:
+        """The head of a transaction is there."""
+        self._ledger.catch_up()
+        observed, book = self._observed, self._book(attempt.server)
+        observed.trace.note("began", attempt.server, attempt.transaction_id)
+        book.sought_at = trio.current_time()
+        if book.flight is not None and not book.flight.over:
+            observed.fail(
+                "I3",
+                f"{book.name}: {attempt.transaction_id} while {book.flight.transaction_id}"
+                " is in flight",
+            )
+        book.flight = attempt
+        attempt.life = observed.life
+        if not observed.alive:
+            return
+        assert observed.disk is not None
+        attempt.searching, attempt.on_trial = observed.disk.searching(attempt.server)
+        attempt.second_try = self._is_second_try(book, attempt)
+        if not attempt.second_try:
+            self._check_patience(book)
+            self._check_lines(book)
+            self._check_succession(book, attempt)
+        self.at_point("request began")
+
+    def arrived(self, attempt: Attempt) -> None:
+        """A transaction is there in whole."""
+        observed, book = self._observed, self._book(attempt.server)
+        assert attempt.digest is not None
+        observed.counts["transactions arrived"] += 1
+        known = book.digests.setdefault(attempt.transaction_id, attempt.digest)
+        if known != attempt.digest:
+            observed.fail("I3", f"{book.name}: {attempt.transaction_id} with another body")
+        if attempt.contents is None:
+            return
+        tokens = [pdu.token for pdu in attempt.contents.pdus]
+        observed.trace.note("arrived", book.name, attempt.digest[:12], attempt.mode.value, tokens)
+        repeated = book.unanswered is not None
+        for pdu in attempt.contents.pdus:
+            self._check_pdu(book, attempt, pdu, repeated=repeated)
+        self.at_point("request arrived")
+
+    def ended(self, attempt: Attempt) -> None:
+        """An answer has begun to leave, or the connection is gone."""
+        observed, book = self._observed, self._book(attempt.server)
+        observed.trace.note("ended", book.name, attempt.status, attempt.processed)
+        book.last = attempt
+        if attempt.poisoned and attempt.contents is not None and len(attempt.contents.pdus) == 1:
+            book.poison.add(attempt.contents.pdus[0].event_id)
+        if attempt.processed and attempt.contents is not None:
+            self._take_in(book, attempt)
+        if attempt.answered:
+            self._answered(book, attempt)
+        else:
+            self._unanswered(book, attempt)
+        if attempt.life != observed.life or not observed.alive:
+            self._forget_unrecorded(book)
+        elif not attempt.second_try and not observed.disk_full:
+            book.unlined += 1
+        if attempt.status is not None:
+            self.at_point("answer leaves")
+
+    def broken(self, server: str, rule: str, text: str) -> None:
+        """A transaction breaks a rule of the specification."""
+        self._observed.fail("spec", f"{server}: {rule}: {text}")
+
+    # --- what the daemon's end does to it ---------------------------------------------------------
+
+    def crashed(self) -> None:
+        """A life was cut off: what it had tried once and not recorded may come under a new id."""
+        observed = self._observed
+        for book in observed.books.of.values():
+            book.unlined = 0
+            self._forget_unrecorded(book)
+
+    def _forget_unrecorded(self, book: Book) -> None:
+        observed, unanswered = self._observed, book.unanswered
+        if unanswered is None:
+            return
+        assert observed.disk is not None
+        wanted = unanswered.attempt.transaction_id
+        record = observed.disk.frozen(book.name)
+        if record is not None and record[0] == wanted:
+            return
+        if unanswered.times > 1 and not self._isolated(book):
+            observed.fail(
+                "I3", f"{book.name}: no record of {wanted}, tried {unanswered.times} times"
+            )
+        book.unanswered = None
+
+    def drained(self) -> None:
+        """A life has ended in order: what is unanswered must be on record."""
+        observed = self._observed
+        assert observed.disk is not None
+        for book in observed.books.of.values():
+            if book.unanswered is None:
+                continue
+            wanted = book.unanswered.attempt.transaction_id
+            record = observed.disk.frozen(book.name)
+            if (record is None or record[0] != wanted) and not self._isolated(book):
+                observed.fail("I3", f"{book.name}: {wanted} is not on record after a drain")
+
+    def _unanswered(self, book: Book, attempt: Attempt) -> None:
+        known = book.unanswered
+        if known is None or known.attempt.transaction_id != attempt.transaction_id:
+            book.unanswered = Unanswered(attempt)
+            return
+        known.times += not attempt.second_try
+        known.attempt = attempt
+
+    # --- the rules --------------------------------------------------------------------------------
+
+    def _is_second_try(self, book: Book, attempt: Attempt) -> bool:
+        """The same attempt again: its reused connection turned out to be closed (I5).
+
+        The line comes when both are over, unless the ledger's disk takes none.
+        """
+        last = book.last
+        return (
+            last is not None
+            and last.reused
+            and not last.second_try
+            and not attempt.reused
+            and last.status is None
+            and last.life == attempt.life
+            and last.transaction_id == attempt.transaction_id
+            and attempt.began_at - last.began_at < REQUEST_S
+            and (book.unlined > 0 or self._observed.disk_full)
+        )
+
+    def _check_patience(self, book: Book) -> None:
+        now = trio.current_time()
+        if book.failed_at is not None and now < book.failed_at + MIN_GAP_S:
+            self._observed.fail(
+                "I5", f"{book.name}: tried {now - book.failed_at:.3f} s after a failure"
+            )
+
+    def _check_lines(self, book: Book) -> None:
+        if book.unlined > 0 and not self._observed.disk_full:
+            assert book.last is not None
+            self._observed.fail(
+                "I9", f"{book.name}: no line for an attempt at {book.last.transaction_id}"
+            )
+        book.unlined = 0
+
+    def _check_succession(self, book: Book, attempt: Attempt) -> None:
+        """Another id follows only an answer, or an isolation that is on record (I3)."""
+        before = book.unanswered
+        if before is None or before.attempt.transaction_id == attempt.transaction_id:
+            return
+        status = before.attempt.status
+        # A streak counts for the server: what it was sent meanwhile may have changed its id.
+        stubborn = max(before.times, book.stubborn) >= STUBBORN
+        suspect = status in MAY_BE_CONTENT or stubborn or before.attempt.searching
+        if not (suspect and self._isolated(book)):
+            self._observed.fail(
+                "I3",
+                f"{book.name}: {attempt.transaction_id} after {before.attempt.transaction_id},"
+                f" which ended {before.times} times without an answer (last: {status})",
+            )
+        self._observed.counts["isolations"] += 1
+        book.unanswered = None
+
+    def _isolated(self, book: Book) -> bool:
+        disk, before = self._observed.disk, book.unanswered
+        assert disk is not None
+        assert before is not None
+        if any(disk.searching(book.name)):
+            return True
+        contents = before.attempt.contents
+        if contents is None:
+            return False
+        things = {*contents.messages, *(pdu.event_id for pdu in contents.pdus)}
+        return not things.isdisjoint(book.quarantined)
+
+    def _check_pdu(self, book: Book, attempt: Attempt, pdu: Step, *, repeated: bool) -> None:
+        observed = self._observed
+        assert observed.disk is not None
+        assert attempt.contents is not None
+        if book.name not in pdu.servers:
+            observed.fail("I6", f"{book.name} must not see {pdu.event_id} (token {pdu.token})")
+        if pdu.token > observed.position:
+            observed.fail("I1", f"{book.name}: {pdu.token} sent, position is {observed.position}")
+        taken_back = observed.homeserver.redacted.get(pdu.event_id)
+        if pdu.event_id in attempt.contents.pruned:
+            if taken_back is None:
+                observed.fail("redaction", f"{book.name}: {pdu.event_id} pruned for no reason")
+        elif taken_back is not None and not repeated:
+            self._check_redaction(book, pdu, taken_back)
+        again = pdu.event_id in book.proven and pdu.event_id not in book.redelivered
+        if again and not repeated and not _is_alone_on_trial(attempt):
+            # What had a recorded answer is not sent again, unless an operator asked for it.
+            observed.fail(
+                "I3", f"{book.name}: {pdu.event_id} (token {pdu.token}) again, LSSO is {book.mark}"
+            )
+
+    def _check_redaction(self, book: Book, pdu: Step, taken_back: int) -> None:
+        observed = self._observed
+        known_since = observed.passed_at(taken_back)
+        if known_since is not None and trio.current_time() - known_since > SETTLED_S:
+            observed.fail(
+                "redaction",
+                f"{book.name}: {pdu.event_id} whole, {trio.current_time() - known_since:.1f} s"
+                " after its redaction was fanned out",
+            )
+
+    def _take_in(self, book: Book, attempt: Attempt) -> None:
+        """A server has taken a transaction in: in each room it sees time go one way."""
+        assert attempt.contents is not None
+        for pdu in attempt.contents.pdus:
+            if pdu.event_id in book.redelivered or _is_alone_on_trial(attempt):
+                book.taken.add(pdu.event_id)
+                continue
+            newest = book.newest.get(pdu.room_id, 0)
+            if pdu.token < newest and pdu.event_id not in book.taken:
+                self._observed.fail(
+                    "order", f"{book.name}: {pdu.token} after {newest} in {pdu.room_id}"
+                )
+            book.newest[pdu.room_id] = max(newest, pdu.token)
+            book.taken.add(pdu.event_id)
+
+    def _answered(self, book: Book, attempt: Attempt) -> None:
+        book.unanswered = None
+        if attempt.contents is not None:
+            book.answered.update(pdu.event_id for pdu in attempt.contents.pdus)
+            if self._observed.disk_full:
+                _assume_recorded(book, attempt.contents.pdus)
+            book.messages_answered.update(attempt.contents.messages)
+            if book.honest:
+                self._take_latencies(attempt.contents.pdus)
+            self._observed.counts["PDUs answered"] += len(attempt.contents.pdus)
+            self._observed.counts["to-device messages"] += len(attempt.contents.messages)
+        self._observed.counts["transactions answered"] += 1
+
+    def _take_latencies(self, pdus: Sequence[Step]) -> None:
+        observed = self._observed
+        for pdu in pdus:
+            fanned_out_at = observed.passed_at(pdu.token)
+            if fanned_out_at is not None and fanned_out_at >= observed.calm_since:
+                observed.latencies.append(trio.current_time() - fanned_out_at)
+
+
+def _is_alone_on_trial(attempt: Attempt) -> bool:
+    """Whether it is the suspect of a search that is on record, or the witness of one."""
+    contents = attempt.contents
+    return attempt.on_trial and contents is not None and len(contents.pdus) == 1
+
+
+def _assume_recorded(book: Book, pdus: Sequence[Step]) -> None:
+    """The line that would say what the PDUs stand for cannot be written."""
+    for pdu in pdus:
+        book.recorded.add(pdu.event_id)
+        book.superseded.setdefault(pdu.room_id, []).append((0, pdu.token))
