@@ -143,7 +143,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"({sending.queue_pdus:,}) for each, `sending.window_bytes`"
         f" ({sending.window_bytes // mib} MiB) for all",
         f"{ledger.keep_days} days, {ledger.keep_bytes // 2**30} GiB",
-        f"nobody is attempted for {admission.LACK_S:.0f} s",
+        f"no server is attempted for {admission.LACK_S:.0f} s",
         f"up to {isolation.WITNESSES} of them; at most {QUARANTINE_LIMIT:,} items of one server",
         f"1 in {1 / isolation.CHANCE:,.0f}",
         f"fewer than {files.LEAST_SECRET} characters",
