@@ -23,7 +23,7 @@ from fedsender.federation.discovery import (
     kept_records,
     parse_srv,
 )
-from fedsender.federation.remembered import (
+from fedsender.federation.discovery_cache import (
     Delegation,
     Lookup,
 )

@@ -14,8 +14,8 @@ from tests.federation.servers import NAME, AnybodyMay, Authority, TableNetwork, 
 from fedsender.config import Policy
 from fedsender.federation.dialing import Unreachable
 from fedsender.federation.discovery import Discovery
+from fedsender.federation.discovery_cache import DiscoveryCache
 from fedsender.federation.places import PER_DOMAIN, Displaced, Places
-from fedsender.federation.remembered import Remembered
 from fedsender.runtime import NameNotFound, RealNetwork, Records, RecordType, ResolveFailed
 
 PLACES = 300
@@ -57,7 +57,7 @@ def discovery_with(network: Tarpits) -> Discovery:
         network,
         random.Random(1),
         lambda: 0,
-        Remembered(20_000),
+        DiscoveryCache(20_000),
         concurrent_lookups=PLACES,
         lookup_s=10,
     )

@@ -1,4 +1,4 @@
-"""What a peer said to a transaction, checked before anybody believes it.
+"""The answer of a peer to a transaction, checked before it is used.
 
 Only the facts: what follows from them is the sender's failure table.
 """
@@ -53,7 +53,7 @@ class Answer:
 
 
 def longest_answer(pdus: int) -> int:
-    """How many bytes an answer to so many PDUs has at most."""
+    """The largest answer to so many PDUs, in bytes."""
     return _ANSWER_BYTES + _ANSWER_BYTES_PER_PDU * pdus
 
 

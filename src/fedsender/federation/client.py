@@ -26,8 +26,8 @@ from fedsender.federation.answer import Answer, answer_of, longest_answer, parse
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
 from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Resolved
+from fedsender.federation.discovery_cache import DiscoveryCache, keep_saved, load_cache, save_cache
 from fedsender.federation.places import Displaced, Places
-from fedsender.federation.remembered import Remembered, keep_saved, load_cache, save_cache
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.federation.transport import (
     AnswerMemory,
@@ -82,7 +82,7 @@ class SendFailed(Exception):
 
 
 class Leave(Protocol):
-    """What the client asks before it uses a connection, or opens one."""
+    """The leave that the client asks before it uses a connection, or opens one."""
 
     def at_once(self) -> bool:
         """Whether a live connection may be used now."""
@@ -116,7 +116,7 @@ class Leave(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What the client has done, and holds.
+    """The counts of the client: what it has done, and what it holds.
 
     Attributes:
         open: connections, those being opened included.
@@ -150,17 +150,17 @@ async def open_client(
     On the way out idle connections are closed and what discovery learnt is saved.
     """
     client = FederationClient(config, runtime, server_name, key, metrics)
-    remembered = client.discovery.remembered
-    await load_cache(remembered, config.discovery_cache, runtime)
+    cache = client.discovery.cache
+    await load_cache(cache, config.discovery_cache, runtime)
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connections.watch, name="idle connections")
-            nursery.start_soon(keep_saved, remembered, config.discovery_cache, runtime)
+            nursery.start_soon(keep_saved, cache, config.discovery_cache, runtime)
             yield client
             nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
-            await save_cache(remembered, config.discovery_cache, runtime)
+            await save_cache(cache, config.discovery_cache, runtime)
         await client.connections.close()
 
 
@@ -187,7 +187,7 @@ class FederationClient:
             runtime.network,
             runtime.random,
             runtime.now_ms,
-            Remembered(_CACHE_ENTRIES),
+            DiscoveryCache(_CACHE_ENTRIES),
             concurrent_lookups=_PLACES,
             lookup_s=_LOOKUP_S,
             nameservers=[(each.host, each.port) for each in config.nameservers],
@@ -213,14 +213,14 @@ class FederationClient:
             peer.release()
 
     def forget(self, destination: str) -> None:
-        """Drop what discovery knows of a server that somebody says is up again."""
+        """Drop the cached discovery of a server that is said to be up again."""
         try:
             self.discovery.forget(destination)
         except ValueError:
             return
 
     def statistics(self) -> Statistics:
-        """What the client has done, and holds."""
+        """The counts of the client: what it has done, and what it holds."""
         return Statistics(
             open=self.connections.open,
             idle=self.connections.idle,
@@ -228,7 +228,7 @@ class FederationClient:
             repeated=self.repeated,
             lookups=self.discovery.lookups,
             well_knowns=self.discovery.well_knowns,
-            remembered=len(self.discovery.remembered),
+            remembered=len(self.discovery.cache),
         )
 
 

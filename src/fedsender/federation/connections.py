@@ -108,7 +108,7 @@ class Connections:
         return self._pop(destination)
 
     def give_back(self, destination: str, live: Live) -> None:
-        """Keep a connection for later, unless it is spent or somebody waits for its place."""
+        """Keep a connection for later, unless it is spent or its place is waited for."""
         if not live.connection.reusable or self._places.statistics().tasks_waiting:
             self.give_up(live)
             return

@@ -48,7 +48,7 @@ class Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TlsPolicy:
-    """How a peer's certificate is judged.
+    """The rules by which a peer's certificate is judged.
 
     Attributes:
         ca_file: the only authorities to trust, in PEM; None means those of the system.
@@ -147,7 +147,7 @@ class Dialer:
         return context
 
     def _in_order(self, candidates: list[Address], tls_name: str) -> list[Address]:
-        """What worked last, then the other addresses with the families taking turns.
+        """The address that worked last, then the others with the families taking turns.
 
         Addresses of one family keep their order, which for SRV targets is a rule.
         """

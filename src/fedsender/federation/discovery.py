@@ -19,16 +19,16 @@ import trio
 
 from fedsender.federation.answer import json_object
 from fedsender.federation.dialing import Unreachable
-from fedsender.federation.places import Displaced, Places
-from fedsender.federation.remembered import (
+from fedsender.federation.discovery_cache import (
     ERROR_MAX_S,
     SRV_SERVICES,
     Delegation,
+    DiscoveryCache,
     Lookup,
-    Remembered,
     WellKnown,
     delegation_after,
 )
+from fedsender.federation.places import Displaced, Places
 from fedsender.federation.transport import Bounds, ExchangeFailed, Response
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import NameNotFound, Network, RecordType, ResolveFailed
@@ -60,7 +60,7 @@ _DNS_FAILED_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """Where a server is.
+    """The place of a server.
 
     Attributes:
         host_header: what the `Host` header says.
@@ -80,7 +80,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class AskWellKnown:
-    """What does https://<host>/.well-known/matrix/server say? Answer: a `Delegation`."""
+    """Asks https://<host>/.well-known/matrix/server; returns a `Delegation`."""
 
     host: str
 
@@ -120,7 +120,7 @@ class Resolution:
         self._step(answer)
 
     def result(self) -> Resolved:
-        """Where the server is; raises Unreachable (dns or well_known)."""
+        """The place of the server; raises Unreachable (dns or well_known)."""
         assert self._result is not None, "there is a question left"
         if isinstance(self._result, Unreachable):
             raise self._result
@@ -285,7 +285,7 @@ def in_srv_order(records: list[Srv], rng: random.Random) -> list[Srv]:
 
 
 def judge_well_known(response: Response, rng: random.Random, now_ms: int) -> WellKnown:
-    """What the answer to a .well-known request means, and for how long."""
+    """The meaning of an answer to a .well-known request, and its lifetime."""
     if response.status != 200:
         passing = response.status == 429 or response.status >= 500
         life = _WELL_KNOWN_ERROR_S if passing else ERROR_MAX_S
@@ -335,7 +335,7 @@ class Discovery:
     """Resolves server names, remembering the answers.
 
     Attributes:
-        remembered: the caches.
+        cache: answers of look-ups and .well-known files.
         lookups: how many questions went out to the DNS.
         well_knowns: how many .well-known requests were made.
     """
@@ -345,13 +345,13 @@ class Discovery:
         network: Network,
         rng: random.Random,
         now_ms: Callable[[], int],
-        remembered: Remembered,
+        cache: DiscoveryCache,
         *,
         concurrent_lookups: int,
         lookup_s: float,
         nameservers: Sequence[tuple[str, int]] = (),
     ) -> None:
-        self.remembered = remembered
+        self.cache = cache
         self.lookups = 0
         self.well_knowns = 0
         self._network = network
@@ -365,7 +365,7 @@ class Discovery:
     async def resolve(
         self, server_name: str, fetch: FetchWellKnown, *, fixed_address: str | None = None
     ) -> Resolved:
-        """Where `server_name` is.
+        """The place of `server_name`.
 
         Args:
             fetch: makes the .well-known request, if one is needed.
@@ -389,12 +389,12 @@ class Discovery:
         return [ip for ip, _ in resolution.result().candidates]
 
     def doubt(self, server_name: str) -> None:
-        """Ask again next time: nobody answered where `server_name` was said to be."""
-        self.remembered.doubt(parse_server_name(server_name)[0].lower())
+        """Ask again next time: nothing answered at the place of `server_name`."""
+        self.cache.doubt(parse_server_name(server_name)[0].lower())
 
     def forget(self, server_name: str) -> None:
-        """Drop what is known of a server that somebody says is up, errors above all."""
-        self.remembered.forget(parse_server_name(server_name)[0].lower())
+        """Drop the cached answers about a server that is said to be up, errors above all."""
+        self.cache.forget(parse_server_name(server_name)[0].lower())
 
     async def _find_out(self, question: Question, fetch: FetchWellKnown | None) -> Answer:
         known = self._known(question)
@@ -414,8 +414,8 @@ class Discovery:
 
     def _known(self, question: Question) -> Answer | None:
         if isinstance(question, AskDns):
-            return self.remembered.lookup(question.name, question.rdtype)
-        delegation = self.remembered.delegation(question.host)
+            return self.cache.lookup(question.name, question.rdtype)
+        delegation = self.cache.delegation(question.host)
         if delegation is None or delegation.refresh_at <= trio.current_time():
             return None
         return delegation
@@ -423,13 +423,13 @@ class Discovery:
     async def _ask(self, question: Question, fetch: FetchWellKnown | None) -> Answer:
         if isinstance(question, AskDns):
             lookup = await self._look_up(question)
-            self.remembered.keep_lookup(question.name, question.rdtype, lookup)
+            self.cache.keep_lookup(question.name, question.rdtype, lookup)
             return lookup
         assert fetch is not None
         found = await self._fetch(question.host, fetch)
-        previous = self.remembered.delegation(question.host)
+        previous = self.cache.delegation(question.host)
         delegation = delegation_after(previous, found, trio.current_time())
-        self.remembered.keep_delegation(question.host, delegation)
+        self.cache.keep_delegation(question.host, delegation)
         return delegation
 
     async def _look_up(self, question: AskDns) -> Lookup:

@@ -1,10 +1,11 @@
-"""A bound on how many wait for others at once, under which the slow never hold up the rest.
+"""A bound on requests that wait for other servers at once; slow ones never hold up the rest.
 
-There are two lanes, and each begins in the fast one. There, who has waited for `PATIENCE_S` gives
-up its place when another wants it: it goes to the slow lane, where at most `PER_DOMAIN` are of one
-domain, or ends if there is no room. A name that was slow last time lets all others go first, and
-has no `PATIENCE_S` any more. Of those that want a place the newest goes first: an attack that asks
-for more than there is room for delays itself. While nobody waits, all have as long as they like.
+There are two lanes, and each request begins in the fast one. There, one that has waited for
+`PATIENCE_S` gives up its place when another wants it: it goes to the slow lane, where at most
+`PER_DOMAIN` are of one domain, or ends if there is no room. A name that was slow last time lets all
+others go first, and has no `PATIENCE_S` any more. Of those that want a place the newest goes first:
+an attack that asks for more than there is room for delays itself. While nobody waits, all have as
+long as they like.
 """
 
 import math
@@ -48,7 +49,7 @@ class _Held:
 
 
 class Places:
-    """See the module.
+    """The places of both lanes.
 
     Args:
         fast: places in the fast lane; the slow one has half as many.
@@ -115,7 +116,7 @@ class Places:
         self._fast[held] = None
 
     def _next(self) -> _Held | None:
-        """Who goes next of those that want a place."""
+        """The next of the requests that want a place."""
         slow, others = self._waiting
         return next(reversed(others or slow), None)
 

@@ -46,7 +46,7 @@ _COUNTED_BYTES: Final = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much of an answer is read before it counts as abuse.
+    """The bounds on an answer; beyond them it counts as abuse.
 
     Attributes:
         body_bytes: its body.
@@ -345,9 +345,9 @@ class Connection:
         await trio.aclose_forcefully(self.stream)
 
     async def peer_has_left(self) -> bool:
-        """Whether an idle connection that has something to read can still be used.
+        """Whether the peer has ended an idle connection, or sent data that nothing asked for.
 
-        What is there to read may be no more than a TLS session ticket, which is kept inside TLS.
+        For a connection with bytes to read. False: they were a TLS session ticket, and it is fine.
         """
         with trio.move_on_after(_GOODBYE_S):
             # Neither an end nor unasked-for data leaves a connection that one could trust.

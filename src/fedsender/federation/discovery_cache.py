@@ -1,4 +1,4 @@
-"""What server discovery has learnt, until it lapses: in memory, bounded, and in one file on disk.
+"""The cache of server discovery: in memory, bounded, and in one file on disk.
 
 The file, an SQLite database, only spares a restarted daemon some ten thousand lookups. What has
 changed is written to it in small steps, and one that cannot be read is as good as none.
@@ -42,7 +42,7 @@ SRV_SERVICES: Final = ("_matrix-fed._tcp", "_matrix._tcp")
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the DNS says of one name and record type.
+    """The answer of the DNS for one name and record type.
 
     Attributes:
         values: the records in zone file form; none when they do not exist or the lookup failed.
@@ -59,7 +59,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class WellKnown:
-    """What one .well-known request found out.
+    """The result of one .well-known request.
 
     Attributes:
         server: the delegated server name, or None if it was an error.
@@ -76,7 +76,7 @@ class WellKnown:
 
 @dataclass(frozen=True, slots=True)
 class Delegation:
-    """What is remembered of a host's .well-known.
+    """The cached answer of a host's .well-known.
 
     Attributes:
         server: the delegated server name, or None while it is an error.
@@ -96,7 +96,7 @@ class Delegation:
 
 
 def delegation_after(previous: Delegation | None, found: WellKnown, now: float) -> Delegation:
-    """What to remember once a request at `now` has found `found`."""
+    """The delegation to cache once a request at `now` has found `found`."""
     if found.server is not None:
         return Delegation(found.server, now + _FRESH * found.life_s, now + found.life_s)
     failures = 1 if previous is None else previous.failures + 1
@@ -113,7 +113,7 @@ def delegation_after(previous: Delegation | None, found: WellKnown, now: float) 
 _WELL_KNOWN: Final = "well_known"
 
 
-class Remembered:
+class DiscoveryCache:
     """Two bounded caches on the clock of `trio`; the least recently used entry goes first.
 
     Attributes:
@@ -135,7 +135,7 @@ class Remembered:
         return len(self._delegations) + len(self._lookups)
 
     def delegation(self, host: str) -> Delegation | None:
-        """What is remembered of the .well-known of `host`, be it due for a refresh."""
+        """The cached delegation of `host`, or None; also if it is due for a refresh."""
         return self._delegations.get(host)
 
     def keep_delegation(self, host: str, delegation: Delegation) -> None:
@@ -144,7 +144,7 @@ class Remembered:
         self._differs(_WELL_KNOWN, host)
 
     def lookup(self, name: str, rdtype: RecordType) -> Lookup | None:
-        """What is remembered of a DNS name."""
+        """The cached look-up of a DNS name, or None."""
         return self._lookups.get((name, rdtype))
 
     def keep_lookup(self, name: str, rdtype: RecordType, lookup: Lookup) -> None:
@@ -153,7 +153,7 @@ class Remembered:
         self._differs(rdtype, name)
 
     def doubt(self, host: str) -> None:
-        """Drop the lookups about `host`; a delegation is due, and stands if nobody confirms it."""
+        """Drop the lookups about `host`; a delegation is due, and stands until it is confirmed."""
         delegation = self._delegations.get(host)
         hosts = {host}
         if delegation is not None and delegation.server is not None:
@@ -196,7 +196,7 @@ class Remembered:
             del self._changed[next(iter(self._changed))]
 
     def take_changes(self, now_ms: int) -> "Changes":
-        """Some of what differs from the file. Who cannot write it there gives it back."""
+        """Some differences from the file. A caller that cannot write them gives them back."""
         offset = now_ms / 1000 - trio.current_time()
         changes = Changes([], [])
         for kind, name in list(islice(self._changed, _STEP)):
@@ -214,7 +214,7 @@ class Remembered:
             self._differs(kind, name)
 
     def _filed(self, kind: str, name: str, offset: float) -> "FiledDelegation | FiledLookup | None":
-        """What is worth keeping, with times of the wall clock; a failed lookup is not."""
+        """The entries worth keeping, with times of the wall clock; a failed lookup is not."""
         if kind == _WELL_KNOWN:
             known = self._delegations.get(name)
             if known is None:
@@ -282,7 +282,7 @@ DELETE FROM entries WHERE expires_ms < ? OR expires_ms <
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is to be written to the file, and what is to be taken out of it."""
+    """The changes of the file: entries to write, and entries to remove."""
 
     rows: list[Row]
     gone: list[tuple[str, str]]
@@ -341,13 +341,13 @@ def _read(path: Path, most: int) -> list[Row]:
         return connection.execute(query, (most,)).fetchall()
 
 
-async def load_cache(remembered: Remembered, path: Path, runtime: Runtime) -> None:
+async def load_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
     """Remember what `path` holds. What cannot be read is left as it is, with a line in the log."""
     try:
-        read = partial(_read, path, remembered.most)
+        read = partial(_read, path, cache.most)
         rows = await runtime.run_sync(read, limiter=trio.CapacityLimiter(1))
         for start in range(0, len(rows), _STEP):
-            remembered.take_in(rows[start : start + _STEP], runtime.now_ms())
+            cache.take_in(rows[start : start + _STEP], runtime.now_ms())
             await trio.lowlevel.checkpoint()
     except (OSError, sqlite3.Error, ValidationError, TypeError, OverflowError) as error:
         reason = "a row of another form" if isinstance(error, ValidationError) else str(error)
@@ -369,20 +369,20 @@ def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
     return True
 
 
-async def save_cache(remembered: Remembered, path: Path, runtime: Runtime) -> None:
+async def save_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
     """Write what changed to `path`, in steps that do not keep the loop."""
     limiter = trio.CapacityLimiter(1)
-    while remembered.changed:
+    while cache.changed:
         now_ms = runtime.now_ms()
-        changes = remembered.take_changes(now_ms)
-        write = partial(_write, path, changes, now_ms, remembered.most)
+        changes = cache.take_changes(now_ms)
+        write = partial(_write, path, changes, now_ms, cache.most)
         if not await runtime.run_sync(write, limiter=limiter):
-            remembered.give_back(changes)
+            cache.give_back(changes)
             return
 
 
-async def keep_saved(remembered: Remembered, path: Path, runtime: Runtime) -> None:
+async def keep_saved(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
     """Write what changed to `path` once a minute, for ever."""
     while True:
         await trio.sleep(_SAVE_EVERY_S)
-        await save_cache(remembered, path, runtime)
+        await save_cache(cache, path, runtime)

@@ -19,10 +19,10 @@ from fedsender.federation.discovery import (
     Discovery,
     judge_well_known,
 )
-from fedsender.federation.remembered import (
+from fedsender.federation.discovery_cache import (
     Delegation,
+    DiscoveryCache,
     Lookup,
-    Remembered,
     WellKnown,
     delegation_after,
     keep_saved,
@@ -173,7 +173,7 @@ def discovery_with(dns: Dnslike, entries: int = 100) -> Discovery:
         dns,
         random.Random(1),
         lambda: NOW_MS,
-        Remembered(entries),
+        DiscoveryCache(entries),
         concurrent_lookups=4,
         lookup_s=10,
     )
@@ -309,7 +309,7 @@ async def test_memory_is_bounded(autojump_clock: trio.testing.MockClock) -> None
     for number in range(50):
         with pytest.raises(Unreachable):
             await discovery.addresses(f"b{number}.example")
-    assert len(discovery.remembered) == 10
+    assert len(discovery.cache) == 10
     assert discovery._asking == {}
 
 
@@ -320,7 +320,7 @@ async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
     path = tmp_path / "cache.sqlite3"
-    before = Remembered(10)
+    before = DiscoveryCache(10)
     before.keep_delegation("b.example", Delegation("d.example", 800, 1000, 2))
     before.keep_delegation("e.example", Delegation(None, 100, 200, 3, "status 500", broken=True))
     before.keep_lookup("d.example", "A", Lookup(("192.0.2.7",), 500))
@@ -332,7 +332,7 @@ async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
     assert path.stat().st_mode & 0o777 == 0o600
 
     await trio.sleep(7)
-    after = Remembered(10)
+    after = DiscoveryCache(10)
     await load_cache(after, path, at(NOW_MS + 60_000))
 
     def left(moment: float) -> int:
@@ -355,7 +355,7 @@ async def test_what_was_learnt_outlives_a_restart_with_its_time_left(
 async def test_file_of_another_clock_is_not_believed_for_ever(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    path, before, after = tmp_path / "cache.sqlite3", Remembered(10), Remembered(10)
+    path, before, after = tmp_path / "cache.sqlite3", DiscoveryCache(10), DiscoveryCache(10)
     before.keep_lookup("d.example", "A", Lookup(("192.0.2.7",), 500))
     await save_cache(before, path, AT_FIRST)
     await load_cache(after, path, at(NOW_MS - 10**12))
@@ -380,18 +380,18 @@ class LongestStep(trio.abc.Instrument):
 async def test_saving_all_that_can_be_known_takes_the_loop_no_long_step(
     tmp_path: Path, mock_clock: trio.testing.MockClock
 ) -> None:
-    path, remembered = tmp_path / "cache.sqlite3", Remembered(20_000)
+    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(20_000)
     for number in range(20_000):
         delegation = Delegation(f"m{number}.example:443", 10**5, 10**5)
-        remembered.keep_delegation(f"s{number}.example", delegation)
-        remembered.keep_lookup(f"m{number}.example", "A", Lookup(("192.0.2.1",), 10**5))
+        cache.keep_delegation(f"s{number}.example", delegation)
+        cache.keep_lookup(f"m{number}.example", "A", Lookup(("192.0.2.1",), 10**5))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(keep_saved, remembered, path, real_runtime())
+        nursery.start_soon(keep_saved, cache, path, real_runtime())
         await trio.testing.wait_all_tasks_blocked()
         longest = LongestStep()
         trio.lowlevel.add_instrument(longest)
         mock_clock.jump(60)
-        while remembered.changed or not path.exists():
+        while cache.changed or not path.exists():
             await trio.lowlevel.checkpoint()
         trio.lowlevel.remove_instrument(longest)
         nursery.cancel_scope.cancel()
@@ -407,45 +407,45 @@ def rows(path: Path) -> dict[tuple[str, str], str]:
 async def test_only_what_changed_is_written_and_what_is_forgotten_is_taken_out(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
+    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
     for name in ("b.example", "c.example", "d.example"):
-        remembered.keep_lookup(name, "A", Lookup(("192.0.2.7",), 5000))
-    await save_cache(remembered, path, AT_FIRST)
-    remembered.forget("c.example")
-    remembered.keep_lookup("d.example", "A", Lookup((), 500, "SERVFAIL", failed=True))
-    remembered.keep_lookup("e.example", "A", Lookup(("192.0.2.8",), 5000))
-    written = remembered.take_changes(NOW_MS)
+        cache.keep_lookup(name, "A", Lookup(("192.0.2.7",), 5000))
+    await save_cache(cache, path, AT_FIRST)
+    cache.forget("c.example")
+    cache.keep_lookup("d.example", "A", Lookup((), 500, "SERVFAIL", failed=True))
+    cache.keep_lookup("e.example", "A", Lookup(("192.0.2.8",), 5000))
+    written = cache.take_changes(NOW_MS)
     assert [name for _, name, *_ in written.rows] == ["e.example"]
 
-    remembered.give_back(written)
-    await save_cache(remembered, path, AT_FIRST)
+    cache.give_back(written)
+    await save_cache(cache, path, AT_FIRST)
     assert set(rows(path)) == {("A", "b.example"), ("A", "e.example")}
 
 
 async def test_the_file_is_bounded_as_the_memory_is(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
+    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
     for number in range(300):
         lookup = Lookup(("192.0.2.7",), 1000 + number)
-        remembered.keep_lookup(f"b{number}.example", "A", lookup)
-        await save_cache(remembered, path, AT_FIRST)
+        cache.keep_lookup(f"b{number}.example", "A", lookup)
+        await save_cache(cache, path, AT_FIRST)
     assert set(rows(path)) == {("A", f"b{number}.example") for number in range(280, 300)}
 
     # Nor is there a list without end of what a full disk does not take.
     for number in range(300):
-        remembered.keep_lookup(f"c{number}.example", "A", Lookup(("192.0.2.7",), 1000))
-    assert len(remembered.take_changes(NOW_MS).rows) <= remembered.most
+        cache.keep_lookup(f"c{number}.example", "A", Lookup(("192.0.2.7",), 1000))
+    assert len(cache.take_changes(NOW_MS).rows) <= cache.most
 
 
 async def test_what_has_lapsed_is_taken_out_of_the_file(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
-    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
-    remembered.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 5))
-    await save_cache(remembered, path, AT_FIRST)
-    remembered.keep_lookup("c.example", "A", Lookup(("192.0.2.7",), 5000))
-    await save_cache(remembered, path, at(NOW_MS + 6000))
+    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
+    cache.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 5))
+    await save_cache(cache, path, AT_FIRST)
+    cache.keep_lookup("c.example", "A", Lookup(("192.0.2.7",), 5000))
+    await save_cache(cache, path, at(NOW_MS + 6000))
     assert set(rows(path)) == {("A", "c.example")}
 
 
@@ -468,16 +468,16 @@ async def test_what_has_lapsed_is_taken_out_of_the_file(
 async def test_a_bad_file_is_left_as_it_is_with_one_line_in_the_log(
     tmp_path: Path, content: bytes
 ) -> None:
-    path, remembered = tmp_path / "cache.sqlite3", Remembered(10)
+    path, cache = tmp_path / "cache.sqlite3", DiscoveryCache(10)
     if content.endswith(b"; "):
         if content.startswith(b"INSERT"):
-            remembered.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
-            await save_cache(remembered, path, AT_FIRST)
+            cache.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
+            await save_cache(cache, path, AT_FIRST)
         with closing(sqlite3.connect(path)) as connection:
             connection.executescript(content.decode().replace("INSERT", "INSERT OR REPLACE"))
     else:
         path.write_bytes(content)
-    before, after = path.read_bytes(), Remembered(10)
+    before, after = path.read_bytes(), DiscoveryCache(10)
     with structlog.testing.capture_logs() as logs:
         await load_cache(after, path, AT_FIRST)
     assert [(line["event"], line["file"]) for line in logs] == [
@@ -490,14 +490,14 @@ async def test_a_bad_file_is_left_as_it_is_with_one_line_in_the_log(
 async def test_missing_file_is_nothing_to_talk_about_and_one_that_cannot_be_written_is(
     tmp_path: Path,
 ) -> None:
-    remembered = Remembered(10)
-    remembered.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
+    cache = DiscoveryCache(10)
+    cache.keep_lookup("b.example", "A", Lookup(("192.0.2.7",), 10**9))
     with structlog.testing.capture_logs() as logs:
-        await load_cache(remembered, tmp_path / "none.sqlite3", AT_FIRST)
+        await load_cache(cache, tmp_path / "none.sqlite3", AT_FIRST)
     assert logs == []
     with structlog.testing.capture_logs() as logs:
-        await save_cache(remembered, tmp_path / "missing" / "x.sqlite3", AT_FIRST)
+        await save_cache(cache, tmp_path / "missing" / "x.sqlite3", AT_FIRST)
     assert [line["event"] for line in logs] == ["discovery cache not saved"]
     # It is written once it can be.
-    await save_cache(remembered, tmp_path / "x.sqlite3", AT_FIRST)
+    await save_cache(cache, tmp_path / "x.sqlite3", AT_FIRST)
     assert set(rows(tmp_path / "x.sqlite3")) == {("A", "b.example")}
