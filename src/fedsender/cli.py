@@ -242,9 +242,8 @@ def db_upgrade(config: ConfigFile) -> int:
     import trio
 
     from fedsender.config import load
-    from fedsender.daemon import store_config
     from fedsender.runtime import real_runtime
-    from fedsender.store import upgrade_databases
+    from fedsender.store import store_config, upgrade_databases
 
     settings = store_config(load(config))
 
@@ -274,8 +273,8 @@ def hand_back(
     import trio
 
     from fedsender.config import load
-    from fedsender.daemon import store_config
     from fedsender.runtime import real_runtime
+    from fedsender.store import store_config
     from fedsender.switching import handback
     from fedsender.telemetry import configure_logging
 

@@ -10,10 +10,10 @@ import errno
 import gc
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ import trio
 
 from fedsender.admin import open_admin
 from fedsender.allocator import give_memory_back, use_few_arenas
-from fedsender.config import Config, ConfigError, Policy, database_url, load
+from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.federation.client import open_client
 from fedsender.federation.signing import load_signing_keys
 from fedsender.health import doubts, read_health
@@ -37,13 +37,13 @@ from fedsender.sender.fan_out import AlreadyOwed
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.signals import Signals
 from fedsender.store import (
-    HomeserverSettings,
     LockHeld,
     SchemaDiffers,
     Store,
     StoreConfig,
     StoreError,
     open_store,
+    store_config,
 )
 from fedsender.store.engine import Faults
 from fedsender.store.lock import SendersDiffer
@@ -65,39 +65,6 @@ WRITE_DOWN_S = 15.0
 """After the drain, to write down what is unanswered; a database may be away for ever."""
 
 
-class Policies:
-    """What the configuration says of one server, remembered: to read it costs every override.
-
-    Its methods may be handed on: they follow the configuration that is in use when they are called.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.config: Config
-        self._policy_for: Callable[[str], Policy]
-        self._may_send_to: Callable[[str], bool]
-        self.use(config)
-
-    def use(self, config: Config) -> None:
-        """Follow this configuration from now on."""
-        self.config = config
-        self._policy_for = lru_cache(20_000)(config.policy_for)
-        self._may_send_to = lru_cache(20_000)(
-            lambda server: config.handles(server) and config.allows(server)
-        )
-
-    def policy_for(self, server: str) -> Policy:
-        """How this server is treated."""
-        return self._policy_for(server)
-
-    def may_send_to(self, server: str) -> bool:
-        """Whether anything may be sent to this server, by us."""
-        return self._may_send_to(server)
-
-    def handles(self, server: str) -> bool:
-        """Whether this server belongs to our shard, allowed or not."""
-        return self.config.handles(server)
-
-
 @dataclass(frozen=True, slots=True)
 class Daemon:
     """The parts of a running daemon, for the admin endpoint and for tests."""
@@ -110,30 +77,6 @@ class Daemon:
     ledger: Ledger
     metrics: Metrics
     admission: Admission
-
-
-def store_config(config: Config) -> StoreConfig:
-    """Where the databases of this configuration are, passwords included: a secret."""
-    homeserver = config.homeserver
-    instances = homeserver.federation_sender_instances or (config.instance_name,)
-    password = homeserver.database_password_file
-    state = homeserver.state_database
-    return StoreConfig(
-        homeserver=HomeserverSettings(
-            homeserver.kind,
-            config.instance_name,
-            instances,
-            homeserver.event_writers,
-            homeserver.device_names,
-            shared=config.feed.kind == "push",
-        ),
-        homeserver_url=database_url(homeserver.database, password),
-        sender_url=database_url(config.sender_database, config.sender_database_password_file),
-        state_url=None
-        if state is None
-        else database_url(state, homeserver.state_database_password_file or password),
-        server_name=config.server_name,
-    )
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
 from fedsender.admin.parts import Parts
 from fedsender.admin.probes import doubts, observe
-from fedsender.config import Config
+from fedsender.config import Policies
 from fedsender.replication.sink import FeedStatus
 
 TOKEN = "the admin token"
@@ -51,11 +51,6 @@ class Standing:
 
 
 @dataclass
-class Followed:
-    config: Config
-
-
-@dataclass
 class Desk:
     """A client with the token, and what stands behind the endpoint."""
 
@@ -63,7 +58,6 @@ class Desk:
     world: World
     parts: Parts
     standing: Standing
-    followed: Followed
 
     async def get(self, path: str, status: int = 200, **query: Any) -> dict[str, Any]:
         response = await self.http.get(path if path[0] == "/" else f"{OURS}/{path}", params=query)
@@ -86,7 +80,7 @@ def checked(response: httpx.Response, status: int) -> dict[str, Any]:
 
 def parts_of(world: World, standing: Standing) -> Parts:
     return Parts(
-        policies=Followed(world.config()),
+        policies=Policies(world.config()),
         sender=world.sender,
         homeserver=world.store.homeserver,
         store=world.store.sender,
@@ -119,5 +113,4 @@ async def open_desk(world: World, token: str | None = TOKEN) -> AsyncIterator[De
             base_url="http://127.0.0.1:9009",
             headers={"Authorization": f"Bearer {TOKEN}"},
         ) as http:
-            assert isinstance(parts.policies, Followed)
-            yield Desk(http, world, parts, standing, parts.policies)
+            yield Desk(http, world, parts, standing)

@@ -16,7 +16,7 @@ from tests.replication.support import RecordingSink
 from tests.servers import Databases
 
 from fedsender.config import Config, ConfigError, UnixAddress, from_values
-from fedsender.daemon import Daemon, open_core, store_config
+from fedsender.daemon import Daemon, open_core
 from fedsender.demo.process import write_signing_key
 from fedsender.facts import Elsewhere, KeyReused
 from fedsender.intake.client import IntakeClient
@@ -25,7 +25,14 @@ from fedsender.intake.intake import Append, ReservationGone
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.replication.push import PushFeed
 from fedsender.runtime import real_runtime
-from fedsender.store import HomeserverSettings, LockHeld, Store, StoreConfig, open_store
+from fedsender.store import (
+    HomeserverSettings,
+    LockHeld,
+    Store,
+    StoreConfig,
+    open_store,
+    store_config,
+)
 from fedsender.store.records import PresenceState
 from fedsender.switching.handback import hand_back
 from fedsender.testing.clock import until

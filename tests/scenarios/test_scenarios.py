@@ -14,7 +14,6 @@ from tests.servers import Databases
 from tests.store import synapse_schema
 from trio.testing import MockClock
 
-from fedsender.daemon import Policies
 from fedsender.runtime import real_runtime
 from fedsender.store.engine import open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
@@ -82,7 +81,6 @@ async def test_of_two_senders_exactly_one_tells_each_server_who_types(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Synapse's H3; H1: one sender alone tells all."""
-    monkeypatch.setattr(harness, "_Policies", Policies)
     first, second = [await shard(tmp_path / name, SENDERS, name) for name in SENDERS]
     alone = await shard(tmp_path / "alone", ["fed1"], "fed1")
 
@@ -95,7 +93,6 @@ async def test_of_two_senders_exactly_one_sends_each_event(
     tmp_path: Path, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Synapse's H2; H1: one sender alone sends all."""
-    monkeypatch.setattr(harness, "_Policies", Policies)
 
     async def sent(senders: list[str], name: str) -> dict[str, list[str]]:
         directory = tmp_path / f"{name} of {len(senders)}"

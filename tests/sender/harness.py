@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import canonicaljson
 import orjson
 import trio
 
-from fedsender.config import Config, Policy, from_values
+from fedsender.config import Config, Policies, Policy, from_values
 from fedsender.facts import RelayRow
 from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
@@ -215,7 +214,7 @@ class World:
     async def run(self) -> AsyncIterator[Sender]:
         """The sender, until the body is left; leave it by `kill` to leave as kill -9 would."""
         config = self.config()
-        self.policies = _Policies(config)
+        self.policies = Policies(config)
         self.client = FakeClient(self.servers)
         self.admission = Admission(
             max_in_flight=config.sending.max_in_flight,
@@ -347,25 +346,6 @@ class World:
     def ledger(self, destination: str | None = None) -> list[dict[str, Any]]:
         lines = [line for path in segments(self.directory / "ledger") for line in read_lines(path)]
         return [line for line in lines if destination in (None, line["destination"])]
-
-
-class _Policies:
-    def __init__(self, config: Config) -> None:
-        self._policy_for: Callable[[str], Policy]
-        self.use(config)
-
-    def use(self, config: Config) -> None:
-        self._config = config
-        self._policy_for = lru_cache(1000)(config.policy_for)
-
-    def policy_for(self, server: str) -> Policy:
-        return self._policy_for(server)
-
-    def handles(self, server: str) -> bool:
-        return self._config.handles(server)
-
-    def may_send_to(self, server: str) -> bool:
-        return self._config.allows(server)
 
 
 # What redaction leaves of these event types' content in room version 10.

@@ -18,12 +18,12 @@ from tests.store.rooms import Room
 from tests.switching.test_shards import HS, PATIENCE_S, Site, config_of, site
 
 from fedsender.config import ConfigError
-from fedsender.daemon import Daemon, store_config
+from fedsender.daemon import Daemon
 from fedsender.demo.process import KEY_VERSION
 from fedsender.ledger import read_lines, segments
 from fedsender.matrix import ROOM_VERSIONS
 from fedsender.runtime import real_runtime
-from fedsender.store import LockHeld, tables
+from fedsender.store import LockHeld, store_config, tables
 from fedsender.store.engine import DatabaseOptions, open_database
 from fedsender.store.lock import SendersDiffer
 from fedsender.switching import shards

@@ -25,10 +25,9 @@ from tests.synapse.world import (
 )
 
 from fedsender.config import load
-from fedsender.daemon import store_config
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
-from fedsender.store import StoreConfig, open_store
+from fedsender.store import StoreConfig, open_store, store_config
 from fedsender.store.sender import Redelivery
 
 TEST_S = 300

@@ -8,18 +8,11 @@ from typing import Annotated, Protocol
 import trio
 from fastapi import Depends, Request
 
-from fedsender.config import Config
+from fedsender.config import Config, Policies
 from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import SenderStore
-
-
-class Policies(Protocol):
-    """Where the configuration that holds now is: a reload puts another one there."""
-
-    @property
-    def config(self) -> Config: ...
 
 
 class Exposition(Protocol):

@@ -5,9 +5,10 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from fedsender.admin.app import build_app
-from fedsender.admin.parts import Parts, Policies
+from fedsender.admin.parts import Parts
 from fedsender.admin.probes import Failing, Follows, Gate, doubts, observe
 from fedsender.admin.serving import Admin, serve_app
+from fedsender.config import Policies
 from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore

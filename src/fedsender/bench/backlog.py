@@ -12,8 +12,8 @@ from fedsender.bench.floor import open_floor
 from fedsender.bench.messages import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, cpu_s_of, rss_kb
 from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
-from fedsender.daemon import Daemon, store_config
-from fedsender.store import open_store
+from fedsender.daemon import Daemon
+from fedsender.store import open_store, store_config
 from fedsender.streams import FeedRow, HostsRow, PduRow
 from fedsender.testing.children import BenchFailed
 

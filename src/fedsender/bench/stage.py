@@ -15,10 +15,10 @@ import trio
 
 from fedsender.bench.messages import SERVER_NAME, encode_seed
 from fedsender.config import Config, Log, from_values
-from fedsender.daemon import Daemon, collect_less_often, open_core, store_config
+from fedsender.daemon import Daemon, collect_less_often, open_core
 from fedsender.demo.process import write_secret
 from fedsender.runtime import Runtime, real_runtime
-from fedsender.store import upgrade_databases
+from fedsender.store import store_config, upgrade_databases
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child
 

@@ -7,9 +7,9 @@ file, line, column and setting. Whoever needs a part of it gets that section, no
 import difflib
 import os
 import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ __all__ = [
     "Metrics",
     "Override",
     "Pipeline",
+    "Policies",
     "Policy",
     "PolicyLine",
     "Presence",
@@ -445,3 +446,36 @@ def _differences(ours: Section, theirs: Section, at: Location = ()) -> Iterator[
             yield from _differences(one, other, (*at, name))
         elif one != other:
             yield (*at, name)
+
+
+class Policies:
+    """The configuration's answers about one server, cached: to read them costs every override.
+
+    Its methods may be handed on: they follow the configuration that is in use when they are called.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config: Config
+        self._policy_for: Callable[[str], Policy]
+        self._may_send_to: Callable[[str], bool]
+        self.use(config)
+
+    def use(self, config: Config) -> None:
+        """Follow this configuration from now on."""
+        self.config = config
+        self._policy_for = lru_cache(20_000)(config.policy_for)
+        self._may_send_to = lru_cache(20_000)(
+            lambda server: config.handles(server) and config.allows(server)
+        )
+
+    def policy_for(self, server: str) -> Policy:
+        """The policy of this server."""
+        return self._policy_for(server)
+
+    def may_send_to(self, server: str) -> bool:
+        """Whether anything may be sent to this server, by us."""
+        return self._may_send_to(server)
+
+    def handles(self, server: str) -> bool:
+        """Whether this server belongs to our shard, allowed or not."""
+        return self.config.handles(server)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import structlog
 import trio
 
-from fedsender.config import Policy
+from fedsender.config import Policies
 from fedsender.matrix import matches
 from fedsender.sender.admission import Pace
 from fedsender.sender.context import Context
@@ -32,14 +32,6 @@ log = structlog.get_logger()
 
 NEVER = math.inf
 """The time at which a paused or parked server is due."""
-
-
-class Policies(Protocol):
-    """The configuration's answers about one server."""
-
-    def policy_for(self, server: str) -> Policy: ...
-    def may_send_to(self, server: str) -> bool: ...
-    def handles(self, server: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from functools import partial
 import structlog
 import trio
 
-from fedsender.config import Federation, Presence, Sending
+from fedsender.config import Federation, Policies, Presence, Sending
 from fedsender.federation.client import FederationClient
 from fedsender.ledger import Ledger
 from fedsender.matrix import Pdu
@@ -27,7 +27,7 @@ from fedsender.sender.isolation import Kind
 from fedsender.sender.operations import Operations, Refusal
 from fedsender.sender.queues import PduPool
 from fedsender.sender.recovery import hand_over, take_over
-from fedsender.sender.registry import Policies, Progress, Registry, Status
+from fedsender.sender.registry import Progress, Registry, Status
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
@@ -35,7 +35,7 @@ from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 from fedsender.waiting import attempted, supervise
 
-__all__ = ["Policies", "Progress", "Sender", "Status", "open_sender"]
+__all__ = ["Progress", "Sender", "Status", "open_sender"]
 
 log = structlog.get_logger()
 

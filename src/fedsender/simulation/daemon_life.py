@@ -17,12 +17,12 @@ import sqlalchemy.exc
 import trio
 
 from fedsender.config import Config
-from fedsender.daemon import Daemon, open_core, store_config
+from fedsender.daemon import Daemon, open_core
 from fedsender.runtime import Runtime
 from fedsender.simulation.checks import CommitChecks, WireChecks
 from fedsender.simulation.disk import Disk
 from fedsender.simulation.observations import Observations
-from fedsender.store import StoreConfig
+from fedsender.store import StoreConfig, store_config
 from fedsender.telemetry import Metrics
 from fedsender.testing.clock import derived, virtual_runtime
 from fedsender.testing.network import Internet, MemoryNetwork

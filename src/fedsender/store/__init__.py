@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import trio
 from sqlalchemy import URL, Connection, inspect, text
 
+from fedsender.config import Config, database_url
 from fedsender.runtime import Runtime
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import (
@@ -46,6 +47,7 @@ __all__ = [
     "StoreError",
     "WrongDatabase",
     "open_store",
+    "store_config",
     "upgrade_databases",
 ]
 
@@ -69,6 +71,30 @@ class StoreConfig:
     state_url: str | None = None
     synchronous: Literal["FULL", "NORMAL", "OFF"] = "FULL"
     server_name: str | None = None
+
+
+def store_config(config: Config) -> StoreConfig:
+    """The databases of this configuration, passwords included: a secret. Raises ConfigError."""
+    homeserver = config.homeserver
+    instances = homeserver.federation_sender_instances or (config.instance_name,)
+    password = homeserver.database_password_file
+    state = homeserver.state_database
+    return StoreConfig(
+        homeserver=HomeserverSettings(
+            homeserver.kind,
+            config.instance_name,
+            instances,
+            homeserver.event_writers,
+            homeserver.device_names,
+            shared=config.feed.kind == "push",
+        ),
+        homeserver_url=database_url(homeserver.database, password),
+        sender_url=database_url(config.sender_database, config.sender_database_password_file),
+        state_url=None
+        if state is None
+        else database_url(state, homeserver.state_database_password_file or password),
+        server_name=config.server_name,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,13 @@ import trio
 from rich.console import Console
 from sqlalchemy import Connection, func, select
 
-from fedsender.config import Config, ConfigError, load
-from fedsender.daemon import Policies, store_config
+from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.matrix import server_of
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.sender.routing import Bad, Router
 from fedsender.signals import Signals
-from fedsender.store import tables
+from fedsender.store import store_config, tables
 from fedsender.store.engine import Database, DatabaseOptions, StoreError, open_database
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, PresenceState

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import trio
 
-from fedsender.config import Policy
+from fedsender.config import Policies
 from fedsender.matrix import server_of
 from fedsender.sender.context import Context
 from fedsender.sender.destination import Destination
@@ -47,13 +47,6 @@ class Registry(Protocol):
 
     def reach(self, server: str) -> Destination | None: ...
     def hurry(self, servers: Collection[str]) -> None: ...
-
-
-class Policies(Protocol):
-    """The configuration's answers about one server."""
-
-    def policy_for(self, server: str) -> Policy: ...
-    def may_send_to(self, server: str) -> bool: ...
 
 
 class EduFlow:
