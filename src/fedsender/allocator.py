@@ -1,10 +1,9 @@
-"""How the C library keeps memory that was given back to it.
+"""The C library's memory: fewer arenas, and free pages given back to the system.
 
-glibc gives threads that allocate at the same time an arena each, up to eight per core, and what is
-free in one serves no other. Our threads come and go with what the databases are asked, so that the
-same work spreads over more arenas the longer the daemon runs: its memory grows and nothing leaks.
-And it gives pages back by itself only from the end of an arena: what is free between two things
-that live long stays ours, and as those wander the daemon grows again.
+glibc gives each thread that allocates an arena of its own, up to eight per core. Free memory of one
+arena serves no other. Our threads come and go with the work of the databases, so the same work
+spreads over more arenas the longer the daemon runs, and its memory grows without a leak. glibc also
+gives pages back only from the end of an arena: free pages between two long-lived objects stay.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ _M_ARENA_MAX: Final = -8
 
 
 def use_few_arenas() -> bool:
-    """Bound glibc's arenas, for threads that start from now on; False: it is another C library.
+    """Bound the number of glibc's arenas for new threads; False: this is another C library.
 
     What the environment says (MALLOC_ARENA_MAX) it would say to every process that is started
     here; this holds for ours alone, however it was started.

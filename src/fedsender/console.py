@@ -1,7 +1,7 @@
-"""What commands print. Nothing else prints: ruff sees to that.
+"""The output of commands. No other module prints: ruff checks that.
 
 Names, event ids and reasons come from databases and from other servers. On a terminal a control
-character among them could move the cursor, rewrite what stands there or set the window's title.
+character among them could move the cursor, overwrite text or set the window's title.
 """
 
 import json

@@ -99,7 +99,7 @@ async def open_core(
         LockHeld: another daemon runs under our instance name.
         SendersDiffer: another one runs with another list of senders.
         StoreError: a database is not one that we know.
-        InstanceTaken: somebody else speaks under our name; raised out of the body.
+        InstanceTaken: another process uses our name on Redis; raised out of the body.
     """
     boot_id = runtime.entropy(8).hex()
     keys = load_signing_keys(config.signing_key, config.signing_key_id)
@@ -155,7 +155,7 @@ async def open_core(
 
 
 def _note_lists(ledger: Ledger, config: Config, runtime: Runtime, position: int) -> None:
-    """A line in the ledger that says whom the operator's lists forbid, from this position on."""
+    """Write a line into the ledger: the servers that the lists forbid from this position on."""
     lists = config.lists()
     reason = json.dumps(lists) if lists else None
     line = Line(runtime.now_ms(), EVERY_SERVER, "denied", reason=reason, position=position)
@@ -216,10 +216,10 @@ def _note_lock_refused(state: tenacity.RetryCallState) -> None:
 
 
 class LoopWatch(trio.abc.Instrument):
-    """Keeps the event loop's longest stretch between two waits; for `trio.lowlevel`.
+    """The longest time between two waits of the event loop, as an instrument of Trio.
 
-    The thread's CPU time counts, so that a busy machine is not taken for a hostile peer. While a
-    stretch lasts no other task runs, nor is the service manager's watchdog fed.
+    The CPU time of the thread counts, so that a busy machine does not look like a hostile peer.
+    Meanwhile no other task runs, and the watchdog of the service manager is not fed.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -240,12 +240,11 @@ class LoopWatch(trio.abc.Instrument):
 
 
 def collect_less_often() -> None:
-    """Have Python look for cycles of garbage less often: at first, after 700 new objects.
+    """Have Python's garbage collector search for cycles less often than after 700 new objects.
 
-    A transaction makes hundreds, of which hardly any are in cycles, so that one tenth of the CPU
-    time went into the search. Most is freed without it. What the imports made stays anyhow: it is
-    not searched again, nor counted, or Python would wait with a whole search until the garbage is
-    a quarter of it all.
+    A transaction makes hundreds of objects, hardly any of them in cycles, and the search took one
+    tenth of the CPU time. Objects of the imports stay for ever: they are neither searched nor
+    counted. If they were counted, a full search would wait until garbage is a quarter of all.
     """
     gc.collect()
     gc.freeze()
@@ -255,7 +254,7 @@ def collect_less_often() -> None:
 async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
     """Run the daemon of this configuration file until SIGTERM or SIGINT; its exit code.
 
-    0: it has stopped, and nothing is forgotten. 1: it could not write everything down.
+    0: stopped, and all is stored. 1: stopped without having stored everything.
 
     Raises: what `open_core` and `open_admin` raise, and ConfigError for the file itself.
     """
@@ -316,7 +315,7 @@ async def open_intake(daemon: Daemon, runtime: Runtime) -> "AsyncIterator[list[A
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What one run of the command was given."""
+    """The arguments of one run of the command."""
 
     path: Path
     runtime: Runtime
@@ -345,7 +344,7 @@ async def _run_until_told(run: _Run, config: Config) -> None:
 
 
 async def _announce_ready(daemon: Daemon, notifier: Notifier, ready: trio.Event) -> None:
-    """READY once the feed has connected, or has had its time to."""
+    """Send READY when the feed has connected, or after `FEED_PATIENCE_S`."""
     connected, name = daemon.feed.connected, daemon.config.server_name
     notifier.status("waiting for the feed to connect")
     with trio.move_on_after(FEED_PATIENCE_S):

@@ -1,7 +1,8 @@
-"""The rows by which a homeserver says what happens, read and checked. No I/O here.
+"""The rows of a homeserver's streams, parsed and checked. No I/O here.
 
 A *record* is one token of the `events` stream: one or more rows that belong together. They are
-events, who is in a room and who is not, redactions, and durable EDUs for one named server each:
+events, servers that come into a room or leave it, redactions, and durable EDUs (each for one
+server):
 
 ["pdu", [room_id, event_id, event, {"room_version": "10", "plus": [...], "minus": [...],
                                     "internal_metadata": {...}}]]
@@ -12,8 +13,8 @@ events, who is in a room and who is not, redactions, and durable EDUs for one na
 ["edu", ["device_list", destination, user_id, device_id, content]]    content null: resync
 ["edu", ["signing_key", destination, user_id, {"master_key": {...}, "self_signing_key": {...}}]]
 
-What is of use only now (typing, receipts, presence, servers that are up) never enters the log. It
-is handed to the consumers that are connected, as rows of streams of those names:
+Ephemeral rows (typing, receipts, presence, servers that are up) never enter the log. They go to the
+consumers that are connected, as rows of streams of those names:
 
 typing     [room_id, [users that type now]]
 receipts   [room_id, receipt_type, user_id, event_id, thread_id or null, {"ts": ms}]
@@ -54,7 +55,7 @@ _MAX_BIGINT = 2**63 - 1
 
 
 class BadRow(ValueError):
-    """A row that cannot be read; says which part, never its content."""
+    """A row is not valid. The text names the part, never its content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class ServersRow:
 
 
 class RoomServers(NamedTuple):
-    """What is stored of a room's servers, and the token of the last row about them."""
+    """The stored servers of a room, and the token of the last row about them."""
 
     room_id: str
     token: int
@@ -119,11 +120,11 @@ class RoomServers(NamedTuple):
 
 
 class KeyReused(ValueError):
-    """An id that already stands for other rows."""
+    """An id is used already, for other rows."""
 
 
 class Outdated(ValueError):
-    """A record says who is in rooms as of a token, and later rows say it, too. It was not kept.
+    """A record has the servers of rooms as of a token, and there are later rows. It was not stored.
 
     Attributes:
         rooms: what is stored of these rooms, of the first of them.
@@ -140,7 +141,7 @@ class Outdated(ValueError):
 
 
 class Elsewhere(Exception):
-    """Another instance of the sender takes the appends. Nothing was kept; append to that one.
+    """Another instance of the sender takes the appends. Nothing was stored.
 
     Attributes:
         instance: its name; None: it cannot be told now.
@@ -326,12 +327,12 @@ def rows_of(lines: bytes) -> list[bytes]:
 
 
 def check_of(rows: Sequence[bytes]) -> int:
-    """What `Prepared.check` gives, by the texts."""
+    """The checksum of `Prepared.check`, of these texts."""
     return zlib.crc32(b"\n".join(rows))
 
 
 def without_edus(lines: bytes) -> bytes:
-    """RDATA lines of whole records without their edu rows, for who may not see those.
+    """RDATA lines of whole records without their edu rows, for observers.
 
     A record that has only edu rows leaves nothing: the next token, or a POSITION, says as much.
     """

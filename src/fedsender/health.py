@@ -1,7 +1,7 @@
-"""What `fedsender pipeline health` found out about servers, as the daemon reads it.
+"""The health of servers, as `fedsender pipeline health` has computed it.
 
-One small SQLite file, made by the pipeline beside and put in place by rename; the daemon opens it
-read-only and lives well without it: where it is absent, stale or damaged, nothing is known.
+The pipeline makes one small SQLite file and puts it in place by rename. The daemon opens it
+read-only. If it is absent, stale or damaged, no health is known, and nothing else changes.
 """
 
 import sqlite3
@@ -59,13 +59,13 @@ class ServerHealth:
 
 
 def doubts(known: Mapping[str, ServerHealth], server: str) -> int:
-    """How much its last day speaks against this server, in tenths of its attempts."""
+    """The failed share of the server's attempts of its last day, in tenths: 0 to 10."""
     health = known.get(server)
     return 0 if health is None else round(10 * (1 - health.success_rate))
 
 
 def read_health(path: Path, now_ms: int) -> dict[str, ServerHealth]:
-    """What the file says of each server; nothing, if it is absent, stale or damaged. Blocks."""
+    """By server its health; empty if the file is absent, stale or damaged. Blocks."""
     if not path.exists():
         return {}
     try:

@@ -1,15 +1,15 @@
-"""The ledger: every attempt to reach a server leaves one JSON line, and the line is the proof.
+"""The ledger: each attempt to reach a server leaves one JSON line, and the line is the proof.
 
-So does what is no attempt and decides what can be asked of a sender: from where on the stream is
-its own, where it was handed over, and what was given up.
+Other lines are notes: from where on the stream is this sender's, where it was handed over, and the
+items that were given up.
 
-A line is handed to the kernel before the homeserver's database learns that anything was delivered,
-so that whatever the database believes can be read here too. Lines live in segments (`segments`), a
-new one each hour or at a size. Old closed segments go by age and by size in all.
+A line is handed to the kernel before the homeserver's database learns that anything was delivered.
+So all that the database says was delivered can be read here too. Lines are in segments
+(`segments`), a new one each hour or at a size. Old closed segments are deleted by age and size.
 
 A segment is closed once all its answers, and those of the segments before it, are in the databases.
-So what a crash leaves open holds every answer that they may not know of, however long they have
-been away; the next start settles them, cuts a torn last line off, and closes the segment.
+So the segments that a crash leaves open hold every answer that the databases may lack. The next
+start settles these answers, cuts a torn last line off, and closes the segment.
 
 The fields of a line, and their meaning, are those of `Line`, for its readers in docs/ledger.md; `v`
 is raised when one changes its meaning. Content of EDUs never enters a line, nor does anything that
@@ -59,7 +59,7 @@ LINE_VERSION = 2
 EVERY_SERVER = "*"
 """In place of a destination: the line is about all of them."""
 NOTES = ("owned", "handed_over", "denied", "purged", "dropped", "discarded")
-"""Outcomes of lines that are no attempts: what was this sender's to deliver, what it gave up."""
+"""Outcomes of notes: lines about the range that is this sender's, and about items it gave up."""
 SWEEP_SECONDS = 3600.0
 RETRY_SECONDS = 10.0
 """Between two looks whether a disk that took no line takes something again."""
@@ -131,7 +131,7 @@ class TransactionRecord:
         edus: how many EDUs of each type it carries.
         outbox: rows of `device_federation_outbox` that it carries, by stream id.
         device_lists: rows of `device_lists_outbound_pokes` that it carries, or that were conflated
-            into what it carries. Their names and not what changed.
+            into what it carries. Only the names, not the changes.
         lsso: the low-water mark that an answer proves, or None.
     """
 
@@ -185,7 +185,7 @@ class TransactionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One attempt; or a note (`NOTES`) on what is this sender's to deliver and what it gave up.
+    """One attempt, or a note (`NOTES`) about this sender's range or about items it gave up.
 
     Attributes:
         ms: when the attempt ended, in milliseconds since the epoch.

@@ -1,4 +1,4 @@
-"""What a daemon and a relay may take of the system, by their configuration: descriptors, memory.
+"""Limits of a daemon and of a relay, from their configuration: file descriptors and memory.
 
 The units that `fedsender systemd-unit` prints say the same.
 """
@@ -42,7 +42,7 @@ class Limits:
 
 
 def of_daemon(federation: Federation, sending: Sending) -> Limits:
-    """What `fedsender run` may take with this configuration."""
+    """The limits of `fedsender run` with this configuration."""
     connections = federation.max_connections
     return Limits(
         _OTHER_FILES + connections + MAX_CONNECTING,
@@ -53,7 +53,7 @@ def of_daemon(federation: Federation, sending: Sending) -> Limits:
 
 
 def of_relay(relay: Relay) -> Limits:
-    """What `fedsender relay` may take with this configuration."""
+    """The limits of `fedsender relay` with this configuration."""
     return Limits(
         _OTHER_FILES + relay.max_consumers * _CONSUMER_FILES,
         _OTHER_BYTES + relay.max_consumers * _CONSUMER_BYTES,

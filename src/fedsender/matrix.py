@@ -267,7 +267,7 @@ def canonical_json(
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What a value holds that orjson writes otherwise than the specification's reference."""
+    """The parts of a value that orjson writes differently from the specification's reference."""
 
     fractions: bool
     big_integers: bool
@@ -404,7 +404,7 @@ def hashed(event: Mapping[str, Any], version: RoomVersion) -> tuple[JsonObject, 
 
 
 def _signed_part(event: Mapping[str, Any], version: RoomVersion, *, exact: bool) -> bytes:
-    """What signatures and the reference hash cover."""
+    """The part of an event that signatures and the reference hash cover."""
     remains = redact(event, version)
     remains.pop("signatures", None)
     return _encode(remains, exact=exact)

@@ -14,7 +14,7 @@ JsonObject = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoomVersion:
-    """What a room version means for sending its events.
+    """The rules of a room version for sending its events.
 
     Attributes:
         identifier: as in the room's create event.
@@ -99,7 +99,7 @@ ROOM_VERSIONS: Final[Mapping[str, RoomVersion]] = _room_versions()
 
 
 def redact(event: Mapping[str, Any], version: RoomVersion) -> JsonObject:
-    """What remains of `event` after a redaction, by the rules of its room version.
+    """The event after a redaction, by the rules of its room version.
 
     Raises:
         ValueError: it has no `content` object or no `type`.

@@ -35,7 +35,7 @@ RecordType = Literal["A", "AAAA", "SRV"]
 
 
 MAX_DNS_BYTES = 4096
-"""More records than anybody has a use for. To parse 64 KiB takes up to a second of the loop."""
+"""More records than any server needs. To parse 64 KiB takes up to a second of the loop."""
 
 
 MAX_HANDSHAKE_CPU_S = 0.05
@@ -118,7 +118,7 @@ class Network(Protocol):
         ...
 
     def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
-        """Those of `streams` whose peers have sent something, or gone; never blocks."""
+        """The streams whose peers have sent data or have closed; never blocks."""
         ...
 
 
@@ -141,7 +141,7 @@ class RunSync(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What a running daemon was given.
+    """The clock, randomness, threads and sockets of a running daemon.
 
     Attributes:
         now_ms: the wall clock, in milliseconds since the epoch. For what is written down; what is
@@ -202,7 +202,7 @@ class MeteredTls(ssl.SSLObject):
 
     In TLS 1.3 the server chooses the group of the handshake, and with that its cost; Python 3.11
     can forbid none. After it, the server may send session tickets and key updates without end, and
-    records in single bytes: who reads the data sees none of that.
+    records in single bytes: a reader of the data sees none of that.
     """
 
     cpu_s = staticmethod(time.thread_time)
@@ -345,7 +345,7 @@ class RealNetwork:
 
 
 def our_lack(error: object) -> OutOfResources | None:
-    """What we ran out of, if that is at the bottom of this error."""
+    """The resource that we lack, if that is the cause of this error; None: it is not."""
     if isinstance(error, OSError) and error.errno in OUR_LACK:
         return OutOfResources(error.errno, os.strerror(error.errno))
     below: list[object] = [error.__cause__] if isinstance(error, BaseException) else []
@@ -414,8 +414,8 @@ async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:
 async def listen_unix(path: Path, mode: int = 0o600) -> trio.SocketListener:
     """Listen on a Unix socket that only our user may open, or whom `mode` lets.
 
-    A socket file that nobody listens on any more is replaced. Raises OSError (EADDRINUSE while
-    somebody does).
+    A socket file without a listener is replaced. Raises OSError (EADDRINUSE if there is a
+    listener).
     """
     with suppress(ConnectionRefusedError, FileNotFoundError):
         async with await trio.open_unix_socket(path):

@@ -1,4 +1,4 @@
-"""The files of the ledger: their names, their lines, which of them are whole, which may go.
+"""The files of the ledger: their names and lines, complete and torn ones, and retention.
 
     <instance>.<boot id>.<number>.open     being written, or waiting for an answer to be settled
     <instance>.<boot id>.<number>.jsonl    closed by rename: complete, never changed again
@@ -19,7 +19,7 @@ DAY_MS = 86_400_000
 
 
 def segment_name(instance: str, boot_id: str, number: int, suffix: str) -> str:
-    """What a segment is called."""
+    """The name of a segment, without its suffix."""
     return f"{instance}.{boot_id}.{number:06d}.{suffix}"
 
 
@@ -129,7 +129,7 @@ def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
 
 
 def _whole_bytes(path: Path) -> int:
-    """How far the file's whole lines go, found from its end."""
+    """The size of the file's whole lines in bytes, found from its end."""
     piece = 1 << 16
     with path.open("rb") as segment:
         end = segment.seek(0, os.SEEK_END)

@@ -18,8 +18,8 @@ log = structlog.get_logger()
 class Signals:
     """The signals that have come.
 
-    They are heard from the start to the very end: one that nobody has taken when the daemon leaves
-    would still kill it, and a drained daemon must end with 0.
+    They are caught from the start to the very end: a signal that is left at the end would still
+    kill the process, and a drained daemon must end with 0.
 
     Attributes:
         patience_s: how long a stop may take, in seconds, once there is something to drain.

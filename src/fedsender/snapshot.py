@@ -1,10 +1,10 @@
-"""Snapshots: what a sender must know that has none of the log, as of one token.
+"""Snapshots: all that a sender must know that has none of the log, as of one token.
 
 A snapshot is a directory of files and a manifest that names each with its size and SHA-256. It
 never changes. Files are written first, the manifest last, and then the directory gets its name:
 one without a manifest is unfinished, and removed. A file's name holds the beginning of its hash, so
-that one that stayed the same from one snapshot to the next has the same name in both, and who has
-it need not fetch it again. A file is lines of JSON, one array for each row, compressed with gzip.
+a file that stayed the same from one snapshot to the next has the same name in both, and need not be
+fetched again. A file is lines of JSON, one array for each row, compressed with gzip.
 
 Tables, each cut into 16 parts by a hash of the room (of the destination for `edus`, of the target
 for `redactions`). The rows of a room stand together in each of its tables:
@@ -91,7 +91,7 @@ Row = tuple[Any, ...]
 
 
 class BadSnapshot(Exception):
-    """A manifest or a file of a snapshot is not what it should be; names the file, and why."""
+    """A manifest or a file of a snapshot is damaged. The text names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class SnapshotInfo:
     created_ms: int
 
     def path(self, name: str) -> Path:
-        """Where a file of it, or its manifest, is; raises KeyError for any other name."""
+        """The path of one of its files, or of its manifest. Raises KeyError for any other name."""
         if name != MANIFEST and all(file.name != name for file in self.files):
             raise KeyError(name)
         return self.directory / name
@@ -329,7 +329,7 @@ def read_part(info: SnapshotInfo, file: FileInfo) -> list[Row]:
 
 
 class SnapshotTables(Protocol):
-    """What a snapshot holds, as of one moment.
+    """The contents of a snapshot, as of one moment.
 
     Attributes:
         token: the newest record's.

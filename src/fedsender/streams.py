@@ -1,9 +1,9 @@
 """Streams: logs of facts with ascending ids, their writers and their readers.
 
 A writer *reserves* an id, works, and then *completes* it (whether the work succeeded or not: a
-failed id simply has no rows). Work overlaps, so ids complete out of order. Nobody may read past an
-id that is still being worked on, or a fact that appears later below the reader's position is never
-seen. Hence two positions:
+failed id simply has no rows). Work overlaps, so ids complete out of order. No reader may pass an
+id that is still being worked on, or it never sees a fact that appears later below its position.
+So there are two positions:
 
 - a writer's own: the largest id at or below which that writer has nothing left to complete;
 - the *linear* one: the largest id at or below which no writer has.
@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import trio
 
 Json = Any
-"""What JSON parses to; rows stay untyped until somebody who knows them reads them."""
+"""What JSON parses to; rows stay untyped until their parser reads them."""
 
 R = TypeVar("R")
 
@@ -44,8 +44,8 @@ class UnknownWriter(ValueError):
 class Watermark:
     """A position that only rises, and those who wait for it to rise.
 
-    A thousand advances while a reader was busy are one position to it, so there is no queue that
-    could grow, and whoever advances can never be held up by a reader.
+    A thousand advances while a reader was busy are one position to it. So there is no queue that
+    could grow, and a reader never delays the writer.
     """
 
     def __init__(self, value: int = 0) -> None:
@@ -115,7 +115,7 @@ class IdGenerator(Generic[R]):
     def current(self, writer: str = "master") -> int:
         """The largest completed id at or below which `writer` has nothing in flight.
 
-        A writer with nothing in flight stands at the largest id that anybody has completed. Only
+        A writer with nothing in flight stands at the largest id that any writer has completed. Only
         a completed id is ever named, since a reader takes the id that it is told for final.
         """
         self._check(writer)
@@ -124,7 +124,7 @@ class IdGenerator(Generic[R]):
         return max((done for done in self._completed if done < lowest), default=self._linear)
 
     def reserve(self, writer: str = "master") -> int:
-        """Take the next id for `writer`; nobody reads past it until it is completed."""
+        """Take the next id for `writer`; no reader passes it until it is completed."""
         self._check(writer)
         self._last += 1
         self._in_flight[self._last] = writer
@@ -143,7 +143,7 @@ class IdGenerator(Generic[R]):
         return self._announce(writer)
 
     def announce(self) -> list[Fact[R] | Moved]:
-        """What any writer may announce by now: the idle ones follow the busy ones."""
+        """The facts that any writer may announce now: idle writers follow the busy ones."""
         return [said for writer in self._held for said in self._announce(writer)]
 
     def _check(self, writer: str) -> None:
@@ -177,7 +177,7 @@ class IdGenerator(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What keeps the linear token back.
+    """The writers that keep the linear token back.
 
     Attributes:
         writers: the configured writers that stand lowest, in order of name.
@@ -193,7 +193,7 @@ class Hold:
 
 
 class StreamPositions:
-    """What a reader knows of each configured writer of one stream, and the linear token.
+    """A reader's positions of each configured writer of one stream, and the linear token.
 
     Args:
         writers: every writer by configuration. One too few loses facts for good, one too many
@@ -248,7 +248,7 @@ class StreamPositions:
         return self._linear
 
     def hold(self) -> Hold | None:
-        """What holds the linear token below the head; None if nothing does."""
+        """The hold that keeps the linear token below the head, or None."""
         if self._held_since is None:
             return None
         lowest = min(self._positions.values())
@@ -274,7 +274,7 @@ class StreamPositions:
 
 
 class HeardPositions:
-    """The same for a stream whose writers are not configured: whoever is heard is one.
+    """The same for a stream without configured writers: each one that is heard counts.
 
     A writer that stays behind the others for `HeardPositions.PATIENCE_S` is not waited for: it is
     gone, or has nothing to say. That is good enough where a fact that is passed over is found

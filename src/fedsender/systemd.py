@@ -65,8 +65,8 @@ class Notifier:
     async def feed_watchdog(self) -> None:
         """Tell the manager, twice per period, that the event loop goes round; until cancelled.
 
-        A task like any other, so that a loop that hangs is noticed. Returns at once where nobody
-        watches.
+        A task like any other, so that a loop that hangs is noticed. Returns at once if there is no
+        watchdog.
         """
         if self.send is None or self.watchdog_seconds is None:
             return
@@ -123,7 +123,7 @@ _COMMON: Final = """\
 KillMode=mixed
 Restart=on-failure
 RestartSec=5s
-# 2: the configuration is wrong, and will be until somebody changes it.
+# 2: the configuration is wrong, and stays so until an operator changes it.
 RestartPreventExitStatus=2
 {limits}
 {user}
@@ -177,7 +177,7 @@ RemoveIPC=yes
 {credentials}"""
 
 _USER_OF_YOURS: Final = """\
-# Whoever it is reads the configuration and all files that it names, secrets among them.
+# This user reads the configuration and all files that it names, secrets among them.
 User={user}"""
 
 _INSTALL: Final = """
@@ -313,13 +313,13 @@ def unit_text(
     Args:
         executable: the installed command, an absolute path outside /home.
         credentials_directory: where the administrator keeps the files named in `CREDENTIALS`.
-        user: whom it runs as, who can read all files that the configuration names; None: one that
-            exists while it runs, whom systemd hands the secrets.
+        user: the user that it runs as, who can read all files that the configuration names; None:
+            a user that systemd makes for the run, and hands the secrets to.
         name: of the unit, of its directories below /var/lib and /run, and of a user of its own. Two
             units of one host need two names.
         drain_seconds: what the configuration allows for draining; the stop may take longer by as
             much as writing things down could need.
-        limits: what it may take of the system.
+        limits: file descriptors and memory.
     """
     return _unit(
         _UNIT,

@@ -1,4 +1,4 @@
-"""What an operator sees: the log, and every metric.
+"""Telemetry: the log and all metrics.
 
 Logs are structlog events, one line each, on standard error. Metrics are declared here and nowhere
 else, in a registry per daemon, so that many daemons can live in one process. Those whose names
@@ -126,7 +126,7 @@ def _plain_traceback(out: TextIO, error: Any) -> None:
 
 
 class _Lines:
-    """What structlog calls a logger: writes finished lines, loses what cannot be written."""
+    """A logger for structlog: writes finished lines, and drops those that cannot be written."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out

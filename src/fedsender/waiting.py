@@ -1,4 +1,4 @@
-"""How tasks wait: for a signal of another task, for the next try, and after an error."""
+"""Waiting: for a signal of another task, for the next try, and after an error."""
 
 import random
 from collections.abc import Awaitable, Callable
