@@ -304,7 +304,7 @@ class Peer:
     async def _open(self) -> Live:
         client = self._client
         resolved = await self._resolve()
-        # What the operator wrote down is permitted; what somebody's DNS says is judged.
+        # An address of the configuration is permitted; one from the DNS is checked.
         ranges = self._ranges if self._address is None else IPRanges()
         try:
             await self._leave.handshake(
@@ -444,7 +444,7 @@ class Link:
             except ExchangeFailed as failure:
                 if not (reused and failure.kind == "closed" and not self._live.connection.heard):
                     raise SendFailed(failure.kind, failure.text, sent=self.sent) from failure
-            # The peer closed an idle connection just when we used it: not a failure of anybody's,
+            # The peer closed an idle connection just when we used it: not a failure,
             # so one new connection is part of the same attempt (I5).
             await self._renew()
             try:

@@ -60,7 +60,7 @@ class Connections:
         # By destination, the one that has been idle longest first; and those closed after them.
         self._idle: dict[str, Live] = {}
         self._precious: dict[str, Live] = {}
-        # Given up but not closed: closing needs an await, and not everybody who gives up has one.
+        # Given up but not closed: closing needs an await, and not every caller can wait.
         self._unwanted: list[Connection] = []
         self._something_to_do = Signal()
 
@@ -172,8 +172,8 @@ class Connections:
                 self.give_up(idle.pop(next(iter(idle))))
 
     async def _give_up_deserted(self) -> None:
-        everybody = {**self._idle, **self._precious}
-        names = {live.connection.stream: name for name, live in everybody.items()}
+        waiting = {**self._idle, **self._precious}
+        names = {live.connection.stream: name for name, live in waiting.items()}
         for stream in self._network.readable(list(names)):
             name = names[stream]
             live = self._idle.get(name) or self._precious.get(name)

@@ -112,7 +112,7 @@ class Dialer:
 
         Raises:
             Unreachable: refused, timeout, blocked or tls.
-            OutOfResources: nobody could be connected to now.
+            OutOfResources: this process can open no connection now.
         """
         context = self._context(tls)
         permitted = [address for address in candidates if ranges.permit(address[0])]

@@ -87,7 +87,7 @@ class AskWellKnown:
 
 @dataclass(frozen=True, slots=True)
 class AskDns:
-    """Which records of this type does this name have? Answer: a `Lookup`."""
+    """A question for the DNS records of one name and type. Its answer is a `Lookup`."""
 
     name: str
     rdtype: RecordType
@@ -403,7 +403,7 @@ class Discovery:
         lock = self._asking.setdefault(question, trio.Lock())
         try:
             async with lock:
-                # Somebody else may have asked while we waited. If they were cancelled, we ask.
+                # Another task may have asked while we waited. If it was cancelled, we ask.
                 known = self._known(question)
                 if known is None:
                     known = await self._ask(question, fetch)

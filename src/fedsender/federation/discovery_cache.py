@@ -209,7 +209,7 @@ class DiscoveryCache:
         return changes
 
     def give_back(self, changes: "Changes") -> None:
-        """These could not be written; they still differ."""
+        """Take back changes that could not be written: they still differ from the file."""
         for kind, name in (*(row[:2] for row in changes.rows), *changes.gone):
             self._differs(kind, name)
 

@@ -4,8 +4,8 @@ There are two lanes, and each request begins in the fast one. There, one that ha
 `PATIENCE_S` gives up its place when another wants it: it goes to the slow lane, where at most
 `PER_DOMAIN` are of one domain, or ends if there is no room. A name that was slow last time lets all
 others go first, and has no `PATIENCE_S` any more. Of those that want a place the newest goes first:
-an attack that asks for more than there is room for delays itself. While nobody waits, all have as
-long as they like.
+an attack that asks for more than there is room for delays itself. While no request
+waits, none is cut short.
 """
 
 import math
@@ -25,7 +25,7 @@ _SERVICE: Final = re.compile(r"^(?:_[^.]*\.)*")
 
 
 class Displaced(Exception):
-    """It took longer than `PATIENCE_S`, and others wanted its place."""
+    """A request took longer than `PATIENCE_S`, and others wanted its place."""
 
     def __init__(self) -> None:
         super().__init__(f"no answer within {PATIENCE_S:g} s, and many others waited")

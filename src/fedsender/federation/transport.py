@@ -77,8 +77,8 @@ class ExchangeFailed(Exception):
     """A request got no whole answer; its connection is closed.
 
     Attributes:
-        kind: how it went wrong; "crowded" is a fault of the moment, and of nobody's.
-        text: why, in words, at most 300 characters.
+        kind: the class of the failure; "crowded": our memory for answers was full.
+        text: the reason in words, at most 300 characters.
     """
 
     def __init__(self, kind: FailureKind, text: str) -> None:
@@ -90,9 +90,9 @@ class ExchangeFailed(Exception):
 class AnswerMemory:
     """Bounds the bytes of all answers that are being read at a time, over all connections.
 
-    When there is no more room, the long answer that was begun first is given up. Nobody waits for
-    room, so it is of no use to fill it: honest answers are whole soon after they began, and are
-    never the oldest for long.
+    When there is no more room, the long answer that was begun first is given up. No answer waits
+    for room, so an attacker gains nothing by filling it: honest answers end soon after they begin,
+    and are never the oldest for long.
 
     Attributes:
         held: bytes of the answers that are being read, the first 16 KiB of each left out.
@@ -150,7 +150,7 @@ class ResponseReader:
     was not asked for: the answer stands, but the connection is not used again.
 
     A body that is longer than its bound makes a 2xx answer none. With another status it is cut
-    there: the status says what has to be known, and the body is somebody's error page.
+    there: the status says what has to be known, and the body is an error page.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -170,7 +170,7 @@ class ResponseReader:
 
     @property
     def size(self) -> int:
-        """How many bytes of body are held."""
+        """The number of bytes of the body that are held."""
         return len(self._body)
 
     def feed(self, data: bytes) -> None:
@@ -458,7 +458,7 @@ def _own_words(error: BaseException) -> str:
     if isinstance(error, ssl.SSLError):
         return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
     if isinstance(error, OSError) and error.strerror:
-        # Trio's own text names the address, which whoever shows this has named already.
+        # Trio's own text names the address, which the caller names already.
         return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
     return str(error)
 
