@@ -1,4 +1,5 @@
-"""docs/architecture.md: what it names exists, and imports run down its table of packages."""
+"""Files and functions that the pages name exist; imports run down the table of packages in
+docs/architecture.md."""
 
 import ast
 import re
@@ -12,8 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "fedsender"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-FILES = sorted(set(re.findall(r"`([\w/]+\.py)`", PAGE)))
-NAMES = sorted(set(re.findall(r"`([\w/]+\.py)` `([\w.]+)`", PAGE)))
+TEXT = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+FILES = sorted(set(re.findall(r"`([\w/]+\.py)`", TEXT)))
+NAMES = sorted(set(re.findall(r"`([\w/]+\.py)` `([\w.]+)`", TEXT)))
 
 
 def rows_of(heading: str) -> list[list[str]]:
@@ -42,7 +44,8 @@ CIRCLES = [sorted(names_in(row[0])) for row in rows_of("| modules |")]
 
 def path_of(name: str) -> Path:
     """A file that the page names: of the package, or of the whole tree."""
-    return next((top / name for top in (SOURCE, ROOT) if (top / name).exists()), SOURCE / name)
+    places = [top / name for top in (SOURCE, SOURCE.parent, ROOT)]
+    return next((path for path in places if path.exists()), places[0])
 
 
 def defined_in(body: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt]]]:
@@ -62,7 +65,7 @@ def defined_in(body: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt]]]:
 
 @pytest.mark.parametrize("name", FILES)
 def test_each_file_that_is_named_exists(name: str) -> None:
-    assert path_of(name).is_file(), f"docs/architecture.md names {name}"
+    assert path_of(name).is_file(), f"a page names {name}"
 
 
 @pytest.mark.parametrize(("file", "name"), NAMES, ids=" ".join)
@@ -70,7 +73,7 @@ def test_each_function_that_is_named_exists(file: str, name: str) -> None:
     body = ast.parse(path_of(file).read_text()).body
     for part in name.split("."):
         found = dict(defined_in(body))
-        assert part in found, f"docs/architecture.md names {name} in {file}"
+        assert part in found, f"a page names {name} in {file}"
         body = found[part]
 
 
