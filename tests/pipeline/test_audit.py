@@ -14,11 +14,10 @@ from tests.pipeline.worlds import US
 
 from fedsender.config import Config, from_values
 from fedsender.pipeline import PipelineError, Usage, schemas
-from fedsender.pipeline.accepted import accept, read_accepted
-from fedsender.pipeline.audit import Audited, audit, missing_pairs
+from fedsender.pipeline.audit import Audited, accept, audit, missing_pairs, read_accepted
 from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.progress import showing
+from fedsender.pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -15,7 +15,7 @@ from fedsender.pipeline import PipelineError, ledger_lines
 from fedsender.pipeline import health as health_module
 from fedsender.pipeline.health import HOUR_MS, Absorbed, health, percentile
 from fedsender.pipeline.lake import Lake
-from fedsender.pipeline.progress import showing
+from fedsender.pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -13,10 +13,10 @@ from tests.servers import Databases
 from tests.store import synapse_schema
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import PipelineError, database, ingest, schemas
-from fedsender.pipeline.database import open_source
+from fedsender.pipeline import PipelineError, ingest, schemas, sources
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.progress import showing
+from fedsender.pipeline.session import showing
+from fedsender.pipeline.sources import open_source
 from fedsender.store import tables
 
 ROOM_TABLES = (
@@ -89,7 +89,7 @@ def test_in_pieces_twice_and_after_crashes_it_is_the_same(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events come in commits; between any two steps of them the process may end."""
-    monkeypatch.setattr(database, "PAGE", 20)
+    monkeypatch.setattr(sources, "PAGE", 20)
     monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 50)
     make: Callable[..., Any] = synapse_world if kind == "synapse" else embedded_world
     url = f"sqlite:///{tmp_path}/a.db"
@@ -211,7 +211,7 @@ def test_a_database_that_goes_away_in_the_middle(
     tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
 ) -> None:
     """For a moment: it is waited for. For long: that is said, and later it goes on from there."""
-    monkeypatch.setattr(database, "PAGE", 20)
+    monkeypatch.setattr(sources, "PAGE", 20)
     monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 20)
     url = postgres.create_database()
     world = synapse_world(
@@ -227,7 +227,7 @@ def test_a_database_that_goes_away_in_the_middle(
         if comes_back:
             postgres.start()
 
-    monkeypatch.setattr(database, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(sources, "time", SimpleNamespace(sleep=pause))
 
     def stop(point: str) -> None:
         if point == "after commit" and not pauses and postgres.server.running:

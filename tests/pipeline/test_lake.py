@@ -11,12 +11,12 @@ from tests.pipeline.worlds import US
 from fedsender.pipeline import PipelineError, Usage
 from fedsender.pipeline.lake import (
     KEEP_DROPPED_MS,
+    MANIFEST,
     SMALL_FILES,
     STAGING,
     Lake,
     open_lake,
 )
-from fedsender.pipeline.manifest import MANIFEST
 from fedsender.pipeline.schemas import DESTINATIONS, EVENTS, TABLES, TOLD_SERVERS
 
 

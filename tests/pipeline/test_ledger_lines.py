@@ -12,7 +12,7 @@ from fedsender.pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
 from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.ledger_lines import FIELDS, new_segments
-from fedsender.pipeline.progress import showing
+from fedsender.pipeline.session import showing
 from fedsender.segments import segments
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from tests.pipeline.test_audit import config_of, event, lake_of
 from tests.pipeline.test_ledger_lines import line, write
 
-from fedsender.pipeline import coverage, health, intervals, ledger_lines, plan, rebuild, schemas
+from fedsender.pipeline import accounts, health, intervals, ledger_lines, plan, rebuild, schemas
 from fedsender.pipeline.accounts import Accounts, Known, places_of
 from fedsender.pipeline.lake import Lake
 
@@ -83,7 +83,7 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     found = lake.frame(spark, schemas.INTERVALS).selectExpr(
         "server", "room_id", "first AS lo", "last AS hi", "server AS fate"
     )
-    yield "by day", coverage.by_day(found, places)
+    yield "by day", accounts.by_day(found, places)
     yield "superseded", view.superseded(found)
     yield "missing", view.missing(found)
     places.unpersist()
@@ -116,10 +116,10 @@ def test_the_ledger_is_spread_once_and_so_are_ranges(
     spark = spark_at_scale
     events = lake.frame(spark, schemas.EVENTS)
     places = events.selectExpr("stream_ordering", "event_id", "room_id", "stream_ordering AS place")
-    proven = coverage.points(coverage.answers(lake.frame(spark, schemas.PDUS)), places)
+    proven = accounts.points(accounts.answers(lake.frame(spark, schemas.PDUS)), places)
     # That of the events is the other one.
     assert plan_of(proven).count("Exchange hashpartitioning") == 2
     # What is expected goes to its room, to be numbered, and then to its server.
     spans = lake.frame(spark, schemas.INTERVALS).selectExpr("*", "'expected' AS kind")
-    stretches = coverage.stretches(coverage.ends_in_places(spans, places))
+    stretches = accounts.stretches(accounts.ends_in_places(spans, places))
     assert plan_of(stretches).count("Exchange hashpartitioning") == 2

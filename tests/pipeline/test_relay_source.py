@@ -18,10 +18,10 @@ from tests.relay.log_support import Clock, append, open_log, runtime
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.pipeline import PipelineError, ingest, relay_source
-from fedsender.pipeline.database import open_source
 from fedsender.pipeline.ingest import Ingested
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.progress import showing
+from fedsender.pipeline.session import showing
+from fedsender.pipeline.sources import open_source
 from fedsender.relay.log import RelayLog
 from fedsender.replication.relay_fetch import read_rows
 from fedsender.replication.relay_rows import parse_record

@@ -12,7 +12,7 @@ from tests.sender.harness import RemoteServer, World
 from fedsender.config import from_values
 from fedsender.pipeline import PipelineError
 from fedsender.pipeline.audit import Repaired, repair
-from fedsender.pipeline.progress import showing
+from fedsender.pipeline.session import showing
 
 R1 = "!1:hs.example"
 A, B = "a.example", "b.example"

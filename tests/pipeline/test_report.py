@@ -21,9 +21,8 @@ from tests.pipeline.test_ledger_lines import write
 
 from fedsender.pipeline import PipelineError, schemas
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.progress import showing
-from fedsender.pipeline.report import POINTS, Figures, last_figures, report, step_for
-from fedsender.pipeline.report_page import page
+from fedsender.pipeline.report import POINTS, Figures, last_figures, page, report, step_for
+from fedsender.pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -19,8 +19,7 @@ from fedsender.bench.pipeline_shape import Shape
 from fedsender.config import Config, from_values
 from fedsender.pipeline import audit, health, ingest, plan, rebuild, report, schemas
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.progress import Steps, showing
-from fedsender.pipeline.session import spark_session
+from fedsender.pipeline.session import Steps, showing, spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -1,7 +1,18 @@
-"""What accounts for a delivery: the ledger, or what the databases say is still to come.
+"""The fate of each expected delivery: proven by the ledger, still owed by the databases, or
+missing.
 
-Each kind of evidence is a frame of ranges or of single events; `coverage` holds them against what
-is expected. What is left is missing, and gets the chain of what is on record about it.
+**Coverage.** The events of ours in a room are numbered in stream order: their *places*. An interval
+of membership, a stretch that catch-up stood in for, the events that a server is still owed: all are
+ranges of places of one room and server. So is a run of deliveries, once those that touch have been
+put together. One pass over the beginnings and ends of a room and server, in order, gives stretches
+of one fate each, never rows of (event, server). Only missing stretches are taken apart into events.
+Where several fates hold for an event and server, the first of `schemas.FATES` stands.
+
+**Notes.** A sender is asked for the events above the position at which it took the stream over
+(`owned`), up to the one at which another took it (`handed_over`). Events that it had not delivered
+by then are the other's too: all above the low-water mark that its own answers had proven. Events
+that an operator purged, or that the lists forbade at the time (`denied`), were given up. Notes are
+few, and read by Python, as ranges of stream orderings clipped to the expected ones.
 """
 
 import datetime
@@ -11,11 +22,477 @@ from typing import TYPE_CHECKING, Final
 
 from fedsender.config import Config
 from fedsender.ledger import EVERY_SERVER
-from fedsender.pipeline import coverage, intervals, ownership, schemas, servers
+from fedsender.pipeline import intervals, schemas, servers
 from fedsender.pipeline.lake import Lake, literal
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
+
+from fedsender.pipeline import latest_ms, ledger_lines
+from fedsender.pipeline.schemas import FATES
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedsender.config import ConfigError, from_values
+from fedsender.pipeline import PipelineError
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+_RANK: Final = {"purged": 0, "owned": 1, "denied": 2, "handed_over": 3}
+_NOTE_RANGE: Final = "server: STRING, first: BIGINT, last: BIGINT, kind: STRING"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Events of a server, by stream ordering, both ends included; `last` None: no end."""
+
+    server: str
+    first: int
+    last: int | None
+    kind: str
+
+
+@dataclass(slots=True)
+class Gap:
+    """While another sender had the stream: the events in (after, upto].
+
+    Attributes:
+        ms: when it was handed over. What was answered before that is proven to be ours.
+        upto: None: it has the stream still.
+        floors: server -> above which it was owed events, where its low-water mark does not say so.
+    """
+
+    after: int
+    ms: int
+    upto: int | None = None
+    floors: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Ownership:
+    """What the notes of one sender come to.
+
+    Attributes:
+        began: the lowest position at which it took the stream over; None: nothing says so.
+        lists: [lists as JSON, first event, last event] while these forbade servers.
+        purged: what was given up so.
+    """
+
+    began: int | None = None
+    gaps: list[Gap] = field(default_factory=list)
+    lists: list[tuple[str, int, int | None]] = field(default_factory=list)
+    purged: list[Range] = field(default_factory=list)
+
+
+def ownership(attempts: "DataFrame", instance: str) -> Ownership:
+    """What this sender's notes in `attempts` say."""
+    notes = (
+        attempts.where(attempts["outcome"].isin(*_RANK) & (attempts["instance"] == instance))
+        .where("position is not null")
+        .select("ms", "position", "outcome", "destination", "lsso", "reason")
+    )
+    return read_notes([row.asDict() for row in notes.collect()])
+
+
+def read_notes(notes: Iterable[dict[str, Any]]) -> Ownership:
+    """The same of lines in any order."""
+    found = Ownership()
+    floors: dict[str, int] = {}
+    gap: Gap | None = None
+    lists: tuple[str, int] | None = None
+    for note in sorted(notes, key=_in_order):
+        outcome, server, position = note["outcome"], note["destination"], note["position"]
+        if outcome == "purged":
+            found.purged.append(Range(server, (note["lsso"] or 0) + 1, position, "given_up"))
+        elif outcome == "handed_over" and server != EVERY_SERVER:
+            floors[server] = note["lsso"] or 0
+        elif outcome == "handed_over":
+            if gap is None:
+                gap = Gap(position, note["ms"], floors=floors)
+                found.gaps.append(gap)
+            floors = {}
+        else:
+            if lists is not None:
+                found.lists.append((*lists, position))
+            lists = None if note["reason"] is None else (note["reason"], position + 1)
+            if outcome == "owned":
+                found.began = min(position, position if found.began is None else found.began)
+                if gap is not None:
+                    gap.upto, gap = position, None
+    if lists is not None:
+        found.lists.append((*lists, None))
+    return found
+
+
+def _in_order(note: dict[str, Any]) -> tuple[int, int, int, bool]:
+    """As they were written: a start that finds the stream moved notes both in one millisecond, and
+    so may a hand-back, which is at the position where it began."""
+    every = note["destination"] == EVERY_SERVER
+    return note["ms"], note["position"], _RANK[note["outcome"]], every
+
+
+def let_go(
+    owned: Ownership, attempts: "DataFrame", spans: "DataFrame", config: Config
+) -> "DataFrame | None":
+    """What is expected (room_id, server, first, last) and was not this sender's or was given up:
+    with `kind`, `not_ours` or `given_up`; None: nothing.
+
+    Raises:
+        PipelineError: a note's lists are none.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    ranges = [*owned.purged, *_denied(owned, spans, config)]
+    ranges += [
+        Range(server, floor + 1, gap.upto, "not_ours")
+        for gap in owned.gaps
+        for server, floor in gap.floors.items()
+    ]
+    frames = []
+    if ranges:
+        listed = literal([asdict(each) for each in ranges], _NOTE_RANGE)
+        frames.append(spans.sparkSession.range(1).select(F.inline(listed)))
+    if owned.gaps:
+        frames.append(_handed_over(owned.gaps, attempts, spans))
+    if not frames:
+        return None
+    found = frames[0] if len(frames) == 1 else frames[0].unionByName(frames[1])
+    return clipped(found, spans)
+
+
+def _denied(owned: Ownership, spans: "DataFrame", config: Config) -> list[Range]:
+    """Servers that may be sent to now, while the lists of then forbade it."""
+    if not owned.lists:
+        return []
+    names = [row["server"] for row in spans.select("server").distinct().toLocalIterator()]
+    barred: dict[str, list[str]] = {}
+    ranges = []
+    for lists, first, last in owned.lists:
+        if lists not in barred:
+            then = _config_of(lists, config)
+            barred[lists] = [name for name in names if not then.allows(name)]
+        ranges += [Range(name, first, last, "given_up") for name in barred[lists]]
+    return ranges
+
+
+def _config_of(lists: str, config: Config) -> Config:
+    try:
+        values = json.loads(lists)
+        base = {"server_name": config.server_name, "signing_key": "-"}
+        return from_values({**values, **base}, directory=Path("/"))
+    except (ValueError, TypeError, ConfigError) as error:
+        text = str(error)[:300]
+        raise PipelineError(f"ledger: a line 'denied' has no lists in its reason: {text}") from None
+
+
+def _handed_over(gaps: Sequence[Gap], attempts: "DataFrame", spans: "DataFrame") -> "DataFrame":
+    """server, first, last, kind: what each server was owed at a hand-over, up to its end: all above
+    the highest low-water mark that one of our answers had proven by then."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    moments = F.from_json(F.lit(json.dumps([gap.ms for gap in gaps])), "ARRAY<BIGINT>")
+    # An answer counts for every hand-over after it: with the first of them it is summed up once.
+    first_after = F.size(F.filter(moments, lambda moment: moment < F.col("ms")))
+    proven = (
+        attempts.where("outcome = 'delivered' and lsso is not null")
+        .select(F.col("destination").alias("server"), "lsso", first_after.alias("gap"))
+        .where(F.col("gap") < len(gaps))
+        .groupBy("server", "gap")
+        .agg(F.max("lsso").alias("lsso"))
+        .groupBy("server")
+        .agg(F.collect_list(F.struct("gap", "lsso")).alias("proven"))
+    )
+    listed = [{"gap": n, "last": gap.upto} for n, gap in enumerate(gaps)]
+    every = F.inline(literal(listed, "gap: INT, last: BIGINT"))
+    by_then = F.filter("proven", lambda each: each["gap"] <= F.col("gap"))
+    floor = F.array_max(F.transform(by_then, lambda each: each["lsso"]))
+    return (
+        spans.select("server")
+        .distinct()
+        .join(proven, on="server", how="left")
+        .select("server", "proven", every)
+        .select(
+            "server",
+            (F.coalesce(floor, F.lit(0)) + 1).alias("first"),
+            "last",
+            F.lit("not_ours").alias("kind"),
+        )
+        .where("last is null or first <= last")
+    )
+
+
+def clipped(ranges: "DataFrame", spans: "DataFrame") -> "DataFrame":
+    """Those parts of ranges of servers in which something is expected, by room."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    own = ranges.withColumnsRenamed({"first": "its_first", "last": "its_last"})
+    return (
+        spans.select("room_id", "server", "first", "last")
+        .join(own.hint("shuffle_hash"), on="server", how="inner")
+        .select(
+            "room_id",
+            "server",
+            F.greatest("first", "its_first").alias("first"),
+            # Null, an open end, is passed over.
+            F.least("last", "its_last").alias("last"),
+            "kind",
+        )
+        .where("last is null or first <= last")
+    )
+
+
+EXPECTED: Final = "expected"
+_FOR_EVER: Final = 2**62
+_KINDS: Final = (EXPECTED, *FATES[:-1])
+
+
+def placed(events: "DataFrame", since: datetime.date | None = None) -> "DataFrame":
+    """room_id, stream_ordering, event_id, day, place (1 for the first of its room).
+
+    The day is that on which the homeserver received the event, not after today, and never before
+    that of an event ahead of it in the room, so that a day is a range of places too. What is before
+    `since` has no place.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    in_room = Window.partitionBy("room_id").orderBy("stream_ordering")
+    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    received_ms = F.least(F.coalesce("received_ts", F.lit(0)), F.lit(latest_ms()))
+    received = F.to_date(F.timestamp_millis(received_ms))
+    dated = events.select(
+        "room_id",
+        "stream_ordering",
+        "event_id",
+        F.max(received).over(upto_here).alias("day"),
+    )
+    if since is not None:
+        dated = dated.where(F.col("day") >= F.lit(since))
+    return dated.withColumn("place", F.row_number().over(in_room).cast("bigint"))
+
+
+def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
+    """Ranges of stream orderings (first, last: null is no end) as ranges of places, `lo` to `hi`.
+
+    Those without an event of ours in them are dropped. One pass over each room, in order.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    ends = ranges.withColumns(
+        {
+            "before": F.col("first") - 1,
+            "upto": F.coalesce("last", F.lit(_FOR_EVER)),
+        }
+    )
+    marks = ends.select("room_id", F.explode(F.array("before", "upto")).alias("at")).distinct()
+    in_room = Window.partitionBy("room_id").orderBy("at", "is_mark")
+    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    counted = (
+        places.select(
+            "room_id", F.col("stream_ordering").alias("at"), F.lit(False).alias("is_mark")
+        )
+        .unionByName(marks.withColumn("is_mark", F.lit(True)))
+        .withColumn("n", F.count(F.when(~F.col("is_mark"), 1)).over(upto_here))
+        .where("is_mark")
+        .select("room_id", "at", "n")
+    )
+    first = counted.select("room_id", F.col("at").alias("before"), (F.col("n") + 1).alias("lo"))
+    last = counted.select("room_id", F.col("at").alias("upto"), F.col("n").alias("hi"))
+    return (
+        ends.join(first.hint("shuffle_hash"), on=["room_id", "before"], how="inner")
+        .join(last.hint("shuffle_hash"), on=["room_id", "upto"], how="inner")
+        .drop("before", "upto")
+        .where("lo <= hi")
+    )
+
+
+def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
+    """Where ranges of stream orderings (first, last: null is no end) begin and are over, as places:
+    server, room_id, kind, lo, n (1 or -1).
+
+    `stretches` needs no more than the ends, so nobody has to find out which belong together: one
+    pass over each room, in order. What has no event of ours in it ends where it begins.
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    turns = F.array(
+        F.struct(F.col("first").alias("at"), F.lit(1).alias("n")),
+        F.struct(F.coalesce(F.col("last") + 1, F.lit(_FOR_EVER)).alias("at"), F.lit(-1).alias("n")),
+    )
+    ends = ranges.where("last is null or first <= last").select(
+        "room_id", "server", "kind", F.inline(turns), F.lit(False).alias("is_event")
+    )
+    nothing = F.lit(None).cast("string")
+    events = places.select(
+        "room_id",
+        nothing.alias("server"),
+        nothing.alias("kind"),
+        F.col("stream_ordering").alias("at"),
+        F.lit(0).alias("n"),
+        F.lit(True).alias("is_event"),
+    )
+    in_room = Window.partitionBy("room_id").orderBy("at", "is_event")
+    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    before = F.count(F.when(F.col("is_event"), 1)).over(upto_here)
+    return (
+        ends.unionByName(events)
+        .withColumn("lo", before + 1)
+        .where("not is_event")
+        .select("server", "room_id", "kind", "lo", "n")
+    )
+
+
+def answers(pdus: "DataFrame") -> "DataFrame":
+    """What came of each (server, event) of which the ledger knows a fate: server, event_id,
+    stream_ordering, kind.
+
+    Of every table here the ledger is the largest, so it goes over the wire once, as few columns,
+    spread by what `points` looks its events up by.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    answered = F.col("outcome") == "delivered"
+    taken = F.count_if(answered & F.col("refused").isNull())
+    kind = (
+        F.when(F.col("taken") > 1, "delivered_again")
+        .when(F.col("taken") == 1, "delivered")
+        .when(F.col("denied") > 0, "refused")
+        .otherwise("unknown")
+    )
+    return (
+        pdus.where(answered | (F.col("outcome") == "unknown"))
+        .select(
+            F.col("destination").alias("server"),
+            "stream_ordering",
+            "event_id",
+            "outcome",
+            "refused",
+        )
+        .repartition("stream_ordering", "event_id")
+        .groupBy("server", "stream_ordering", "event_id")
+        .agg(taken.alias("taken"), F.count_if(answered).alias("denied"))
+        .withColumn("kind", kind)
+        .drop("taken", "denied")
+    )
+
+
+def failures(pdus: "DataFrame") -> "DataFrame":
+    """Of each (server, event), the attempts that were not answered with 200: server, event_id,
+    stream_ordering, attempts, last_ms, last_outcome."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return (
+        pdus.where(ledger_lines.is_attempt() & (F.col("outcome") != "delivered"))
+        .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
+        .agg(
+            F.count(F.lit(1)).alias("attempts"),
+            F.max("ms").alias("last_ms"),
+            F.max_by("outcome", "ms").alias("last_outcome"),
+        )
+    )
+
+
+def points(pairs: "DataFrame", places: "DataFrame") -> "DataFrame":
+    """Single events (server, event_id, stream_ordering, kind) as places: server, room_id, kind, lo,
+    n (0: this place alone).
+
+    Stream orderings alone would do, were it not for databases that came back from a backup.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return (
+        pairs.select("server", "stream_ordering", "event_id", "kind")
+        .join(
+            places.select("stream_ordering", "event_id", "room_id", "place").hint("shuffle_hash"),
+            on=["stream_ordering", "event_id"],
+            how="inner",
+        )
+        .select("server", "room_id", "kind", F.col("place").alias("lo"), F.lit(0).alias("n"))
+    )
+
+
+def stretches(ends: "DataFrame") -> "DataFrame":
+    """Stretches of one fate: server, room_id, lo, hi, fate, of places that are expected.
+
+    Args:
+        ends: of ranges of places, which may overlap, also those of one kind: server, room_id, kind
+            (`expected`, or a fate), lo, n (1: from here on; -1: from here on no more; 0: here).
+    """
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    in_server = Window.partitionBy("server", "room_id").orderBy("lo")
+    upto_here = in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
+    here = F.array(
+        F.struct(F.col("lo").alias("lo"), F.lit(1).alias("n")),
+        F.struct((F.col("lo") + 1).alias("lo"), F.lit(-1).alias("n")),
+    )
+    both = F.when(F.col("n") == 0, here).otherwise(F.array(F.struct("lo", "n")))
+    changes = (
+        # Once spread so, ends that cancel are in one place, and nothing is spread again.
+        ends.repartition("server", "room_id")
+        .select("server", "room_id", "kind", F.inline(both))
+        .groupBy("server", "room_id", "lo")
+        .agg(*(F.sum(F.when(F.col("kind") == kind, F.col("n"))).alias(kind) for kind in _KINDS))
+        # Where one run of deliveries goes over into the next, nothing changes.
+        .where(_any_of([F.coalesce(kind, F.lit(0)) != 0 for kind in _KINDS]))
+    )
+    levels = {kind: F.coalesce(F.sum(kind).over(upto_here), F.lit(0)) for kind in _KINDS}
+    fate = F.lit(FATES[-1])
+    for kind in reversed(FATES[:-1]):
+        fate = F.when(F.col(kind) > 0, kind).otherwise(fate)
+    return (
+        changes.withColumns({**levels, "hi": F.lead("lo").over(in_server) - 1})
+        .where(F.col(EXPECTED) > 0)
+        .select("server", "room_id", "lo", "hi", fate.alias("fate"))
+    )
+
+
+def _any_of(conditions: "list[Column]") -> "Column":
+    found = conditions[0]
+    for condition in conditions[1:]:
+        found = found | condition
+    return found
+
+
+def by_day(found: "DataFrame", places: "DataFrame") -> "DataFrame":
+    """How many events of each fate: server, room_id, day, expected, and a column per fate."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    days = places.groupBy("room_id", "day").agg(
+        F.min("place").alias("day_lo"), F.max("place").alias("day_hi")
+    )
+    length = F.least("hi", "day_hi") - F.greatest("lo", "day_lo") + 1
+    counted = found.join(days.hint("shuffle_hash"), on="room_id", how="inner").where(
+        "lo <= day_hi and hi >= day_lo"
+    )
+    fates = (
+        F.coalesce(F.sum(F.when(F.col("fate") == fate, length)), F.lit(0)).alias(fate)
+        for fate in FATES
+    )
+    return counted.groupBy("server", "room_id", "day").agg(F.sum(length).alias(EXPECTED), *fates)
+
+
+def events_of(found: "DataFrame", places: "DataFrame") -> "DataFrame":
+    """Stretches taken apart into events: server, room_id, stream_ordering, event_id, day."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return (
+        found.select("server", "room_id", F.explode(F.sequence("lo", "hi")).alias("place"))
+        .join(places.hint("merge"), on=["room_id", "place"], how="inner")
+        .drop("place")
+    )
 
 
 def places_of(spark: "SparkSession", lake: Lake, since: datetime.date | None) -> "DataFrame":
@@ -24,7 +501,7 @@ def places_of(spark: "SparkSession", lake: Lake, since: datetime.date | None) ->
     known = intervals.ours(spark, lake).join(
         unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti"
     )
-    return coverage.placed(known, since)
+    return placed(known, since)
 
 
 _RANGE: Final = "first: BIGINT, last: BIGINT"
@@ -54,7 +531,7 @@ class Accounts:
         self._lake = lake
         self._config = config
         self._attempts, self._pdus = known.attempts, known.pdus
-        self._owned = ownership.ownership(known.attempts, config.instance_name)
+        self._owned = ownership(known.attempts, config.instance_name)
         self.places = places
         self._spans = servers.sent_to(lake.frame(spark, schemas.INTERVALS), config)
 
@@ -63,20 +540,18 @@ class Accounts:
         from pyspark.sql import functions as F  # noqa: N812
 
         spans = (
-            self._spans.withColumn("kind", F.lit(coverage.EXPECTED))
+            self._spans.withColumn("kind", F.lit(EXPECTED))
             .unionByName(self._before_ledger())
             .unionByName(self._stood_in().drop("by", "ms", "refused"))
             .unionByName(self._owed())
             .unionByName(self._accepted())
         )
-        gone = ownership.let_go(self._owned, self._attempts, self._spans, self._config)
+        gone = let_go(self._owned, self._attempts, self._spans, self._config)
         if gone is not None:
             spans = spans.unionByName(gone)
-        proven = coverage.points(coverage.answers(self._pdus), self.places)
-        told = coverage.points(self._taken_out().unionByName(self._to_redeliver()), self.places)
-        return coverage.stretches(
-            coverage.ends_in_places(spans, self.places).unionByName(proven).unionByName(told)
-        )
+        proven = points(answers(self._pdus), self.places)
+        told = points(self._taken_out().unionByName(self._to_redeliver()), self.places)
+        return stretches(ends_in_places(spans, self.places).unionByName(proven).unionByName(told))
 
     def _table(self, table: schemas.LakeTable) -> "DataFrame":
         return self._lake.frame(self._spark, table)
@@ -161,7 +636,7 @@ class Accounts:
             found = found.unionByName(
                 self._spans.select("server").distinct().select("server", listed)
             )
-        return ownership.clipped(found.withColumn("kind", F.lit("accepted")), self._spans)
+        return clipped(found.withColumn("kind", F.lit("accepted")), self._spans)
 
     def _taken_out(self) -> "DataFrame":
         """Single events that stand in quarantine, were dropped there, or are accepted. Of events at
@@ -214,7 +689,7 @@ class Accounts:
         """What catch-up left out, each stretch with the first event that stood in for it."""
         from pyspark.sql import functions as F  # noqa: N812
 
-        standing = coverage.ranges_in_places(self._stood_in(), self.places).select(
+        standing = ranges_in_places(self._stood_in(), self.places).select(
             "server",
             "room_id",
             "by",
@@ -247,9 +722,9 @@ class Accounts:
         """Each that is missing, and what led there, as far as anything is on record."""
         from pyspark.sql import functions as F  # noqa: N812
 
-        gone = coverage.events_of(found.where("fate = 'missing'"), self.places)
+        gone = events_of(found.where("fate = 'missing'"), self.places)
         # Of what is missing, no attempt was answered.
-        tried = coverage.failures(self._pdus)
+        tried = failures(self._pdus)
         owed = self._table(schemas.DESTINATION_ROOMS).select(
             F.col("destination").alias("server"), "room_id", F.col("stream_ordering").alias("owed")
         )

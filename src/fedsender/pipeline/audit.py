@@ -1,10 +1,22 @@
-"""`fedsender pipeline audit`: what should have been delivered, held against what is proven.
+"""`fedsender pipeline audit`: the deliveries that are expected, compared with those that are
+proven.
 
-What should have been: the lake's intervals and events, up to the position that the last ingest
-read. What is proven: the ledger, from the lake and, for what is newer, from the segments
-themselves, also the open ones: a line is in the ledger before the homeserver's database learns of
-it, so what that database counted as delivered at the ingest is there. What is neither delivered nor
-owed by the databases of then is missing.
+Expected: the lake's intervals and events, up to the position that the last ingest read. Proven: the
+ledger, from the lake and, for newer lines, from the segments themselves, also the open ones. A line
+is in the ledger before the homeserver's database learns of it, so all that this database counted as
+delivered at the ingest is there. A delivery that is neither proven nor owed by the databases of
+then is missing.
+
+`audit --accept FILE`: deliveries that an operator accepts as not made, so that they are not
+missing. A line is a server (`*`: every one) and an event, or a range of stream orderings:
+
+    a.example $event                  one event
+    a.example 100-250                 from the 100th to the 250th, both included
+    * 100-250                         the same at every server
+    # a comment
+
+Accepted deliveries stand in the lake and hold for later audits, until another file replaces them;
+an empty one takes all of them back.
 """
 
 import datetime
@@ -16,15 +28,19 @@ from typing import TYPE_CHECKING, Any, Final
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
-from fedsender.pipeline import PipelineError, coverage, ledger_lines, schemas
+from fedsender.pipeline import PipelineError, accounts, ledger_lines, schemas
 from fedsender.pipeline.accounts import Accounts, Known, places_of
 from fedsender.pipeline.lake import Lake
-from fedsender.pipeline.progress import Steps
 from fedsender.pipeline.schemas import FATES
+from fedsender.pipeline.session import Steps
 from fedsender.runtime import real_runtime
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+import re
+
+from fedsender.pipeline import Usage
 
 SHOWN: Final = 20
 _TRIES: Final = 3
@@ -97,7 +113,7 @@ def audit(
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
         found = view.stretches().persist()
         for table, rows in (
-            (schemas.AUDIT, coverage.by_day(found, places)),
+            (schemas.AUDIT, accounts.by_day(found, places)),
             (schemas.MISSING, view.missing(found)),
             (schemas.SUPERSEDED, view.superseded(found)),
         ):
@@ -118,7 +134,7 @@ def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
     """What the last audit left in the lake, in few figures; `shown` of what is missing."""
     from pyspark.sql import functions as F  # noqa: N812
 
-    columns = (coverage.EXPECTED, *FATES)
+    columns = (accounts.EXPECTED, *FATES)
     row = lake.frame(spark, schemas.AUDIT).agg(*(F.sum(name).alias(name) for name in columns))
     totals = row.first()
     assert totals is not None
@@ -130,7 +146,7 @@ def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
     )
     return Audited(
         lake.position("audit"),
-        totals[coverage.EXPECTED] or 0,
+        totals[accounts.EXPECTED] or 0,
         {fate: totals[fate] or 0 for fate in FATES},
         lake.rows(schemas.UNKNOWN_HOSTS),
         [each.asDict() for each in first],
@@ -224,3 +240,54 @@ def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int 
     if oldest is not None:
         pdus = pdus.where(f"stream_ordering >= {oldest} or supersedes_to >= {oldest}")
     return Known(attempts, pdus)
+
+
+MOST_BYTES: Final = 64 * 2**20
+_LINE: Final = re.compile(
+    r"(?P<server>[^\s#]{1,255})\s+"
+    r"(?:(?P<event>\$\S{1,254})|(?P<first>[0-9]{1,18})-(?P<last>[0-9]{1,18}))"
+)
+
+
+def read_accepted(path: Path) -> list[dict[str, Any]]:
+    """The rows for the table `accepted`.
+
+    Raises:
+        Usage: the file cannot be read, or lines of it cannot: it names the first of them by number.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise Usage(f"--accept: {path}: is larger than {MOST_BYTES // 2**20} MiB")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise Usage(f"--accept: {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise Usage(f"--accept: {path}: is not text: {error}") from None
+    rows, bad = [], []
+    for number, text in enumerate(lines, 1):
+        if not text.strip() or text.lstrip().startswith("#"):
+            continue
+        found = _LINE.fullmatch(text.strip())
+        first, last = (int(found[name] or 0) for name in ("first", "last")) if found else (0, 0)
+        if found is None:
+            said = repr(text.strip()[:80])
+            bad.append(f"{path}:{number}: must be SERVER $EVENT or SERVER FIRST-LAST, not {said}")
+        elif first > last:
+            bad.append(f"{path}:{number}: the range {first}-{last} ends before it begins")
+        elif found["event"]:
+            rows.append({"server": found["server"], "event_id": found["event"]})
+        else:
+            rows.append({"server": found["server"], "first": first, "last": last})
+    if bad:
+        more = [f"and {len(bad) - SHOWN} more"] if len(bad) > SHOWN else []
+        raise Usage("\n".join(("--accept: nothing was accepted:", *bad[:SHOWN], *more)))
+    return rows
+
+
+def accept(lake: Lake, rows: list[dict[str, Any]]) -> None:
+    """Put these rows in place of what was accepted before."""
+    import pyarrow as pa
+
+    with lake.commit() as commit:
+        commit.clear(schemas.ACCEPTED)
+        commit.append(schemas.ACCEPTED, pa.Table.from_pylist(rows, schemas.ACCEPTED.arrow_schema()))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedsender.config import Config
     from fedsender.pipeline.lake import Lake
     from fedsender.pipeline.plan import Plan
-    from fedsender.pipeline.progress import Steps
+    from fedsender.pipeline.session import Steps
 
 BUSY: Final = os.EX_TEMPFAIL
 """Exit code 75: another job works on the lake. Not 1, which says that deliveries are missing."""
@@ -40,8 +40,7 @@ def job(
     """
     from fedsender.config import load
     from fedsender.pipeline.lake import open_lake
-    from fedsender.pipeline.progress import showing
-    from fedsender.pipeline.session import spark_session
+    from fedsender.pipeline.session import showing, spark_session
 
     loaded = load(config)
     code = WRONG
@@ -179,18 +178,18 @@ def audit(
     as_json: AsJson = False,
 ) -> int:
     """Hold what should have been delivered against what the ledger proves."""
-    from fedsender.pipeline import accepted
+    from fedsender.pipeline import audit
     from fedsender.pipeline import audit as module
 
     first = _day(since)
     repaired = failed = None
     try:
-        rows = None if accept is None else accepted.read_accepted(accept)
+        rows = None if accept is None else audit.read_accepted(accept)
     except Usage as error:
         raise Mistake(str(error)) from None
     with job("audit", config) as (spark, lake, loaded, steps):
         if rows is not None:
-            accepted.accept(lake, rows)
+            audit.accept(lake, rows)
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
             pages = module.missing_pairs(spark, lake)

@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fedsender.config import Config
 from fedsender.health import SCHEMA, VERSION
 from fedsender.pipeline import PipelineError, latest_ms, ledger_lines
-from fedsender.pipeline.lake import Lake, locked
-from fedsender.pipeline.manifest import flush
-from fedsender.pipeline.progress import Steps
+from fedsender.pipeline.lake import Lake, flush, locked
+from fedsender.pipeline.session import Steps
 from fedsender.sender.failure import RULES
 
 if TYPE_CHECKING:

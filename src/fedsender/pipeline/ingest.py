@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.config import Config, database_url
 from fedsender.pipeline import PipelineError, intervals, ledger_lines, schemas, sources
-from fedsender.pipeline.database import Source, open_source
 from fedsender.pipeline.lake import Commit, Lake
-from fedsender.pipeline.progress import Steps
 from fedsender.pipeline.relay_source import open_relay_source
+from fedsender.pipeline.session import Steps
+from fedsender.pipeline.sources import Source, open_source
 
 if TYPE_CHECKING:
     import pyarrow

@@ -1,7 +1,8 @@
-"""Reading a homeserver's database into Arrow tables, page by page. Nothing is ever written there.
+"""Reads of a homeserver's database into Arrow tables, page by page. Nothing is ever written there.
 
-What is incremental goes by stream ordering, up to the position that the fan-out has reached: below
-it no event can still appear.
+Every page is a short read transaction of its own that starts behind the last key of the page
+before, so that a reader that takes hours holds nothing back. Incremental reads go by stream
+ordering, up to the position that the fan-out has reached: below it no event can still appear.
 
 The rules by which an event is ours to send are the fan-out's own functions.
 """
@@ -14,7 +15,6 @@ import sqlalchemy as sa
 from sqlalchemy import Connection, Row
 
 from fedsender.pipeline import PipelineError, schemas
-from fedsender.pipeline.database import Source
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
@@ -25,6 +25,109 @@ from fedsender.store.statements import in_chunks
 
 if TYPE_CHECKING:
     import pyarrow
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import DBAPIError
+
+from fedsender.store.connections import kind_of, words
+
+T = TypeVar("T")
+
+PAGE: Final = 5_000
+_TRIES: Final = 5
+
+
+class Source:
+    """One database, for reading. See `open_source`."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self._engine = engine
+        self._name = name
+
+    def read(self, look: Callable[[Connection], T]) -> T:
+        """What `look` returns, in a read transaction of its own; tried again while it is away.
+
+        Raises:
+            PipelineError: the database cannot be read.
+        """
+        for attempt in range(_TRIES):
+            try:
+                with self._engine.connect() as connection:
+                    return look(connection)
+            except DBAPIError as error:
+                kind = kind_of(error)
+                if kind not in ("away", "conflict") or attempt == _TRIES - 1:
+                    raise PipelineError(f"{self._name} database: {words(error)}") from None
+                time.sleep(0.2 * 2.0**attempt)
+        raise AssertionError("unreachable")
+
+    def pages(
+        self,
+        query: "sa.Select[Any]",
+        key: Sequence["sa.ColumnElement[Any]"],
+        after: Sequence[Any] | None = None,
+        limit: int | None = None,
+    ) -> Iterator[Sequence[Row[Any]]]:
+        """The query's rows in pages, in the order of `key`, which names a row and is not null.
+
+        The first columns of the query must be those of the key.
+        """
+        keys = sa.tuple_(*key)
+        limit = limit or PAGE
+        ordered = query.order_by(*key).limit(limit)
+        last = after
+        while True:
+            page = ordered if last is None else ordered.where(keys > tuple(last))
+            rows = self.read(lambda connection, page=page: connection.execute(page).all())  # type: ignore[misc]
+            if rows:
+                yield rows
+            if len(rows) < limit:
+                return
+            last = rows[-1][: len(key)]
+
+
+@contextmanager
+def open_source(url: str, name: str) -> Iterator[Source]:
+    """A database to read; `name` is what errors call it.
+
+    Raises:
+        PipelineError: there is no such database.
+    """
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() == "sqlite":
+        engine = _sqlite(parsed, name)
+    else:
+        engine = sa.create_engine(
+            parsed.set(drivername="postgresql+psycopg"),
+            hide_parameters=True,
+            isolation_level="REPEATABLE READ",
+            execution_options={"postgresql_readonly": True},
+            connect_args={"connect_timeout": 10, "application_name": "fedsender pipeline"},
+        )
+    try:
+        yield Source(engine, name)
+    finally:
+        engine.dispose()
+
+
+def _sqlite(url: sa.URL, name: str) -> Engine:
+    path = Path(url.database or "")
+    if not path.is_file():
+        raise PipelineError(f"{name} database: there is no file {path}")
+    engine = sa.create_engine(url, hide_parameters=True, connect_args={"timeout": 30})
+
+    def on_connect(connection: Any, _record: object) -> None:
+        connection.execute("PRAGMA query_only = ON")
+
+    sa.event.listen(engine, "connect", on_connect)
+    return engine
+
 
 # Groups may become visible in another order than that of their numbers; as many are read again.
 GROUP_OVERLAP: Final = 10_000
