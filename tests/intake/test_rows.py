@@ -21,8 +21,7 @@ from fedsender.facts import (
     rows_of,
     without_edus,
 )
-from fedsender.replication.commands import Rdata
-from fedsender.replication.protocol import OWN_MAX_LINE, Batches, Connection
+from fedsender.replication.protocol import OWN_MAX_LINE, Batches, Connection, Rdata
 from fedsender.streams import HostsRow, Json, PduRow
 
 KEY = {"keys": {"ed25519:PUB": "PUB"}}

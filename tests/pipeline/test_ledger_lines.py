@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.pipeline.worlds import US
 
-from fedsender.ledger import LINE_VERSION, Line
+from fedsender.ledger import LINE_VERSION, Line, TransactionRecord
 from fedsender.pipeline import SKEW_MS, PipelineError, ledger_lines, schemas
 from fedsender.pipeline.ingest import Ingested, read_ledger
 from fedsender.pipeline.lake import Lake, open_lake
@@ -79,7 +79,8 @@ def lake(tmp_path: Path) -> Lake:
 
 def test_the_lake_knows_the_fields_that_a_line_has() -> None:
     """A field that the daemon adds must be read here too (and `Line` has those it writes)."""
-    named = set(Line.__dataclass_fields__) | {"v", "instance"}
+    carried = set(TransactionRecord.__dataclass_fields__)
+    named = (set(Line.__dataclass_fields__) - {"record"}) | carried | {"v", "instance"}
     assert set(FIELDS) == named
     assert set(schemas.ATTEMPTS.columns) >= named - {"v", "pdus", "refused"}
 

@@ -32,13 +32,13 @@ from fedsender.facts import (
     rows_of,
     without_edus,
 )
-from fedsender.replication.commands import Rdata
 from fedsender.replication.protocol import (
     OWN_MAX_LINE,
     BadLine,
     Batches,
     Connection,
     Dialect,
+    Rdata,
     UnsendableCommand,
     parse_command,
 )

@@ -19,8 +19,7 @@ from tests.relay.log_support import hosts, pdu, runtime, to_device
 from fedsender.facts import Ephemeral, Prepared
 from fedsender.intake.endpoint import PREFIX, build_app
 from fedsender.intake.intake import Intake
-from fedsender.replication.commands import File, Snapshot
-from fedsender.replication.protocol import format_command
+from fedsender.replication.protocol import File, Snapshot, format_command
 from fedsender.replication.relay_fetch import Fetcher, FetchFailed
 from fedsender.replication.wire import OWN_KIND, Wire
 from fedsender.snapshot import (

@@ -16,9 +16,8 @@ from tests.relay.relay_world import World
 
 from fedsender.facts import prepare_ephemeral
 from fedsender.relay.status import status_of
-from fedsender.replication.commands import Ping, Rdata
 from fedsender.replication.endpoint import Disconnected
-from fedsender.replication.protocol import Batches, Connection
+from fedsender.replication.protocol import Batches, Connection, Ping, Rdata
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
 from fedsender.testing.clock import now_ms
 

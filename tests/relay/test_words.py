@@ -9,9 +9,12 @@ import trio
 import trio.testing
 from tests.relay.relay_world import World
 
-from fedsender.replication.commands import (
+from fedsender.replication.protocol import (
     Ack,
+    BadLine,
     Command,
+    Connection,
+    Dialect,
     Fetch,
     File,
     Join,
@@ -22,8 +25,8 @@ from fedsender.replication.commands import (
     Resync,
     Shard,
     Snapshot,
+    parse_command,
 )
-from fedsender.replication.protocol import BadLine, Connection, Dialect, parse_command
 
 EPOCH = "9f1c0a77d2e4b358"
 SHA256 = "6b1f" * 16

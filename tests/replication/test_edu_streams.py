@@ -14,9 +14,9 @@ import trio.lowlevel
 import trio.testing
 from tests.replication.support import ANYWHERE, HandNetwork, RecordingEduSink, runtime_with
 
-from fedsender.replication.commands import Position
 from fedsender.replication.edu_streams import EduStreams
 from fedsender.replication.missed import NotFetched, Peers, fetch_missed
+from fedsender.replication.protocol import Position
 from fedsender.store.records import PresenceState
 from fedsender.streams import Json
 

@@ -19,7 +19,8 @@ from tests.replication.support import ANYWHERE, SERVER, HandNetwork, runtime_wit
 from tests.servers import Valkey
 
 from fedsender.config import TcpAddress, UnixAddress
-from fedsender.replication.commands import (
+from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.protocol import (
     Command,
     Position,
     Rdata,
@@ -27,7 +28,6 @@ from fedsender.replication.commands import (
     Replicate,
     Unknown,
 )
-from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.redis import (
     RedisLink,
     RedisSettings,

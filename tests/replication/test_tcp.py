@@ -12,7 +12,7 @@ import trio
 import trio.testing
 from tests.replication.support import SERVER, Log, Netcat
 
-from fedsender.replication.commands import Command, FederationAck, RemoteServerUp
+from fedsender.replication.protocol import Command, FederationAck, RemoteServerUp
 from fedsender.replication.server import (
     MAX_WAITING,
     StreamServer,

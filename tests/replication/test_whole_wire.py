@@ -19,8 +19,8 @@ from tests.replication.test_feed import SynapseTables, configured, homeserver_st
 from tests.servers import Valkey
 
 from fedsender.config import Config, ConfigError, from_values
-from fedsender.replication.commands import Command, RemoteServerUp
 from fedsender.replication.feed import Feed, open_feed
+from fedsender.replication.protocol import Command, RemoteServerUp
 from fedsender.replication.server import open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime

@@ -10,9 +10,9 @@ from tests.synapse.world import INSTANCE, World, until
 from fedsender.config import Config, from_values, load
 from fedsender.pipeline import ingest, intervals, rebuild
 from fedsender.pipeline.audit import Audited, audit
-from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import open_lake
-from fedsender.pipeline.progress import showing
+from fedsender.pipeline.session import showing
+from fedsender.pipeline.sources import open_source
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

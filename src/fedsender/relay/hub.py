@@ -19,7 +19,7 @@ from fedsender.relay.registry import Registry
 from fedsender.relay.retention import Retention
 from fedsender.relay.session import READ_PIECE, Session
 from fedsender.relay.snapshots import Shelf
-from fedsender.replication.commands import Shard
+from fedsender.replication.protocol import Shard
 from fedsender.replication.server import Counts, LineServer, TooFarBehind
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
 from fedsender.runtime import Runtime

@@ -23,7 +23,7 @@ from fedsender.facts import STREAM
 from fedsender.relay.log import Collected, Cursor
 from fedsender.relay.registry import TooManyConsumers, is_consumer_name
 from fedsender.relay.snapshots import SnapshotFailed
-from fedsender.replication.commands import (
+from fedsender.replication.protocol import (
     RELAY_VERSION,
     Ack,
     Command,

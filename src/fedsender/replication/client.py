@@ -25,9 +25,12 @@ import trio
 
 from fedsender.facts import STREAM, BadRow, RelayRow, ToDeviceRow
 from fedsender.matrix import is_server_name
-from fedsender.replication.commands import (
+from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.replication.protocol import (
     RELAY_VERSION,
     Auth,
+    BadLine,
+    Batches,
     Command,
     Error,
     Name,
@@ -41,9 +44,6 @@ from fedsender.replication.commands import (
     Server,
     Shard,
 )
-from fedsender.replication.endpoint import Disconnected, Endpoint, connect
-from fedsender.replication.parsing import BadLine
-from fedsender.replication.protocol import Batches
 from fedsender.replication.relay_rows import parse_record, redacted_in, tell_ephemeral
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.replication.wire import OWN_KIND, PeerKind, Wire

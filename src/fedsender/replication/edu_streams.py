@@ -19,8 +19,8 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.replication.commands import Position
 from fedsender.replication.missed import NotFetched
+from fedsender.replication.protocol import Position
 from fedsender.replication.sink import EduSink
 from fedsender.store.records import PresenceState
 from fedsender.streams import HeardPositions, Json

@@ -36,9 +36,9 @@ from fedsender.replication.client import (
     TcpFeed,
     connect_relay,
 )
-from fedsender.replication.commands import Shard
 from fedsender.replication.endpoint import Endpoint
 from fedsender.replication.missed import Peers
+from fedsender.replication.protocol import Shard
 from fedsender.replication.push import PushFeed, PushStore
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.relay_feed import RelayFeed, RelayStore

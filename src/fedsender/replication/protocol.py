@@ -1,4 +1,4 @@
-"""The replication line protocol, without any I/O.
+"""The replication line protocol: its commands, their lines in both dialects, without any I/O.
 
 One command is one line: a word, a space, and fields that depend on the word. It has been spoken in
 two dialects, and both are in use:
@@ -12,40 +12,659 @@ two dialects, and both are in use:
 Rows that share one token are sent one after the other, all but the last with the word `batch` in
 the token's place.
 
-`parse_command` and `format_command` know the words, in modules of their own, and `Connection` knows
-where lines end. Bytes go
-in by `receive_data`, commands come out of `next_command`, and `encode` makes the bytes of a
-command. An error from `next_command` is the peer's fault (`BadLine`), one from `encode` is ours
-(`UnsendableCommand`).
+Each command is one frozen value. A command that names an `instance` is in today's dialect, one
+without is in the old. `_LAYOUTS` is the table of their lines: both `parse_command` and
+`format_command` go by it. A word that is not in it is `Unknown`.
+
+`Connection` knows where lines end: bytes go in by `receive_data`, commands come out of
+`next_command`, and `encode` makes the bytes of a command. An error from `next_command` is the fault
+of the peer (`BadLine`), one from `encode` is ours (`UnsendableCommand`).
 """
 
 from __future__ import annotations
 
+import enum
+import json
+import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import call
+from typing import Any, Final, NamedTuple
 
 from fedsender.facts import MAX_LINE_BYTES
-from fedsender.replication.commands import Command, Rdata
-from fedsender.replication.formatting import UnsendableCommand, format_command
-from fedsender.replication.parsing import BadLine, Dialect, parse_command
 from fedsender.streams import Json
-
-__all__ = [
-    "OWN_MAX_LINE",
-    "SYNAPSE_MAX_LINE",
-    "BadLine",
-    "Batches",
-    "Connection",
-    "Dialect",
-    "UnsendableCommand",
-    "format_command",
-    "parse_command",
-]
 
 # Synapse's own limit on both sides, without the newline.
 SYNAPSE_MAX_LINE = 16_384
 # Rows of our own kind hold a whole PDU: 65,536 bytes by the specification, up to three times that
 # when every character is escaped.
 OWN_MAX_LINE = MAX_LINE_BYTES
+
+
+class Dialect(enum.Enum):
+    """The two forms of a line."""
+
+    OLD = "old"
+    TODAY = "today"
+
+
+class BadLine(ValueError):
+    """The peer sent a line that is not a command; says which word, never the row's content."""
+
+
+class UnsendableCommand(ValueError):
+    """A command of ours that cannot be a line: a field with a space in it, or too long."""
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The name of the homeserver; the first line of a TCP server."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """Keeps a TCP connection alive, and arms the peer's time-out; usually a time in ms."""
+
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The name of a TCP client."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Auth:
+    """The shared secret of a TCP listener, before anything else."""
+
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """The reason why its sender is about to close."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Subscribe. Bare (`stream` None): every stream, by POSITION.
+
+    Attributes:
+        stream: a stream's name, or `ALL`.
+        token: the newest one that the client has; None is `NOW`.
+        epoch: the history that the token belongs to, where the server is a relay.
+    """
+
+    stream: str | None = None
+    token: int | None = None
+    epoch: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A writer stands at `token`, and wrote nothing in (previous, token].
+
+    The old dialect knows neither writers (`instance` None) nor the previous token (equal then).
+    """
+
+    stream: str
+    instance: str | None
+    previous: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rdata:
+    """One row of a stream.
+
+    Attributes:
+        token: None is `batch`: the token comes with a later row of the same writer.
+        size: characters of the line that it came in; 0 for one that was made here.
+    """
+
+    stream: str
+    instance: str | None
+    token: int | None
+    row: Json
+    size: int = field(default=0, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FederationAck:
+    """A sender has the `federation` stream up to `token`; the main process may forget it."""
+
+    instance: str | None
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteServerUp:
+    """There was a sign of life of this server."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class LockReleased:
+    """A lock between workers is free."""
+
+    instance: str
+    lock: str
+    key: str
+
+    @property
+    def names(self) -> list[str]:
+        """The three names, as the line has them."""
+        return [self.instance, self.lock, self.key]
+
+    @classmethod
+    def of_row(cls, names: Json) -> LockReleased:
+        """The command of a line's JSON. Raises BadLine."""
+        if isinstance(names, list) and len(names) == 3:
+            instance, lock, key = names
+            if isinstance(instance, str) and isinstance(lock, str) and isinstance(key, str):
+                return cls(instance, lock, key)
+        raise BadLine("expected three names")
+
+
+# --- between a relay and its consumers ------------------------------------------------------------
+
+RELAY_VERSION: Final = 1
+MAX_SHARDS: Final = 10_000
+
+
+class Reason(enum.StrEnum):
+    """Why a position is refused, and a snapshot needed.
+
+    Attributes:
+        GAP: the log behind it is gone.
+        AHEAD: the log does not reach that far: the relay has lost its newest part.
+        EPOCH: it belongs to another history.
+    """
+
+    GAP = "GAP"
+    AHEAD = "AHEAD"
+    EPOCH = "EPOCH"
+
+
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """A relay's answer to a consumer's SERVER: its history, and the part of it that it holds.
+
+    Attributes:
+        version: of the protocol between relay and consumer; the rest is empty if it is another one
+            than ours.
+        epoch: 16 hexadecimal characters.
+        first: the oldest token that the log still holds; head + 1 where it holds none.
+        head: the newest durable token.
+    """
+
+    version: int
+    epoch: str = ""
+    stream: str = ""
+    first: int = 0
+    head: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The servers that a consumer sends to: their hash, divided by `of`, leaves `index`."""
+
+    index: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.of}"
+
+    @classmethod
+    def of_text(cls, text: str) -> Shard:
+        """The shard that `str` made the text of."""
+        index, _, of = text.partition("/")
+        return cls(int(index), int(of))
+
+    def overlaps(self, other: Shard) -> bool:
+        """Whether some servers are in both."""
+        return (self.index - other.index) % math.gcd(self.of, other.of) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A consumer holds everything up to and including `token` durably."""
+
+    stream: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    """A position is refused, or was lost; the consumer says `Join` next, on the same connection."""
+
+    stream: str
+    reason: Reason
+    first: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A consumer asks for a snapshot."""
+
+    stream: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A snapshot is ready, and the log behind it is kept.
+
+    Attributes:
+        id: names it in `Fetch`.
+        token: the position to go on from after it.
+        files, bytes: of all files but the manifest.
+        sha256: of the manifest, in hexadecimal.
+    """
+
+    stream: str
+    id: str
+    token: int
+    files: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Asks for a file of a snapshot from this offset on."""
+
+    id: str
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """Exactly `length` bytes of the file follow: all from `offset` to its end."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A word that means nothing to a sender or a relay; new ones appear over time."""
+
+    word: str
+    rest: str = field(default="", repr=False)
+
+
+Command = (
+    Server
+    | Ping
+    | Name
+    | Auth
+    | Error
+    | Replicate
+    | Position
+    | Rdata
+    | FederationAck
+    | RemoteServerUp
+    | LockReleased
+    | Relay
+    | Shard
+    | Ack
+    | Resync
+    | Join
+    | Snapshot
+    | Fetch
+    | File
+    | Unknown
+)
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+_MAX_TOKEN = 2**63 - 1
+_INTEGER_TEXT = re.compile(r"-?[0-9]{1,19}\Z")
+
+
+class _Kind(NamedTuple):
+    """One kind of field: its value of a text, and its text of a value."""
+
+    read: Callable[[str], Any]
+    write: Callable[[Any], str]
+
+
+def _read_word(text: str) -> str:
+    if " " in text:
+        raise BadLine("expected one word")
+    return text
+
+
+def _write_word(text: str) -> str:
+    if not text or " " in text:
+        raise UnsendableCommand("a field that is empty or has a space in it")
+    return text
+
+
+def _write_rest(text: str) -> str:
+    if not text:
+        raise UnsendableCommand("an empty field")
+    return text
+
+
+def _read_integer(text: str) -> int:
+    if not _INTEGER_TEXT.match(text) or abs(int(text)) > _MAX_TOKEN:
+        # Without the text: in the wrong dialect it is the row, which may hold an access token.
+        raise BadLine("the token is not a number")
+    return int(text)
+
+
+def _read_count(text: str) -> int:
+    number = _read_integer(text)
+    if number < 0:
+        raise BadLine("a number is negative")
+    return number
+
+
+def _no_constant(name: str) -> Json:
+    raise BadLine(f"{name} is not JSON")
+
+
+_decode_json = json.JSONDecoder(parse_constant=_no_constant).decode
+
+
+def _read_json(text: str) -> Json:
+    # A line of only '[' exhausts the stack of the parser; that too is the peer's mistake.
+    try:
+        return _decode_json(text)
+    except (ValueError, RecursionError) as bad:
+        raise BadLine("the row is not JSON") from bad
+
+
+def _write_json(value: Json) -> str:
+    if isinstance(value, bytes):  # JSON text already.
+        return value.decode()
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as bad:
+        raise UnsendableCommand(f"a row that is not JSON: {bad}") from bad
+
+
+def _read_reason(text: str) -> Reason:
+    if text not in Reason.__members__:
+        raise BadLine("an unknown reason")
+    return Reason(text)
+
+
+def _matching(pattern: str, what: str) -> _Kind:
+    compiled = re.compile(pattern)
+
+    def read(text: str) -> str:
+        if not compiled.match(text):
+            raise BadLine(f"that is no {what}")
+        return text
+
+    return _Kind(read, _write_word)
+
+
+_WORD = _Kind(str, _write_word)
+_LAST_WORD = _Kind(_read_word, _write_word)
+"""A word behind which no other field follows: a split does not find the spaces in it."""
+_REST = _Kind(str, _write_rest)
+"""The last field: not empty, spaces are its own."""
+_TEXT = _Kind(str, str)
+"""All of the line behind the word, which may be nothing."""
+_INTEGER = _Kind(_read_integer, str)
+_COUNT = _Kind(_read_count, str)
+_TOKEN = _Kind(
+    lambda text: None if text == "batch" else _read_integer(text),
+    lambda token: "batch" if token is None else str(token),
+)
+_SINCE = _Kind(
+    lambda text: None if text.upper() == "NOW" else _read_integer(text),
+    lambda token: "NOW" if token is None else str(token),
+)
+_ROW = _Kind(_read_json, _write_json)
+_REASON = _Kind(_read_reason, str)
+_EPOCH = _matching(r"[0-9a-f]{16}\Z", "epoch")
+_SHA256 = _matching(r"[0-9a-f]{64}\Z", "SHA-256")
+# Of a snapshot and of its files: never a path.
+_SNAPSHOT_ID = _matching(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\Z", "snapshot")
+_FILE_NAME = _matching(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}\Z", "file")
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+class _Layout(NamedTuple):
+    """The line of one command in one dialect, or in both.
+
+    Attributes:
+        fields: attributes of the command, in the line's order, with their kinds.
+        make: the command of the values of these fields.
+        versioned: the first field is `RELAY_VERSION`; a line of another one may have other fields.
+    """
+
+    word: str
+    command: type[Command]
+    fields: tuple[tuple[str, _Kind], ...]
+    make: Callable[..., Command]
+    dialects: tuple[Dialect, ...]
+    versioned: bool
+
+
+def _layout(
+    word: str,
+    command: type[Command],
+    *fields: tuple[str, _Kind],
+    make: Callable[..., Command] | None = None,
+    only: Dialect | None = None,
+    versioned: bool = False,
+) -> _Layout:
+    dialects = tuple(Dialect) if only is None else (only,)
+    return _Layout(word, command, fields, make or command, dialects, versioned)
+
+
+def _parser(layout: _Layout) -> Callable[[str], Command]:
+    """The function from a line behind its word to the command; it raises BadLine."""
+    make, count = layout.make, len(layout.fields)
+    readers = [kind.read for _, kind in layout.fields]
+    if layout.fields[0][1] is _TEXT:
+        return make
+
+    def parse(rest: str) -> Command:
+        if layout.versioned and (version := _read_count(rest.split(" ", 1)[0])) != RELAY_VERSION:
+            return make(version)
+        parts = rest.split(" ", count - 1)
+        if len(parts) != count or "" in parts:
+            raise BadLine(f"expected {count} fields")
+        return make(*map(call, readers, parts))
+
+    return parse
+
+
+def _formatter(layout: _Layout) -> Callable[[Command], str]:
+    """The function from a command to its line; it raises UnsendableCommand."""
+    word, fields = layout.word, [(name, kind.write) for name, kind in layout.fields]
+
+    def format(command: Command) -> str:
+        return " ".join([word, *[write(getattr(command, name)) for name, write in fields]])
+
+    return format
+
+
+def _make_shard(index: int, of: int) -> Shard:
+    if not index < of <= MAX_SHARDS:
+        raise BadLine("that is no share")
+    return Shard(index, of)
+
+
+_OLD, _TODAY = Dialect.OLD, Dialect.TODAY
+_STREAM = ("stream", _WORD)
+_INSTANCE = ("instance", _WORD)
+_LAYOUTS: Final = (
+    _layout("SERVER", Server, ("name", _LAST_WORD)),
+    _layout("PING", Ping, ("text", _TEXT)),
+    _layout("NAME", Name, ("name", _REST)),
+    _layout("AUTH", Auth, ("secret", _REST)),
+    _layout("ERROR", Error, ("text", _TEXT)),
+    _layout("REMOTE_SERVER_UP", RemoteServerUp, ("server", _LAST_WORD)),
+    _layout("LOCK_RELEASED", LockReleased, ("names", _ROW), make=LockReleased.of_row),
+    _layout(
+        "POSITION",
+        Position,
+        *(_STREAM, ("token", _INTEGER)),
+        make=lambda stream, token: Position(stream, None, token, token),
+        only=_OLD,
+    ),
+    _layout(
+        "POSITION",
+        Position,
+        *(_STREAM, _INSTANCE, ("previous", _INTEGER), ("token", _INTEGER)),
+        only=_TODAY,
+    ),
+    _layout(
+        "RDATA",
+        Rdata,
+        *(_STREAM, ("token", _TOKEN), ("row", _ROW)),
+        make=lambda stream, token, row: Rdata(stream, None, token, row),
+        only=_OLD,
+    ),
+    _layout("RDATA", Rdata, _STREAM, _INSTANCE, ("token", _TOKEN), ("row", _ROW), only=_TODAY),
+    _layout(
+        "FEDERATION_ACK",
+        FederationAck,
+        ("token", _INTEGER),
+        make=lambda token: FederationAck(None, token),
+        only=_OLD,
+    ),
+    _layout("FEDERATION_ACK", FederationAck, _INSTANCE, ("token", _INTEGER), only=_TODAY),
+    # Between a relay and its consumers.
+    _layout(
+        "RELAY",
+        Relay,
+        *(("version", _COUNT), ("epoch", _EPOCH), _STREAM, ("first", _COUNT), ("head", _COUNT)),
+        only=_OLD,
+        versioned=True,
+    ),
+    _layout("ACK", Ack, _STREAM, ("token", _COUNT), only=_OLD),
+    _layout("SHARD", Shard, ("index", _COUNT), ("of", _COUNT), make=_make_shard, only=_OLD),
+    _layout(
+        "RESYNC",
+        Resync,
+        *(_STREAM, ("reason", _REASON), ("first", _COUNT), ("head", _COUNT)),
+        only=_OLD,
+    ),
+    _layout("JOIN", Join, ("stream", _LAST_WORD), only=_OLD),
+    _layout(
+        "SNAPSHOT",
+        Snapshot,
+        *(_STREAM, ("id", _SNAPSHOT_ID), ("token", _COUNT)),
+        *(("files", _COUNT), ("bytes", _COUNT), ("sha256", _SHA256)),
+        only=_OLD,
+    ),
+    _layout(
+        "FETCH",
+        Fetch,
+        *(("id", _SNAPSHOT_ID), ("file", _FILE_NAME), ("offset", _COUNT)),
+        only=_OLD,
+    ),
+    _layout(
+        "FILE",
+        File,
+        *(("file", _FILE_NAME), ("offset", _COUNT), ("length", _COUNT)),
+        only=_OLD,
+    ),
+)
+WORKERS_WORDS: Final = frozenset(
+    {"USER_SYNC", "CLEAR_USER_SYNC", "USER_IP", "NEW_ACTIVE_TASK", "CANCEL_TASK"}
+    | {"INVALIDATE_CACHE", "REMOVE_PUSHER", "SYNC"}
+)
+"""Words of a homeserver's other workers. They are `Unknown` here, and no mistake of a client."""
+
+
+def _parse_replicate(rest: str) -> Replicate:
+    if not rest.strip():
+        return Replicate()
+    parts = rest.split(" ", 2)
+    if len(parts) < 2 or not all(parts):
+        raise BadLine("expected 2 fields")
+    stream, token, *epoch = parts
+    return Replicate(stream, _SINCE.read(token), _EPOCH.read(epoch[0]) if epoch else None)
+
+
+def _format_replicate(command: Replicate) -> str:
+    if command.stream is None:
+        # With the space behind it, as Synapse sends it.
+        return "REPLICATE "
+    epoch = "" if command.epoch is None else f" {_EPOCH.write(command.epoch)}"
+    return f"REPLICATE {_WORD.write(command.stream)} {_SINCE.write(command.token)}{epoch}"
+
+
+_PARSERS: Final[dict[Dialect, dict[str, Callable[[str], Command]]]] = {
+    dialect: {
+        "REPLICATE": _parse_replicate,
+        **{each.word: _parser(each) for each in _LAYOUTS if dialect in each.dialects},
+    }
+    for dialect in Dialect
+}
+_FORMATTERS: Final[dict[type[Command], dict[bool, Callable[[Any], str]]]] = {
+    Replicate: {False: _format_replicate}
+}
+"""By command, and whether it names an instance."""
+for _each in _LAYOUTS:
+    for _dialect in _each.dialects:
+        _FORMATTERS.setdefault(_each.command, {})[_dialect is _TODAY] = _formatter(_each)
+
+
+def parse_command(line: str, dialect: Dialect) -> Command | None:
+    """The command in one line without its end; None for a blank one.
+
+    A word that is not known is `Unknown`, whatever follows. Raises BadLine, which names the word
+    and what is wrong but not the content.
+    """
+    if not line.strip():
+        return None
+    word, _, rest = line.partition(" ")
+    parser = _PARSERS[dialect].get(word)
+    if parser is None:
+        return Unknown(word, rest)
+    try:
+        command = parser(rest)
+    except BadLine as bad:
+        raise BadLine(f"failed to parse line: {word}: {bad}") from bad
+    if isinstance(command, Rdata):
+        # Not by `replace`: this is done for every row of a burst.
+        object.__setattr__(command, "size", len(line))
+    return command
+
+
+def format_command(command: Command) -> str:
+    """The line of a command, without its end. Raises UnsendableCommand.
+
+    The dialect follows from the command: with an instance it is today's.
+    """
+    if isinstance(command, Unknown):
+        line = f"{_write_word(command.word)} {command.rest}"
+    else:
+        names_instance = getattr(command, "instance", None) is not None
+        line = _FORMATTERS[type(command)][names_instance](command)
+    if "\n" in line or "\r" in line:
+        raise UnsendableCommand(f"{type(command).__name__} with a line end in it")
+    return line
+
+
+# --- a connection ---------------------------------------------------------------------------------
 
 
 class Connection:
@@ -74,10 +693,6 @@ class Connection:
         """
         while (line := self._next_line()) is not None:
             command = parse_command(line, self.dialect)
-            if isinstance(command, Rdata):
-                return Rdata(
-                    command.stream, command.instance, command.token, command.row, len(line)
-                )
             if command is not None:
                 return command
         return None

@@ -19,9 +19,14 @@ import structlog
 import tenacity
 import trio
 
-from fedsender.replication.commands import Command, Rdata
 from fedsender.replication.endpoint import Disconnected, Endpoint, connect
-from fedsender.replication.protocol import BadLine, Dialect, format_command, parse_command
+from fedsender.replication.protocol import (
+    BadLine,
+    Command,
+    Dialect,
+    format_command,
+    parse_command,
+)
 from fedsender.replication.resp import (
     NEED_DATA,
     BadReply,
@@ -222,16 +227,11 @@ class RedisLink:
         if channel != self._settings.channel.encode():
             return None
         try:
-            command = parse_command(line.decode(), Dialect.TODAY)
+            return parse_command(line.decode(), Dialect.TODAY)
         except (BadLine, UnicodeDecodeError) as bad:
             reason = str(bad) if isinstance(bad, BadLine) else "not UTF-8"
             log.warning("replication_bad_message", reason=reason)
             return None
-        if isinstance(command, Rdata):
-            return Rdata(
-                command.stream, command.instance, command.token, command.row, size=len(line)
-            )
-        return command
 
     async def _connect(self) -> None:
         try:

@@ -35,7 +35,8 @@ from fedsender.replication.client import (
     connect_relay,
     said,
 )
-from fedsender.replication.commands import (
+from fedsender.replication.endpoint import Disconnected
+from fedsender.replication.protocol import (
     Ack,
     Command,
     Error,
@@ -48,7 +49,6 @@ from fedsender.replication.commands import (
     Resync,
     Snapshot,
 )
-from fedsender.replication.endpoint import Disconnected
 from fedsender.replication.relay_fetch import Fetcher, FetchFailed, read_rows
 from fedsender.replication.sink import FeedStatus, Sink
 from fedsender.replication.wire import Wire

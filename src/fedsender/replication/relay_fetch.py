@@ -21,9 +21,8 @@ from typing import Final, TypeVar
 import structlog
 import trio
 
-from fedsender.replication.commands import Error, Fetch, File, Snapshot
 from fedsender.replication.endpoint import Disconnected
-from fedsender.replication.parsing import BadLine
+from fedsender.replication.protocol import BadLine, Error, Fetch, File, Snapshot
 from fedsender.replication.wire import Wire
 from fedsender.runtime import Runtime
 from fedsender.snapshot import (

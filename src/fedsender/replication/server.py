@@ -32,29 +32,26 @@ import trio
 
 from fedsender.admin import CannotListen
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
-from fedsender.replication.commands import (
+from fedsender.replication.endpoint import Disconnected
+from fedsender.replication.protocol import (
+    WORKERS_WORDS,
     Auth,
-    ClearUserSync,
+    BadLine,
     Command,
+    Dialect,
     Error,
     FederationAck,
-    InvalidateCache,
     Name,
     Ping,
     Position,
     Rdata,
     RemoteServerUp,
-    RemovePusher,
     Replicate,
     Server,
-    Sync,
     Unknown,
-    UserIp,
-    UserSync,
+    UnsendableCommand,
+    format_command,
 )
-from fedsender.replication.endpoint import Disconnected
-from fedsender.replication.formatting import UnsendableCommand, format_command
-from fedsender.replication.parsing import BadLine, Dialect
 from fedsender.replication.wire import OTHERS, PING_EVERY_S, SEND_PIECE, PeerKind, TooSlow, Wire
 from fedsender.runtime import Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Json, Watermark
@@ -81,18 +78,6 @@ BUSY: Final = "BUSY too many connections"
 
 Secrets = Callable[[], Mapping[str, str]]
 """Reads the secret of each name that may connect; called in a thread, whenever one is given."""
-
-# What a client may say without it meaning anything to us; the owner of the server may listen.
-_FROM_CLIENTS = (
-    FederationAck
-    | UserSync
-    | ClearUserSync
-    | UserIp
-    | InvalidateCache
-    | RemovePusher
-    | Sync
-    | RemoteServerUp
-)
 
 
 class Refused(Exception):
@@ -257,8 +242,10 @@ class Session:
                 self._subscribe_today()
             case Replicate(stream, token):
                 self._subscribe(stream, token)
-            case _ if isinstance(command, _FROM_CLIENTS):
+            case FederationAck() | RemoteServerUp():
                 self._server.receive(self, command)
+            case Unknown(word) if word in WORKERS_WORDS:
+                pass
             case Unknown():
                 # Without the word: in a client that forgot AUTH it may be the secret.
                 raise BadLine("invalid command")

@@ -17,7 +17,11 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.replication.commands import (
+from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
+from fedsender.replication.missed import Peers, fetch_missed
+from fedsender.replication.protocol import (
+    BadLine,
+    Batches,
     Command,
     FederationAck,
     LockReleased,
@@ -25,10 +29,8 @@ from fedsender.replication.commands import (
     Rdata,
     RemoteServerUp,
     Replicate,
+    format_command,
 )
-from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
-from fedsender.replication.missed import Peers, fetch_missed
-from fedsender.replication.protocol import BadLine, Batches, format_command
 from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
 from fedsender.replication.sink import Feed, FeedStatus, Sink
 from fedsender.runtime import Runtime

@@ -11,9 +11,18 @@ from dataclasses import dataclass
 
 import trio
 
-from fedsender.replication.commands import Auth, Command, Error, File, Ping
 from fedsender.replication.endpoint import Disconnected
-from fedsender.replication.protocol import OWN_MAX_LINE, SYNAPSE_MAX_LINE, Connection, Dialect
+from fedsender.replication.protocol import (
+    OWN_MAX_LINE,
+    SYNAPSE_MAX_LINE,
+    Auth,
+    Command,
+    Connection,
+    Dialect,
+    Error,
+    File,
+    Ping,
+)
 
 # Something is sent this often; it is also what Synapse does.
 PING_EVERY_S = 5.0

@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import trio
 
-from fedsender.replication.commands import RemoteServerUp
+from fedsender.replication.protocol import RemoteServerUp
 from fedsender.replication.server import StreamServer, open_replication_server
 from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import Runtime
