@@ -23,8 +23,8 @@ import yaml
 
 from fedsender.demo import process
 from fedsender.ledger import NOTES, read_lines, segments
+from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import real_runtime
 from fedsender.testing.federation import open_federation
 from fedsender.testing.receiver import (

@@ -20,7 +20,7 @@ from tests.sender.harness import HS, World
 
 from fedsender.admin.server import serve_parts
 from fedsender.cli import run_command
-from fedsender.replication.sink import FeedStatus
+from fedsender.replication.feed_api import FeedStatus
 from fedsender.testing.clock import until
 
 R1 = "!1:hs.example"

@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlalchemy import Table
 
 from fedsender.ledger import Line, SentPdu, TransactionRecord
-from fedsender.replication.sink import EduSink, Sink
+from fedsender.replication.feed_api import EduSink, Sink
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import tables

@@ -14,7 +14,7 @@ from fedsender.admin.app import build_app
 from fedsender.admin.parts import Parts
 from fedsender.admin.probes import doubts, observe
 from fedsender.config import Policies
-from fedsender.replication.sink import FeedStatus
+from fedsender.replication.feed_api import FeedStatus
 
 TOKEN = "the admin token"
 OURS = "/_fedsender/admin/v1"

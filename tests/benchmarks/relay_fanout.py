@@ -18,8 +18,8 @@ from fedsender.bench.meter import Meter, Options, median
 from fedsender.config import Config, Log, from_values, parse_address
 from fedsender.facts import prepare
 from fedsender.relay.daemon import RelayDaemon, open_relay
+from fedsender.replication.line_stream import SEND_PIECE
 from fedsender.replication.server import close, listen
-from fedsender.replication.wire import SEND_PIECE
 from fedsender.runtime import real_runtime
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders

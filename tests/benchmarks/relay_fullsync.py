@@ -22,11 +22,9 @@ from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.client import LineSettings, connect_relay
-from fedsender.replication.endpoint import Endpoint
-from fedsender.replication.relay_feed import RelayFeed, State
-from fedsender.replication.relay_fetch import Fetcher
+from fedsender.replication.line_stream import Endpoint, Wire
+from fedsender.replication.relay_feed import Fetcher, RelayFeed, State
 from fedsender.replication.server import listen
-from fedsender.replication.wire import Wire
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore

@@ -11,9 +11,9 @@ from signedjson.key import decode_verify_key_bytes
 from signedjson.sign import verify_signed_json
 
 from fedsender.matrix import ROOM_VERSIONS, make_pdu, redact
+from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.protocol import Connection, Position, Rdata
 from fedsender.replication.server import open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import real_runtime
 from fedsender.testing.rooms import ALL_VERSIONS, STREAM, Homeserver, Signer, Step
 

@@ -23,8 +23,8 @@ from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import showing
 from fedsender.pipeline.sources import open_source
 from fedsender.relay.log import RelayLog
-from fedsender.replication.relay_fetch import read_rows
-from fedsender.replication.relay_rows import parse_record
+from fedsender.replication.client import parse_record
+from fedsender.replication.relay_feed import read_rows
 from fedsender.snapshot import Row, SnapshotInfo, write_snapshot
 from fedsender.store import embedded, positions, relay_load, tables
 from fedsender.store.event_rows import membership_in

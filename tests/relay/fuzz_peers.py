@@ -19,9 +19,9 @@ from tests.relay.log_support import hosts, pdu, runtime, to_device
 from fedsender.facts import Ephemeral, Prepared
 from fedsender.intake.endpoint import PREFIX, build_app
 from fedsender.intake.intake import Intake
+from fedsender.replication.line_stream import OWN_KIND, Wire
 from fedsender.replication.protocol import File, Snapshot, format_command
-from fedsender.replication.relay_fetch import Fetcher, FetchFailed
-from fedsender.replication.wire import OWN_KIND, Wire
+from fedsender.replication.relay_feed import Fetcher, FetchFailed
 from fedsender.snapshot import (
     COLUMNS,
     BadSnapshot,

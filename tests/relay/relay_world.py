@@ -20,7 +20,7 @@ from tests.replication.support import Netcat
 from fedsender.config import Config, from_values
 from fedsender.facts import prepare
 from fedsender.relay.daemon import DATABASE, RelayDaemon, open_relay
-from fedsender.replication.wire import OWN_KIND, PeerKind
+from fedsender.replication.line_stream import OWN_KIND, PeerKind
 from fedsender.runtime import Runtime
 from fedsender.streams import Json
 from fedsender.testing.clock import now_ms

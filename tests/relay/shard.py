@@ -20,10 +20,9 @@ from tests.replication.support import RecordingSink
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow
 from fedsender.replication.client import LineSettings, connect_relay
-from fedsender.replication.endpoint import Endpoint
-from fedsender.replication.relay_feed import RelayFeed, RelayStore
-from fedsender.replication.relay_fetch import Fetcher
-from fedsender.replication.sink import Sink
+from fedsender.replication.feed_api import Sink
+from fedsender.replication.line_stream import Endpoint
+from fedsender.replication.relay_feed import Fetcher, RelayFeed, RelayStore
 from fedsender.runtime import Runtime
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot

@@ -25,8 +25,8 @@ from fedsender.admin import CannotListen
 from fedsender.config import TcpAddress, UnixAddress, from_values
 from fedsender.intake.intake import Append
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.replication.endpoint import Endpoint, connect
 from fedsender.replication.feed import relay_settings
+from fedsender.replication.line_stream import OWN_KIND, Endpoint, PeerKind, connect
 from fedsender.replication.server import (
     MAX_CONNECTIONS,
     MAX_LEAVING,
@@ -35,7 +35,6 @@ from fedsender.replication.server import (
     close,
     listen,
 )
-from fedsender.replication.wire import OWN_KIND, PeerKind
 from fedsender.runtime import real_runtime
 
 Clock = trio.testing.MockClock

@@ -20,7 +20,7 @@ from tests.service import TOKEN, Service, World, open_service, open_world
 from fedsender.demo import process
 from fedsender.demo.process import write_secret
 from fedsender.intake.client import IntakeClient, NewRecord
-from fedsender.replication.relay_fetch import RETRY_S, TRIES
+from fedsender.replication.relay_feed import RETRY_S, TRIES
 from fedsender.testing.clock import until
 
 ROOMS = 24

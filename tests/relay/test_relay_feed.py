@@ -18,7 +18,7 @@ from tests.relay.shard import Line, MemoryStore, Shard, forget_log, until
 from tests.replication.support import RecordingSink
 
 from fedsender.facts import RelayRow
-from fedsender.relay import session
+from fedsender.relay import hub
 from fedsender.relay.snapshots import SHARED_S
 from fedsender.replication.relay_feed import State
 from fedsender.snapshot import MANIFEST
@@ -465,7 +465,7 @@ async def test_another_version_of_the_protocol_is_called_that_and_costs_nothing(
     await world.append(3)
     async with shard.running() as feed:
         await shard.level(3)
-    monkeypatch.setattr(session, "RELAY_VERSION", version)
+    monkeypatch.setattr(hub, "RELAY_VERSION", version)
     await world.append(2)
     async with shard.running() as feed:
         await trio.sleep(300)

@@ -24,8 +24,7 @@ from tests.sender.harness import HS, World
 from fedsender.facts import RoomServers
 from fedsender.intake.intake import Append
 from fedsender.replication.push import PushFeed
-from fedsender.replication.relay_feed import State
-from fedsender.replication.relay_fetch import read_rows
+from fedsender.replication.relay_feed import State, read_rows
 from fedsender.runtime import real_runtime
 from fedsender.snapshot import SnapshotInfo
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store

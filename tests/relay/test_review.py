@@ -18,7 +18,7 @@ from tests.relay.shard import Line, MemoryStore, Shard, forget_log
 
 from fedsender.relay.retention import TIDY_EVERY_S
 from fedsender.relay.snapshots import SHARED_S
-from fedsender.replication.relay_fetch import Fetcher
+from fedsender.replication.relay_feed import Fetcher
 from fedsender.replication.server import MAX_CONNECTIONS
 from fedsender.snapshot import MANIFEST, SnapshotInfo, read_part
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot

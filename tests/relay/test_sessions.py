@@ -16,9 +16,8 @@ from tests.relay.relay_world import World
 
 from fedsender.facts import prepare_ephemeral
 from fedsender.relay.status import status_of
-from fedsender.replication.endpoint import Disconnected
+from fedsender.replication.line_stream import OWN_KIND, Disconnected, PeerKind, Wire
 from fedsender.replication.protocol import Batches, Connection, Ping, Rdata
-from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
 from fedsender.testing.clock import now_ms
 
 Clock = trio.testing.MockClock

@@ -12,7 +12,7 @@ import trio.testing
 from tests.relay.relay_world import World
 
 from fedsender.relay.admin_app import Parts, build_app
-from fedsender.relay.showing import consumers, facts
+from fedsender.relay.commands import consumers, facts
 from fedsender.relay.status import status_of
 
 Clock = trio.testing.MockClock

@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from fedsender.config import TcpAddress
-from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.line_stream import Endpoint
 from fedsender.runtime import NameNotFound, Records, RecordType, Runtime, real_runtime
 from fedsender.store.records import PresenceState
 from fedsender.streams import Fact, Watermark

@@ -15,8 +15,8 @@ import trio.testing
 from tests.replication.support import ANYWHERE, HandNetwork, RecordingEduSink, runtime_with
 
 from fedsender.replication.edu_streams import EduStreams
-from fedsender.replication.missed import NotFetched, Peers, fetch_missed
 from fedsender.replication.protocol import Position
+from fedsender.replication.stream_updates import NotFetched, Peers, fetch_missed
 from fedsender.store.records import PresenceState
 from fedsender.streams import Json
 

@@ -26,8 +26,8 @@ from tests.servers import Valkey
 from fedsender.config import Config, from_values
 from fedsender.replication.client import LineSettings, TcpFeed
 from fedsender.replication.feed import Feed, open_feed
+from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import listen_unix, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore

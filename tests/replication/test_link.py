@@ -26,9 +26,8 @@ from tests.replication.support import (
 
 from fedsender.config import TcpAddress
 from fedsender.replication.client import Fact, LineFeed, LineSettings
-from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.replication.line_stream import OWN_KIND, Disconnected, Endpoint, connect
 from fedsender.replication.server import open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import Runtime, listen_tcp, real_runtime
 from fedsender.testing.clock import until
 

@@ -19,7 +19,7 @@ from tests.replication.support import ANYWHERE, SERVER, HandNetwork, runtime_wit
 from tests.servers import Valkey
 
 from fedsender.config import TcpAddress, UnixAddress
-from fedsender.replication.endpoint import Endpoint
+from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.protocol import (
     Command,
     Position,

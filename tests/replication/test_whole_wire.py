@@ -20,9 +20,9 @@ from tests.servers import Valkey
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.replication.feed import Feed, open_feed
+from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.protocol import Command, RemoteServerUp
 from fedsender.replication.server import open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import listen_tcp, listen_unix, real_runtime
 from fedsender.streams import Json
 from fedsender.testing.clock import until

@@ -15,8 +15,8 @@ from tests.sender.harness import EPOCH_MS, HS
 from tests.sender.synapse_world import ALICE, BOB, SynapseWorld
 from trio.testing import MockClock
 
-from fedsender.replication.missed import Peers
 from fedsender.replication.redis import RedisSettings
+from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import SynapseFeed
 from fedsender.store import tables
 

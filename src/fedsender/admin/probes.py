@@ -11,7 +11,7 @@ from starlette.responses import Response
 from fedsender.admin.parts import Reach
 from fedsender.admin.refusal import json_answer
 from fedsender.admin.words import many
-from fedsender.replication.sink import FeedStatus
+from fedsender.replication.feed_api import FeedStatus
 from fedsender.sender.destination import Phase
 from fedsender.sender.fan_out import Standstill
 from fedsender.sender.sender import Sender

@@ -7,8 +7,8 @@ from typing import Any
 import trio
 
 from fedsender.bench.messages import ROOM_VERSION, SERVER_NAME, Room, signer
+from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.streams import Fact, Watermark
 from fedsender.testing.children import Order, serve_orders

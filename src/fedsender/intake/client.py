@@ -86,7 +86,7 @@ class OutcomesLost(Refused):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """How far the homeserver's events are; docs/homeservers.md says what each number means.
+    """The position of the homeserver's events; docs/homeservers.md explains each number.
 
     Attributes:
         delivered: speaks of events only, and not of EDUs.
@@ -105,7 +105,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class EventOutcome:
-    """What came of one attempt to bring one event to one server.
+    """The outcome of one attempt to bring one event to one server.
 
     Attributes:
         token: the event's.
@@ -127,7 +127,7 @@ class EventOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """What the ledger says next, in its order.
+    """The next outcomes of the ledger, in its order.
 
     Attributes:
         cursor: where to go on after these.
@@ -171,7 +171,7 @@ class NewRecord:
 
 
 class IntakeClient:
-    """Appends to one relay; for any number of tasks. See the module."""
+    """Appends to one relay; for any number of tasks."""
 
     def __init__(self, https: Sequence[httpx.AsyncClient]) -> None:
         """`https`: one for each address."""
@@ -254,7 +254,7 @@ class IntakeClient:
             await self.append(rows)
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
-        """What is stored of a room; None: no row was about its servers. Raises Refused."""
+        """The stored servers of a room; None: no row was about them. Raises Refused."""
         try:
             found = await self._until_done(f"rooms/{quote(room_id, safe='')}", None)
         except Refused as refused:
@@ -303,7 +303,7 @@ class IntakeClient:
             return
 
     async def position(self) -> Position:
-        """How far the homeserver's events are. Raises Refused."""
+        """The position of the homeserver's events. Raises Refused."""
         return _known(Position, await self._until_done("position", None))
 
     def outcomes(self, after: str | None = None) -> AsyncIterator[Outcomes]:
@@ -385,7 +385,7 @@ def _http_client(peer: HttpPeer, token: str, ca_file: str | None) -> httpx.Async
 
 
 def _distrust(error: BaseException | None) -> str | None:
-    """What TLS holds against the other side, by the errors that led to this one; None: nothing."""
+    """The objection of TLS to the other side, by the errors that led to this one; None: none."""
     while error is not None:
         if isinstance(error, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {error.verify_message}"
@@ -432,7 +432,7 @@ def _room_of(said: Mapping[str, Any]) -> RoomServers:
 def _records_of(
     rooms: Mapping[str, Collection[str]], as_of: int | None
 ) -> Iterator[list[list[Json]]]:
-    """Rows that say who is in the rooms, in records of allowed size; a room is in one of them."""
+    """Rows that name the servers of rooms, in records of allowed size; a room is in one of them."""
     record: list[list[Json]] = []
     size = 0
     for room_id, servers in rooms.items():
@@ -448,7 +448,7 @@ def _records_of(
 
 
 def _rows_of(room_id: str, servers: list[str], as_of: int | None) -> list[list[Json]]:
-    """What does not fit into the first row joins it."""
+    """The rows of one room: those that do not fit into the first one join it."""
     about: list[Json] = [] if as_of is None else [{"as_of": as_of}]
     rows: list[list[Json]] = [["servers", [room_id, servers[:SERVERS_IN_ROW], *about]]]
     for start in range(SERVERS_IN_ROW, len(servers), SERVERS_IN_ROW):

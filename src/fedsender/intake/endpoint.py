@@ -97,7 +97,7 @@ class Reserve(Body):
 
 
 class EphemeralRows(Body):
-    """What is of use only now."""
+    """The body of `ephemeral`: rows that are of use only now."""
 
     typing: list[Any] = Field(
         default=[], max_length=MAX_APPENDS, description="[room_id, [users that type now]]"
@@ -260,7 +260,7 @@ def _elsewhere(closed: Elsewhere) -> Refusal:
 
 
 async def _taken(take: Callable[[], Awaitable[T]], within_s: float = ANSWER_S) -> T:
-    """What `take` gives, its errors as refusals; one of these, too, if it takes too long."""
+    """The result of `take`, its errors as refusals; a refusal, too, if it takes too long."""
     later = {"retry_after_ms": RETRY_AFTER_MS}
     try:
         with trio.move_on_after(within_s):

@@ -1,4 +1,4 @@
-"""What a homeserver is told of what it appended: how far it is, and what became of each event.
+"""Feedback to a homeserver on its appends: the position, and the outcome of each event.
 
 Outcomes are read from the files of the ledger, from where the reader says that it is. The daemon
 keeps nothing for a reader, so that a slow one costs nothing, and one that is away for longer than
@@ -75,7 +75,7 @@ def _digits(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What became of events, in the ledger's order.
+    """Outcomes of events, in the ledger's order.
 
     Attributes:
         cursor: where the next page begins; None: the ledger has no lines yet.
@@ -88,7 +88,7 @@ class Page:
 
 
 def read_page(directory: Path, instance: str, after: Cursor | None, limit: int) -> Page:
-    """What an instance's ledger says of events, from a cursor on; blocks, so for a thread.
+    """The outcomes of events in an instance's ledger, from a cursor on; blocks, so for a thread.
 
     An answer ends with a whole line, which may have 49 events beyond `limit`. A line that is being
     written is left alone.
@@ -144,7 +144,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _outcomes(text: bytes) -> Iterator[dict[str, Any]]:
-    """What a line of the ledger says of each of its events."""
+    """The outcomes of the events of a line of the ledger."""
     try:
         line = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -169,7 +169,7 @@ def _outcomes(text: bytes) -> Iterator[dict[str, Any]]:
 
 
 class Feedback:
-    """See the module.
+    """The answers to `position` and `outcomes`.
 
     Attributes:
         progress: says how far the sender is; None while it does not know what it owes.
@@ -187,7 +187,7 @@ class Feedback:
         self._ended = False
 
     async def outcomes(self, after: Cursor | None, limit: int, wait_s: float) -> Page:
-        """What became of events since `after` (None: since the oldest that is kept).
+        """The outcomes of events since `after` (None: since the oldest that is kept).
 
         If that is nothing, it waits for up to `wait_s` seconds. It may come back without events and
         with a cursor that has moved.
@@ -222,7 +222,7 @@ class Feedback:
                     self._waits.discard(wait)
 
     def end(self) -> None:
-        """Let nobody wait any longer: a stop would wait for them."""
+        """Answer all that wait: a stop would wait for them."""
         self._ended = True
         for wait in self._waits:
             wait.cancel()

@@ -1,4 +1,4 @@
-"""Taking in: one order for several writers, and each append once, however often it is sent.
+"""The intake: one order for several writers, and each append once, however often it is sent.
 
 A homeserver with several writers *reserves* a place in the stream before it works and *completes*
 it with what came of it (seed: streams). Places are given tokens in the order in which they were
@@ -61,7 +61,7 @@ class Waiting(Exception):
 
 @dataclass(frozen=True, slots=True)
 class IntakeSettings:
-    """What is waited for, and how much.
+    """The bounds of the intake.
 
     Attributes:
         lapse_s: a reservation that is not completed for so long is given up.
@@ -93,7 +93,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A reserved place: whose it is, its number in the stream, since when (seconds)."""
+    """A reserved place: its owner, its number in the stream, its time (seconds)."""
 
     writer: str
     number: int
@@ -135,7 +135,7 @@ class Call:
 
 
 class Recorder(Protocol):
-    """Where records become durable, in the order in which they were submitted.
+    """The part that makes records durable, in the order in which they were submitted.
 
     Attributes:
         epoch: which number line the tokens are on; another one after each start.
@@ -167,12 +167,12 @@ class Recorder(Protocol):
         ...
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
-        """What is stored of a room's servers; None: nothing was said of them. Raises Full."""
+        """The stored servers of a room; None: no row was about them. Raises Full."""
         ...
 
 
 class Signer(Protocol):
-    """What gives events their hashes and signatures."""
+    """The part that gives events their hashes and signatures."""
 
     def complete(self, row: Json) -> Json:
         """A row with these. Raises BadRow."""
@@ -199,7 +199,7 @@ _WRITER: Final = "intake"
 
 
 class Intake:
-    """See the module.
+    """The intake of a homeserver's appends.
 
     Args:
         publish: hands what is of use only now to whoever is connected; returns at once.
@@ -429,5 +429,5 @@ class Intake:
 
 
 def key_of(caller_id: str) -> bytes:
-    """What an id is remembered by: 16 bytes, however long it is."""
+    """The key of an id: 16 bytes, however long it is."""
     return hashlib.blake2b(caller_id.encode(), digest_size=KEY_BYTES).digest()

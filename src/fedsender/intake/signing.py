@@ -23,7 +23,7 @@ Read = Callable[[Sequence[str]], Awaitable[Mapping[str, Any]]]
 
 
 class EventSigner:
-    """See the module.
+    """The signer of appended events.
 
     Args:
         keys: each signs every event.

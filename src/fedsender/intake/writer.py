@@ -1,4 +1,4 @@
-"""What is appended becomes durable: records wait in one queue, and are stored in groups.
+"""The writer of appended records: they wait in one queue, and are stored in groups.
 
 While one group is being stored the next one collects, so a commit is shared by all who came
 meanwhile, and nobody waits for a timer.
@@ -33,7 +33,7 @@ Stored = Callable[[Sequence[NewRecord], Sequence[int | Exception]], None]
 
 
 class AppendStore(Protocol):
-    """Where records are stored."""
+    """The store of records."""
 
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]: ...
     async def find_appends(self, keys: Sequence[bytes]) -> Mapping[bytes, tuple[int, int]]: ...
@@ -68,11 +68,11 @@ class Writer:
         return bool(self._waiting)
 
     async def news(self) -> None:
-        """Wait until something waits to be stored, or somebody says `wake`."""
+        """Wait until something waits to be stored, or `wake` is called."""
         await self._arrived.wait()
 
     def wake(self) -> None:
-        """Have who waits for news look."""
+        """Have the task that waits for news look."""
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
@@ -80,7 +80,7 @@ class Writer:
         self._waiting.fail(error)
 
     def close(self, error: Exception) -> None:
-        """Take nothing more; who waits is told."""
+        """Take nothing more; calls that wait are told."""
         self.closed = error
         self._waiting.fail(error)
 
@@ -114,7 +114,7 @@ class Writer:
         return call
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
-        """What is stored of a room; None: nothing was said of it. Raises Full."""
+        """The stored servers of a room; None: no row was about them. Raises Full."""
         try:
             return await self._store.room_servers(room_id)
         except StoreError as error:
@@ -123,7 +123,9 @@ class Writer:
     # --- storing ----------------------------------------------------------------------------------
 
     async def write(self) -> None:
-        """Store all that waits, and tell who waits. Raises Elsewhere: nothing more is stored."""
+        """Store all records that wait, and tell their callers. Raises Elsewhere: nothing more is
+        stored.
+        """
         while group := self._waiting.group(GROUP_RECORDS, GROUP_BYTES):
             records = [
                 NewRecord(each.key, each.check, each.record.parsed, each.record.rows)
@@ -135,7 +137,7 @@ class Writer:
             self._waiting.answer(answers)
 
     async def _append(self, records: Sequence[NewRecord]) -> Sequence[int | Exception]:
-        """What becomes of each. One that can never be stored is refused alone."""
+        """The answer to each record. One that can never be stored is refused alone."""
         try:
             return await self._store.append_records(records)
         except Elsewhere:
@@ -150,7 +152,7 @@ class Writer:
 
 @dataclass(slots=True, eq=False)
 class _Item:
-    """A record that waits, and who waits for it."""
+    """A record that waits, and the calls that wait for it."""
 
     key: bytes
     record: Prepared
@@ -159,7 +161,7 @@ class _Item:
 
 
 class _Queue:
-    """Records that wait: in order, each key once, all who ask told the same.
+    """Records that wait: in order, each key once, all callers told the same.
 
     A record stays in it until it is answered.
     """

@@ -31,7 +31,7 @@ from fedsender.pipeline import PipelineError, sources
 from fedsender.pipeline.lake import RELAY, Lake, locked
 from fedsender.pipeline.session import Step, Steps
 from fedsender.pipeline.sources import Source, open_source
-from fedsender.replication.relay_rows import parse_record
+from fedsender.replication.client import parse_record
 from fedsender.store import embedded, positions, tables
 from fedsender.store.connections import words
 from fedsender.store.engine import StoreError

@@ -35,14 +35,14 @@ router = APIRouter(
 
 
 class Forget(Body):
-    """Whom to forget."""
+    """The consumer to forget."""
 
     name: str = Field(min_length=1, max_length=64, description="The consumer's name.")
 
 
 @dataclass(slots=True)
 class Parts:
-    """What the endpoints reach.
+    """The relay as the endpoints see it.
 
     Attributes:
         relay: the parts that hold the lock; None: it waits, and `waits` says for what.

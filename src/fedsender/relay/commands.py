@@ -1,12 +1,54 @@
 """`fedsender relay`: run one, look at it, forget a consumer."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.admin.display import lasting, new_table, plain
+from fedsender.admin.words import duration
 from fedsender.console import say, say_json, say_text, show
+
+Answer = Mapping[str, Any]
+
+
+def facts(answer: Answer) -> Iterator[str]:
+    """The facts of a status, one line each."""
+    yield f"relay of {answer['server_name']}, history {answer['epoch']}"
+    mib = answer["log_bytes"] / 2**20
+    yield (
+        f"log: {answer['first']} to {answer['head']},"
+        f" {mib:.1f} MiB ({answer['cap_used']:.0%} of what it may be)"
+    )
+    if answer["held_by"] is not None:
+        yield f"oldest pin: {answer['oldest_pin']}, held by {answer['held_by']}"
+    for snapshot in answer["snapshots"][-1:]:
+        yield f"newest snapshot: {snapshot['token']}, {duration(snapshot['age_s'])} old"
+    if answer["full_syncs"]:
+        reasons = (f"{count} {reason}" for reason, count in sorted(answer["full_syncs"].items()))
+        yield f"snapshots handed out: {', '.join(reasons)}"
+    for doubt in answer["doubts"]:
+        yield f"wrong: {doubt}"
+
+
+def consumers(found: Sequence[Answer]) -> Table:
+    """The consumers, one row each."""
+    shown = new_table("CONSUMER", "STATE", "PIN", "BEHIND", "FOR", "LAST SEEN", "LAST ERROR")
+    for one in found:
+        shown.add_row(
+            plain(one["name"]),
+            plain(one["state"]),
+            plain(one["pin"]),
+            plain(one["lag_tokens"]),
+            plain(lasting(one["lag_s"]) if one["lag_tokens"] else None),
+            plain("connected" if one["connected"] else f"{duration(one['seen_s'])} ago"),
+            plain(one["error"]),
+        )
+    return shown
+
 
 app = typer.Typer(
     help="The hub between a homeserver and any number of senders.", invoke_without_command=True
@@ -37,12 +79,12 @@ def relay(
 
 @app.command()
 def status(config: ConfigFile, as_json: AsJson = False) -> int:
-    """Show the log, who follows it, and what is wrong; 1 if anything is."""
+    """Show the log, its consumers and all doubts; 1 if there is a doubt."""
     answer = _client(config).get("relay")
     if as_json:
         say_json(answer)
     else:
-        from fedsender.relay.showing import consumers, facts
+        from fedsender.relay.commands import consumers, facts
 
         for line in facts(answer):
             say(line)

@@ -22,8 +22,8 @@ from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry, Terms
 from fedsender.relay.retention import Limits, Retention, free_bytes
 from fedsender.relay.snapshots import Shelf, open_shelf
+from fedsender.replication.line_stream import OWN_KIND, PeerKind
 from fedsender.replication.server import Door, open_server
-from fedsender.replication.wire import OWN_KIND, PeerKind
 from fedsender.runtime import Runtime
 from fedsender.store.engine import Faults
 from fedsender.store.lock import LockUnknown

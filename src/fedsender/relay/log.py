@@ -123,7 +123,7 @@ class RelayLog:
             self.writer.close(Full("the relay is stopping"))
 
     def _take(self, records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> None:
-        """What was stored just now is in memory, too; consumers may be told of it."""
+        """Take records that were just stored into memory; consumers may be told of them."""
         now_ms = self._runtime.now_ms()
         head = self.head
         for record, token in zip(records, answers, strict=True):
@@ -152,7 +152,7 @@ class RelayLog:
         return Cursor(self, after)
 
     async def read(self, after: int, max_bytes: int) -> list[LogRecord]:
-        """What follows a token: whole records of up to `max_bytes`, but at least one.
+        """The records behind a token, up to `max_bytes`, but at least one.
 
         An empty list: there is nothing. Raises Collected, StoreError.
         """

@@ -1,4 +1,4 @@
-"""The consumers: who has what, and what must therefore be kept.
+"""The consumers, their positions, and the part of the log that is kept for them.
 
 A consumer's *pin* is the token up to which it holds everything durably: what follows stays in the
 log for it. A consumer that was handed a snapshot also holds the log behind that. What is kept for
@@ -53,7 +53,7 @@ class Connected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """How long a consumer may be away, in seconds, and how many there may be."""
+    """The bounds on consumers: the time one may be away, in seconds, and their number."""
 
     consumer_ttl_s: float = 86_400.0
     join_ttl_s: float = 1_800.0
@@ -147,7 +147,7 @@ class Registry:
             raise TooManyConsumers(f"there are {len(self._consumers)} consumers already")
 
     def acked(self, name: str) -> int | None:
-        """What it last said it holds."""
+        """Note the position that it last acknowledged."""
         consumer = self._consumers.get(name)
         return None if consumer is None else consumer.acked
 
@@ -214,7 +214,7 @@ class Registry:
                 self._changed(consumer.name)
 
     def overtake(self, first: int) -> list[Consumer]:
-        """The log begins at `first` now: those who needed more are lost; returns them."""
+        """The log begins at `first` now: consumers that needed more are lost; returns them."""
         lost = []
         for consumer in self._consumers.values():
             handed, acked = consumer.handed, consumer.acked
@@ -230,13 +230,13 @@ class Registry:
         return lost
 
     def floor(self) -> int | None:
-        """The lowest pin; None: nobody holds anything."""
+        """The lowest pin; None: no consumer holds anything."""
         return min(
             (one.pin for one in self._consumers.values() if one.pin is not None), default=None
         )
 
     def holder(self) -> Consumer | None:
-        """Who has the lowest pin."""
+        """The consumer with the lowest pin."""
         pinning = [one for one in self if one.pin is not None]
         return min(pinning, key=lambda one: one.pin or 0, default=None)
 

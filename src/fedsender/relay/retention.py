@@ -1,4 +1,4 @@
-"""What of the log may go, and when.
+"""Retention: the part of the log that may be deleted, and when.
 
 The log begins behind what every consumer holds and what is old enough. When it is larger than it
 may be, or the disk nearly full, its oldest records go whoever needs them: the database says in sum
@@ -45,7 +45,7 @@ def free_bytes(directory: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much is kept.
+    """The bounds of the log.
 
     Attributes:
         keep_min_s: a record stays for so long, whoever has it.
@@ -59,7 +59,7 @@ class Limits:
 
 
 class Retention:
-    """Deletes what nobody needs, and makes room.
+    """Deletes the log that no consumer needs, and makes room.
 
     Args:
         free: says how many bytes of a directory's disk are free.
@@ -143,7 +143,7 @@ class Retention:
         await self._store.give_pages_back()
 
     def _clock_says(self) -> float:
-        """The wall clock against one that nobody sets, in seconds."""
+        """The wall clock against Trio's, in seconds."""
         return self._runtime.now_ms() / 1000 - trio.current_time()
 
     def _watch_the_clock(self) -> None:
@@ -153,11 +153,13 @@ class Retention:
             log.warning("relay_clock_jumped", seconds=round(self._clock - before))
 
     def _clock_jumped_within(self, seconds: float) -> bool:
-        """What seems to be older than `seconds` may be younger: the clock was set ahead since."""
+        """Whether the clock was set ahead within `seconds`, so that ages look greater than they
+        are.
+        """
         return trio.current_time() < self._jumped_at + seconds
 
     async def _expendable(self) -> int:
-        """Up to here nobody needs the log."""
+        """The token up to which no consumer needs the log."""
         pins = [self._registry.floor(), self._shelf.pin, self._log.head]
         through = min(pin for pin in pins if pin is not None)
         if through < self._log.first:

@@ -1,4 +1,4 @@
-"""The snapshots there are, and the making of new ones: one at a time, shared by all who wait.
+"""The snapshots, and the making of new ones: one at a time, shared by all consumers that wait.
 
 A snapshot is made when a consumer asks for one: a read of the database in one transaction, written
 to files, from which any number of consumers fetch it. One that is young enough, and behind which
@@ -54,7 +54,7 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Makings:
-    """How the makings went.
+    """Counts of the makings.
 
     Attributes:
         seconds: the last one took.
@@ -122,7 +122,7 @@ class Shelf:
 
     @property
     def pin(self) -> int | None:
-        """What follows this token is kept for whoever waits for a snapshot; None: nobody does."""
+        """The token behind which the log is kept for a snapshot in the making, or None."""
         return None if self._flight is None else self._flight.above
 
     # --- making -----------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Shelf:
             raise Stopped("the relay stops")
 
     def stop(self) -> None:
-        """Give up what is being made; nobody waits for it any more."""
+        """Give up the snapshot in the making; no consumer waits for it."""
         self._stopping = True
 
     async def _is_whole(self, info: SnapshotInfo) -> bool:

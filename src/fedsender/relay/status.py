@@ -1,4 +1,4 @@
-"""What an operator sees of a relay: one value, shown as JSON, as metrics, and in words."""
+"""The status of a relay: one value, shown as JSON, as metrics, and in words."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SnapshotStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """A relay.
+    """The status of a relay.
 
     Attributes:
         first, head: the oldest and the newest token of the log.
@@ -174,7 +174,7 @@ async def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> Cons
 
 
 def doubts(relay: RelayDaemon) -> Iterator[str]:
-    """What is wrong, one sentence each; none: nothing is."""
+    """The doubts about a relay, one sentence each."""
     if relay.store.trouble is not None:
         yield f"the database does not answer: {relay.store.trouble}"
     if relay.hub.hung():

@@ -1,6 +1,6 @@
-"""The client of the line protocol: follows the `events` stream of one server, of whatever kind.
+"""The client of the line protocol: follows the `events` stream of one server of any kind.
 
-It connects, checks who is there, asks for what follows the position that the store holds durably,
+It connects, checks the peer, asks for all that follows the position that the store holds durably,
 and stores whole tokens, each with its token in one transaction; only then does the events position
 move. When the connection is lost it comes back, without limit, and a batch that was cut off comes
 again whole. It reads only while nothing waits to be stored, so what it has received and the store
@@ -23,9 +23,17 @@ from typing import Final, Protocol
 import structlog
 import trio
 
-from fedsender.facts import STREAM, BadRow, RelayRow, ToDeviceRow
+from fedsender.facts import STREAM, BadRow, EduRow, RelayRow, ToDeviceRow, parse_relay_row
 from fedsender.matrix import is_server_name
-from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.replication.feed_api import EduSink, Feed, FeedStatus, Sink
+from fedsender.replication.line_stream import (
+    OWN_KIND,
+    Disconnected,
+    Endpoint,
+    PeerKind,
+    Wire,
+    connect,
+)
 from fedsender.replication.protocol import (
     RELAY_VERSION,
     Auth,
@@ -44,15 +52,63 @@ from fedsender.replication.protocol import (
     Server,
     Shard,
 )
-from fedsender.replication.relay_rows import parse_record, redacted_in, tell_ephemeral
-from fedsender.replication.sink import Feed, FeedStatus, Sink
-from fedsender.replication.wire import OWN_KIND, PeerKind, Wire
 from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
-from fedsender.store.records import Receipt
+from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.relay_load import Handles
-from fedsender.streams import Json
+from fedsender.streams import Json, RedactionRow
 from fedsender.waiting import Pauses
+
+MAX_TYPISTS = 1000
+
+
+def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[RelayRow]:
+    """The rows of one token that concern us. Raises BadRow.
+
+    Durable EDUs for the servers of other shards are none of ours: they would lie here for ever.
+    """
+    found: list[RelayRow] = []
+    for row in rows:
+        try:
+            parsed = parse_relay_row(row)
+        except BadRow as bad:
+            raise BadRow(f"stream {STREAM}, token {token}: {bad}") from bad
+        if isinstance(parsed, EduRow) and not handles(parsed.destination):
+            continue
+        found.append(parsed)
+    return found
+
+
+def redacted_in(rows: Iterable[RelayRow]) -> set[str]:
+    """The events that these rows say are redacted."""
+    return {row.target for row in rows if isinstance(row, RedactionRow)}
+
+
+def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt | None:
+    """Tell the sink of a row of typing or presence; a receipt is returned, to be stored.
+
+    What cannot be read is passed over: it is of no use a moment later anyway.
+    """
+    match (stream, row):
+        case ("typing", [str(room_id), list(users)]):
+            typists = [user for user in users if isinstance(user, str)]
+            edus.typing(room_id, typists[:MAX_TYPISTS], token)
+        case ("receipts", [str(room), str(kind), str(user), str(event), thread, dict(data)]) if (
+            thread is None or isinstance(thread, str)
+        ):
+            ts = data.get("ts")
+            known = isinstance(ts, int) and not isinstance(ts, bool)
+            return Receipt(0, room, kind, user, event, thread, ts if known else None)
+        case (
+            "presence",
+            [str(user), str(state), int(active), status, bool(now), list(servers)],
+        ) if status is None or isinstance(status, str):
+            edus.presence(PresenceState(user, state, active, status, now))
+            for server in servers:
+                if isinstance(server, str):
+                    edus.presence_wanted(server, user)
+    return None
+
 
 log = structlog.get_logger()
 
@@ -80,7 +136,7 @@ def _no_secret() -> None:
 
 @dataclass(frozen=True, slots=True)
 class LineSettings:
-    """Which server to follow, and who we are to it.
+    """The server to follow, and our name to it.
 
     Attributes:
         server_name: the homeserver's name; a server that gives another one is not listened to.
@@ -143,7 +199,7 @@ async def _open(
 
 
 async def _greet(wire: Wire, settings: LineSettings, secret: str | None) -> None:
-    """Check who it is before telling it anything."""
+    """Check the server's name before telling it anything."""
     first = await wire.next_command()
     if first != Server(settings.server_name):
         await wire.send(Error("WRONG_SERVER another homeserver is expected"))
@@ -173,7 +229,7 @@ async def _greet_relay(wire: Wire, settings: LineSettings) -> Relay:
 
 
 def said(text: str) -> Disconnected:
-    """What the server says before it closes."""
+    """The reason that the server gives before it closes."""
     return Disconnected(f"the server says: {text[:200]}")
 
 
@@ -191,7 +247,7 @@ async def _keep_alive(wire: Wire) -> None:
 
 
 class LineFeed(Feed):
-    """What the feeds over the line protocol have in common; see the module.
+    """The common part of feeds over the line protocol.
 
     Attributes:
         last_error: why the last connection ended or failed.
@@ -316,7 +372,7 @@ class LineFeed(Feed):
         """Say what is to be said after something was read."""
 
     async def _store_receipts(self, receipts: Sequence[Receipt]) -> None:
-        """What only a relay hands on."""
+        """Store the receipts, which only a relay hands on."""
 
     def _take(
         self, command: Command, facts: list[Fact], receipts: list[Receipt]
@@ -374,7 +430,7 @@ class LineFeed(Feed):
 
 
 class EmbeddedStore(Protocol):
-    """What a feed of facts needs of the store."""
+    """The questions and changes of the store that a feed of facts needs."""
 
     async def feed_position(self) -> int: ...
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None: ...
@@ -456,7 +512,7 @@ class TcpFeed(EmbeddedFeed):
 
 
 class NoticeStore(Protocol):
-    """What is asked of a database that is read in place."""
+    """The questions to a database that is read in place."""
 
     async def event_writer_positions(self) -> Mapping[str, int]: ...
 

@@ -19,9 +19,9 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.replication.missed import NotFetched
+from fedsender.replication.feed_api import EduSink
 from fedsender.replication.protocol import Position
-from fedsender.replication.sink import EduSink
+from fedsender.replication.stream_updates import NotFetched
 from fedsender.store.records import PresenceState
 from fedsender.streams import HeardPositions, Json
 
@@ -61,7 +61,7 @@ class _Missed:
 
 
 class EduStreams:
-    """See the module. `run` is for what takes time; everything else returns at once."""
+    """The EDU streams of a Synapse. `run` does what takes time; all other calls return at once."""
 
     def __init__(self, sink: EduSink, fetch: Fetch, acknowledge: Acknowledge) -> None:
         self._sink = sink
@@ -77,7 +77,7 @@ class EduStreams:
         self._held = trio.Event()
 
     def start(self, stream: str, stored: Mapping[str, int]) -> None:
-        """Where the writers of one of `STORED_AS` stand by the database."""
+        """The positions of the writers of one of `STORED_AS`, by the database."""
         self._heard[stream] = HeardPositions(stored, trio.current_time())
         self._watermark(stream)
 

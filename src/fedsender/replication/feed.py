@@ -1,4 +1,4 @@
-"""One feed, whichever way the homeserver tells what is new.
+"""The configured feed: Redis, push, relay or TCP.
 
 Over TCP the homeserver (or a relay) sends the facts themselves, and they are stored before the
 events position moves. Over Redis, Synapse only says how far each of its writers is: the facts are
@@ -36,36 +36,35 @@ from fedsender.replication.client import (
     TcpFeed,
     connect_relay,
 )
-from fedsender.replication.endpoint import Endpoint
-from fedsender.replication.missed import Peers
+from fedsender.replication.feed_api import Feed, FeedStatus, Sink
+from fedsender.replication.line_stream import Endpoint, Wire
 from fedsender.replication.protocol import Shard
 from fedsender.replication.push import PushFeed, PushStore
 from fedsender.replication.redis import RedisSettings
 from fedsender.replication.relay_feed import RelayFeed, RelayStore
-from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
-from fedsender.replication.wire import Wire
 from fedsender.runtime import Runtime
 
 if TYPE_CHECKING:
-    from fedsender.replication.relay_fetch import Fetcher
+    from fedsender.replication.relay_feed import Fetcher
     from fedsender.telemetry import Metrics
 
 __all__ = ["Feed", "FeedStatus", "FeedStore", "InstanceTaken", "Sink", "open_feed"]
 
 
 class FeedStore(SynapseStore, RelayStore, PushStore, Protocol):
-    """What either feed needs of the store."""
+    """The store that any feed needs."""
 
 
 def tcp_settings(config: Config) -> LineSettings:
-    """Which server of the plain protocol, and who we are to it. Only our own kind has the rows of a
+    """The server of the plain protocol, and our name to it. Only our own kind has the rows of a
     store of ours, so its limits hold. Raises ConfigError."""
     return _line_settings(config, config.feed.tcp)
 
 
 def relay_settings(config: Config, *, sends: bool = True) -> LineSettings:
-    """Which relay, and who we are to it; a shadow sends nothing. Raises ConfigError."""
+    """The relay, and our name to it; a shadow sends nothing. Raises ConfigError."""
     return replace(
         _line_settings(config, config.feed.relay),
         shard=_shard(config) if sends else None,
@@ -101,7 +100,7 @@ def _relay_feed(
 
     def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
         # Only a full sync needs it, and the libraries behind it.
-        from fedsender.replication.relay_fetch import Fetcher
+        from fedsender.replication.relay_feed import Fetcher
 
         async def open_wire(nursery: trio.Nursery) -> Wire:
             return (await connect_relay(settings, runtime, nursery))[0]
@@ -134,7 +133,7 @@ def redis_settings(config: Config) -> RedisSettings:
 
 
 def peers(config: Config) -> Peers:
-    """Who can be asked for what was missed, the secret read from its file. Raises ConfigError."""
+    """The processes to ask for missed rows. Raises ConfigError."""
     http = config.feed.http
     secret = read_secret(http.secret_file) if http.secret_file else None
     tls = _tls(http.ca_file) if any(each.tls for each in http.instances.values()) else None

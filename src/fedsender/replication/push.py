@@ -27,8 +27,8 @@ from fedsender.facts import (
 )
 from fedsender.intake.intake import Full, Intake, Signer
 from fedsender.intake.writer import AppendStore, Writer
-from fedsender.replication.relay_rows import redacted_in, tell_ephemeral
-from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.replication.client import redacted_in, tell_ephemeral
+from fedsender.replication.feed_api import Feed, FeedStatus, Sink
 from fedsender.runtime import Runtime
 from fedsender.store.appends import REDACTED, NewRecord, News, Notice, Place, stored_rows
 from fedsender.store.engine import StoreError
@@ -49,7 +49,7 @@ TRY_EVERY_S: Final = 2.0
 
 
 class PushStore(AppendStore, Protocol):
-    """What the feed needs of the store."""
+    """The store that the feed needs."""
 
     @property
     def alone(self) -> bool: ...
@@ -63,7 +63,7 @@ class PushStore(AppendStore, Protocol):
 
 
 class PushFeed(Feed):
-    """See the module.
+    """The feed of a homeserver that appends to this sender.
 
     Attributes:
         intake: what requests are handed to.
@@ -169,7 +169,7 @@ class PushFeed(Feed):
             await trio.sleep(LOOK_EVERY_S)
 
     def _close(self, elsewhere: Elsewhere) -> None:
-        """Take no appends; who waits is told."""
+        """Take no appends; requests that wait are told."""
         if self.intake.closed is None:
             self.intake.begin_anew()
         self.intake.closed = elsewhere

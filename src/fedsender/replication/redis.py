@@ -19,7 +19,7 @@ import structlog
 import tenacity
 import trio
 
-from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.replication.line_stream import Disconnected, Endpoint, connect
 from fedsender.replication.protocol import (
     BadLine,
     Command,

@@ -19,7 +19,7 @@ MAX_DEPTH = 4
 
 
 class BadReply(ValueError):
-    """What came is not RESP2, or beyond a bound; the connection is of no more use."""
+    """The answer is not RESP2, or beyond a bound; the connection is of no more use."""
 
 
 class Missing(enum.Enum):

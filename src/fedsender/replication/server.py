@@ -1,4 +1,4 @@
-"""The server of the line protocol: its listeners, who may come in, and streams to follow.
+"""The server of the line protocol: its listeners, its clients, and streams to follow.
 
 Nothing is queued for a client. Each subscription is a cursor: it reads what lies between the cursor
 and the stream's position from the `StreamSource`, sends it, and waits for the position to move on.
@@ -8,7 +8,7 @@ new"; and a client that is too slow is cut off, comes back with its token, and g
 A person with netcat is a good client: nobody is timed out before they have sent a PING.
 
 A `Session` is one connection. What else a server can be asked for is said by a subclass of both:
-see `relay.hub`, and `relay.session`.
+see `relay.hub`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,15 @@ import trio
 
 from fedsender.admin import CannotListen
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
-from fedsender.replication.endpoint import Disconnected
+from fedsender.replication.line_stream import (
+    OTHERS,
+    PING_EVERY_S,
+    SEND_PIECE,
+    Disconnected,
+    PeerKind,
+    TooSlow,
+    Wire,
+)
 from fedsender.replication.protocol import (
     WORKERS_WORDS,
     Auth,
@@ -52,7 +60,6 @@ from fedsender.replication.protocol import (
     UnsendableCommand,
     format_command,
 )
-from fedsender.replication.wire import OTHERS, PING_EVERY_S, SEND_PIECE, PeerKind, TooSlow, Wire
 from fedsender.runtime import Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Json, Watermark
 from fedsender.waiting import pause_s
@@ -307,7 +314,7 @@ class Session:
             await trio.sleep(PING_EVERY_S)
 
     def beat(self) -> list[Command]:
-        """What is said every few seconds."""
+        """The command that is sent every few seconds."""
         return [Ping(str(self._server.runtime.now_ms()))]
 
     async def _follow(self, name: str, token: int | None) -> None:
@@ -354,7 +361,7 @@ class Session:
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened since the start.
+    """Counts since the start.
 
     Attributes:
         evicted: connections that had not given a secret, and made room for others.
@@ -415,7 +422,7 @@ class LineServer(ABC, Generic[S]):
 
     @property
     def clients(self) -> list[str]:
-        """What the connected clients call themselves."""
+        """The names of the connected clients."""
         return sorted(session.name for session in self.sessions)
 
     def announce(self, command: Command, *, but: Session | None = None) -> None:
@@ -468,7 +475,7 @@ class LineServer(ABC, Generic[S]):
     # --- who may come in --------------------------------------------------------------------------
 
     def _make_room(self, new: Session) -> str | None:
-        """Let somebody else go for a connection that has just come; or why it cannot stay.
+        """Close another connection for a new one; or the reason why the new one cannot stay.
 
         One that has yet to give a secret always gets a place: so nobody can keep others out by
         being there. The place is that of the oldest from where the most come.
@@ -498,7 +505,7 @@ class LineServer(ABC, Generic[S]):
         self._wrong_lately = 0
 
     async def names_of(self, secret: str) -> frozenset[str]:
-        """The names whose secret this is now; all are compared, in constant time."""
+        """The names that have this secret now; all are compared, in constant time."""
         if self.secrets is None:
             return frozenset()
         secrets = await self.runtime.run_sync(self.secrets, limiter=self._limiter)
@@ -592,7 +599,7 @@ async def close(doors: Sequence[Door]) -> None:
 
 
 def peer_of(stream: trio.abc.Stream) -> str:
-    """Where a connection comes from: its address, of IPv6 the network of 64 bits; or nothing."""
+    """The origin of a connection: its address, of IPv6 the network of 64 bits; or nothing."""
     below = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
     if not isinstance(below, trio.SocketStream):
         return ""
@@ -608,7 +615,7 @@ def peer_of(stream: trio.abc.Stream) -> str:
 
 @asynccontextmanager
 async def open_server(server: LineServer[S], listeners: Sequence[Listener]) -> AsyncIterator[None]:
-    """Serve who comes until the body is left; nobody is listened for any more then.
+    """Serve clients until the body is left; the listeners are closed then.
 
     Who comes by a Unix socket needs no secret. Raises ValueError if there are no secrets, and other
     machines can reach a listener.

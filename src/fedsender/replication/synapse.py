@@ -1,4 +1,4 @@
-"""The feed of a live Synapse: what its processes say over Redis.
+"""The feed of a live Synapse: the commands of its processes over Redis.
 
 Nothing that is said carries the facts. `POSITION` and `RDATA` of `events` tell how far each writer
 is, `caches` that somebody changed a server's backoff, `to_device` that there is something for a
@@ -18,7 +18,7 @@ import trio
 
 from fedsender.matrix import is_server_name
 from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
-from fedsender.replication.missed import Peers, fetch_missed
+from fedsender.replication.feed_api import Feed, FeedStatus, Sink
 from fedsender.replication.protocol import (
     BadLine,
     Batches,
@@ -32,7 +32,7 @@ from fedsender.replication.protocol import (
     format_command,
 )
 from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
-from fedsender.replication.sink import Feed, FeedStatus, Sink
+from fedsender.replication.stream_updates import Peers, fetch_missed
 from fedsender.runtime import Runtime
 from fedsender.streams import Hold, Json, StreamPositions, UnknownWriter
 
@@ -57,11 +57,11 @@ BACKOFF_CACHE = "get_destination_retry_timings"
 
 
 class InstanceTaken(Exception):
-    """Somebody else speaks under our instance name: two senders would send everything twice."""
+    """Another process speaks under our instance name: two senders would send everything twice."""
 
 
 class SynapseStore(Protocol):
-    """What the feed asks of Synapse's database."""
+    """The questions that the feed asks Synapse's database."""
 
     async def event_writer_positions(self) -> Mapping[str, int]:
         """For each configured writer of events, a position at which it is known to be done."""
@@ -87,7 +87,7 @@ class SynapseStore(Protocol):
 
 
 class _Echoes:
-    """What we have said and not yet heard back; everybody on the channel hears everything."""
+    """Commands that we have sent and not yet heard back; the channel returns all of them."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, int] = OrderedDict()
@@ -226,7 +226,7 @@ class SynapseFeed(Feed):
             await self._publish(Replicate())
 
     async def _say_position(self) -> None:
-        """Where we stand in `caches`, the one stream that we write; if we ever did."""
+        """Send our position in `caches`, the one stream that we write; if we ever did."""
         last = self._last_cache_write
         if last is not None:
             await self._publish(Position("caches", self._instance, last, last))
@@ -235,7 +235,7 @@ class SynapseFeed(Feed):
         await self._publish(FederationAck(self._instance, token))
 
     async def _publish(self, command: Command) -> None:
-        """Say it if there is a connection; what nobody hears is healed by the next POSITION."""
+        """Send it if there is a connection; a lost one is healed by the next POSITION."""
         if self._link is None or (self._shadow and command != Replicate()):
             return
         named = not isinstance(command, Replicate)
@@ -362,7 +362,7 @@ class SynapseFeed(Feed):
                     self._sink.to_device_changed(entity)
 
     async def _fetch(self, stream: str, writer: str | None, after: int, upto: int) -> None:
-        """What was said in (after, upto] while we were not listening."""
+        """The rows in (after, upto] that were sent while we were not listening."""
         if stream == "caches":
             changed = partial(self._store.changed_backoffs, writer or "", after, upto)
             for server in await self.insist(changed):

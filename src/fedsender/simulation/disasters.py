@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 import trio
 
+from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.protocol import RemoteServerUp
 from fedsender.replication.server import StreamServer, open_replication_server
-from fedsender.replication.wire import OWN_KIND
 from fedsender.runtime import Runtime
 from fedsender.simulation.behaviours import Mode
 from fedsender.simulation.checks import CommitChecks

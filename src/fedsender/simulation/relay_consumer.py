@@ -19,10 +19,8 @@ import trio
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow, ToDeviceRow
 from fedsender.replication.client import LineSettings, connect_relay
-from fedsender.replication.endpoint import Endpoint
-from fedsender.replication.relay_feed import RelayFeed
-from fedsender.replication.relay_fetch import Fetcher
-from fedsender.replication.wire import Wire
+from fedsender.replication.line_stream import Endpoint, Wire
+from fedsender.replication.relay_feed import Fetcher, RelayFeed
 from fedsender.runtime import Network, Runtime
 from fedsender.simulation.daemon_life import Crash
 from fedsender.simulation.relay_checks import RelayBooks, Standing

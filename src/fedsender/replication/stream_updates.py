@@ -15,7 +15,7 @@ import orjson
 import trio
 
 from fedsender.federation.transport import AnswerMemory, Bounds, Connection, ExchangeFailed
-from fedsender.replication.endpoint import Disconnected, Endpoint, connect
+from fedsender.replication.line_stream import Disconnected, Endpoint, connect
 from fedsender.runtime import Runtime
 from fedsender.streams import Json
 

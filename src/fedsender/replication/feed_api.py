@@ -1,4 +1,4 @@
-"""What every feed is: something that runs, moves a sink's positions, and can say how it stands."""
+"""The face of every feed: it runs, moves a sink's positions, and tells its status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class MadeEduSink(Protocol):
-    """Who takes EDUs that the homeserver has made itself, and holds for nobody but us."""
+    """The receiver of EDUs that the homeserver has made itself, and keeps for us alone."""
 
     def edu(
         self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
@@ -40,7 +40,7 @@ class MadeEduSink(Protocol):
 
 
 class EduSink(MadeEduSink, Protocol):
-    """Who is fed with what EDUs are made of. All calls return at once and cannot fail.
+    """The receiver of the sources of EDUs. All calls return at once and cannot fail.
 
     Users of other servers are in it too; the sink knows whose are ours.
 
@@ -60,11 +60,11 @@ class EduSink(MadeEduSink, Protocol):
         ...
 
     def typing_reset(self) -> None:
-        """Tokens of typing begin anew, and so does what is known of who types."""
+        """Tokens of typing begin anew, and so does the set of users that type."""
         ...
 
     def presence(self, state: PresenceState) -> None:
-        """How present a user is now."""
+        """The presence of a user now."""
         ...
 
     def presence_missed(self, after: int, upto: int) -> None:
@@ -77,7 +77,7 @@ class EduSink(MadeEduSink, Protocol):
 
 
 class Sink(Protocol):
-    """Who is fed. All calls return at once and cannot fail.
+    """The receiver of a feed. All calls return at once and cannot fail.
 
     Attributes:
         events: the events position: everything up to it may be read from the store.
@@ -90,11 +90,11 @@ class Sink(Protocol):
     def edus(self) -> EduSink: ...
 
     def server_up(self, server: str) -> None:
-        """Somebody has proof that this server is alive."""
+        """There was a sign of life of this server."""
         ...
 
     def backoff_changed(self, server: str) -> None:
-        """Somebody else wrote this server's row in `destinations`."""
+        """Another process wrote this server's row in `destinations`."""
         ...
 
     def to_device_changed(self, server: str) -> None:
@@ -109,7 +109,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FeedStatus:
-    """How the feed stands, for `/ready` and the operator.
+    """The status of the feed, for `/ready` and the operator.
 
     Attributes:
         level: we have everything that the homeserver has said there is.
@@ -170,7 +170,7 @@ class Feed(ABC):
             self.metrics.inbound_rdata.labels(stream).inc(rows)
 
     def status(self) -> FeedStatus:
-        """How the feed stands now."""
+        """The status of the feed now."""
         status = self._status()
         if self._refusal is None:
             return status
@@ -180,10 +180,10 @@ class Feed(ABC):
 
     @abstractmethod
     def _status(self) -> FeedStatus:
-        """How the feed stands, as long as the database does not fail."""
+        """The status of the feed, as long as the database does not fail."""
 
     async def insist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What the store says to `ask`, which is asked again for as long as the database fails.
+        """The answer of the store to `ask`, which is asked again for as long as the database fails.
 
         What it fails at passes, or is for an operator to mend, who is told by `status`; a feed that
         gave up would wait for a restart then. One task at a time. Raises FeedError: what the

@@ -1,17 +1,20 @@
 """One TCP connection of the line protocol: whole lines out, commands in, both under deadlines.
 
-What server and client have in common. Nothing is queued here: whoever sends waits until the system
-has taken the bytes, and a peer that does not take them in time is disconnected.
+Used by server and client. Nothing is queued here: a task that sends waits until the system has
+taken the bytes, and a peer that does not take them in time is disconnected.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import ssl
 from collections.abc import AsyncIterable, Callable
 from dataclasses import dataclass
 
 import trio
 
-from fedsender.replication.endpoint import Disconnected
+from fedsender.config.values import TcpAddress, UnixAddress
+from fedsender.federation.transport import reason
 from fedsender.replication.protocol import (
     OWN_MAX_LINE,
     SYNAPSE_MAX_LINE,
@@ -23,6 +26,83 @@ from fedsender.replication.protocol import (
     File,
     Ping,
 )
+from fedsender.runtime import NameNotFound, ResolveFailed, Runtime
+
+CONNECT_S = 30.0
+
+
+class Disconnected(Exception):
+    """The other side is not there, or not there any more; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An address, and TLS if `tls` is given.
+
+    Attributes:
+        tls_name: the name that the certificate must have; by default the host.
+    """
+
+    address: TcpAddress | UnixAddress
+    tls: ssl.SSLContext | None = None
+    tls_name: str | None = None
+
+
+async def connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
+    """A new connection to `endpoint`; raises Disconnected, within CONNECT_S."""
+    try:
+        with trio.fail_after(CONNECT_S):
+            return await _connect(endpoint, runtime)
+    except trio.TooSlowError as slow:
+        raise Disconnected(f"{endpoint.address}: no connection in {CONNECT_S:.0f} s") from slow
+    except (OSError, trio.BrokenResourceError, NameNotFound, ResolveFailed) as error:
+        text = (
+            reason(error) if isinstance(error, OSError | trio.BrokenResourceError) else str(error)
+        )
+        raise Disconnected(f"{endpoint.address}: {text}") from error
+
+
+async def _connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
+    if isinstance(endpoint.address, UnixAddress):
+        return await runtime.network.open_unix(endpoint.address.path)
+    stream = await _open_tcp(endpoint.address, runtime)
+    if endpoint.tls is None:
+        return stream
+    try:
+        name = endpoint.tls_name or endpoint.address.host
+        return await runtime.network.start_tls(stream, endpoint.tls, name)
+    except BaseException:
+        await trio.aclose_forcefully(stream)
+        raise
+
+
+async def _open_tcp(address: TcpAddress, runtime: Runtime) -> trio.abc.Stream:
+    """Try the addresses of the host one after the other."""
+    failure: OSError = OSError("no address")
+    for numeric in await _addresses(address.host, runtime):
+        try:
+            return await runtime.network.open_tcp(numeric, address.port)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+async def _addresses(host: str, runtime: Runtime) -> list[str]:
+    try:
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        pass
+    found: list[str] = []
+    missing: NameNotFound | None = None
+    for rdtype in ("A", "AAAA"):
+        try:
+            found += (await runtime.network.resolve(host, rdtype)).values
+        except NameNotFound as none:
+            missing = none
+    if not found and missing is not None:
+        raise missing
+    return found
+
 
 # Something is sent this often; it is also what Synapse does.
 PING_EVERY_S = 5.0
@@ -38,7 +118,7 @@ class TooSlow(Disconnected):
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """What may be expected of a peer.
+    """The kind of a peer: its limits and deadlines.
 
     Attributes:
         max_line: bytes in a line, both ways.
