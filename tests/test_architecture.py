@@ -35,11 +35,6 @@ def names_in(cell: str) -> list[str]:
 
 
 LAYERS = [names_in(row[0]) for row in rows_of("| packages | what they are |")]
-ARROWS_UP = {
-    (names_in(row[0])[0], names_in(row[1])[0]): int(row[2])
-    for row in rows_of("| package | imports | in modules | what |")
-}
-CIRCLES = [sorted(names_in(row[0])) for row in rows_of("| modules |")]
 
 
 def path_of(name: str) -> Path:
@@ -116,7 +111,6 @@ def test_each_package_has_its_row() -> None:
 
 
 def test_imports_run_down_the_table_of_packages() -> None:
-    """But for those that the page lists, of which there are no more than it says."""
     level = {name: -number for number, row in enumerate(LAYERS) for name in row}
     up = Counter(
         (package_of(module), package)
@@ -124,7 +118,7 @@ def test_imports_run_down_the_table_of_packages() -> None:
         for package in {package_of(each) for each in imported}
         if module != "__init__" and level[package] > level[package_of(module)]
     )
-    assert up == ARROWS_UP, "arrows up in the tree; and those that docs/architecture.md lists"
+    assert not up, "imports that run up, by package"
 
 
 def circles() -> list[list[str]]:
@@ -148,5 +142,5 @@ def circles() -> list[list[str]]:
     return [list(each) for each in sorted(sets)]
 
 
-def test_modules_import_each_other_in_no_circle_but_those_that_are_listed() -> None:
-    assert circles() == sorted(CIRCLES)
+def test_modules_import_each_other_in_no_circle() -> None:
+    assert circles() == []

@@ -18,9 +18,9 @@ import yaml
 from tests.admin.desk import TOKEN, Standing, parts_of
 from tests.sender.harness import HS, World
 
-from fedsender.admin.server import serve_parts
+from fedsender.admin.app import serve_parts
 from fedsender.cli import run_command
-from fedsender.replication.feed_api import FeedStatus
+from fedsender.streams import FeedStatus
 from fedsender.testing.clock import until
 
 R1 = "!1:hs.example"

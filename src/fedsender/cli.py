@@ -97,12 +97,12 @@ def _leaves(error: BaseException) -> list[BaseException]:
 def _code_of(error: BaseException) -> int | None:
     """The exit code of an error with words for an operator; None: it has none."""
     # Only who has met an error waits for these.
-    from fedsender.admin import CannotListen
     from fedsender.admin.client import AdminError
     from fedsender.config import ConfigError
     from fedsender.config.document import OUR_LACK, OutOfReach
     from fedsender.federation.signing import BadSigningKey
     from fedsender.replication.feed import InstanceTaken
+    from fedsender.runtime import CannotListen
     from fedsender.store import StoreError, WrongDatabase
 
     if isinstance(error, OutOfReach) or getattr(error, "errno", None) in OUR_LACK:

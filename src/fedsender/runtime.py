@@ -71,6 +71,10 @@ class ResolveFailed(Exception):
     """The DNS gave no answer: no server replied, or those that did could not help."""
 
 
+class CannotListen(OSError):
+    """The configured address is taken, or is none of ours."""
+
+
 class OutOfResources(OSError):
     """This process or this machine has no file descriptor, buffer or memory left for a socket: the
     other side has no part in it."""

@@ -356,3 +356,34 @@ class RedactionRow:
 
 
 FeedRow = PduRow | HostsRow | RedactionRow
+
+
+# --- status ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FeedStatus:
+    """The status of the feed, for `/ready` and the operator.
+
+    Attributes:
+        level: all that the homeserver has said there is, is here.
+        position: the events position that the sender was given.
+        head: the newest events position that we have heard of.
+        held: the obstacle to more events, in words: a writer that has kept `position` below
+            `head` for 30 s, a full sync, a database that fails.
+        held_s: for how long it has been so, in seconds; 0.0: it is not.
+        stopped: the reason why no event will come until an operator acts, in words.
+        last_error: why the last connection ended or failed.
+        appends: the instance that takes appends, in words; None: the homeserver does not append.
+    """
+
+    kind: str
+    connected: bool
+    level: bool
+    position: int
+    head: int
+    held: str | None = None
+    held_s: float = 0.0
+    stopped: str | None = None
+    last_error: str | None = None
+    appends: str | None = None

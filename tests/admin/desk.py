@@ -11,10 +11,10 @@ from tests.sender.harness import World
 
 from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
-from fedsender.admin.parts import Parts
+from fedsender.admin.context import Parts
 from fedsender.admin.probes import doubts, observe
 from fedsender.config import Policies
-from fedsender.replication.feed_api import FeedStatus
+from fedsender.streams import FeedStatus
 
 TOKEN = "the admin token"
 OURS = "/_fedsender/admin/v1"

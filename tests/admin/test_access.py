@@ -14,7 +14,7 @@ from trio.testing import MockClock
 from fedsender.admin.access import BODY_SECONDS, LARGE_BYTES, SMALL_BODY, Doorkeeper
 from fedsender.admin.app import OPENAPI_PATH, description
 from fedsender.admin.http1 import OPERATORS, Bounds
-from fedsender.replication.feed_api import FeedStatus
+from fedsender.streams import FeedStatus
 
 GUARDED = (
     f"{OURS}/destinations",

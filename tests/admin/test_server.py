@@ -16,8 +16,8 @@ import trio
 from tests.admin.desk import OURS, TOKEN, Standing, checked, parts_of
 from tests.sender.harness import World
 
+from fedsender.admin.app import serve_parts
 from fedsender.admin.client import AdminClient, AdminError
-from fedsender.admin.server import serve_parts
 from fedsender.admin.serving import Admin
 from fedsender.config import ConfigError, TcpAddress, UnixAddress
 

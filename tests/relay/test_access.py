@@ -21,7 +21,6 @@ from tests.relay.log_support import pdu
 from tests.relay.relay_world import Hands, World, config_of
 from tests.replication.support import Netcat
 
-from fedsender.admin import CannotListen
 from fedsender.config import TcpAddress, UnixAddress, from_values
 from fedsender.intake.intake import Append
 from fedsender.relay.daemon import RelayDaemon, open_relay
@@ -35,7 +34,7 @@ from fedsender.replication.server import (
     close,
     listen,
 )
-from fedsender.runtime import real_runtime
+from fedsender.runtime import CannotListen, real_runtime
 
 Clock = trio.testing.MockClock
 SECRET = "correct horse battery staple"

@@ -23,9 +23,9 @@ from tests.replication.support import (
 from tests.replication.test_synapse_feed import BACKOFF, Tables, fed
 
 from fedsender.replication.client import LineSettings, TcpFeed
-from fedsender.replication.feed_api import FeedStatus
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
+from fedsender.streams import FeedStatus
 
 Clock = trio.testing.MockClock
 

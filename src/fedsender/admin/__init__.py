@@ -1,6 +1,6 @@
 """The operator's side: an HTTP endpoint on loopback or a Unix socket, and the client for it.
 
-`server` listens; `access` is the only way in (token, sizes, deadlines); `app` puts the endpoints
+`serving` listens; `access` is the only way in (token, sizes, deadlines); `app` puts the endpoints
 together: `endpoints` (ours), `homeserver` (those that Synapse has, too), `probes` (health,
 readiness, metrics). `client` is what the command line uses.
 """
@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from fedsender.admin.server import Daemon
+    from fedsender.admin.app import Daemon
     from fedsender.admin.serving import Admin
     from fedsender.runtime import Runtime
 
-__all__ = ["CannotListen", "open_admin"]
-
-
-class CannotListen(OSError):
-    """The configured address is taken, or is none of ours."""
+__all__ = ["open_admin"]
 
 
 @asynccontextmanager
@@ -35,8 +31,7 @@ async def open_admin(daemon: "Daemon", runtime: "Runtime") -> AsyncIterator["Adm
     from fedsender.admin.serving import serve_app
 
     def make_app() -> "FastAPI":
-        from fedsender.admin.app import build_app
-        from fedsender.admin.server import parts_of
+        from fedsender.admin.app import build_app, parts_of
 
         return build_app(parts_of(daemon, runtime))
 

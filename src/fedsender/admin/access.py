@@ -13,8 +13,8 @@ import structlog
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fedsender.admin.errors import Refusal, error_body
 from fedsender.admin.http1 import OPERATORS, Bounds, Gone
-from fedsender.admin.refusal import Refusal, error_body
 from fedsender.matrix import parse_server_name
 
 log = structlog.get_logger()

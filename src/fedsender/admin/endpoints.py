@@ -17,6 +17,7 @@ from fedsender.admin.bodies import (
     ServersWithReason,
     Skip,
 )
+from fedsender.admin.context import Parts, Reach
 from fedsender.admin.destinations import (
     UNKNOWN,
     Page,
@@ -26,11 +27,10 @@ from fedsender.admin.destinations import (
     left_alone_because,
     list_page,
 )
-from fedsender.admin.parts import Parts, Reach
-from fedsender.admin.refusal import Error, Refusal, not_found
+from fedsender.admin.display import many
+from fedsender.admin.errors import Error, Refusal, not_found
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
-from fedsender.admin.words import many
 from fedsender.config.values import ServerName, ServerPattern
 from fedsender.matrix import matches
 from fedsender.store.sender import Quarantined

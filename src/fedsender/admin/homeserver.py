@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fedsender.admin.bodies import MAX_INTEGER
-from fedsender.admin.parts import Parts, Reach
-from fedsender.admin.refusal import Error, Refusal, bad_param, json_answer, not_found
+from fedsender.admin.context import Parts, Reach
+from fedsender.admin.errors import Error, Refusal, bad_param, json_answer, not_found
 from fedsender.store.records import DestinationRow
 
 PREFIX = "/_synapse/admin/v1/federation/destinations"

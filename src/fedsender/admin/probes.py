@@ -8,13 +8,13 @@ import trio
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from fedsender.admin.parts import Reach
-from fedsender.admin.refusal import json_answer
-from fedsender.admin.words import many
-from fedsender.replication.feed_api import FeedStatus
+from fedsender.admin.context import Reach
+from fedsender.admin.display import many
+from fedsender.admin.errors import json_answer
 from fedsender.sender.destination import Phase
 from fedsender.sender.fan_out import Standstill
 from fedsender.sender.sender import Sender
+from fedsender.streams import FeedStatus
 from fedsender.telemetry import EXPOSITION_TYPE, Metrics
 
 router = APIRouter(tags=["probes"])

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import structlog
 import trio
 
-from fedsender.admin import CannotListen
 from fedsender.admin.http1 import OPERATORS, Bounds, serve_http
 from fedsender.config import Address, TcpAddress, UnixAddress, read_secret
-from fedsender.runtime import Runtime, listen_tcp, listen_unix
+from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

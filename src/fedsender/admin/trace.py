@@ -14,8 +14,8 @@ import orjson
 import structlog
 import trio
 
+from fedsender.admin.context import Parts
 from fedsender.admin.destinations import state_in_words
-from fedsender.admin.parts import Parts
 from fedsender.ledger import EVERY_SERVER, segments
 from fedsender.sender.failure import ServerState
 from fedsender.sender.routing import Routed

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+from fedsender.admin.context import Parts
 from fedsender.admin.destinations import is_known, next_attempt_ms, state_in_words
-from fedsender.admin.parts import Parts
-from fedsender.admin.words import duration, many
+from fedsender.admin.display import duration, many
 from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
 from fedsender.sender.isolation import Kind

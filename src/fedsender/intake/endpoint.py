@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from fedsender.admin.app import new_app
 from fedsender.admin.bodies import Body
+from fedsender.admin.errors import Error, Refusal, bad_param, json_answer, not_found
 from fedsender.admin.http1 import Bounds
-from fedsender.admin.refusal import Error, Refusal, bad_param, json_answer, not_found
 from fedsender.admin.serving import Admin, MakeTls, serve_app
 from fedsender.config import Address
 from fedsender.facts import (

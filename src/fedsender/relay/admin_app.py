@@ -12,7 +12,7 @@ from starlette.responses import Response
 from fedsender.admin.app import DESCRIBED, new_app
 from fedsender.admin.bodies import Body
 from fedsender.admin.client import PREFIX
-from fedsender.admin.refusal import Error, Refusal, json_answer, not_found
+from fedsender.admin.errors import Error, Refusal, json_answer, not_found
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Config
 from fedsender.relay.registry import Connected

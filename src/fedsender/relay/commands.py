@@ -8,8 +8,7 @@ import typer
 from rich.table import Table
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
-from fedsender.admin.display import lasting, new_table, plain
-from fedsender.admin.words import duration
+from fedsender.admin.display import duration, lasting, new_table, plain
 from fedsender.console import say, say_json, say_text, show
 
 Answer = Mapping[str, Any]

@@ -25,7 +25,7 @@ import trio
 
 from fedsender.facts import STREAM, BadRow, EduRow, RelayRow, ToDeviceRow, parse_relay_row
 from fedsender.matrix import is_server_name
-from fedsender.replication.feed_api import EduSink, Feed, FeedStatus, Sink
+from fedsender.replication.feed_api import EduSink, Feed, Sink
 from fedsender.replication.line_stream import (
     OWN_KIND,
     Disconnected,
@@ -56,7 +56,7 @@ from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.relay_load import Handles
-from fedsender.streams import Json, RedactionRow
+from fedsender.streams import FeedStatus, Json, RedactionRow
 from fedsender.waiting import Pauses
 
 MAX_TYPISTS = 1000

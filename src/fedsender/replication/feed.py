@@ -36,7 +36,7 @@ from fedsender.replication.client import (
     TcpFeed,
     connect_relay,
 )
-from fedsender.replication.feed_api import Feed, FeedStatus, Sink
+from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.line_stream import Endpoint, Wire
 from fedsender.replication.protocol import Shard
 from fedsender.replication.push import PushFeed, PushStore
@@ -45,6 +45,7 @@ from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.replication.stream_updates import Peers
 from fedsender.replication.synapse import InstanceTaken, SynapseFeed, SynapseStore
 from fedsender.runtime import Runtime
+from fedsender.streams import FeedStatus
 
 if TYPE_CHECKING:
     from fedsender.replication.relay_feed import Fetcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import structlog
@@ -15,7 +15,7 @@ from fedsender.runtime import Runtime
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 from fedsender.store.records import PresenceState
-from fedsender.streams import Watermark
+from fedsender.streams import FeedStatus, Watermark
 from fedsender.waiting import Pauses
 
 if TYPE_CHECKING:
@@ -105,34 +105,6 @@ class Sink(Protocol):
         """These are redacted, by the store, whose feed told so: perhaps by events that are not in
         it. Said before `events` rises past what told so."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class FeedStatus:
-    """The status of the feed, for `/ready` and the operator.
-
-    Attributes:
-        level: we have everything that the homeserver has said there is.
-        position: the events position that the sender was given.
-        head: the newest events position that we have heard of.
-        held: what keeps events from coming, in words: a writer that has kept `position` below
-            `head` for 30 s, a full sync, a database that fails.
-        held_s: for how long it has been so, in seconds; 0.0: it is not.
-        stopped: why no event will ever come until somebody acts, in words.
-        last_error: why the last connection ended or failed.
-        appends: who takes what the homeserver appends, in words; None: it does not append.
-    """
-
-    kind: str
-    connected: bool
-    level: bool
-    position: int
-    head: int
-    held: str | None = None
-    held_s: float = 0.0
-    stopped: str | None = None
-    last_error: str | None = None
-    appends: str | None = None
 
 
 class Feed(ABC):

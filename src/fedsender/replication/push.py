@@ -28,12 +28,12 @@ from fedsender.facts import (
 from fedsender.intake.intake import Full, Intake, Signer
 from fedsender.intake.writer import AppendStore, Writer
 from fedsender.replication.client import redacted_in, tell_ephemeral
-from fedsender.replication.feed_api import Feed, FeedStatus, Sink
+from fedsender.replication.feed_api import Feed, Sink
 from fedsender.runtime import Runtime
 from fedsender.store.appends import REDACTED, NewRecord, News, Notice, Place, stored_rows
 from fedsender.store.engine import StoreError
 from fedsender.store.records import Receipt
-from fedsender.streams import Json
+from fedsender.streams import FeedStatus, Json
 
 log = structlog.get_logger()
 

@@ -38,7 +38,7 @@ from fedsender.replication.client import (
     connect_relay,
     said,
 )
-from fedsender.replication.feed_api import FeedStatus, Sink
+from fedsender.replication.feed_api import Sink
 from fedsender.replication.line_stream import Disconnected, Wire
 from fedsender.replication.protocol import (
     Ack,
@@ -69,6 +69,7 @@ from fedsender.snapshot import (
 )
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
+from fedsender.streams import FeedStatus
 from fedsender.waiting import Pauses
 
 T = TypeVar("T")

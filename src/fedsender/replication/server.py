@@ -30,7 +30,6 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 import structlog
 import trio
 
-from fedsender.admin import CannotListen
 from fedsender.config.values import Address, TcpAddress, UnixAddress, is_loopback
 from fedsender.replication.line_stream import (
     OTHERS,
@@ -60,7 +59,7 @@ from fedsender.replication.protocol import (
     UnsendableCommand,
     format_command,
 )
-from fedsender.runtime import Runtime, listen_tcp, listen_unix
+from fedsender.runtime import CannotListen, Runtime, listen_tcp, listen_unix
 from fedsender.streams import Fact, Json, Watermark
 from fedsender.waiting import pause_s
 

@@ -18,7 +18,7 @@ import trio
 
 from fedsender.matrix import is_server_name
 from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
-from fedsender.replication.feed_api import Feed, FeedStatus, Sink
+from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.protocol import (
     BadLine,
     Batches,
@@ -34,7 +34,7 @@ from fedsender.replication.protocol import (
 from fedsender.replication.redis import RedisLink, RedisSettings, Subscribed, open_redis_link
 from fedsender.replication.stream_updates import Peers, fetch_missed
 from fedsender.runtime import Runtime
-from fedsender.streams import Hold, Json, StreamPositions, UnknownWriter
+from fedsender.streams import FeedStatus, Hold, Json, StreamPositions, UnknownWriter
 
 log = structlog.get_logger()
 

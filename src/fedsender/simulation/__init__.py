@@ -26,14 +26,13 @@ import trio
 from fedsender.simulation.observations import Observations, Violation, log_goes_to
 from fedsender.simulation.report import Report
 from fedsender.simulation.scenario import Scenario
-from fedsender.simulation.world import Size, World, build_world
+from fedsender.simulation.world import MEMORY_DISK, Size, World, build_world
 from fedsender.testing.clock import run_virtually
 
 __all__ = ["Report", "Violation", "main", "run_simulation", "simulate"]
 
 SERVERS = 64
 DAYS = 2.0
-MEMORY_DISK = Path("/dev/shm")
 
 
 def simulate(

@@ -18,12 +18,12 @@ from fedsender.config import from_values
 from fedsender.facts import BadRow, KeyReused
 from fedsender.intake.intake import Append, Busy, Full, ReservationGone, Waiting
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.simulation import MEMORY_DISK
 from fedsender.simulation.observations import Violation, log_goes_to
 from fedsender.simulation.relay_checks import RelayBooks, name_of
 from fedsender.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
 from fedsender.simulation.relay_station import Away, RelayStation
 from fedsender.simulation.report import in_words
+from fedsender.simulation.world import MEMORY_DISK
 from fedsender.streams import Json
 from fedsender.testing.clock import derived, run_virtually
 

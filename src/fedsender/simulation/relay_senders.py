@@ -23,7 +23,6 @@ import trio
 from fedsender.config import Config, from_values
 from fedsender.intake.intake import Append, Busy, Full, Waiting
 from fedsender.relay.daemon import RelayDaemon
-from fedsender.simulation import MEMORY_DISK
 from fedsender.simulation.daemon_life import SPEAKER
 from fedsender.simulation.observations import Observations, Violation, log_goes_to
 from fedsender.simulation.receiver import make_site
@@ -33,7 +32,7 @@ from fedsender.simulation.relay_consumer import ConsumerBehaviour, SimulatedCons
 from fedsender.simulation.relay_station import Away, RelayStation
 from fedsender.simulation.report import in_words
 from fedsender.simulation.scenario import Scenario
-from fedsender.simulation.world import ORIGIN, Size, configuration, found, people
+from fedsender.simulation.world import MEMORY_DISK, ORIGIN, Size, configuration, found, people
 from fedsender.testing.clock import derived, run_virtually
 from fedsender.testing.network import Internet, MemoryStream
 from fedsender.testing.rooms import Homeserver

@@ -30,6 +30,9 @@ GAP_EVENTS = 12
 TOKEN_GAPS = 0.1
 MOST_TRANSACTIONS_BETWEEN_CRASHES = 350
 
+MEMORY_DISK = Path("/dev/shm")
+"""The files of a world lie there, where it exists."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
