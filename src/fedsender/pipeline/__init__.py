@@ -34,4 +34,4 @@ class Busy(PipelineError):
 
 
 class Usage(PipelineError):
-    """What was asked for cannot be done with this configuration."""
+    """The job cannot be done with this configuration."""

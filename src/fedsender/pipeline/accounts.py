@@ -79,7 +79,7 @@ class Gap:
 
 @dataclass(slots=True)
 class Ownership:
-    """What the notes of one sender come to.
+    """The ownership by the notes of one sender.
 
     Attributes:
         began: the lowest position at which it took the stream over; None: nothing says so.
@@ -94,7 +94,7 @@ class Ownership:
 
 
 def ownership(attempts: "DataFrame", instance: str) -> Ownership:
-    """What this sender's notes in `attempts` say."""
+    """The ownership by this sender's notes in `attempts`."""
     notes = (
         attempts.where(attempts["outcome"].isin(*_RANK) & (attempts["instance"] == instance))
         .where("position is not null")
@@ -143,8 +143,8 @@ def _in_order(note: dict[str, Any]) -> tuple[int, int, int, bool]:
 def let_go(
     owned: Ownership, attempts: "DataFrame", spans: "DataFrame", config: Config
 ) -> "DataFrame | None":
-    """What is expected (room_id, server, first, last) and was not this sender's or was given up:
-    with `kind`, `not_ours` or `given_up`; None: nothing.
+    """The expected ranges (room_id, server, first, last) that were not this sender's or were given
+    up: with `kind`, `not_ours` or `given_up`; None: nothing.
 
     Raises:
         PipelineError: a note's lists are none.
@@ -317,7 +317,7 @@ def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
 
 
 def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
-    """Where ranges of stream orderings (first, last: null is no end) begin and are over, as places:
+    """The begins and ends of ranges of stream orderings (first, last: null is no end), as places:
     server, room_id, kind, lo, n (1 or -1).
 
     `stretches` needs no more than the ends, so nobody has to find out which belong together: one
@@ -354,7 +354,7 @@ def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
 
 
 def answers(pdus: "DataFrame") -> "DataFrame":
-    """What came of each (server, event) of which the ledger knows a fate: server, event_id,
+    """The fate of each (server, event) that the ledger knows: server, event_id,
     stream_ordering, kind.
 
     Of every table here the ledger is the largest, so it goes over the wire once, as few columns,
@@ -467,7 +467,7 @@ def _any_of(conditions: "list[Column]") -> "Column":
 
 
 def by_day(found: "DataFrame", places: "DataFrame") -> "DataFrame":
-    """How many events of each fate: server, room_id, day, expected, and a column per fate."""
+    """The number of events of each fate: server, room_id, day, expected, and a column per fate."""
     from pyspark.sql import functions as F  # noqa: N812
 
     days = places.groupBy("room_id", "day").agg(
@@ -509,7 +509,7 @@ _RANGE: Final = "first: BIGINT, last: BIGINT"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the ledger says, as rows of `attempts` and of `pdus`."""
+    """The ledger's lines, as rows of `attempts` and of `pdus`."""
 
     attempts: "DataFrame"
     pdus: "DataFrame"
@@ -595,8 +595,9 @@ class Accounts:
         )
 
     def _owed(self) -> "DataFrame":
-        """What the databases say is still to come: a room whose newest event for a server is above
-        the low-water mark is owed from that mark on, or, in catch-up, from what was answered."""
+        """The deliveries that the databases still owe: a room with a newest event for a server
+        above the low-water mark is owed from that mark on, or, in catch-up, from what was
+        answered."""
         from pyspark.sql import functions as F  # noqa: N812
 
         rooms = self._table(schemas.DESTINATION_ROOMS)
@@ -686,7 +687,7 @@ class Accounts:
         )
 
     def superseded(self, found: "DataFrame") -> "DataFrame":
-        """What catch-up left out, each stretch with the first event that stood in for it."""
+        """The stretches that catch-up left out, each with the first event that stood in for it."""
         from pyspark.sql import functions as F  # noqa: N812
 
         standing = ranges_in_places(self._stood_in(), self.places).select(
@@ -750,7 +751,7 @@ class Accounts:
         )
 
     def _told_by_us_alone(self) -> "DataFrame":
-        """Of events that other senders do not send to whom they turn away: that server, W26."""
+        """The server that an event turns away, where other senders do not tell it (W26)."""
         from pyspark.sql import functions as F  # noqa: N812
 
         alone = intervals.ours(self._spark, self._lake).where(intervals.told_by_us_alone())

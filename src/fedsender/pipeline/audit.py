@@ -48,7 +48,7 @@ _TRIES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """What an audit found.
+    """The findings of an audit.
 
     Attributes:
         upto: the stream ordering up to which events were looked at.
@@ -77,7 +77,7 @@ class Audited:
 
 @dataclass(slots=True)
 class Repaired:
-    """What the daemon said to what is missing; `refused`: as it answered, with the reasons."""
+    """The daemon's answers for missing events; `refused`: its refusals, with the reasons."""
 
     accepted: int = 0
     refused: list[dict[str, Any]] = field(default_factory=list)
@@ -131,7 +131,7 @@ def audit(
 
 
 def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
-    """What the last audit left in the lake, in few figures; `shown` of what is missing."""
+    """The last audit in the lake, in few figures; `shown` of the missing events."""
     from pyspark.sql import functions as F  # noqa: N812
 
     columns = (accounts.EXPECTED, *FATES)
@@ -206,7 +206,7 @@ def _oldest(places: "DataFrame") -> int | None:
 
 
 def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int | None) -> Known:
-    """What the ledger says: by the lake, and by segments that it has not read.
+    """The ledger's lines: from the lake, and from segments that it has not read.
 
     What is not in the lake is read here and now: the daemon goes on writing.
 

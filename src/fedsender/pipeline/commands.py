@@ -32,7 +32,7 @@ app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark."
 def job(
     name: str, config: Path, *, create: bool = False
 ) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
-    """What a job works with: a Spark session, the lake, the configuration, and its display.
+    """The parts of a job: a Spark session, the lake, the configuration, and its display.
 
     Errors of the pipeline become what the command line shows; it exits with 1, with 2 for usage,
     or with 75 where another job works on the lake.

@@ -41,7 +41,7 @@ FAILURES: Final = tuple(outcome.value for outcome in RULES)
 
 @dataclass(slots=True)
 class Absorbed:
-    """What a run took up."""
+    """The counts of a run."""
 
     batches: int = 0
     servers: int = 0
@@ -102,7 +102,7 @@ def health(
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong in a batch, in one line."""
+    """The error of a batch, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error:" in line or "Exception:" in line]
     return (named or lines or ["Spark ended it"])[-1][:500]
@@ -240,7 +240,7 @@ class HealthFile:
         return meta if meta.get("version") == str(VERSION) else {}
 
     def figures(self) -> tuple[int, int]:
-        """How many servers the file knows, and how many of them are ill."""
+        """The number of servers in the file, and of those that are ill."""
         if not self.path.exists():
             return 0, 0
         with closing(sqlite3.connect(self.path)) as connection:
@@ -296,7 +296,7 @@ class HealthFile:
 
 
 def _back_to_the_present(connection: sqlite3.Connection, latest: int) -> None:
-    """What an earlier run took from a clock that was ahead, its own or the daemon's, is of now."""
+    """Bring times from a clock that was ahead, in an earlier run, back to now."""
     connection.execute("DELETE FROM windows WHERE hour_ms > ?", (latest,))
     for table, column in (
         ("states", "last_ms"),

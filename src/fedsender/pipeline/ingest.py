@@ -1,4 +1,4 @@
-"""`fedsender pipeline ingest`: bring what is new into the lake.
+"""`fedsender pipeline ingest`: bring new rows into the lake.
 
 Each step commits by itself, so that a job that is killed goes on where it was; run twice, it
 changes nothing. Events come first, up to the position that the fan-out had then; whatever is read
@@ -28,7 +28,7 @@ _TRIES: Final = 3
 
 @dataclass(slots=True)
 class Ingested:
-    """What a run brought, in rows; `from_sender`: events that the relay does not have."""
+    """The counts of a run, in rows; `from_sender`: events that the relay does not have."""
 
     events: int = 0
     state_groups: int = 0
@@ -48,7 +48,7 @@ class Ingested:
 
 
 def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> Ingested:
-    """Bring what is new into the lake, and derive from it who should get what.
+    """Bring new rows into the lake, and derive the servers that should get each event.
 
     Raises:
         PipelineError: a source cannot be read; what was committed before stays.
@@ -73,7 +73,7 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
 def _rooms(
     lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested
 ) -> Iterator[Source]:
-    """Where events, and the servers of rooms, are read."""
+    """The source of events and of the servers of rooms."""
     if config.pipeline.relay is None:
         yield main
         return

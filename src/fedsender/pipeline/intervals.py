@@ -157,7 +157,7 @@ def _with_ends(places: "DataFrame", paths: "DataFrame") -> "DataFrame":
 def server_counts(
     members: "DataFrame", places: "DataFrame", branches: "DataFrame", server_name: str
 ) -> "DataFrame":
-    """How many users each other server has in a room, wherever that changes.
+    """The number of users of each other server in a room, wherever it changes.
 
     Args:
         members: state_group, user_id, membership; each user of a group once.
@@ -264,7 +264,7 @@ def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame"
 
 
 def changes_between(events: "DataFrame", counts: "DataFrame") -> "DataFrame":
-    """Where a server comes or goes, as the room's events of ours see it.
+    """The changes of servers between the room's events of ours.
 
     Args:
         events: room_id, stream_ordering, place.
@@ -446,7 +446,7 @@ def _swapped(placed: "DataFrame", counts: "DataFrame") -> "DataFrame":
 
 
 def _unknown(placed: "DataFrame", known: "DataFrame", told: "DataFrame | None") -> "DataFrame":
-    """Events whose servers cannot be told, as the store says it too."""
+    """Events with servers that cannot be told, by the store's own rule."""
     from pyspark.sql import functions as F  # noqa: N812
 
     unknown_prior = F.col("is_member") & F.col("prior_membership").isNull()
@@ -488,7 +488,7 @@ def _listed(events: "DataFrame", column: str, *, gets: bool, strength: int) -> "
 
 
 def turns_away() -> "Column":
-    """Of an event: it turns away somebody who was only invited, or was knocking (rule 3)."""
+    """Of an event: it turns away a user that was only invited, or was knocking (rule 3)."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return (
@@ -501,14 +501,16 @@ def turns_away() -> "Column":
 
 
 def told_by_us_alone() -> "Column":
-    """Of an event: whom it turns away is told by us, and by other senders never (rule 3, W26)."""
+    """Of an event: only we tell the user that it turns away (rule 3, W26)."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return turns_away() & ((F.col("membership") == "ban") | (F.col("auth_membership") == "knock"))
 
 
 def _narrowing(events: "DataFrame") -> "DataFrame":
-    """Rules 3 and 4: those who are turned away get it, and not whom it is sent for."""
+    """Rules 3 and 4: servers of users that are turned away get it, and the one it is sent for does
+    not.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     target = events.where(turns_away()).select(

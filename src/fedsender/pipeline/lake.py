@@ -58,7 +58,7 @@ class LakeFile:
 
 @dataclass(slots=True)
 class Manifest:
-    """What a commit leaves: immutable once it is on disk.
+    """The manifest of a commit: immutable once it is on disk.
 
     Attributes:
         server_name: whose lake it is.
@@ -181,7 +181,7 @@ class Lake:
         )
 
     def rows(self, table: LakeTable) -> int:
-        """How many rows the table's files have."""
+        """The number of rows in the table's files."""
         return sum(file.rows for file in self.manifest.tables.get(table.name, []))
 
     def frame(
@@ -349,7 +349,7 @@ class Commit:
         self._adopt(table, path, rows.num_rows, part)
 
     def merge(self, table: LakeTable, files: Sequence[LakeFile]) -> None:
-        """Put several files of one part into one, row by row: nobody reads other rows for it."""
+        """Put several files of one part into one, row by row; no other rows are read for it."""
         import pyarrow.parquet as pq
 
         part = files[0].part

@@ -62,7 +62,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What came of a batch, in rows; `unknown_fields`: lines with fields we do not know."""
+    """The counts of a batch, in rows; `unknown_fields`: lines with fields we do not know."""
 
     attempts: int
     pdus: int
@@ -99,7 +99,7 @@ def _unread(lake: Lake, closed: Iterable[Path]) -> list[Batch]:
 
 
 def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
-    """Segments whose lines the lake does not have yet, also the open ones, by one look: one that is
+    """Segments with lines that the lake does not have yet, also open ones, by one look: one that is
     closed between two would be in neither."""
     found = segments(directory)
     closed = _unread(lake, [path for path in found if path.suffix == ".jsonl"])
@@ -154,7 +154,7 @@ def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
 
 
 def parsed_text(text: "DataFrame") -> "DataFrame":
-    """The same of lines (value) whose segment is known; `ms` is at most `latest_ms`."""
+    """The same of lines (value) with a known segment; `ms` is at most `latest_ms`."""
     from pyspark.sql import functions as F  # noqa: N812
 
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())

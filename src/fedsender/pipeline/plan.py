@@ -45,7 +45,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a list of senders comes to.
+    """The load of each sender of a list.
 
     Attributes:
         worst: the sender with the most events.
@@ -64,7 +64,7 @@ class Plan:
         return asdict(self)
 
     def as_yaml(self) -> str:
-        """What to write into every sender's configuration (and Synapse's own)."""
+        """The YAML for every sender's configuration (and Synapse's own)."""
         text: str = yaml.safe_dump(
             {"homeserver": {"federation_sender_instances": list(self.names)}}, sort_keys=False
         )
@@ -138,7 +138,7 @@ def loads(spark: "SparkSession", lake: Lake) -> "DataFrame":
 def plans(
     loads: "DataFrame", wanted: Sequence[Sequence[str]], current: Sequence[str]
 ) -> list[Plan]:
-    """What each of these lists of senders would have to do, by what there was to do."""
+    """The plans for these lists of senders, by the load of the past."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 

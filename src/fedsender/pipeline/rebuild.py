@@ -27,7 +27,7 @@ SHOWN: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """What a comparison found.
+    """The findings of a comparison.
 
     Attributes:
         rows: how many rows `destination_rooms` should have.
@@ -89,7 +89,7 @@ def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
 
 
 def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
-    """What `destination_rooms` should hold by the lake, for the servers that may be sent to."""
+    """The rows that `destination_rooms` should hold by the lake, for the permitted servers."""
     if lake.position("intervals") < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
     events = intervals.ours(spark, lake)
@@ -103,8 +103,8 @@ def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
 
 
 def differences(spark: "SparkSession", lake: Lake, expected: "DataFrame") -> "DataFrame":
-    """Where the table and `expected` differ: destination, room_id, kind, expected, found, event_id,
-    reason.
+    """The differences of the table and `expected`: destination, room_id, kind, expected, found,
+    event_id, reason.
 
     Kinds: `missing` (no row), `behind` (an older event), `ahead` (a newer one that it should not
     get), `unexpected` (a row, and nothing that it should get).
@@ -175,7 +175,7 @@ def _explained(differing: "DataFrame", events: "DataFrame") -> "DataFrame":
 
 
 def summed_up(expected: "DataFrame", differing: "DataFrame") -> Differences:
-    """How many differences of which kind, and the first of them; both should be persisted."""
+    """The number of differences of each kind, and the first of them; both should be persisted."""
     from pyspark.sql import functions as F  # noqa: N812
 
     counted = differing.groupBy("kind", "reason").agg(F.count(F.lit(1)).alias("n")).collect()

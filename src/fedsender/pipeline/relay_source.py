@@ -149,7 +149,7 @@ def without_older(
 
 
 def end_all_stays(connection: Connection, upto: int) -> None:
-    """Nobody is in any room above `upto`: another history begins there, which tells it anew."""
+    """End all stays above `upto`: another history begins there, which tells them anew."""
     connection.execute(sa.update(_stays).where(_stays.c.left.is_(None)).values(left=upto))
 
 
@@ -157,7 +157,7 @@ def end_all_stays(connection: Connection, upto: int) -> None:
 
 
 def prune(engine: Engine, instance: str, upto: int) -> None:
-    """Remove what the lake has, which is all up to and with `upto`.
+    """Remove the rows that the lake has: all up to and with `upto`.
 
     Invitations and knocks stay: who is turned away later is found out by them.
     """
@@ -203,7 +203,7 @@ _TRIES: Final = 3
 
 @dataclass(slots=True)
 class Followed:
-    """What was read: records of the relay, and events for which there is only the sender's word."""
+    """The counts of a read: records of the relay, and events that only the sender's store has."""
 
     records: int = 0
     from_sender: int = 0
@@ -213,7 +213,7 @@ class Followed:
 def open_relay_source(
     lake: Lake, relay_url: str, sender: Source, instance: str, steps: Steps
 ) -> Iterator[tuple[Source, Followed]]:
-    """What the relay with this database has told, as a homeserver's database to ingest from.
+    """The records of the relay with this database, as a homeserver's database to ingest from.
 
     If the body ends well, what the lake has got is removed from there.
 

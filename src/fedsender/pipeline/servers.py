@@ -1,4 +1,4 @@
-"""Server names in Spark: whose they are, who may be sent to, which shard sends."""
+"""Server names in Spark: the server of a user, the permitted ones, and the shard of each."""
 
 from typing import TYPE_CHECKING, Final
 
@@ -12,7 +12,7 @@ _HEX_DIGITS_OF_SHA256: Final = 64
 
 
 def server_of(user: "Column") -> "Column":
-    """What follows an identifier's first colon; null where nothing does (`matrix.server_of`)."""
+    """The part behind an identifier's first colon; null if there is none (`matrix.server_of`)."""
     from pyspark.sql import functions as F  # noqa: N812
 
     colon = F.instr(user, ":")

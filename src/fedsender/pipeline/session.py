@@ -173,7 +173,7 @@ def _stop(session: "SparkSession", *, submitted: bool) -> None:
 
 @contextmanager
 def _noise_in(log: Path) -> Iterator[None]:
-    """What Spark's Python half logs goes to the file too: it logs errors before it raises them."""
+    """Send the log of Spark's Python half to the file too: it logs errors before it raises them."""
     handler = logging.FileHandler(log, delay=True)
     root = logging.getLogger()
     root.addHandler(handler)
@@ -185,13 +185,13 @@ def _noise_in(log: Path) -> Iterator[None]:
 
 
 def _in_one_line(error: Exception) -> str:
-    """What Spark says of an error, without the frames of its Java."""
+    """The error of Spark, without the frames of its Java."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"Spark: {(lines or [type(error).__name__])[0][:500]}"
 
 
 def _last_words(log: Path) -> str:
-    """What an operator should see of Spark's log."""
+    """The part of Spark's log that an operator should see."""
     with suppress(OSError):
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         told = [line for line in lines if "ERROR" in line or "Exception" in line] or lines
@@ -344,7 +344,7 @@ class Step:
         self.note = ""
 
     def show(self, done: float, total: float | None = None) -> None:
-        """How far it is; `total` only where it has changed."""
+        """Show the progress; `total` only where it has changed."""
         self.done = max(done, 1.0)
         if total is None:
             self._progress.update(self._task, completed=done)
@@ -352,7 +352,7 @@ class Step:
             self._progress.update(self._task, completed=done, total=total)
 
     def say(self, note: str) -> None:
-        """What came of it, in a few words."""
+        """Show the result, in a few words."""
         self.note = note
         self._progress.update(self._task, note=note)
 

@@ -51,7 +51,7 @@ class Source:
         self._name = name
 
     def read(self, look: Callable[[Connection], T]) -> T:
-        """What `look` returns, in a read transaction of its own; tried again while it is away.
+        """The result of `look`, in a read transaction of its own; tried again while it is away.
 
         Raises:
             PipelineError: the database cannot be read.
@@ -221,7 +221,7 @@ def _bare(row: Row[Any]) -> EventRow:
 def _details(
     connection: Connection, sent: Mapping[str, EventRow], *, synapse: bool
 ) -> dict[str, dict[str, Any]]:
-    """What only events of ours need: their JSON's words, state groups, who else gets them."""
+    """The details that only events of ours need: fields, state groups, extra servers."""
     no_json = {"sendable": True, "bad": "the homeserver has no JSON for it"}
     found: dict[str, dict[str, Any]] = {event_id: dict(no_json) for event_id in sent}
     members: list[EventRow] = []

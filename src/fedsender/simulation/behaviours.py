@@ -1,4 +1,4 @@
-"""How remote servers treat a sender, and for how long each way of it lasts."""
+"""The behaviours of remote servers, and how long each lasts."""
 
 import math
 from collections.abc import Iterator
@@ -92,7 +92,7 @@ FLAKY = (
 
 @dataclass(frozen=True, slots=True)
 class Mood:
-    """What a server is like for a while: each time one of these modes is drawn."""
+    """The mood of a server for a while: each time one of these modes is drawn."""
 
     modes: tuple[Mode, ...]
 
@@ -109,7 +109,7 @@ SILENT = Mood((Mode.SILENT,))
 
 @dataclass(frozen=True, slots=True)
 class Character:
-    """What a server is like in the long run.
+    """The character of a server in the long run.
 
     Attributes:
         troubles: the moods it falls into; between them it is well.

@@ -37,7 +37,7 @@ class StartCheck:
         observed.counts["pending at a start"] += len(self._pending)
 
     def look(self, daemon: Daemon) -> None:
-        """Who owes still must be known to the sender, and in the end must have been tried."""
+        """Servers that are owed must be known to the sender, and tried in the end."""
         observed, sender = self._observed, daemon.sender
         assert observed.disk is not None
         after_s = trio.current_time() - self._started
@@ -191,7 +191,7 @@ class LedgerChecks:
             )
 
     def _allowed(self, book: Book, at: float) -> int:
-        """How many attempts the last 24 h may have seen.
+        """The number of attempts that are allowed in 24 h.
 
         A life that was cut off may not have written down that it had failed, and when to go on.
         """
@@ -275,7 +275,7 @@ class CommitChecks:
             observed.fail("guilt", f"{item.destination}: {event_id} in quarantine: {item.reason}")
 
     def _note_skipped(self, disk: Disk) -> None:
-        """Where the feed went on by a snapshot, not all that happened is here."""
+        """Note the events that a snapshot has skipped."""
         observed, before, now = self._observed, self._fed_upto, disk.feed_position()
         if now > before + 1:
             between = observed.homeserver.between(before, now)
@@ -380,7 +380,7 @@ class CommitChecks:
 
 
 def stand_ins_of(observed: Observations, server: str, happening: Step) -> list[Step]:
-    """What a snapshot had in place of the event: the newest of the room that the server is to get.
+    """The event that a snapshot had in its place: the newest of the room that the server is to get.
 
     It may be one that nobody can send.
     """
@@ -394,7 +394,7 @@ def stand_ins_of(observed: Observations, server: str, happening: Step) -> list[S
 
 
 def is_stood_in_for(observed: Observations, book: Book, happening: Step) -> bool:
-    """Whether what a snapshot had in place of the event stands in quarantine.
+    """Whether the event that a snapshot had in its place is in quarantine.
 
     That it could not be sent is on record; what it stood for is not here. One that nobody can send
     an operator may have given up since.
@@ -424,7 +424,7 @@ class FinalChecks:
         self._observed = observed
 
     def missing(self) -> Iterator[tuple[Book, Step]]:
-        """What should have reached a server, or be accounted for, and is not."""
+        """The events that should have reached a server, or be accounted for, and are not."""
         observed = self._observed
         disk = observed.disk
         assert disk is not None
@@ -479,7 +479,7 @@ class FinalChecks:
                 self._observed.fail("I9", f"quarantine item {item.id} has no reason")
 
     def _check_modes(self) -> None:
-        """Files that hold content are nobody else's business (I10)."""
+        """Files that hold content are for our user alone (I10)."""
         disk = self._observed.disk
         assert disk is not None
         for path in sorted(disk.directory.rglob("*")):
@@ -512,7 +512,7 @@ class WireChecks:
     # --- the witness ------------------------------------------------------------------------------
 
     def contacted(self, server: str) -> None:
-        """Somebody connects to the server."""
+        """A connection to the server."""
         self._ledger.catch_up()
         book = self._book(server)
         book.sought_at = trio.current_time()

@@ -1,4 +1,4 @@
-"""What chance has left out: each kind of happening that the floor demands is made to take place.
+"""Coverage: each kind of happening that chance has left out is made to take place.
 
 It begins when a part of the run is over, and insists on one kind after the other, until it is seen.
 All of it plays in a room of its own, with the first server, which is well if left alone.
@@ -37,7 +37,7 @@ Step = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Troubles:
-    """What the course can do to the daemon and its homeserver."""
+    """The troubles for the daemon and its homeserver."""
 
     life: Callable[[], Life | None]
     restart: Callable[[], None]
@@ -46,7 +46,7 @@ class Troubles:
 
 
 class Coverage:
-    """See the module."""
+    """The happenings that are still missing."""
 
     def __init__(self, world: World, operator: Operator, troubles: Troubles) -> None:
         self._world = world
@@ -114,7 +114,7 @@ class Coverage:
     # --- with the server --------------------------------------------------------------------------
 
     async def _meet(self, mode: Mode) -> None:
-        """Somebody says something while the server is like this."""
+        """Send an event while the server is in this mode."""
         room = self._stage()
         self._server.mood = Mood((mode,))
         self._homeserver.say(room)

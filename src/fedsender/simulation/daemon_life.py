@@ -41,7 +41,7 @@ SLOW_DATABASE_S = 0.05
 
 
 class Crash(BaseException):
-    """The daemon's process is gone. No Exception, so that nobody in it takes it for an error."""
+    """The daemon's process is gone. No Exception, so that no handler takes it for an error."""
 
 
 class CrashPlan:
@@ -148,7 +148,7 @@ class Life:
         self.ended.set()
 
     def spills(self) -> int:
-        """How many queues it gave back to the database."""
+        """The number of queues that it gave back to the database."""
         if self._metrics is None:
             return 0
         samples = [each for metric in self._metrics.spills.collect() for each in metric.samples]
@@ -196,7 +196,7 @@ class Life:
     async def _run_sync(
         self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
     ) -> T:
-        """What a worker thread would do, at some moment of a short while, and all at once."""
+        """Do the work of a worker thread, at some moment of a short while, and all at once."""
         holder = object()
         await limiter.acquire_on_behalf_of(holder)
         try:
@@ -255,7 +255,7 @@ def _where(point: str, life: Life) -> str:
 
 
 def disk_full() -> sqlalchemy.exc.OperationalError:
-    """What SQLite says when it cannot write."""
+    """The error of SQLite when it cannot write."""
     cause = sqlite3.OperationalError("database or disk is full")
     cause.sqlite_errorcode = sqlite3.SQLITE_FULL
     return sqlalchemy.exc.OperationalError("COMMIT", {}, cause)

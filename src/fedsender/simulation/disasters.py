@@ -77,7 +77,8 @@ class Replication:
 
 
 class Operator:
-    """Somebody who pauses, wakes, redelivers and empties the quarantine, and now and then restarts.
+    """An operator that pauses, wakes, redelivers and empties the quarantine, and restarts now and
+    then.
 
     Everything is asked of the life that is lived; if there is none, nothing happens.
 
@@ -198,7 +199,7 @@ class Operator:
         self.ask(do)
 
     async def send_to_device(self) -> None:
-        """A local client sends twice to somebody's device; the second gets the lower stream id.
+        """A local client sends twice to a remote device; the second gets the lower stream id.
 
         Ids are given before messages are stored, and not everybody is equally fast.
         """

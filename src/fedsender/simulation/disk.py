@@ -1,4 +1,4 @@
-"""What a life of the daemon leaves on disk, read without the daemon's help.
+"""The files of a life of the daemon, read without the daemon's help.
 
 The databases are looked at through connections of our own, between two commits; the ledger is
 followed as it grows.
@@ -29,7 +29,7 @@ class QuarantinedItem:
 
 
 class Orderings:
-    """What a sender's stream orderings mean: tokens of its homeserver.
+    """The meaning of a sender's stream orderings: tokens of its homeserver.
 
     Behind a relay a history that a sender did not know is counted on from where the sender was, its
     base; what the sender has already it knows by its id.
@@ -150,7 +150,7 @@ class Disk:
         return {name: self._token(ordering) for name, ordering in rows}
 
     def owed_room(self, server: str, room_id: str) -> int:
-        """What one destination is owed of one room; 0: nothing."""
+        """The newest event of one room that one destination is owed; 0: none."""
         query = (
             "SELECT stream_ordering FROM destination_rooms WHERE destination = ? AND room_id = ?"
         )
@@ -223,7 +223,7 @@ class Disk:
         return self._quarantine
 
     def quarantined(self, server: str | None, event_id: str) -> bool:
-        """Whether this event is in quarantine for this server (None: for everybody)."""
+        """Whether this event is in quarantine for this server (None: for all servers)."""
         self.quarantine()
         return (server, event_id) in self._by_event
 

@@ -39,7 +39,7 @@ class Unanswered:
 
 @dataclass(slots=True)
 class Book:
-    """One server.
+    """The observations of one server.
 
     Attributes:
         honest: it is one of the few in a hostile world.
@@ -116,7 +116,7 @@ class Book:
         self.newest_live = self.unlined = 0
 
     def owed_between(self, after: int, upto: int) -> list[Step]:
-        """What it should get with after < token <= upto."""
+        """The events that it should get with after < token <= upto."""
         return self.owed[bisect_right(self.tokens, after) : bisect_right(self.tokens, upto)]
 
     def covered(self, happening: Step) -> bool:
@@ -172,7 +172,7 @@ class Violation:
 
 @dataclass(slots=True)
 class Observations:
-    """See the module.
+    """The observations of one world.
 
     Attributes:
         life: counts the daemon's lives.

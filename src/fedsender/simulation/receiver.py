@@ -67,7 +67,7 @@ class Inspector:
         self._count = 0
 
     def inspect(self, server: str, request: Request) -> Contents:
-        """What is in the transaction; raises Broken."""
+        """The contents of the transaction; raises Broken."""
         body = bytes(request.body)
         check_request(request.method, request.headers)
         parameters = parse_authorization(request.headers.get("authorization", ""))
@@ -169,7 +169,7 @@ class Attempt:
 
 
 class Witness(Protocol):
-    """Who is told of everything that arrives anywhere."""
+    """The witness of all that arrives anywhere."""
 
     def contacted(self, server: str) -> None: ...
     def began(self, attempt: Attempt) -> None: ...
@@ -180,7 +180,7 @@ class Witness(Protocol):
 
 @dataclass(slots=True)
 class Site:
-    """Where a server is to be found.
+    """The place of a server.
 
     Attributes:
         host: the host part of its name.
@@ -284,7 +284,7 @@ class RemoteServer:
         return Reply(404, b'{"errcode":"M_UNRECOGNIZED"}', after)
 
     def request_ended(self, request: Request, status: int | None) -> None:
-        """What the answer was is known before anybody can have read it."""
+        """Note the answer before any peer can have read it."""
         attempt = self.attempts.pop(request, None)
         if attempt is None:
             return

@@ -276,7 +276,7 @@ class RelayReport:
         return not self.violations and not self.too_tame()
 
     def too_tame(self) -> list[str]:
-        """What there was too little of, in words."""
+        """The happenings that were too few, in words."""
         hours = self.days * 24
         few = [
             f"{self.counts[name]} {name}, {wanted * hours:.0f} are wanted"

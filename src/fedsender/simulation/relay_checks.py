@@ -56,7 +56,7 @@ class History:
 
 @dataclass
 class Standing:
-    """What a consumer has.
+    """The standing of a consumer.
 
     Attributes:
         epoch, token: its position.
@@ -78,7 +78,7 @@ class Standing:
 
 @dataclass
 class RelayBooks:
-    """See the module.
+    """The records that each party was told of.
 
     Attributes:
         is_durable: whether this token stands for this record in the relay's database.
@@ -127,7 +127,7 @@ class RelayBooks:
     # --- the log ----------------------------------------------------------------------------------
 
     def told(self, by: str, epoch: str, token: int, record: str) -> None:
-        """Somebody was told that this token stands for this record."""
+        """Note that a party was told this record for this token."""
         history = self.histories.get(epoch)
         if history is None:
             self.fail("epoch", f"{by} speaks of epoch {epoch}, which was never begun")
@@ -383,7 +383,7 @@ class RelayChecks:
             self._books.fail("edu", f"messages {sorted(going)} went, and {acked} is acknowledged")
 
     def _cut(self, relay: RelayDaemon, last: int) -> None:
-        """The log went up to this token: nobody may need that, but for want of room."""
+        """The log was cut up to this token: no consumer may need it, but for want of room."""
         books = self._books
         holders = [name for name in books.standings if self._needs(relay, name, last)]
         holders += [one.name for one in relay.registry if one.pin is not None and one.pin < last]
@@ -415,7 +415,7 @@ class RelayChecks:
     # --- every second -----------------------------------------------------------------------------
 
     def look(self, relay: RelayDaemon) -> None:
-        """How things stand."""
+        """Check the present state."""
         self._check_consumers(relay)
         self._check_size(relay)
 
@@ -436,7 +436,7 @@ class RelayChecks:
                 books.fail("ack", f"{one.name} has {standing.newest}, its pin is {one.acked}")
 
     def _check_size(self, relay: RelayDaemon) -> None:
-        """What is above the cap goes, or nothing more is taken in."""
+        """The log above the cap goes, or nothing more is taken in."""
         if relay.log.bytes <= self._settings.log_cap or relay.log.refusing is not None:
             self._over_since = None
         elif self._over_since is None:
@@ -448,7 +448,7 @@ class RelayChecks:
     # --- now and then -----------------------------------------------------------------------------
 
     def check_snapshots(self, relay: RelayDaemon) -> None:
-        """What is offered is on the disk, and all there."""
+        """Each offered snapshot is on the disk, and whole."""
         for info in relay.shelf.snapshots:
             if info.id in self.spoiled:
                 continue  # That shows when somebody asks for it.

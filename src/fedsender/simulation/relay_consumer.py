@@ -70,7 +70,7 @@ class DeafSink:
 
 @dataclass(frozen=True)
 class Held:
-    """What is durable at a consumer: replaced in one step.
+    """The durable state of a consumer: replaced in one step.
 
     Attributes:
         joined: a snapshot, and nothing behind it so far.
@@ -83,7 +83,7 @@ class Held:
 
 @dataclass
 class RecordingStore:
-    """See the module.
+    """The store of a simulated consumer.
 
     Attributes:
         slow_s: a transaction takes so long.
@@ -177,7 +177,7 @@ class RecordingStore:
         return Loaded(position, 0, frozenset())
 
     def _check_snapshot(self, snapshot: LoadedSnapshot) -> None:
-        """Who is in which room, and the newest event that each server was to get there."""
+        """Check the servers of each room, and the newest event that each was to get there."""
         epoch, token = snapshot.history.epoch, snapshot.token
         heads = {row[0]: row[1:] for row in _rows(snapshot, "heads")}
         present: set[tuple[str, str]] = set()
@@ -214,7 +214,7 @@ class Connects(Protocol):
 
 @dataclass(frozen=True)
 class ConsumerBehaviour:
-    """How a consumer behaves.
+    """The behaviour of a consumer.
 
     Attributes:
         slow_s: its store takes so long for a transaction.

@@ -185,7 +185,7 @@ class SendersReport:
         return not self.violations and not self.too_tame()
 
     def too_tame(self) -> list[str]:
-        """What there was too little of, in words."""
+        """The happenings that were too few, in words."""
         return [f"no {name}" for name in AT_LEAST_ONCE if not self.counts[name]]
 
     def text(self) -> str:

@@ -53,7 +53,7 @@ class Links:
         return self.end(near), self.end(far)
 
     def end(self, stream: MemoryStream) -> MemoryStream:
-        """One end of a connection that somebody else has made, which is one of them from now on."""
+        """One end of a connection made elsewhere, which is one of them from now on."""
         self._ends = [each for each in self._ends if not each.peer_gone]
         self._ends.append(stream)
         return stream
@@ -169,7 +169,7 @@ class Steps:
     async def run_sync(
         self, function: Callable[[], T], /, *, limiter: trio.CapacityLimiter, abandon: bool = False
     ) -> T:
-        """What a worker thread would do, all at once: killed before it, or after it."""
+        """Do the work of a worker thread, all at once: killed before it, or after it."""
         async with limiter:
             await self._take_time()
             self.step("thread", writes=self._threads_write)
@@ -306,7 +306,7 @@ class RelayStation:
             nursery.cancel_scope.cancel()
 
     def _killed(self, where: str) -> None:
-        """In this instant the files are as they are, and nobody hears of it any more."""
+        """End the life: the files stay as they are at this instant."""
         self._books.counts["crashes"] += 1
         self._books.counts[f"crash at {where}"] += 1
         self._books.trace.note("crash", where)
@@ -322,7 +322,7 @@ class RelayStation:
             raise ending
 
     def _move_on(self) -> None:
-        """Where the next life begins."""
+        """Begin the next life."""
         self._lives += 1
         old, new = self._files, self._home / f"relay-{self._lives}"
         old.close()
@@ -425,7 +425,7 @@ class RelayStation:
     # --- the way in -------------------------------------------------------------------------------
 
     async def ask(self, question: Callable[[RelayDaemon], Awaitable[T]]) -> T:
-        """What the relay answers to a request. Raises Away, and what `question` raises."""
+        """The relay's answer to a request. Raises Away, and the errors of `question`."""
         relay, nursery = self.relay, self._nursery
         if relay is None or nursery is None:
             raise Away

@@ -1,4 +1,4 @@
-"""What a run was like, and whether it was wild enough to mean anything."""
+"""The report of a run, and whether it was wild enough to mean anything."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ AT_LEAST_ONCE = (
 
 
 class AnyReport(Protocol):
-    """What the reports of all kinds of runs have in common."""
+    """The common part of the reports of all kinds of runs."""
 
     @property
     def counts(self) -> Counter[str]: ...
@@ -83,7 +83,7 @@ class Report:
         return not self.violations and not self.too_tame()
 
     def too_tame(self) -> list[str]:
-        """What there was too little of, in words."""
+        """The happenings that were too few, in words."""
         return list(self._lacking())
 
     def _lacking(self) -> Iterator[str]:

@@ -200,7 +200,7 @@ class Scenario:
             nursery.start_soon(self._back_up_and_restore, seconds)
 
     def _coverage(self) -> Coverage:
-        """What chance has left out by then."""
+        """Run the happenings that chance has left out by then."""
         troubles = Troubles(
             life=lambda: self._life,
             restart=self._restart_in_order,

@@ -36,7 +36,7 @@ MEMORY_DISK = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a world is, and for how many virtual days it is left to itself.
+    """The size of a world, and the virtual days for which it is left to itself.
 
     Attributes:
         hostile: three of four servers attack whoever sends to them.
