@@ -297,8 +297,8 @@ async def test_what_needs_a_restart_is_named_and_not_in_force(home: Path) -> Non
     async with open_world(home) as world, world.service() as service:
         await service.manager.ready()
         others = {"federation_sender_instances": ["fedsender", "a", "b", "c", "d", "e", "f"]}
-        world.configure(homeserver=others, sending={"drain_seconds": "7s"}, log={"level": "debug"})
-        names = "homeserver.federation_sender_instances, sending.drain_seconds"
+        world.configure(homeserver=others, sending={"drain": "7s"}, log={"level": "debug"})
+        names = "homeserver.federation_sender_instances, sending.drain"
         assert await reload(service) == f"reloaded; waiting for a restart: {names}"
         # By then, six of seven servers would be another sender's.
         for _ in range(3):
@@ -401,7 +401,7 @@ async def test_a_stop_waits_for_an_answer_that_comes_in_time(home: Path) -> None
 async def test_what_is_unanswered_at_the_end_of_a_stop_is_repeated_by_the_next_start(
     home: Path,
 ) -> None:
-    sending = {"drain_seconds": "500ms"}
+    sending = {"drain": "500ms"}
     async with open_world(home, behaviour=STALLING, sending=sending) as world:
         (server,) = world.servers
         async with world.service() as service:
@@ -485,7 +485,7 @@ async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
             ready.set()
 
     runtime = replace(real_runtime(), run_sync=run_or_fail, network=NoNetwork())  # type: ignore[arg-type]
-    path = write_config(home, sending={"drain_seconds": "2s"})
+    path = write_config(home, sending={"drain": "2s"})
     codes: list[int] = []
 
     async def run() -> None:

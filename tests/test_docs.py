@@ -142,7 +142,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" connect, {federation.handshake_timeout:.0f} s for TLS",
         f"({sending.queue_pdus:,}) for each, `sending.window_bytes`"
         f" ({sending.window_bytes // mib} MiB) for all",
-        f"{ledger.keep_days} days, {ledger.keep_bytes // 2**30} GiB",
+        f"{ledger.keep / 86_400:.0f} days, {ledger.keep_bytes // 2**30} GiB",
         f"no server is attempted for {admission.LACK_S:.0f} s",
         f"up to {isolation.WITNESSES} of them; at most {QUARANTINE_LIMIT:,} items of one server",
         f"1 in {1 / isolation.CHANCE:,.0f}",

@@ -263,7 +263,7 @@ def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:
     """As an operator makes it: the installed command, and a configuration with a longer drain."""
     config = tmp_path / "config.yaml"
     config.write_text(
-        "server_name: hs\nsigning_key: k\nsending: {drain_seconds: 2m}\n"
+        "server_name: hs\nsigning_key: k\nsending: {drain: 2m}\n"
         "federation: {max_connections: 9000}\n"
     )
     # Not named: the unit runs what printed it.

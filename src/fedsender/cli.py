@@ -200,7 +200,7 @@ def systemd_unit(
             **paths,
             user=user,
             name=name,
-            drain_seconds=sending.drain_seconds,
+            drain_seconds=sending.drain,
             limits=of_daemon(loaded.federation if loaded else Federation(), sending),
         )
     say_text(text)

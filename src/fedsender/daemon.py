@@ -122,9 +122,9 @@ async def open_core(
             config.instance_name,
             boot_id,
             runtime,
-            keep_days=config.ledger.keep_days,
+            keep_days=config.ledger.keep / 86_400,
             keep_bytes=config.ledger.keep_bytes,
-            segment_seconds=config.ledger.segment_seconds,
+            segment_seconds=config.ledger.segment_every,
             segment_bytes=config.ledger.segment_bytes,
             lost_lines=metrics.ledger_failures,
         ) as ledger,
@@ -271,7 +271,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     use_few_arenas()
     raise_file_limit(of_daemon(config.federation, config.sending).files)
     collect_less_often()
-    signals = Signals(config.sending.drain_seconds + WRITE_DOWN_S)
+    signals = Signals(config.sending.drain + WRITE_DOWN_S)
     async with signals.heard(notifier):
         await _run_until_told(_Run(path, runtime, notifier, signals), config)
     return signals.exit_code(

@@ -205,7 +205,7 @@ ExecStart={command}
 ExecReload=/bin/kill -HUP $MAINPID
 WatchdogSec=60s
 TimeoutStartSec=3min
-# Draining takes up to sending.drain_seconds, then what is unanswered is written down.
+# Draining takes up to sending.drain, then what is unanswered is written down.
 TimeoutStopSec={stop_seconds}s
 {common}{install}"""
 

@@ -697,7 +697,7 @@ async def test_what_stands_in_a_line_leaves_it_when_it_is_not_wanted_any_more(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
     """Told to pause, or to end."""
-    world = World(tmp_path, sending={"handshakes_per_second": 0.01, "drain_seconds": "60s"})
+    world = World(tmp_path, sending={"handshakes_per_second": 0.01, "drain": "60s"})
     names = [f"a.b{number}" for number in range(3)]
     async with world.run() as sender:
         await world.join(BIG, *names)

@@ -281,7 +281,7 @@ async def test_what_is_frozen_outlives_the_first_mark_that_we_give_its_server(
 ) -> None:
     """I3: the fan-out has set an LSSO where there was none. One that somebody else has moved since
     lies above that."""
-    world.settings["sending"] = {"drain_seconds": 1.0}
+    world.settings["sending"] = {"drain": 1.0}
     server = world.server(A, latency=1000)
     async with world.run() as sender:
         content = json.dumps({"message_id": "m1", "sender": "@a:hs.example", "messages": {}})

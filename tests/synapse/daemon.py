@@ -188,7 +188,7 @@ class Daemon:
                 "ca_file": str(self.homeserver.ca_path),
                 "ip_allow": ["127.0.0.0/8"],
             },
-            "sending": {"drain_seconds": "3s"},
+            "sending": {"drain": "3s"},
             "admin": {
                 "listen": f"127.0.0.1:{self.admin_port}",
                 "token_file": "admin.token",

@@ -75,7 +75,7 @@ async def _idle_servers(servers: int) -> tuple[int, dict[str, Any]]:
             "max_in_flight": 20,
             "handshakes_per_second": 200,
             "idle_destination": "1h",
-            "drain_seconds": "1s",
+            "drain": "1s",
         },
     }
     return await _growth(servers, 1, settings)

@@ -170,7 +170,7 @@ def _configuration(
         "signing_key": "signing.key",
         "feed": {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{feed_port}"}},
         "federation": {"ca_file": str(stage.ca_file), "ip_allow": ["127.0.0.0/8"]},
-        "sending": {"drain_seconds": "1s"},
+        "sending": {"drain": "1s"},
     }
     for section, changes in settings.items():
         values[section] = {**values.get(section, {}), **changes}

@@ -305,12 +305,9 @@ class Config(Section):
                 ("feed", "kind"),
                 "redis is Synapse's: homeserver.kind embedded needs push, tcp or relay",
             )
-        if self.homeserver.kind == "synapse" and self.feed.kind == "tcp":
-            if "kind" not in self.feed.model_fields_set:
-                place = ("homeserver", "kind")
-                yield place, "synapse needs feed.kind redis, or tcp for one of the old protocol"
-            elif len(self.homeserver.event_writers) > 1:
-                yield ("homeserver", "event_writers"), "must be one with feed.kind tcp"
+        many_writers = len(self.homeserver.event_writers) > 1
+        if self.homeserver.kind == "synapse" and self.feed.kind == "tcp" and many_writers:
+            yield ("homeserver", "event_writers"), "must be one with feed.kind tcp"
         if _file_of(self.sender_database) == _file_of(self.homeserver.database) is not None:
             yield ("sender_database",), "is homeserver.database, too: each needs a file of its own"
         if self.homeserver.kind == "synapse" and self.feed.kind in ("relay", "push"):
@@ -365,11 +362,20 @@ def from_values(values: Mapping[str, object], *, directory: Path) -> Config:
     return _checked(Document("configuration", values, {}, {}), directory)
 
 
+def _with_feed(values: Mapping[str, object]) -> Mapping[str, object]:
+    """Where the homeserver is a Synapse, `feed.kind` is redis unless the file says other."""
+    homeserver, feed = values.get("homeserver"), values.get("feed", {})
+    synapse = isinstance(homeserver, Mapping) and homeserver.get("kind") == "synapse"
+    if synapse and isinstance(feed, Mapping) and "kind" not in feed:
+        return {**values, "feed": {**feed, "kind": "redis"}}
+    return values
+
+
 def _checked(document: Document, directory: Path) -> Config:
     # By way of JSON: there, pydantic's strict mode takes a list for a tuple and text for a path.
     try:
         config = Config.model_validate_json(
-            orjson.dumps(document.values), context={"directory": directory}
+            orjson.dumps(_with_feed(document.values)), context={"directory": directory}
         )
     except ValidationError as error:
         lines = (line for each in error.errors() for line in _problems(document, each))

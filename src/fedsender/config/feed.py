@@ -210,7 +210,8 @@ class Feed(Section):
     kind: Literal["push", "tcp", "redis", "relay"] = Field(
         default="tcp",
         description="push: the homeserver appends to us; tcp: the line protocol; "
-        "redis: Synapse's pub/sub; relay: fedsender's own hub.",
+        "redis: Synapse's pub/sub; relay: fedsender's own hub. With homeserver.kind synapse the "
+        "default is redis.",
     )
     push: PushFeed = Field(default_factory=PushFeed, description="Used when kind is push.")
     tcp: TcpFeed = Field(default_factory=TcpFeed, description="Used when kind is tcp.")

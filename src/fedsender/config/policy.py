@@ -170,11 +170,10 @@ class Policy(Section):
         description="How long one attempt may take, answer included;"
         " null takes federation.request_timeout.",
     )
-    coalesce_ms: int = Field(
-        default=20,
-        ge=0,
-        le=5_000,
-        description="While busy, how long a small transaction waits for company, in milliseconds.",
+    coalesce: Seconds = Field(
+        default=0.02,
+        le=5,
+        description="While busy, how long a small transaction waits for company.",
     )
     backoff: Backoff = Field(
         default_factory=Backoff,

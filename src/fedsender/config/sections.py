@@ -246,7 +246,7 @@ class Sending(Section):
         gt=0,
         description="A destination with nothing to do for so long leaves memory.",
     )
-    drain_seconds: Seconds = Field(
+    drain: Seconds = Field(
         default=20.0,
         description="When told to stop, how long transactions under way may take to end.",
     )
@@ -265,15 +265,15 @@ class Ledger(Section):
         default=Path("ledger"),
         description="Where its files are.",
     )
-    keep_days: int = Field(
-        default=14, ge=1, le=36_500, description="Files older than this are removed."
+    keep: Seconds = Field(
+        default=14 * 86_400.0, ge=86_400, description="Files older than this are removed."
     )
     keep_bytes: Bytes = Field(
         default=2 * 2**30,
         ge=MIB,
         description="The oldest files are removed when all are larger than this.",
     )
-    segment_seconds: Seconds = Field(
+    segment_every: Seconds = Field(
         default=3600.0, ge=1, description="A new file is begun after so long."
     )
     segment_bytes: Bytes = Field(
@@ -285,8 +285,8 @@ class Ledger(Section):
     def contradictions(self) -> Contradictions:
         if self.segment_bytes > self.keep_bytes:
             yield ("segment_bytes",), "is larger than keep_bytes"
-        if self.segment_seconds > self.keep_days * 86_400:
-            yield ("segment_seconds",), "is longer than keep_days"
+        if self.segment_every > self.keep:
+            yield ("segment_every",), "is longer than keep"
 
 
 class Admin(Section):

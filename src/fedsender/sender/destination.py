@@ -598,7 +598,7 @@ class Destination:
         outbox = self.outbox
         small = outbox.level and len(outbox.queue) < self.policy.max_pdus // 2
         if small and self._context.admission.busy:
-            await trio.sleep(self.policy.coalesce_ms / 1000)
+            await trio.sleep(self.policy.coalesce)
 
     async def _send(self, peer: Peer, link: Link, transaction: Transaction) -> None:
         context = self._context

@@ -352,7 +352,7 @@ async def open_sender(
     `doubt`: how much its last day speaks against a server; those with the least are brought back
     first. `already_owed`: see `FanOut`.
 
-    Draining takes at most `sending.drain_seconds`. A transaction that is then still unanswered is
+    Draining takes at most `sending.drain`. A transaction that is then still unanswered is
     written down, to be repeated unchanged by the next daemon (I3); so it is if the body raises.
     """
     router = Router(
@@ -416,7 +416,7 @@ async def _running(
             yield sender
             loops.cancel()
             sender.registry.begin_drain()
-            nursery.cancel_scope.deadline = trio.current_time() + context.sending.drain_seconds
+            nursery.cancel_scope.deadline = trio.current_time() + context.sending.drain
     except Exception:
         # Not a kill: what may have left is still known, and must come again unchanged (I3).
         if sender is not None:

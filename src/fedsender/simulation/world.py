@@ -214,6 +214,6 @@ def configuration(directory: Path, **more: Mapping[str, object] | str) -> Config
             "window_bytes": 2**20,
         },
         "destinations": {"defaults": defaults},
-        "ledger": {"keep_days": 36_500},
+        "ledger": {"keep": "3650d"},
     }
     return from_values({**values, **more}, directory=directory)

@@ -118,9 +118,9 @@ async def _records(
             config.instance_name,
             boot_id,
             runtime,
-            keep_days=config.ledger.keep_days,
+            keep_days=config.ledger.keep / 86_400,
             keep_bytes=config.ledger.keep_bytes,
-            segment_seconds=config.ledger.segment_seconds,
+            segment_seconds=config.ledger.segment_every,
             segment_bytes=config.ledger.segment_bytes,
             lost_lines=Metrics(config.server_name).ledger_failures,
         ) as ledger:
