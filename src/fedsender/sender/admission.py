@@ -348,7 +348,8 @@ class Lane:
             else:
                 self._held_up.setdefault(waiting.held_up_by, OrderedDict())[leave] = waiting
                 # It may have been called up where there is room; that is for the next then.
-                self._call_up(tuple(set(leave.neighbours) - {waiting.held_up_by}))
+                others = (each for each in leave.neighbours if each != waiting.held_up_by)
+                self._call_up(tuple(others))
 
     def _let_in(self, leave: "Leave", *, first: bool) -> None:
         self._inside[leave] = first, leave.neighbours

@@ -109,7 +109,7 @@ class Sender:
     def hurry(self, servers: Collection[str]) -> None:
         """The PDU offered to these just now is for them alone; if they are few, they go first."""
         if len(servers) <= FEW:
-            for server in servers:
+            for server in sorted(servers):
                 destination = self.active.get(server)
                 if destination is not None:
                     destination.hurry()

@@ -139,6 +139,8 @@ class LedgerChecks:
         book.sought_at = max(book.sought_at, at)
         if line["transaction_id"] is not None and line["attempt"] > 0:
             book.unlined = 0
+            if outcome == "unknown":
+                book.cut_off = line["transaction_id"], trio.current_time()
         if outcome == "delivered":
             self._delivered(book, line)
         elif outcome != "unknown":
@@ -578,7 +580,9 @@ class WireChecks:
         if attempt.life != observed.life or not observed.alive:
             self._forget_unrecorded(book)
         elif not attempt.second_try and not observed.disk_full:
-            book.unlined += 1
+            id, at = book.cut_off or ("", 0.0)
+            has_line = id == attempt.transaction_id and at >= attempt.began_at
+            book.unlined += not has_line
         if attempt.status is not None:
             self.at_point("answer leaves")
 

@@ -54,6 +54,8 @@ class Book:
         flight: the attempt under way.
         last: the newest attempt that is over.
         unlined: attempts over that the ledger has no line for yet.
+        cut_off: transaction and time (Trio's clock, seconds) of the newest line for an attempt that
+            the daemon ended itself: the server may see the end after it.
         failed_at: when the newest failed attempt ended, by the ledger; None: the last was answered.
         failure: how it failed.
         failures: when attempts failed since the last answer, in the last 24 h.
@@ -82,6 +84,7 @@ class Book:
     flight: Attempt | None = None
     last: Attempt | None = None
     unlined: int = 0
+    cut_off: tuple[str, float] | None = None
     unanswered: Unanswered | None = None
     failed_at: float | None = None
     failure: str = ""
