@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from fedsender import bench, limits, runtime
 from fedsender.admin import access, http1
 from fedsender.cli import app
-from fedsender.config import Federation, Ledger, Sending, files
+from fedsender.config import LEAST_SECRET, Federation, Ledger, Sending
 from fedsender.federation import answer, client, discovery, places, transport
 from fedsender.replication import protocol, resp, server
 from fedsender.sender import admission, isolation
@@ -146,7 +146,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"no server is attempted for {admission.LACK_S:.0f} s",
         f"up to {isolation.WITNESSES} of them; at most {QUARANTINE_LIMIT:,} items of one server",
         f"1 in {1 / isolation.CHANCE:,.0f}",
-        f"fewer than {files.LEAST_SECRET} characters",
+        f"fewer than {LEAST_SECRET} characters",
         f"{http1.OPERATORS.connections} connections, HTTP/1.1 only; headers of"
         f" {http1.HEAD_BYTES // kib} KiB within {http1.HEAD_SECONDS:.0f} s; a body of"
         f" {http1.OPERATORS.body_bytes // mib} MiB within {access.BODY_SECONDS:.0f} s;"

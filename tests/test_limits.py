@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fedsender.config import Federation, Sending
-from fedsender.config.relay import Relay
+from fedsender.config.sections import Relay
 from fedsender.limits import of_daemon, of_relay
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from typing import Final
 import structlog
 
 from fedsender.config import Federation, Sending
-from fedsender.config.relay import Relay
+from fedsender.config.sections import Relay
 
 log = structlog.get_logger()
 

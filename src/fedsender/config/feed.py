@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from fedsender.config.policy import Contradictions, Section
-from fedsender.config.relay import CONSUMER_NAME
+from fedsender.config.sections import CONSUMER_NAME
 from fedsender.config.values import (
     Address,
     FilePath,

@@ -15,10 +15,17 @@ from typing import Any, Final
 import yaml
 
 from fedsender.config import ConfigError, loads, read_secret
-from fedsender.config.synapse_database import SynapseDatabase, databases_of
-from fedsender.config.synapse_federation import clamped, destinations_of, federation_of
-from fedsender.config.synapse_roles import Roles, roles_of
-from fedsender.config.synapse_yaml import Settings, read_synapse
+from fedsender.config.synapse import (
+    Roles,
+    Settings,
+    SynapseDatabase,
+    clamped,
+    databases_of,
+    destinations_of,
+    federation_of,
+    read_synapse,
+    roles_of,
+)
 from fedsender.matrix import is_server_name
 
 MAX_PER_DESTINATION: Final = 100

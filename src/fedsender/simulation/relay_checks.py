@@ -13,7 +13,7 @@ from typing import Any, Final
 import orjson
 import trio
 
-from fedsender.config.relay import Relay
+from fedsender.config.sections import Relay
 from fedsender.relay.daemon import DATABASE, RelayDaemon
 from fedsender.relay.retention import EDU_SHARE
 from fedsender.relay.snapshots import DIRECTORY
