@@ -28,7 +28,7 @@ from fedsender.config import Log
 from fedsender.console import say, say_json
 from fedsender.demo import process
 from fedsender.demo.process import DaemonDied, own_and_rss_kb
-from fedsender.demo.verdict import Ledger, judge, read_ledger, still_owed, unrecorded
+from fedsender.demo.report import Ledger, judge, read_ledger, still_owed, unrecorded
 from fedsender.runtime import real_runtime
 from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, texts_of

@@ -6,7 +6,7 @@ import pytest
 
 from fedsender.config import from_values
 from fedsender.demo import DemoOptions, run_demo
-from fedsender.demo.chaos import KICKED, MIN_EVENTS, MIN_SERVERS, ROLES, calm, chaotic
+from fedsender.demo.play import KICKED, MIN_EVENTS, MIN_SERVERS, ROLES, calm, chaotic
 from fedsender.demo.process import (
     CATCH_UP_GAP_EVENTS,
     DaemonDied,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.demo.verdict import Verdict, judge, read_ledger, unrecorded
+from fedsender.demo.report import Verdict, judge, read_ledger, unrecorded
 from fedsender.testing.receiver import ReceivedTransaction, Receivers, ReceivingServer
 from fedsender.testing.rooms import Homeserver, Signer, Step
 from fedsender.testing.rules import ReceivedPdu

@@ -29,7 +29,7 @@ from tests.intake import small_homeserver
 
 from fedsender.config.policy import GAP_EVENTS
 from fedsender.demo import process
-from fedsender.demo.verdict import still_owed
+from fedsender.demo.report import still_owed
 from fedsender.runtime import real_runtime
 from fedsender.testing.receiver import ReceivedTransaction, Receivers, open_receivers
 from fedsender.testing.rules import pdu_reader

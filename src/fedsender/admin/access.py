@@ -13,7 +13,7 @@ import structlog
 import trio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fedsender.admin.errors import Refusal, error_body
+from fedsender.admin.bodies import Refusal, error_body
 from fedsender.admin.http1 import OPERATORS, Bounds, Gone
 from fedsender.matrix import parse_server_name
 

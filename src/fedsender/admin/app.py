@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
-from fedsender.admin import endpoints, errors, homeserver, probes
+from fedsender.admin import bodies, endpoints, probes, synapse_endpoints
 from fedsender.admin.context import Parts
 from fedsender.admin.probes import Failing, Follows, Gate, doubts, observe
 from fedsender.admin.serving import Admin, serve_app
@@ -42,7 +42,7 @@ def new_app(title: str, summary: str, openapi_url: str, parts: object) -> FastAP
         redirect_slashes=False,
     )
     app.state.parts = parts
-    errors.install(app)
+    bodies.install(app)
     return app
 
 
@@ -52,7 +52,7 @@ def build_app(parts: Parts | None) -> FastAPI:
     app = new_app("fedsender", summary, OPENAPI_PATH, parts)
     app.include_router(probes.router)
     app.include_router(endpoints.router, dependencies=DESCRIBED)
-    app.include_router(homeserver.router, dependencies=DESCRIBED)
+    app.include_router(synapse_endpoints.router, dependencies=DESCRIBED)
     return app
 
 

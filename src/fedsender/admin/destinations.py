@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedsender.admin.bodies import MAX_SERVERS, Servers
+from fedsender.admin.bodies import MAX_SERVERS, Servers, bad_param, not_found
 from fedsender.admin.context import Parts
-from fedsender.admin.errors import bad_param, not_found
 from fedsender.matrix import matches
 from fedsender.sender.failure import ServerState
 from fedsender.sender.sender import Status

@@ -9,13 +9,16 @@ from fastapi import APIRouter, Query
 
 from fedsender.admin.bodies import (
     MAX_INTEGER,
+    Error,
     EventId,
     Ids,
     Pairs,
     Purge,
+    Refusal,
     Servers,
     ServersWithReason,
     Skip,
+    not_found,
 )
 from fedsender.admin.context import Parts, Reach
 from fedsender.admin.destinations import (
@@ -28,7 +31,6 @@ from fedsender.admin.destinations import (
     list_page,
 )
 from fedsender.admin.display import many
-from fedsender.admin.errors import Error, Refusal, not_found
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern

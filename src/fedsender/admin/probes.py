@@ -8,9 +8,9 @@ import trio
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from fedsender.admin.bodies import json_answer
 from fedsender.admin.context import Reach
 from fedsender.admin.display import many
-from fedsender.admin.errors import json_answer
 from fedsender.sender.destination import Phase
 from fedsender.sender.fan_out import Standstill
 from fedsender.sender.sender import Sender

@@ -18,7 +18,7 @@ from typing import Any, Final
 import trio
 from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
-from fedsender.bench.messages import ROOM_VERSION, Room, signer
+from fedsender.bench.homeserver import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, median, percentile
 from fedsender.bench.stage import VERIFY_EVERY, Servers, open_stage, quiet
 from fedsender.bench.steady import WARM_UP

@@ -9,7 +9,7 @@ import orjson
 import trio
 
 from fedsender.bench.floor import open_floor
-from fedsender.bench.messages import ROOM_VERSION, Room, signer
+from fedsender.bench.homeserver import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, cpu_s_of, rss_kb
 from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
 from fedsender.daemon import Daemon

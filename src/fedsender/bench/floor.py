@@ -15,7 +15,7 @@ import orjson
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.bench.messages import SERVER_NAME, Room, signer
+from fedsender.bench.homeserver import SERVER_NAME, Room, signer
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.bench.receivers import FLOOR, answer_for
 from fedsender.bench.stage import Servers, Stage, open_stage

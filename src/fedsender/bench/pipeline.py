@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.bench.meter import Options
-from fedsender.bench.pipeline_input import US, Made, make
-from fedsender.bench.pipeline_shape import Shape
+from fedsender.bench.pipeline_input import US, Made, Shape, make
 from fedsender.config import Config, from_values
 from fedsender.pipeline import audit, health, ingest, plan, rebuild, report, schemas
 from fedsender.pipeline.lake import Lake, open_lake

@@ -17,7 +17,7 @@ from pathlib import Path
 import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedsender.bench.messages import KEY_ID, ROOM_VERSION, SERVER_NAME
+from fedsender.bench.homeserver import KEY_ID, ROOM_VERSION, SERVER_NAME
 from fedsender.testing.certificates import Authority
 from fedsender.testing.children import Handler, Order, serve_orders
 from fedsender.testing.http import SILENCE, Conversation, Reply, Request, TlsStream

@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from fedsender.bench.messages import SERVER_NAME, encode_seed
+from fedsender.bench.homeserver import SERVER_NAME, encode_seed
 from fedsender.config import Config, Log, from_values
 from fedsender.daemon import Daemon, collect_less_often, open_core
 from fedsender.demo.process import write_secret

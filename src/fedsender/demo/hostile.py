@@ -24,8 +24,7 @@ import trio
 from fedsender import ledger as ledger_files
 from fedsender.demo import process
 from fedsender.demo.process import CATCH_UP_GAP_EVENTS, DaemonProcess, own_and_rss_kb
-from fedsender.demo.report import Report
-from fedsender.demo.verdict import judge, read_ledger, still_owed
+from fedsender.demo.report import Report, judge, read_ledger, still_owed
 from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
 from fedsender.runtime import real_runtime

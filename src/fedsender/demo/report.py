@@ -1,9 +1,18 @@
-"""What a demo run says while it runs and when it ends: for people, or one JSON object per line."""
+"""The verdict of a demo run and its report, for people or as one JSON object per line.
 
+The verdict: every event reached every server it should, and no other. Three witnesses are compared:
+the homeserver, which knows who should get what; the receiving servers, which know what arrived; and
+the daemon's ledger, which must name, for each event that never arrived, the newer event that stood
+in for it.
+"""
+
+import sqlite3
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,8 +22,275 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from fedsender.console import safe, say_json
-from fedsender.demo.verdict import Tally, Verdict
-from fedsender.testing.receiver import Receivers
+from fedsender.ledger import NOTES
+from fedsender.testing.receiver import Receivers, ReceivingServer
+from fedsender.testing.rooms import Step
+
+DELIVERED = "delivered"
+WITNESS = "witness"
+"""The lane of what went out of turn, to find out whose fault a refusal was."""
+KILL_WINDOW_S = 2.0
+"""So long before a kill an answer may have left, or be in the ledger, and yet not be known after:
+the ledger comes first, the database a moment (on a busy disk, a long one) later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The ledger's word that one event stood in for older ones of its room, at one server."""
+
+    event_id: str
+    first: int
+    last: int
+
+    def covers(self, token: int) -> bool:
+        return self.first <= token <= self.last
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the ledger says, put in order.
+
+    Attributes:
+        lines: how many attempts there are.
+        claims: (server, room id) -> what stood in for what there.
+        caught_up: (server, room id) of which events were sent whole by catch-up.
+        delivered: server -> (event id, milliseconds since the epoch, lane) of what was answered,
+            with repeats.
+        answered: (server, transaction id) of every answered attempt.
+        witnesses: (server, event id) of what went out of turn, to find out whose fault a refusal
+            was.
+    """
+
+    lines: int = 0
+    claims: defaultdict[tuple[str, str], list[Claim]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    caught_up: set[tuple[str, str]] = field(default_factory=set)
+    delivered: defaultdict[str, list[tuple[str, int, str]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+    answered: set[tuple[str, str]] = field(default_factory=set)
+    witnesses: set[tuple[str, str]] = field(default_factory=set)
+
+
+def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
+    """Put the lines of all segments in order."""
+    ledger = Ledger()
+    for line in lines:
+        if line["outcome"] in NOTES:
+            continue
+        ledger.lines += 1
+        if line["outcome"] != DELIVERED:
+            continue
+        server = line["destination"]
+        ledger.answered.add((server, line["transaction_id"]))
+        for pdu in line["pdus"]:
+            where = (server, pdu["room_id"])
+            ledger.delivered[server].append((pdu["event_id"], line["ms"], pdu["lane"]))
+            if pdu["lane"] == WITNESS:
+                ledger.witnesses.add((server, pdu["event_id"]))
+            if "supersedes" in pdu:
+                ledger.claims[where].append(Claim(pdu["event_id"], *pdu["supersedes"]))
+            elif pdu["lane"] == "catch_up":
+                ledger.caught_up.add(where)
+    return ledger
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the events that one server should get."""
+
+    due: int = 0
+    delivered: int = 0
+    superseded: int = 0
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The outcome of a run.
+
+    Attributes:
+        missing: what did not arrive and is not superseded, in words.
+        wrong: everything else that must not be, in words.
+        large_gaps: (server, room) pairs where newer events stood in for older ones.
+        small_gaps: pairs where catch-up sent what was missed event by event.
+    """
+
+    servers: dict[str, Tally] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    large_gaps: int = 0
+    small_gaps: int = 0
+    ledger_lines: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is missing any more."""
+        return not self.missing
+
+    def total(self) -> Tally:
+        """Over all servers."""
+        return Tally(
+            sum(tally.due for tally in self.servers.values()),
+            sum(tally.delivered for tally in self.servers.values()),
+            sum(tally.superseded for tally in self.servers.values()),
+        )
+
+
+def judge(
+    steps: Sequence[Step],
+    receivers: Receivers,
+    ledger: Ledger,
+    *,
+    gap_events: int,
+    kills_ms: Sequence[int] = (),
+    loaded: Collection[str] = (),
+) -> Verdict:
+    """Hold what arrived, and what the ledger says, against what should have arrived.
+
+    Args:
+        gap_events: a gap of at most so many events in one room must have been sent whole.
+        kills_ms: when the daemon was killed, in milliseconds since the epoch.
+        loaded: events that came with a snapshot; they may stand in for gaps of any size.
+    """
+    verdict = Verdict(ledger_lines=ledger.lines)
+    by_id = {step.event.event_id: step for step in steps}
+    due: dict[str, list[Step]] = {name: [] for name in receivers.servers}
+    for step in steps:
+        for name in step.servers & due.keys():
+            due[name].append(step)
+    for name, server in receivers.servers.items():
+        tally = verdict.servers[name] = Tally(due=len(due[name]))
+        used = _settle(due[name], server, ledger, tally, verdict)
+        verdict.large_gaps += len({room_id for room_id, _ in used})
+        unexcused = [(room, claim) for room, claim in used if claim.event_id not in loaded]
+        verdict.wrong += _too_small(name, unexcused, due[name], gap_events)
+        verdict.wrong += _not_for(server, by_id)
+        verdict.wrong += _out_of_order(server, by_id, ledger)
+        verdict.wrong += _sent_again(name, ledger, kills_ms)
+    verdict.small_gaps = len(ledger.caught_up)
+    return verdict
+
+
+def _settle(
+    due: Iterable[Step], server: ReceivingServer, ledger: Ledger, tally: Tally, verdict: Verdict
+) -> set[tuple[str, Claim]]:
+    """Count what arrived and what is superseded; returns the claims that needed believing."""
+    used: set[tuple[str, Claim]] = set()
+    for step in due:
+        event_id, room_id = step.event.event_id, step.event.room_id
+        if event_id in server.received:
+            tally.delivered += 1
+            continue
+        for claim in ledger.claims.get((server.name, room_id), ()):
+            if claim.covers(step.token) and claim.event_id in server.received:
+                tally.superseded += 1
+                used.add((room_id, claim))
+                break
+        else:
+            verdict.missing.append(f"{server.name} lacks {event_id} ({step.token})")
+    return used
+
+
+def _too_small(
+    server: str, used: Iterable[tuple[str, Claim]], due: Iterable[Step], gap_events: int
+) -> list[str]:
+    """Gaps that were skipped although they were small enough to be sent whole."""
+    by_room: defaultdict[str, list[int]] = defaultdict(list)
+    for step in due:
+        by_room[step.event.room_id].append(step.token)
+    found = []
+    for room_id, claim in used:
+        size = sum(claim.covers(token) for token in by_room[room_id])
+        if size <= gap_events:
+            found.append(f"{server}: {claim.event_id} stands in for only {size} in {room_id}")
+    return found
+
+
+def _not_for(server: ReceivingServer, by_id: Mapping[str, Step]) -> list[str]:
+    """What arrived where it should not have."""
+    found = []
+    for event_id, pdu in server.received.items():
+        step = by_id.get(event_id)
+        if step is None or server.name not in step.servers:
+            found.append(f"{server.name} must not get {event_id} ({pdu.type})")
+    return found
+
+
+def _out_of_order(server: ReceivingServer, by_id: Mapping[str, Step], ledger: Ledger) -> list[str]:
+    """Events of one room that first arrived after newer ones of it."""
+    newest: dict[str, int] = {}
+    found = []
+    for event_id, pdu in server.received.items():
+        if (server.name, event_id) in ledger.witnesses:
+            continue
+        token = by_id[event_id].token if event_id in by_id else 0
+        if token < newest.get(pdu.room_id, 0):
+            found.append(f"{server.name} got {event_id} ({token}) after {newest[pdu.room_id]}")
+        newest[pdu.room_id] = max(token, newest.get(pdu.room_id, 0))
+    return found
+
+
+def _sent_again(server: str, ledger: Ledger, kills_ms: Sequence[int]) -> list[str]:
+    """Events with two recorded answers: what was answered once must not be sent again."""
+    seen: dict[str, int] = {}
+    found = []
+    for event_id, ms, lane in ledger.delivered.get(server, ()):
+        # A witness may be one that was answered before; after it, the event has had its turn.
+        before = None if lane == WITNESS else seen.get(event_id)
+        if before is not None and not _just_before(before / 1000, [ms / 1000 for ms in kills_ms]):
+            found.append(f"{server} was sent {event_id} again after its answer was on record")
+        seen[event_id] = ms
+    return found
+
+
+def _just_before(moment: float, kills: Iterable[float]) -> bool:
+    """Whether the daemon was killed so soon after `moment` (seconds) that it may have forgotten."""
+    return any(moment <= kill <= moment + KILL_WINDOW_S for kill in kills)
+
+
+def unrecorded(receivers: Receivers, ledger: Ledger, kills: Sequence[float]) -> list[str]:
+    """Answers that the ledger does not know of.
+
+    Args:
+        kills: Trio times at which the daemon was killed; an answer that left just before one may
+            have met nobody.
+    """
+    found = []
+    for server in receivers.servers.values():
+        for attempt in server.transactions:
+            if not attempt.processed or (server.name, attempt.transaction_id) in ledger.answered:
+                continue
+            if not _just_before(attempt.at + attempt.took, kills):
+                found.append(f"{server.name} answered {attempt.transaction_id}, not in the ledger")
+    return found
+
+
+def still_owed(directory: Path) -> list[str]:
+    """What the daemon's databases say is not done, once it has ended and everything arrived.
+
+    Whatever stands here would be sent again after the next start.
+    """
+    rows = _rows(
+        directory / "homeserver.sqlite3",
+        "SELECT r.destination, r.room_id, r.stream_ordering, d.last_successful_stream_ordering"
+        " FROM destination_rooms r JOIN destinations d ON d.destination = r.destination"
+        " WHERE r.stream_ordering > coalesce(d.last_successful_stream_ordering, -1)",
+    )
+    frozen = _rows(
+        directory / "fedsender.sqlite3",
+        "SELECT destination, transaction_id FROM frozen_transactions",
+    )
+    return [
+        *(f"{name}: {room_id} up to {owed}, mark at {mark}" for name, room_id, owed, mark in rows),
+        *(f"{name}: frozen transaction {transaction_id}" for name, transaction_id in frozen),
+    ]
+
+
+def _rows(database: Path, query: str) -> list[tuple[Any, ...]]:
+    with closing(sqlite3.connect(database)) as connection:
+        return connection.execute(query).fetchall()
+
 
 SHOWN = 10
 """So many of each kind of complaint are shown; all are counted."""

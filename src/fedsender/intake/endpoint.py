@@ -12,8 +12,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from fedsender.admin.app import new_app
-from fedsender.admin.bodies import Body
-from fedsender.admin.errors import Error, Refusal, bad_param, json_answer, not_found
+from fedsender.admin.bodies import Body, Error, Refusal, bad_param, json_answer, not_found
 from fedsender.admin.http1 import Bounds
 from fedsender.admin.serving import Admin, MakeTls, serve_app
 from fedsender.config import Address

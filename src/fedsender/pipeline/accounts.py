@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from fedsender.config import Config
 from fedsender.ledger import EVERY_SERVER
-from fedsender.pipeline import intervals, schemas, servers
+from fedsender.pipeline import intervals, schemas
 from fedsender.pipeline.lake import Lake, literal
 
 if TYPE_CHECKING:
@@ -533,7 +533,7 @@ class Accounts:
         self._attempts, self._pdus = known.attempts, known.pdus
         self._owned = ownership(known.attempts, config.instance_name)
         self.places = places
-        self._spans = servers.sent_to(lake.frame(spark, schemas.INTERVALS), config)
+        self._spans = intervals.sent_to(lake.frame(spark, schemas.INTERVALS), config)
 
     def stretches(self) -> "DataFrame":
         """Every place that is expected, with its fate."""
@@ -756,7 +756,7 @@ class Accounts:
 
         alone = intervals.ours(self._spark, self._lake).where(intervals.told_by_us_alone())
         return alone.select(
-            servers.server_of(F.col("state_key")).alias("server"),
+            intervals.server_of(F.col("state_key")).alias("server"),
             "stream_ordering",
             F.lit(intervals.W26).alias("w26"),
         )

@@ -1,10 +1,9 @@
-"""The servers that should get each event: intervals of stream orderings per room and server.
+"""Server names as columns, and the servers that should get each event, as intervals per room.
 
 The rules are the fan-out's (`sender.routing`), applied to whole tables. Servers in the room come
-from Synapse's state groups or from the embedded store's own intervals; single events add
-exceptions,
-the sparse part: servers that an event kicked, uninvited or let in, the server on whose behalf it is
-sent, and servers that the feed names beyond its room's.
+from Synapse's state groups or from the embedded store's own intervals. Single events add
+exceptions, the sparse part: servers that an event kicked, uninvited or let in, the server on whose
+behalf it is sent, and servers that the feed names beyond its room's.
 
 All of it is arithmetic with *changes*: a server is in a room from a change on, and out from the
 next. An exception is two of them, and two at one place are none.
@@ -14,8 +13,8 @@ trees: a long trunk, a new tree whenever Synapse stores a full state, a branch w
 history forked. They are laid out so that all descendants of a group follow it without a gap
 (`lay_out`). So a group has a *place*, and an entry of a group holds from its place to the end of
 its branch, unless one further down says otherwise. A server's membership is then a handful of
-intervals of places,
-however many groups there are: the cost is the number of changes, never groups times members.
+intervals of places, however many groups there are: the cost is the number of changes, never groups
+times members.
 
 Events walk over the places in stream order. A server comes or goes between two events of ours if
 the step from one place to the other crosses an odd number of its interval ends: one along a trunk,
@@ -24,17 +23,57 @@ several where the walk jumps between branches.
 
 from typing import TYPE_CHECKING, Final
 
-from fedsender.pipeline import schemas
-from fedsender.pipeline.lake import Lake, empty_frame
-from fedsender.pipeline.servers import server_of
+from fedsender.config import Config
+from fedsender.pipeline import PipelineError, schemas
+from fedsender.pipeline.lake import Lake, empty_frame, literal
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
-from fedsender.pipeline import PipelineError
+_HEX_DIGITS_OF_SHA256: Final = 64
 
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+
+def server_of(user: "Column") -> "Column":
+    """The part behind an identifier's first colon; null if there is none (`matrix.server_of`)."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    colon = F.instr(user, ":")
+    name = F.substring(user, colon + F.lit(1), F.length(user))
+    return F.when((colon > 0) & (F.length(name) > 0), name)
+
+
+def shard_of(server: "Column", shards: int) -> "Column":
+    """The index of the sender that handles a server, as `matrix.shard_of` says it.
+
+    All 32 bytes of the SHA-256 as one little-endian number, modulo `shards`: byte by byte, so that
+    no number outgrows a column.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    if shards < 1:
+        raise ValueError("no sender to choose from")
+    digest = F.sha2(server, 256)
+    index = F.lit(0).cast("bigint")
+    for place in range(_HEX_DIGITS_OF_SHA256 // 2):
+        byte = F.conv(F.substring(digest, 2 * place + 1, 2), 16, 10).cast("bigint")
+        index = index + byte * pow(256, place, shards)
+    return (index % shards).cast("int")
+
+
+def sent_to(rows: "DataFrame", config: Config) -> "DataFrame":
+    """The rows whose `server` this sender may send to, by the daemon's own word.
+
+    It is asked once for each server; of servers there are some ten thousand at most.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    names = (row["server"] for row in rows.select("server").distinct().toLocalIterator())
+    barred = [name for name in names if not (config.handles(name) and config.allows(name))]
+    if not barred:
+        return rows
+    listed = literal([{"server": name} for name in barred], "server: STRING")
+    table = rows.sparkSession.range(1).select(F.inline(listed))
+    return rows.join(F.broadcast(table), on="server", how="left_anti")
 
 
 ANYBODY: Final = "*"

@@ -13,8 +13,8 @@ import yaml
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, Usage, ledger_lines, schemas
+from fedsender.pipeline.intervals import shard_of
 from fedsender.pipeline.lake import Lake
-from fedsender.pipeline.servers import shard_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.config import Config
-from fedsender.pipeline import PipelineError, intervals, schemas, servers
+from fedsender.pipeline import PipelineError, intervals, schemas
 from fedsender.pipeline.lake import Lake
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
         on="stream_ordering",
         how="left_anti",
     )
-    spans = servers.sent_to(lake.frame(spark, schemas.INTERVALS), config)
+    spans = intervals.sent_to(lake.frame(spark, schemas.INTERVALS), config)
     return expected_rooms(known.select("room_id", "stream_ordering"), spans)
 
 
@@ -154,7 +154,7 @@ def _explained(differing: "DataFrame", events: "DataFrame") -> "DataFrame":
         "auth_membership",
     )
     untold = intervals.told_by_us_alone() & (
-        servers.server_of(F.col("state_key")) == F.col("destination")
+        intervals.server_of(F.col("state_key")) == F.col("destination")
     )
     reason = F.when(F.col("kind").isin(*WRONG) & untold, intervals.W26).when(
         F.col("event_id").isNull(), "no event of ours"

@@ -10,9 +10,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from fedsender.admin.app import DESCRIBED, new_app
-from fedsender.admin.bodies import Body
+from fedsender.admin.bodies import Body, Error, Refusal, json_answer, not_found
 from fedsender.admin.client import PREFIX
-from fedsender.admin.errors import Error, Refusal, json_answer, not_found
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Config
 from fedsender.relay.registry import Connected

@@ -7,7 +7,7 @@ from tests.pipeline.worlds import US
 
 from fedsender.config import from_values
 from fedsender.matrix import server_of, shard_of
-from fedsender.pipeline import servers
+from fedsender.pipeline import intervals
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +25,7 @@ NAMES = [
 def test_servers_of_users_are_what_follows_the_first_colon(spark: "SparkSession") -> None:
     users = ["@a:b", "@a:b:8448", "@a:[::1]:1", "@a", "@a:", "", ":x"]
     frame = spark.createDataFrame([(user,) for user in users], "user STRING")
-    rows = frame.select("user", servers.server_of(frame["user"]).alias("server")).collect()
+    rows = frame.select("user", intervals.server_of(frame["user"]).alias("server")).collect()
 
     def said(user: str) -> str | None:
         try:
@@ -65,7 +65,7 @@ def test_only_servers_that_we_may_send_to_are_looked_at(
     for each in lists:
         values = {"server_name": US, "signing_key": "key", **each}
         config = from_values(values, directory=tmp_path)
-        found = {row["server"] for row in servers.sent_to(frame, config).collect()}
+        found = {row["server"] for row in intervals.sent_to(frame, config).collect()}
         assert found == {name for name in NAMES if config.handles(name) and config.allows(name)}
     assert 0 < len(found) < len(NAMES)
 
@@ -73,7 +73,7 @@ def test_only_servers_that_we_may_send_to_are_looked_at(
 def test_the_shard_of_a_server_is_synapses(spark: "SparkSession") -> None:
     frame = spark.createDataFrame([(name,) for name in NAMES], "server STRING")
     shards = (1, 2, 3, 4, 7, 1000)
-    columns = (servers.shard_of(frame["server"], n).alias(str(n)) for n in shards)
+    columns = (intervals.shard_of(frame["server"], n).alias(str(n)) for n in shards)
     for row in frame.select("server", *columns).collect():
         assert [row[str(n)] for n in shards] == [shard_of(row["server"], n) for n in shards]
 
@@ -89,4 +89,4 @@ def test_a_list_may_have_thousands_of_names(
     config = from_values({"server_name": US, "signing_key": "key", **lists}, directory=tmp_path)
     some = [("bad7.example",), ("good.example",), ("bad1999.example",)]
     frame = spark.createDataFrame(some, "server STRING")
-    assert [row["server"] for row in servers.sent_to(frame, config).collect()] == ["good.example"]
+    assert [row["server"] for row in intervals.sent_to(frame, config).collect()] == ["good.example"]
