@@ -11,7 +11,7 @@ from tests.admin.desk import open_desk
 from tests.sender.harness import World
 from trio.testing import MockClock
 
-from fedsender.health import SCHEMA, STALE_MS, ServerHealth, doubts, read_health
+from fedsender.health import SCHEMA, STALE_MS, ServerHealth, failure_rate, read_health
 
 NOW_MS = 1_767_225_600_000
 R1 = "!1:hs.example"
@@ -45,7 +45,7 @@ def test_it_says_how_a_servers_day_went(tmp_path: Path) -> None:
         "ill.example": ServerHealth(0.25, 20, 12, 30, 70, NOW_MS - 5),
     }
     asked = ("a.example", "ill.example", "new.example")
-    assert [doubts(found, server) for server in asked] == [0, 8, 0]
+    assert [failure_rate(found, server) for server in asked] == [0, 8, 0]
 
 
 @pytest.mark.parametrize("kind", ["absent", "stale", "text", "empty", "another version", "torn"])
@@ -73,7 +73,7 @@ async def test_those_that_did_well_are_brought_back_first(
     """Of servers that are otherwise alike (I8)."""
     known = {A: ServerHealth(0.5, 10, 1, 1, 1, None), C: ServerHealth(0.8, 10, 1, 1, 1, None)}
     async with world.run() as sender:
-        sender.registry.open_with({}, [A, B, C], lambda server: 0, partial(doubts, known))
+        sender.registry.open_with({}, [A, B, C], lambda server: 0, partial(failure_rate, known))
         assert [server for _, _, server in sorted(sender.registry._timer)] == [B, C, A]
 
 

@@ -23,8 +23,8 @@ from fedsender.matrix import (
     canonical_json,
     event_id_of,
     make_pdu,
+    make_redacted_pdu,
     parse_server_name,
-    prune,
     redact,
     redacts,
     server_of,
@@ -467,12 +467,12 @@ def test_pdus_are_the_reference_encoding_under_the_reference_hash(
     assert event_id_of(event, ROOM_VERSIONS[str(version)]) == event_id
     assert redact(event, ROOM_VERSIONS[str(version)]) == reference_redaction(event, version)
 
-    pruned = prune(stored, event_id, room_id, 7, str(version))
+    redacted = make_redacted_pdu(stored, event_id, room_id, 7, str(version))
     remains = reference_redaction(event, version)
     if "unsigned" in expected:
         remains["unsigned"] = expected["unsigned"]
-    assert pruned.wire == canonicaljson.encode_canonical_json(remains)
-    assert pruned.event_id == event_id
+    assert redacted.wire == canonicaljson.encode_canonical_json(remains)
+    assert redacted.event_id == event_id
 
 
 @pytest.mark.parametrize(
@@ -582,8 +582,8 @@ def test_fractions_travel_in_old_rooms_only_and_exactly() -> None:
 
 def test_pruning_takes_a_fraction_away_with_its_content() -> None:
     event = message(content={"f": 0.5})
-    pruned = prune(json.dumps(event), reference_id(event, 5), "!r:a.example", 1, "5")
-    assert not pruned.fractional
+    redacted = make_redacted_pdu(json.dumps(event), reference_id(event, 5), "!r:a.example", 1, "5")
+    assert not redacted.fractional
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.federation.client import open_client
 from fedsender.federation.signing import load_signing_keys
-from fedsender.health import doubts, read_health
+from fedsender.health import failure_rate, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
 from fedsender.limits import of_daemon, raise_file_limit
 from fedsender.replication.feed import Feed, open_feed
@@ -67,7 +67,7 @@ WRITE_DOWN_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Daemon:
-    """The parts of a running daemon, for the admin endpoint and for tests."""
+    """The context of a running daemon, for the admin endpoint and for tests."""
 
     config: Config
     policies: Policies
@@ -143,7 +143,9 @@ async def open_core(
             metrics=metrics,
             admission=admission,
             announcer=announcer,
-            doubt=partial(doubts, read_health(config.pipeline.health, runtime.now_ms())),
+            failure_rate=partial(
+                failure_rate, read_health(config.pipeline.health, runtime.now_ms())
+            ),
             already_owed=already_owed,
         ) as sender,
         open_feed(config, runtime, store.homeserver, sender, keys=keys, metrics=metrics) as feed,

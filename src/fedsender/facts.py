@@ -38,7 +38,7 @@ SERVER_UP: Final = "server_up"
 EPHEMERAL_STREAMS: Final = ("typing", "receipts", "presence", SERVER_UP)
 
 MAX_ROWS: Final = 10_000
-"""Rows of one record. A reader takes more (`protocol.Batches`)."""
+"""Rows of one record. A reader takes more (`protocol.RdataBatches`)."""
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
 MAX_LINE_BYTES: Final = 262_144

@@ -58,7 +58,7 @@ class ServerHealth:
     ill_since_ms: int | None
 
 
-def doubts(known: Mapping[str, ServerHealth], server: str) -> int:
+def failure_rate(known: Mapping[str, ServerHealth], server: str) -> int:
     """The failed share of the server's attempts of its last day, in tenths: 0 to 10."""
     health = known.get(server)
     return 0 if health is None else round(10 * (1 - health.success_rate))

@@ -36,10 +36,10 @@ __all__ = [
     "hashed",
     "is_server_name",
     "make_pdu",
+    "make_redacted_pdu",
     "matches",
     "matching",
     "parse_server_name",
-    "prune",
     "redact",
     "redacts",
     "room_version_of",
@@ -468,7 +468,7 @@ def make_pdu(
     return _pdu(event, survey, event_id, room_id, stream_ordering, version), event
 
 
-def prune(
+def make_redacted_pdu(
     json_text: str | bytes, event_id: str, room_id: str, stream_ordering: int, room_version: str
 ) -> Pdu:
     """The redacted form of one stored event, ready to send; its id stays the same.

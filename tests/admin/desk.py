@@ -11,8 +11,8 @@ from tests.sender.harness import World
 
 from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
-from fedsender.admin.context import Parts
-from fedsender.admin.probes import doubts, observe
+from fedsender.admin.context import AdminContext
+from fedsender.admin.probes import observe, problems
 from fedsender.config import Policies
 from fedsender.streams import FeedStatus
 
@@ -56,7 +56,7 @@ class Desk:
 
     http: httpx.AsyncClient
     world: World
-    parts: Parts
+    context: AdminContext
     standing: Standing
 
     async def get(self, path: str, status: int = 200, **query: Any) -> dict[str, Any]:
@@ -78,8 +78,8 @@ def checked(response: httpx.Response, status: int) -> dict[str, Any]:
     return content
 
 
-def parts_of(world: World, standing: Standing) -> Parts:
-    return Parts(
+def parts_of(world: World, standing: Standing) -> AdminContext:
+    return AdminContext(
         policies=Policies(world.config()),
         sender=world.sender,
         homeserver=world.store.homeserver,
@@ -88,7 +88,7 @@ def parts_of(world: World, standing: Standing) -> Parts:
         metrics=world.metrics,
         observe=lambda: observe(world.sender, standing, world.metrics),
         ledger_directory=world.directory / "ledger",
-        doubts=lambda: doubts(
+        problems=lambda: problems(
             standing,
             world.store.homeserver,
             world.store.sender,
@@ -106,11 +106,11 @@ async def open_desk(world: World, token: str | None = TOKEN) -> AsyncIterator[De
     """A running sender and its endpoint, without sockets."""
     standing = Standing()
     async with world.run():
-        parts = parts_of(world, standing)
-        app: Any = Doorkeeper(build_app(parts), lambda: token)
+        context = parts_of(world, standing)
+        app: Any = Doorkeeper(build_app(context), lambda: token)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app, raise_app_exceptions=True),
             base_url="http://127.0.0.1:9009",
             headers={"Authorization": f"Bearer {TOKEN}"},
         ) as http:
-            yield Desk(http, world, parts, standing)
+            yield Desk(http, world, context, standing)

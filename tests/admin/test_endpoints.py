@@ -177,7 +177,7 @@ async def test_nothing_is_tried_next_at_a_server_that_nothing_may_be_sent_to(
         await desk.post("park", {"servers": [B], "reason": "moving house"})
         world.settings["deny"] = [A]
         world.reload(world.sender)
-        desk.parts.policies.use(world.config())
+        desk.context.policies.use(world.config())
         await settle()
 
         why_a, why_b = await desk.get(f"why/{A}"), await desk.get(f"why/{B}")
@@ -643,6 +643,6 @@ async def test_a_reload_changes_what_why_says(world: World, autojump_clock: Mock
     async with open_desk(world) as desk:
         await with_a_dead_server(desk)
         world.settings["deny"] = [B]
-        desk.parts.policies.use(world.config())
+        desk.context.policies.use(world.config())
         why = await desk.get(f"why/{B}")
         assert (why["state"], why["allowed"]) == ("not allowed", False)

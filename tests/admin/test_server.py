@@ -27,8 +27,8 @@ async def serving(world: World, listen: str, token_file: str = "token") -> Async
     (world.directory / "token").write_text(f"{TOKEN}\n")
     world.settings["admin"] = {"listen": listen, "token_file": token_file}
     async with world.run():
-        parts = parts_of(world, Standing())
-        async with serve_parts(parts) as served:
+        context = parts_of(world, Standing())
+        async with serve_parts(context) as served:
             yield served
 
 

@@ -109,7 +109,7 @@ async def _append(relay: RelayDaemon, records: Sequence[Sequence[Json]]) -> None
 async def _snapshot(relay: RelayDaemon) -> float:
     """Make one, let the log go, and say how long the making took, in seconds."""
     began = trio.current_time()
-    info = await relay.shelf.make()
+    info = await relay.snapshots.make()
     took = trio.current_time() - began
     # The newest record always stays: so one more.
     await _append(relay, [[_hosts(0, [])]])

@@ -291,7 +291,7 @@ async def test_doubt_asks_again_but_keeps_a_delegation_that_nobody_contradicts(
 
     dns.table["d.example", "A"] = ["192.0.2.8"]
     web.answer = ExchangeFailed("closed", "refused")
-    discovery.doubt("b.example")
+    discovery.invalidate("b.example")
 
     resolved = await discovery.resolve("b.example", web.fetch)
     assert resolved.candidates == (("192.0.2.8", 1),)

@@ -21,7 +21,7 @@ from fedsender.facts import (
     rows_of,
     without_edus,
 )
-from fedsender.replication.protocol import OWN_MAX_LINE, Batches, Connection, Rdata
+from fedsender.replication.protocol import OWN_MAX_LINE, Connection, Rdata, RdataBatches
 from fedsender.streams import HostsRow, Json, PduRow
 
 KEY = {"keys": {"ed25519:PUB": "PUB"}}
@@ -107,7 +107,7 @@ def test_bounds() -> None:
         prepare([pdu(1, spare + 1)])
     with pytest.raises(BadRow, match=str(MAX_RECORD_BYTES)):
         prepare([["edu", ["to_device", "b.example", "m", {"x": "x" * 250_000}]]] * 17)
-    batches = Batches()
+    batches = RdataBatches()
     peer.receive_data(prepare([hosts(1)] * MAX_ROWS).lines(5))
     records = []
     while isinstance(command := peer.next_command(), Rdata):
@@ -143,7 +143,7 @@ def test_a_homeserver_may_write_its_keys_in_any_order() -> None:
 def test_observers_are_told_no_edus(records: list[list[Json]]) -> None:
     """What is left are the records without their edu rows, under their own tokens."""
     lines = b"".join(prepare(rows).lines(token) for token, rows in enumerate(records, 1))
-    peer, batches = Connection(max_line=OWN_MAX_LINE), Batches()
+    peer, batches = Connection(max_line=OWN_MAX_LINE), RdataBatches()
     peer.receive_data(without_edus(lines))
     told = {}
     while (command := peer.next_command()) is not None:

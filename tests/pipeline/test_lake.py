@@ -241,8 +241,8 @@ def test_many_small_files_become_one_with_the_same_rows(tmp_path: Path) -> None:
             if number:
                 commit.append(EVENTS, event(1_000_000 + number), 1)
     before = {row["event_id"] for row in lake.read(EVENTS).to_pylist()}
-    assert lake.tidy() == SMALL_FILES
-    assert lake.tidy() == 0
+    assert lake.expire() == SMALL_FILES
+    assert lake.expire() == 0
     again = open_lake(tmp_path, US)
     assert len(again.files(EVENTS)) == SMALL_FILES
     assert len(again.files(EVENTS, lambda part: part == "0")) == 1

@@ -35,10 +35,10 @@ from fedsender.facts import (
 from fedsender.replication.protocol import (
     OWN_MAX_LINE,
     BadLine,
-    Batches,
     Connection,
     Dialect,
     Rdata,
+    RdataBatches,
     UnsendableCommand,
     parse_command,
 )
@@ -97,7 +97,7 @@ def fuzz_lines(rng: random.Random) -> None:
     data = b"\n".join(rng.choices(LINES, k=rng.randint(1, 4))) + b"\n"
     data = spoil(rng, data, ODD)
     peer = Connection(max_line=OWN_MAX_LINE)
-    batches = Batches(max_rows=10, max_bytes=10_000)
+    batches = RdataBatches(max_rows=10, max_bytes=10_000)
     at = 0
     while at < len(data):
         size = rng.choice((1, 7, 200, 10_000)) if len(data) < 2000 else 10_000

@@ -19,7 +19,7 @@ from tests.relay.shard import Line, Shard, forget_log
 from fedsender.relay.daemon import open_relay
 from fedsender.relay.retention import TIDY_EVERY_S
 from fedsender.relay.snapshots import SHARED_S
-from fedsender.relay.status import doubts, status_of
+from fedsender.relay.status import problems, status_of
 from fedsender.replication.relay_feed import State
 from fedsender.runtime import real_runtime
 from fedsender.snapshot import SnapshotInfo
@@ -34,7 +34,7 @@ CONSUMERS = Path("/relay/consumers.json")
 
 async def look(world: World) -> None:
     """What happens every ten seconds, now."""
-    await world.relay.retention.tidy()
+    await world.relay.retention.expire()
 
 
 async def test_54_one_that_only_took_a_snapshot_holds_the_log_behind_it_for_a_while(
@@ -48,7 +48,7 @@ async def test_54_one_that_only_took_a_snapshot_holds_the_log_behind_it_for_a_wh
         await hands.leave()
         for _ in range(3):
             await world.append(5)
-            await world.relay.shelf.make()
+            await world.relay.snapshots.make()
         await look(world)
         assert world.first == token + 1
         with structlog.testing.capture_logs() as logs:
@@ -69,7 +69,7 @@ async def test_55_56_nobody_lapses_while_connected(autojump_clock: Clock) -> Non
             await joined.say("PING 1")
             await idle.say("PING 1")
         assert (world.state("joining"), world.state("idle")) == ("JOIN", "FOLLOW")
-        assert world.relay.shelf.find(snapshot) is not None
+        assert world.relay.snapshots.find(snapshot) is not None
         await joined.leave()
         await idle.leave()
         await trio.sleep(HOUR)
@@ -106,23 +106,23 @@ async def test_a_snapshot_that_was_handed_out_stays_until_the_join_is_over(
         hands, snapshot, _ = await world.join("sender-1")
         for _ in range(4):
             await world.append(5)
-            await world.relay.shelf.make()
+            await world.relay.snapshots.make()
             await look(world)
         assert len(await hands.fetch(snapshot, "manifest.json")) > 0
-        kept = world.relay.shelf.find(snapshot)
+        kept = world.relay.snapshots.find(snapshot)
         assert kept is not None
         await hands.say(f"REPLICATE events {kept.token} {world.relay.log.epoch}")
         await hands.until("POSITION ")
         await hands.ack(world.relay.log.head)
         assert world.first == kept.token + 1
         await look(world)
-        assert world.relay.shelf.find(snapshot) is None, "only now it is not needed any more"
+        assert world.relay.snapshots.find(snapshot) is None, "only now it is not needed any more"
         assert world.first > kept.token + 1
-        newest = world.relay.shelf.snapshots[-1]
+        newest = world.relay.snapshots.snapshots[-1]
         (newest.directory / newest.files[0].name).unlink()
         await trio.sleep(2 * SHARED_S)
         _, other, token = await world.join("sender-2")
-        info = world.relay.shelf.find(other)
+        info = world.relay.snapshots.find(other)
         assert info is not None
         assert (token, info.path(info.files[0].name).stat().st_size) == (
             25,
@@ -143,7 +143,7 @@ async def test_4_5_many_that_join_at_once_share_one_snapshot(autojump_clock: Clo
             for number in range(8):
                 nursery.start_soon(join, f"sender-{number}")
         assert len(set(joined)) == 1
-        assert world.relay.shelf.makings.made == 1
+        assert world.relay.snapshots.makings.made == 1
         assert world.relay.hub.counts.full_syncs == {"ASKED": 8}
 
 
@@ -189,12 +189,12 @@ async def test_edus_that_only_a_forgotten_consumer_lacked_are_gone_from_the_next
         await world.append_rows(to_device(1))
         await world.stopped("sender-1", 0)
         await world.stopped("sender-2", 1)
-        assert edus_in(await world.relay.shelf.make()) == 1
+        assert edus_in(await world.relay.snapshots.make()) == 1
         await world.append()
-        assert edus_in(await world.relay.shelf.make()) == 1
+        assert edus_in(await world.relay.snapshots.make()) == 1
         world.relay.registry.forget("sender-1")
         await trio.sleep(2 * TIDY_EVERY_S)
-        assert edus_in(await world.relay.shelf.make()) == 0
+        assert edus_in(await world.relay.snapshots.make()) == 0
 
 
 async def test_edus_of_a_relay_that_nobody_follows_are_bounded_and_that_is_said(
@@ -208,11 +208,11 @@ async def test_edus_of_a_relay_that_nobody_follows_are_bounded_and_that_is_said(
             for number in range(100):
                 await world.append_rows(["edu", ["to_device", "b.example", f"m{number}", text]])
             await trio.sleep(2 * TIDY_EVERY_S)
-            made = await world.relay.shelf.make()
+            made = await world.relay.snapshots.make()
         assert 10 < edus_in(made) < 60
         dropped = 100 - edus_in(made)
         assert (await status_of(world.relay)).counts["dropped_edus"] == dropped
-        assert f"{dropped} messages to devices were dropped" in "".join(doubts(world.relay))
+        assert f"{dropped} messages to devices were dropped" in "".join(problems(world.relay))
         assert ("relay_edus_dropped", dropped) in [
             (line["event"], line.get("count")) for line in logs
         ]
@@ -256,7 +256,7 @@ async def test_a_file_is_fetched_from_an_offset_on_any_connection_of_the_consume
     async with World().running() as world:
         await world.append(5)
         _, snapshot, _ = await world.join("sender-1")
-        info = world.relay.shelf.find(snapshot)
+        info = world.relay.snapshots.find(snapshot)
         assert info is not None
         whole = info.path("manifest.json").read_bytes()
         other = world.connect()
@@ -301,14 +301,14 @@ async def test_the_log_behind_a_snapshot_in_the_making_is_kept(tmp_path: Path) -
         async with opened as relay:
             await append(relay.log, pdu(1))
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(relay.shelf.make)
+                nursery.start_soon(relay.snapshots.make)
                 await trio.to_thread.run_sync(begun.wait)
                 for number in range(2, 6):
                     await append(relay.log, pdu(number))
-                await relay.retention.tidy()
+                await relay.retention.expire()
                 first = relay.log.first
                 finish.set()
-            (made,) = relay.shelf.snapshots
+            (made,) = relay.snapshots.snapshots
             assert (made.token, first) == (1, 2)
-            await relay.retention.tidy()
+            await relay.retention.expire()
             assert relay.log.first == 5

@@ -18,7 +18,7 @@ from tests.relay.relay_world import World
 from tests.relay.shard import Line, MemoryStore, Shard, until
 
 from fedsender.intake.endpoint import ANSWER_S, PREFIX, build_app
-from fedsender.relay.status import doubts
+from fedsender.relay.status import problems
 from fedsender.store.records import History
 from fedsender.streams import Json
 
@@ -156,7 +156,7 @@ async def test_starting_again_costs_nobody_a_snapshot(autojump_clock: Clock) -> 
                 await world.append(2)
             await steady.level(world.relay.log.head)
             assert steady.feed.full_syncs.total() == 0
-            assert world.relay.shelf.makings.made == 0
+            assert world.relay.snapshots.makings.made == 0
             epochs.add(world.relay.log.epoch)
     async with world.running(), away.running():
         await away.level(7)
@@ -240,7 +240,7 @@ async def test_a_disk_that_is_full_for_a_while_costs_nobody_a_record(autojump_cl
         async with trio.open_nursery() as nursery:
             nursery.start_soon(world.append)
             await trio.sleep(30)
-            assert "the database does not answer: database or disk is full" in doubts(world.relay)
+            assert "the database does not answer: database or disk is full" in problems(world.relay)
             assert world.relay.log.head == 3
             world.faults = lambda _: None
         await shard.level(4)

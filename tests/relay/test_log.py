@@ -46,7 +46,7 @@ async def test_10_nothing_is_told_before_it_is_durable(autojump_clock: Clock) ->
         await trio.sleep(2)
         assert set(seen) == {3}
         assert world.relay.log.head == 3
-        assert (await world.relay.shelf.make()).token == 3
+        assert (await world.relay.snapshots.make()).token == 3
         world.faults = lambda _: None
         assert await hands.until("RDATA events 4 ")
 

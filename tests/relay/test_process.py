@@ -102,7 +102,7 @@ async def test_a_relay_from_its_start_to_its_stop(
             assert states.pop("sender-1") in (("STOPPED", 0), ("STOPPED", 1))
             assert states == {"sender-2": ("FOLLOW", 1)}
             assert answer["oldest_pin"] in (0, 1)
-            assert answer["doubts"] == []
+            assert answer["problems"] == []
             assert await cli("forget", "sender-1", "-c", str(config)) == 0
             assert capsys.readouterr().out == "forgotten: sender-1\n"
             assert await service.stop() == 0

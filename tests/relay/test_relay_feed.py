@@ -98,8 +98,8 @@ async def test_01_02_what_is_written_during_the_join_arrives_once(
             await world.append_rows(["hosts", [f"!w{number}:{HS}", ["a.example"], []]])
             written.append(await world.append_rows(own(2000 + number, f"!w{number}:{HS}")))
             if number == 30:
-                await world.relay.shelf.make()
-                await world.relay.retention.tidy()
+                await world.relay.snapshots.make()
+                await world.relay.retention.expire()
             await trio.sleep(0.05)
 
     async with trio.open_nursery() as nursery, shard.running():
@@ -121,7 +121,7 @@ async def test_03_a_newest_snapshot_that_was_spoiled_by_hand_is_replaced(
     for whole in (False, True):
         for number in range(3):
             await world.append_rows(own(1000 + number, f"!{number}:{HS}"))
-            newest = await world.relay.shelf.make()
+            newest = await world.relay.snapshots.make()
         names = [file.name for file in newest.files] if whole else []
         for name in (*names, MANIFEST):
             (newest.directory / name).unlink()
@@ -130,7 +130,7 @@ async def test_03_a_newest_snapshot_that_was_spoiled_by_hand_is_replaced(
         async with shard.running():
             await shard.level(world.relay.log.head)
             assert shard.feed.full_syncs.total() == 1
-            assert newest not in world.relay.shelf.snapshots
+            assert newest not in world.relay.snapshots.snapshots
 
 
 async def test_04_05_eight_join_at_once_and_one_snapshot_serves_them(
@@ -139,7 +139,7 @@ async def test_04_05_eight_join_at_once_and_one_snapshot_serves_them(
     """4, 5: while eight writers go on at it, in rooms that come and go; at most one is made, each
     counts its own full sync, and all become level."""
     await furnish(world, 5)
-    made = world.relay.shelf.makings.made
+    made = world.relay.snapshots.makings.made
     shards = [Shard(Line(world), name=f"sender-{number}") for number in range(8)]
 
     async def write(writer: int) -> None:
@@ -170,7 +170,7 @@ async def test_04_05_eight_join_at_once_and_one_snapshot_serves_them(
         applied = store_of(shard).applied
         assert applied == sorted(set(applied))
     assert [shard.feed.full_syncs.total() for shard in shards] == [1] * 8
-    assert world.relay.shelf.makings.made - made <= 1
+    assert world.relay.snapshots.makings.made - made <= 1
 
 
 async def test_06_07_a_fetch_that_breaks_goes_on_where_it_was(

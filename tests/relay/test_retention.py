@@ -21,7 +21,7 @@ from fedsender.relay import retention
 from fedsender.relay.daemon import open_relay
 from fedsender.relay.registry import Connected
 from fedsender.relay.retention import TIDY_EVERY_S
-from fedsender.relay.status import doubts
+from fedsender.relay.status import problems
 
 Clock = trio.testing.MockClock
 # Minutes stand for hours here: a virtual day has too many seconds.
@@ -31,7 +31,7 @@ HOUR, DAY = 60.0, 24 * 60.0
 
 async def look(world: World) -> None:
     """What happens every ten seconds, now."""
-    await world.relay.retention.tidy()
+    await world.relay.retention.expire()
 
 
 # --- pins -----------------------------------------------------------------------------------------
@@ -45,10 +45,10 @@ async def test_42_43_a_stalled_consumer_keeps_the_log_and_no_snapshots(
         hands = await world.follow("sender-1")
         for _ in range(3):
             await world.append(5)
-            await world.relay.shelf.make()
+            await world.relay.snapshots.make()
             await look(world)
         assert world.first == 1
-        assert [info.token for info in world.relay.shelf.snapshots] == [15]
+        assert [info.token for info in world.relay.snapshots.snapshots] == [15]
         await hands.until("POSITION events 15")
         await hands.ack(12)
         await look(world)
@@ -65,7 +65,7 @@ async def test_44_what_was_sent_and_not_acknowledged_stays(autojump_clock: Clock
     async with World().running() as world:
         hands = await world.follow("sender-1")
         await world.append(5)
-        await world.relay.shelf.make()
+        await world.relay.snapshots.make()
         await world.append()
         await hands.until("POSITION events 6")
         await look(world)
@@ -86,7 +86,7 @@ async def test_45_a_consumer_that_is_gone_keeps_its_segments_until_it_is_forgott
     async with World().running() as world:
         hands = await world.follow("sender-1")
         await world.append(5)
-        await world.relay.shelf.make()
+        await world.relay.snapshots.make()
         await world.append()
         with pytest.raises(Connected):
             world.relay.registry.forget("sender-1")
@@ -134,7 +134,7 @@ async def test_47_the_stored_pin_follows_and_the_log_below_it_goes(autojump_cloc
         hands = await world.follow("sender-1")
         for number in range(1, 11):
             await world.append(2)
-            await world.relay.shelf.make()
+            await world.relay.snapshots.make()
             await hands.until(f"POSITION events {2 * number}")
             await hands.ack(2 * number)
             await trio.sleep(12)
@@ -150,7 +150,7 @@ async def test_48_58_a_restart_forgets_neither_the_pin_nor_the_time(autojump_clo
     async with world.running():
         await world.append(5)
         await world.stopped("sender-1", 2)
-        await world.relay.shelf.make()
+        await world.relay.snapshots.make()
         await world.append()
         await trio.sleep(DAY / 2)
     async with world.running():
@@ -349,7 +349,7 @@ async def test_51_a_full_disk_costs_dead_consumers_their_place_and_never_what_is
         assert world.first == world.relay.log.head == 30
         with pytest.raises(Full, match="the disk is nearly full"):
             await world.append()
-        assert "nothing is taken in: the disk is nearly full" in doubts(world.relay)
+        assert "nothing is taken in: the disk is nearly full" in problems(world.relay)
         _, _, token = await world.join("sender-1")
         assert token == 30
         world.free = 2**40
@@ -379,7 +379,7 @@ async def test_the_disk_that_counts_is_the_databases(
 
     opened = open_relay(config_of(directory, settings), runtime(), free=free)
     async with opened as relay:
-        await relay.retention.tidy()
+        await relay.retention.expire()
         assert looked == {"directory": {directory}, "elsewhere": {other}}.get(where, set())
         assert (relay.log.refusing is None) == (where == "postgresql")
 

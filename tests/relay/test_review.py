@@ -50,7 +50,7 @@ async def test_to_device_messages_outlive_the_place_in_the_log(autojump_clock: C
         await trio.sleep(2 * TIDY_EVERY_S)
         assert (world.state("sender-1"), world.first) == ("LOST", 3)
         hands, snapshot, _ = await world.join("sender-1")
-        made = world.relay.shelf.find(snapshot)
+        made = world.relay.snapshots.find(snapshot)
         assert made is not None
         assert edus(made) == 1
         await hands.leave()
@@ -66,7 +66,7 @@ async def spoiled(world: World, how: str) -> SnapshotInfo:
     """
     await world.append_rows(to_device(1))
     await forget_log(world)
-    info = await world.relay.shelf.make()
+    info = await world.relay.snapshots.make()
     (file,) = info.files
     path = info.path(file.name)
     match how:
@@ -94,9 +94,9 @@ async def test_a_spoiled_snapshot_is_made_anew(autojump_clock: Clock, how: str) 
         with structlog.testing.capture_logs() as logs:
             hands, snapshot, token = await world.join("sender-1")
         assert "relay_snapshot_damaged" in [line["event"] for line in logs]
-        made = world.relay.shelf.find(snapshot)
+        made = world.relay.snapshots.find(snapshot)
         assert made is not None
-        assert (token, edus(made), world.relay.shelf.snapshots) == (info.token, 1, [made])
+        assert (token, edus(made), world.relay.snapshots.snapshots) == (info.token, 1, [made])
         assert await hands.fetch(snapshot, MANIFEST) == made.path(MANIFEST).read_bytes()
 
 
@@ -112,7 +112,7 @@ async def test_what_is_no_snapshot_is_removed_at_the_start(
     odd.mkdir()
     (odd / MANIFEST).write_bytes(info.path(MANIFEST).read_bytes()[:-20])
     async with world.running():
-        assert [one.id for one in world.relay.shelf.snapshots] == [info.id]
+        assert [one.id for one in world.relay.snapshots.snapshots] == [info.id]
         assert list(info.directory.parent.iterdir()) == [info.directory]
 
 
@@ -132,7 +132,7 @@ async def test_many_that_join_at_once_find_the_newest_snapshot_spoiled(
             await hands.say("JOIN events")
             got.append(await hands.until("SNAPSHOT "))
 
-        before = world.relay.shelf.makings.made
+        before = world.relay.snapshots.makings.made
         with structlog.testing.capture_logs() as logs:
             async with trio.open_nursery() as nursery:
                 for number in range(4):
@@ -140,7 +140,7 @@ async def test_many_that_join_at_once_find_the_newest_snapshot_spoiled(
         assert "relay_connection_failed" not in [line["event"] for line in logs]
         assert len(got) == 4
         assert len(set(got)) == 1
-        assert world.relay.shelf.makings.made == before + 1
+        assert world.relay.snapshots.makings.made == before + 1
 
 
 # --- the sender ---------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ async def test_nothing_is_level_after_its_place_was_lost(autojump_clock: Clock) 
         await hands.until("POSITION ")
         for _ in range(60):
             await world.append(1, size=10_000)
-            await world.relay.retention.tidy()
+            await world.relay.retention.expire()
         await hands.until("RESYNC ")
         for _ in range(2):
             line = str(await hands.hear_any())
@@ -268,4 +268,4 @@ async def big_snapshot(world: World) -> SnapshotInfo:
         await world.append_rows(
             ["edu", ["to_device", "b.example", f"n{number}", {"body": body[::-1]}]]
         )
-    return await world.relay.shelf.make()
+    return await world.relay.snapshots.make()

@@ -17,7 +17,7 @@ from tests.relay.relay_world import World
 from fedsender.facts import prepare_ephemeral
 from fedsender.relay.status import status_of
 from fedsender.replication.line_stream import OWN_KIND, Disconnected, PeerKind, Wire
-from fedsender.replication.protocol import Batches, Connection, Ping, Rdata
+from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches
 from fedsender.testing.clock import now_ms
 
 Clock = trio.testing.MockClock
@@ -102,7 +102,7 @@ async def test_19_a_record_that_was_cut_off_comes_again_whole(autojump_clock: Cl
         assert world.pin("sender-1") == 0
         again = world.connect()
         await again.resume("sender-1", 1)
-        batches = Batches()
+        batches = RdataBatches()
         connection = Connection(max_line=OWN_KIND.max_line)
         whole = None
         while whole is None:
@@ -155,7 +155,7 @@ async def test_28_only_facts_have_tokens(autojump_clock: Clock) -> None:
         hands = await world.follow("sender-1")
         await world.append(3)
         await hands.ack(2)
-        await world.relay.shelf.make()
+        await world.relay.snapshots.make()
         joined, _, token = await world.join("sender-2")
         assert token == 3
         await joined.leave()
@@ -315,8 +315,8 @@ async def test_60_67_a_position_is_checked_before_anything_is_registered(
     """60, 65, 67: the answer says why and what there is; nothing is pinned, and JOIN is next."""
     async with World().running() as world:
         await world.append(20)
-        await world.relay.shelf.make()
-        await world.relay.retention.tidy()
+        await world.relay.snapshots.make()
+        await world.relay.retention.expire()
         first = world.first
         assert first > 3
         hands = world.connect()
@@ -510,12 +510,12 @@ async def test_an_overlap_with_one_that_is_away_is_a_doubt(autojump_clock: Clock
             await hands.say("SHARD 0 1", f"REPLICATE events 0 {epoch}")
             await hands.until("POSITION ")
             await hands.leave()
-        (doubt,) = (await status_of(world.relay)).doubts
-        assert doubt.startswith("sender-1 (share 0/1) and sender-2 (share 0/1) send to the same")
+        (problem,) = (await status_of(world.relay)).problems
+        assert problem.startswith("sender-1 (share 0/1) and sender-2 (share 0/1) send to the same")
     async with world.running():
-        assert len((await status_of(world.relay)).doubts) == 1
+        assert len((await status_of(world.relay)).problems) == 1
         world.relay.registry.forget("sender-1")
-        assert (await status_of(world.relay)).doubts == []
+        assert (await status_of(world.relay)).problems == []
 
 
 # --- the plain protocol ---------------------------------------------------------------------------

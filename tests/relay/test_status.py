@@ -11,7 +11,7 @@ import trio
 import trio.testing
 from tests.relay.relay_world import World
 
-from fedsender.relay.admin_app import Parts, build_app
+from fedsender.relay.admin_app import RelayContext, build_app
 from fedsender.relay.commands import consumers, facts
 from fedsender.relay.status import status_of
 
@@ -20,7 +20,7 @@ Clock = trio.testing.MockClock
 
 def asking(world: World) -> httpx.AsyncClient:
     """The endpoints, without what stands in front of them."""
-    app = build_app(Parts(world.relay))
+    app = build_app(RelayContext(world.relay))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://relay")
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fedsender.replication.protocol import (
     Auth,
     BadLine,
-    Batches,
     Command,
     Connection,
     Dialect,
@@ -23,6 +22,7 @@ from fedsender.replication.protocol import (
     Ping,
     Position,
     Rdata,
+    RdataBatches,
     RemoteServerUp,
     Replicate,
     Server,
@@ -307,7 +307,7 @@ def test_no_bytes_raise_anything_but_bad_line_or_stay_in_memory(
 
 
 def test_rows_of_a_batch_come_out_together_at_its_token() -> None:
-    batches = Batches()
+    batches = RdataBatches()
     assert batches.add(Rdata("caches", None, None, 1)) is None
     assert batches.add(Rdata("caches", None, None, 2)) is None
     assert batches.add(Rdata("caches", None, 54, 3)) == (54, (1, 2, 3))
@@ -315,7 +315,7 @@ def test_rows_of_a_batch_come_out_together_at_its_token() -> None:
 
 
 def test_interleaved_batches_of_two_writers_stay_apart() -> None:
-    batches = Batches()
+    batches = RdataBatches()
     assert batches.add(Rdata("events", "ev1", None, "a")) is None
     assert batches.add(Rdata("events", "ev2", None, "b")) is None
     assert batches.add(Rdata("events", "ev2", 8, "c")) == (8, ("b", "c"))
@@ -323,7 +323,7 @@ def test_interleaved_batches_of_two_writers_stay_apart() -> None:
 
 
 def test_discarded_batch_leaves_nothing_behind() -> None:
-    batches = Batches(max_bytes=10)
+    batches = RdataBatches(max_bytes=10)
     for _ in range(5):
         batches.add(Rdata("events", "ev1", None, "a", size=9))
         batches.discard("events", "ev1")
@@ -331,12 +331,12 @@ def test_discarded_batch_leaves_nothing_behind() -> None:
 
 
 def test_batch_that_does_not_end_is_bounded_in_rows_and_bytes() -> None:
-    few = Batches(max_rows=2)
+    few = RdataBatches(max_rows=2)
     few.add(Rdata("events", None, None, 1))
     few.add(Rdata("events", None, None, 2))
     with pytest.raises(BadLine, match="does not end"):
         few.add(Rdata("events", None, None, 3))
-    small = Batches(max_bytes=100)
+    small = RdataBatches(max_bytes=100)
     small.add(Rdata("events", "a", None, 1, size=60))
     with pytest.raises(BadLine, match="does not end"):
         small.add(Rdata("events", "b", None, 1, size=60))

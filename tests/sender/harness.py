@@ -186,7 +186,7 @@ class World:
         self.store: Store
         self.metrics: Metrics
         self.faults: Callable[[str], None] | None = None
-        self.doubt: Callable[[str], int] = lambda server: 0
+        self.failure_rate: Callable[[str], int] = lambda server: 0
         self.runtime = virtual_runtime(
             random.Random(1), now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
         )
@@ -249,7 +249,7 @@ class World:
                 metrics=self.metrics,
                 admission=self.admission,
                 announcer=Silence(),
-                doubt=self.doubt,
+                failure_rate=self.failure_rate,
             ) as self.sender,
         ):
             self.token = max(self.token, await store.homeserver.feed_position())

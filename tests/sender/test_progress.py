@@ -90,7 +90,7 @@ async def test_nothing_is_said_while_it_is_not_known_what_is_owed(
     async with world.run() as sender:
         await world.join(R1, A)
         await trio.sleep(1)
-        sender.registry.doubt()
+        sender.registry.spill_all()
         assert sender.progress() is None
         await trio.sleep(1)
         sender.registry.complete.set()

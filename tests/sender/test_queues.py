@@ -65,7 +65,7 @@ def test_a_pdu_redacted_while_it_waits_goes_out_pruned() -> None:
     window = PduPool(2**20)
     queue = PduQueue(10, window)
     queue.add(pdu(1, b'{"content":{"body":"secret"}}'))
-    window.prune("$1", pdu(1, b'{"content":{}}'))
+    window.redact("$1", pdu(1, b'{"content":{}}'))
     filled = draft()
     queue.fill(filled)
 

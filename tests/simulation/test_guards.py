@@ -109,7 +109,7 @@ def test_i7_a_queue_without_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_i8_a_start_that_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(self: Sender, *_: Any) -> None: ...
 
-    monkeypatch.setattr(Sender, "load_book", nothing)
+    monkeypatch.setattr(Sender, "load_registry", nothing)
     monkeypatch.setattr(Sender, "sweep", nothing)
 
     assert goes_red("I8")

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from fedsender.config import from_values
-from fedsender.simulation.relay_checks import History, RelayBooks, RelayChecks
+from fedsender.simulation.relay_checks import History, RelayChecks, RelayViews
 
 
 class NoConsumers(tuple[Any, ...]):
@@ -27,14 +27,14 @@ async def test_one_that_has_not_gone_on_from_its_snapshot_has_no_longer_than_joi
     relay_settings = {"join_ttl": 300, "consumer_ttl": 1200, "disk_reserve": 0}
     values = {"server_name": "hs.example", "signing_key": "key", "relay": relay_settings}
     settings = from_values(values, directory=Path("/relay")).relay
-    books = RelayBooks(histories={"e": History()}, epoch="e")
-    checks = RelayChecks(books, settings)
+    views = RelayViews(histories={"e": History()}, epoch="e")
+    checks = RelayChecks(views, settings)
     log = SimpleNamespace(first=11, bytes=0)
     relay: Any = SimpleNamespace(log=log, registry=NoConsumers())
     files: Any = SimpleNamespace(first=lambda: 11, messages=dict)
 
-    books.fed("sender-1", "e", 5, joined=joined)
+    views.fed("sender-1", "e", 5, joined=joined)
     await trio.sleep(600)
     checks.committed(relay, files)
 
-    assert [each.invariant for each in books.violations] == found
+    assert [each.invariant for each in views.violations] == found

@@ -24,7 +24,7 @@ def test_the_same_seed_gives_the_same_run_and_a_short_one_is_too_tame() -> None:
 def test_two_senders_behind_a_relay_keep_i1_to_i10() -> None:
     """Each with a store of its own; one is away until it needs a snapshot.
 
-    Meanwhile the book of consumers is spoiled.
+    Meanwhile the view of consumers is spoiled.
     """
     report = simulate_senders(3, 12, 0.03)
 

@@ -7,7 +7,7 @@ import trio.testing
 
 from fedsender.simulation.checks import CommitChecks, LedgerChecks, is_stood_in_for
 from fedsender.simulation.disk import Disk
-from fedsender.simulation.observations import Books, Observations
+from fedsender.simulation.observations import Observations, ServerViews
 from fedsender.simulation.world import Size, found
 from fedsender.testing.clock import Trace
 from fedsender.testing.rooms import Homeserver, Room, Step
@@ -64,7 +64,7 @@ class Gap:
         self.homeserver = found(Size(1, 1, 1.0), [A], dense=True).homeserver
         self.room: Room = self.homeserver.create_room([A])
         self.disk = SaidDisk(directory, self.homeserver)
-        self.observed = Observations(self.homeserver, Books([A]), Trace(), disk=self.disk)
+        self.observed = Observations(self.homeserver, ServerViews([A]), Trace(), disk=self.disk)
         self.checks = CommitChecks(self.observed, LedgerChecks(self.observed))
         self.disk.here = {each.event_id for each in self.homeserver.steps}
         self.commit()
@@ -77,7 +77,7 @@ class Gap:
 
     def stood_in_for(self, happening: Step) -> bool:
         """Whether it counts as accounted for."""
-        return is_stood_in_for(self.observed, self.observed.books.of[A], happening)
+        return is_stood_in_for(self.observed, self.observed.views.of[A], happening)
 
 
 @pytest.fixture

@@ -260,7 +260,7 @@ async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
             if rng.random() < 0.3:
                 await store.drop_through(rng.randrange(model.token + 1))
             if rng.random() < 0.3:
-                await store.tidy(clock.ms, floor, 2**30)
+                await store.expire(clock.ms, floor, 2**30)
             clock.ms += rng.choice([1, 1, DAY_MS, 12 * DAY_MS])
             bounds = await store.bounds()
             assert bounds.head == model.token
@@ -306,7 +306,7 @@ async def test_what_nothing_names_goes_from_below_the_first_record(new_url: NewU
         await store.drop_through(101)
         assert await _tokens(url) == [101, 102]
         await store.append_records([record("q", pdu(room_id, "$q"))])
-        await store.tidy(real_runtime().now_ms(), 0, 2**30)
+        await store.expire(real_runtime().now_ms(), 0, 2**30)
         assert await _tokens(url) == [102, 103]
 
 
@@ -338,7 +338,7 @@ async def test_departures_and_redactions_are_remembered_for_thirty_days(new_url:
         assert await rows_of_snapshot(store) == {name: [] for name in found}
         await store.append_records([record("n", ["redaction", ["$s", "$u"]])])
         await store.drop_through(3)
-        await store.tidy(clock.ms, 0, 2**30)
+        await store.expire(clock.ms, 0, 2**30)
         found = await rows_of_snapshot(store)
         assert [row[:2] for row in found["redactions"]] == [("$u", "$s")]
 
@@ -357,10 +357,10 @@ async def test_edus_have_one_bound_and_those_that_all_have_go_first(new_url: New
                 for n in range(20)
             ]
         )
-        assert await store.tidy(0, 1, 15_000) == 6
+        assert await store.expire(0, 1, 15_000) == 6
         edus = (await rows_of_snapshot(store))["edus"]
         assert sorted(row[1] for row in edus) == list(range(8, 22))
-        assert await store.tidy(0, 1, 15_000) == 0
+        assert await store.expire(0, 1, 15_000) == 0
 
 
 async def test_a_device_list_for_which_there_is_no_room_is_asked_for(new_url: NewUrl) -> None:
@@ -372,7 +372,7 @@ async def test_a_device_list_for_which_there_is_no_room_is_asked_for(new_url: Ne
         lists = [["edu", ["device_list", server, user, "D", content]] for server in SERVERS[:3]]
         gone = ["edu", ["device_list", SERVERS[3], user, "D", None]]
         await store.append_records([record("a", message), record("b", *lists), record("c", gone)])
-        assert await store.tidy(0, 0, 2_000) == 0
+        assert await store.expire(0, 0, 2_000) == 0
         edus = (await rows_of_snapshot(store))["edus"]
         assert sorted((row[1], row[4]) for row in edus) == [
             (1, False),
@@ -385,7 +385,7 @@ async def test_a_device_list_for_which_there_is_no_room_is_asked_for(new_url: Ne
         told = [json.loads(row[5]) for row in edus]
         assert sorted(told, key=str) == sorted([message, *shorter], key=str)
         # When that is not enough the oldest go, whatever they are.
-        assert await store.tidy(0, 0, 100) == 4
+        assert await store.expire(0, 0, 100) == 4
         assert [row[1] for row in (await rows_of_snapshot(store))["edus"]] == [3]
 
 
@@ -442,9 +442,9 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
         )
         await store.drop_through(200)
         assert len(await _tokens(url)) == 23 + 1
-        assert await store.tidy(clock.ms, 0, 1) == 23
+        assert await store.expire(clock.ms, 0, 1) == 23
         clock.ms += KEEP_LEFT_MS + 1
-        assert await store.tidy(clock.ms, 0, 2**30) == 0
+        assert await store.expire(clock.ms, 0, 2**30) == 0
         async with open_database(url, real_runtime(), name="test") as database:
             for table in (tables.relay_departures, tables.redactions, tables.relay_edus):
                 count = select(func.count()).select_from(table)
@@ -454,7 +454,7 @@ async def test_what_is_due_to_go_goes_at_once_however_much_it_is(
         await store.append_records(
             [record(f"q{room_id}", pdu(room_id, f"$q{room_id}")) for room_id, _ in places]
         )
-        await store.tidy(clock.ms, 0, 2**30)
+        await store.expire(clock.ms, 0, 2**30)
         assert await _tokens(url) == list(range(92, 116))
 
 
@@ -636,8 +636,8 @@ async def test_a_relay_that_another_one_replaced_changes_nothing_any_more(
             )
         for change in (
             partial(store.drop_through, 8),
-            partial(store.tidy, 0, 9, 2**30),
-            partial(store.tidy, 0, 0, 1),
+            partial(store.expire, 0, 9, 2**30),
+            partial(store.expire, 0, 0, 1),
             partial(store.save_consumers, [Consumer("c", 0, 0, acked=9)]),
             partial(store.save_consumers, [], removed=["c"]),
             partial(store.forget_appends, 0),
@@ -735,7 +735,7 @@ async def test_the_file_shrinks_by_what_was_deleted(tmp_path: Path) -> None:
         await store.append_records([record("last", ["redaction", ["$r", "$t"]])])
         with sqlite3.connect(path) as connection:
             pages = connection.execute("PRAGMA page_count").fetchone()[0]
-        await store.tidy(0, 1_001, 2**30)
+        await store.expire(0, 1_001, 2**30)
         await store.drop_through(1_000)
         await store.give_pages_back()
         with sqlite3.connect(path) as connection:

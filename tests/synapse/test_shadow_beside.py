@@ -21,7 +21,7 @@ from tests.synapse.remote import open_remote
 from tests.synapse.world import INSTANCE, World, until
 
 from fedsender.config import Config, load
-from fedsender.switching import comparison as book
+from fedsender.switching import comparison
 from fedsender.switching import shadow as run
 
 TEST_S = 300
@@ -228,7 +228,7 @@ async def test_it_tells_of_a_worker_that_is_late_stopped_or_wrong(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """B does not answer; then the worker is stopped; then a hand in its place does it wrong."""
-    monkeypatch.setattr(book, "LATE_S", 2.0)
+    monkeypatch.setattr(comparison, "LATE_S", 2.0)
     monkeypatch.setattr(run, "COMPARE_EVERY_S", 0.2)
     beside, b = Beside(world), world.b.name
     with trio.fail_after(TEST_S):

@@ -9,8 +9,8 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from fedsender.admin import bodies, endpoints, probes, synapse_endpoints
-from fedsender.admin.context import Parts
-from fedsender.admin.probes import Failing, Follows, Gate, doubts, observe
+from fedsender.admin.context import AdminContext
+from fedsender.admin.probes import Failing, Follows, Gate, observe, problems
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Policies
 from fedsender.runtime import Runtime
@@ -25,11 +25,11 @@ OPENAPI_PATH = f"{endpoints.PREFIX}/openapi.json"
 DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admin.token_file."))]
 
 
-def new_app(title: str, summary: str, openapi_url: str, parts: object) -> FastAPI:
+def new_app(title: str, summary: str, openapi_url: str, context: object) -> FastAPI:
     """An application without endpoints, whose every error is one of `refusal`.
 
     Args:
-        parts: what its endpoints reach, as `app.state.parts`; None: it can only be described.
+        context: what its endpoints reach, as `app.state.context`; None: it can only be described.
     """
     app = FastAPI(
         title=title,
@@ -41,15 +41,15 @@ def new_app(title: str, summary: str, openapi_url: str, parts: object) -> FastAP
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.parts = parts
+    app.state.context = context
     bodies.install(app)
     return app
 
 
-def build_app(parts: Parts | None) -> FastAPI:
-    """The application; without `parts` it can only be described."""
+def build_app(context: AdminContext | None) -> FastAPI:
+    """The application; without `context` it can only be described."""
     summary = "What a federation sender is doing, and what an operator can do about it"
-    app = new_app("fedsender", summary, OPENAPI_PATH, parts)
+    app = new_app("fedsender", summary, OPENAPI_PATH, context)
     app.include_router(probes.router)
     app.include_router(endpoints.router, dependencies=DESCRIBED)
     app.include_router(synapse_endpoints.router, dependencies=DESCRIBED)
@@ -85,7 +85,7 @@ class Admission(Protocol):
 
 
 class Daemon(Protocol):
-    """The parts of the daemon that the endpoint shows and moves."""
+    """The context of the daemon that the endpoint shows and moves."""
 
     @property
     def policies(self) -> Policies: ...
@@ -103,10 +103,10 @@ class Daemon(Protocol):
     def admission(self) -> Admission: ...
 
 
-def parts_of(daemon: Daemon, runtime: Runtime) -> Parts:
+def parts_of(daemon: Daemon, runtime: Runtime) -> AdminContext:
     """What the endpoints reach of this daemon."""
     homeserver, own = daemon.store.homeserver, daemon.store.sender
-    return Parts(
+    return AdminContext(
         policies=daemon.policies,
         sender=daemon.sender,
         homeserver=homeserver,
@@ -116,7 +116,7 @@ def parts_of(daemon: Daemon, runtime: Runtime) -> Parts:
         appends=lambda: daemon.feed.status().appends,
         observe=lambda: observe(daemon.sender, daemon.feed, daemon.metrics),
         ledger_directory=daemon.policies.config.ledger.directory,
-        doubts=lambda: doubts(
+        problems=lambda: problems(
             daemon.feed,
             homeserver,
             own,
@@ -130,15 +130,19 @@ def parts_of(daemon: Daemon, runtime: Runtime) -> Parts:
 
 
 @asynccontextmanager
-async def serve_parts(parts: Parts) -> AsyncIterator[Admin]:
+async def serve_parts(context: AdminContext) -> AsyncIterator[Admin]:
     """The endpoint, answering until the body is left.
 
     Raises:
         ConfigError: the token's file cannot be read.
         CannotListen: the address cannot be listened on.
     """
-    admin = parts.config.admin
+    admin = context.config.admin
     async with serve_app(
-        lambda: build_app(parts), admin.listen, admin.token_file, parts.runtime, "admin endpoint"
+        lambda: build_app(context),
+        admin.listen,
+        admin.token_file,
+        context.runtime,
+        "admin endpoint",
     ) as served:
         yield served

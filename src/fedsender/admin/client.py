@@ -70,7 +70,7 @@ class AdminClient:
         """Tell a path below our prefix; raises AdminError."""
         return self._ask("POST", self._path(path), json.dumps(body).encode())
 
-    def doubts(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Why the daemon is not ready, in its own words; none: it is. Raises AdminError."""
         try:
             self._ask("GET", "/ready", None)

@@ -66,7 +66,7 @@ def destinations(
 
     asked = {"behind": "true" if behind else "false", "pattern": pattern, "limit": 1000}
     client = _client(config)
-    for reason in client.doubts():
+    for reason in client.problems():
         say(f"fedsender: not ready: {reason}", error=True)
     entries = client.pages("destinations", "destinations", **asked)
     if not as_json:

@@ -22,13 +22,13 @@ class Exposition(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class AdminContext:
     """The daemon as the endpoints see it.
 
     Attributes:
         appends: who takes what the homeserver appends, as in `FeedStatus`.
         observe: sets the gauges that are only worth setting when somebody asks.
-        doubts: why the daemon is not ready, one sentence each; none: it is.
+        problems: why the daemon is not ready, one sentence each; none: it is.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
     """
@@ -41,7 +41,7 @@ class Parts:
     metrics: Exposition
     observe: Callable[[], None]
     ledger_directory: Path
-    doubts: Callable[[], Iterable[str]]
+    problems: Callable[[], Iterable[str]]
     appends: Callable[[], str | None] = lambda: None
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     ledger_reading: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
@@ -53,10 +53,10 @@ class Parts:
 
 
 # Async, or FastAPI would go through a thread for it.
-async def _parts_of(request: Request) -> Parts:
-    parts = request.app.state.parts
-    assert isinstance(parts, Parts)
-    return parts
+async def _parts_of(request: Request) -> AdminContext:
+    context = request.app.state.context
+    assert isinstance(context, AdminContext)
+    return context
 
 
-Reach = Annotated[Parts, Depends(_parts_of)]
+Reach = Annotated[AdminContext, Depends(_parts_of)]

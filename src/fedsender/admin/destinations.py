@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedsender.admin.bodies import MAX_SERVERS, Servers, bad_param, not_found
-from fedsender.admin.context import Parts
+from fedsender.admin.context import AdminContext
 from fedsender.matrix import matches
 from fedsender.sender.failure import ServerState
 from fedsender.sender.sender import Status
@@ -61,73 +61,77 @@ class Page:
     next_from: str | None
 
 
-async def is_known(parts: Parts, server: str) -> bool:
+async def is_known(context: AdminContext, server: str) -> bool:
     """Whether anything was ever to be sent to this server, as far as anybody remembers."""
-    if parts.sender.status(server) is not None:
+    if context.sender.status(server) is not None:
         return True
-    return await parts.homeserver.backoff(server) is not None
+    return await context.homeserver.backoff(server) is not None
 
 
-async def known_names(parts: Parts, pattern: str) -> list[str]:
+async def known_names(context: AdminContext, pattern: str) -> list[str]:
     """Every server that we know of and `pattern` covers, by name."""
-    names = set(parts.sender.known())
+    names = set(context.sender.known())
     start, more = 0, True
     while more:
-        page = await parts.homeserver.destinations_page(start, ROWS)
+        page = await context.homeserver.destinations_page(start, ROWS)
         names.update(row.destination for row in page.rows)
         start += ROWS
         more = start < page.total
     return sorted(name for name in names if matches(pattern, name))
 
 
-async def chosen(parts: Parts, request: Servers) -> list[str]:
+async def chosen(context: AdminContext, request: Servers) -> list[str]:
     """The servers that a request names; all of them known, and each once.
 
     Raises:
         Refusal: one of them is not known, or the pattern covers too many.
     """
     if request.servers is None:
-        names = await known_names(parts, request.pattern or "")
+        names = await known_names(context, request.pattern or "")
         if not names:
             raise not_found("the pattern covers no server that we know of")
         if len(names) > MAX_SERVERS:
             raise bad_param(f"the pattern covers {len(names)} servers, more than {MAX_SERVERS}")
         return names
     for server in request.servers:
-        if not await is_known(parts, server):
+        if not await is_known(context, server):
             raise not_found(f"{server}: {UNKNOWN}")
     return list(dict.fromkeys(request.servers))
 
 
-async def list_page(parts: Parts, *, behind: bool, after: str, limit: int, pattern: str) -> Page:
+async def list_page(
+    context: AdminContext, *, behind: bool, after: str, limit: int, pattern: str
+) -> Page:
     """Up to `limit` destinations whose names come behind `after`."""
-    lagging = {lag.destination: lag for lag in await parts.homeserver.lagging()}
+    lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
     owed = {
         *lagging,
-        *await parts.store.destinations_with_redeliveries(),
-        *await parts.store.frozen_destinations(),
+        *await context.store.destinations_with_redeliveries(),
+        *await context.store.frozen_destinations(),
     }
     if behind:
         names = sorted(name for name in owed if matches(pattern, name))
     else:
-        names = await known_names(parts, pattern)
+        names = await known_names(context, pattern)
         names = sorted({*names, *(name for name in owed if matches(pattern, name))})
     shown = [name for name in names if name > after][: limit + 1]
-    rows = [await _summary(parts, name, lagging.get(name), name in owed) for name in shown[:limit]]
+    rows = [
+        await _summary(context, name, lagging.get(name), name in owed) for name in shown[:limit]
+    ]
     return Page(tuple(rows), len(names), shown[limit - 1] if len(shown) > limit else None)
 
 
-async def _summary(parts: Parts, name: str, lag: Lagging | None, owed: bool) -> Summary:
+async def _summary(context: AdminContext, name: str, lag: Lagging | None, owed: bool) -> Summary:
     oldest = None
     if lag is not None:
-        oldest = (await parts.homeserver.pending_counts(name)).oldest_received_ts
-    status = parts.sender.status(name)
+        oldest = (await context.homeserver.pending_counts(name)).oldest_received_ts
+    status = context.sender.status(name)
     state = ServerState(name) if status is None else status.state
-    next_ms = next_attempt_ms(parts, name, status)
-    now_ms = parts.runtime.now_ms()
+    next_ms = next_attempt_ms(context, name, status)
+    now_ms = context.runtime.now_ms()
     return Summary(
         destination=name,
-        state=state_in_words(parts, name, status, owed=owed),
+        state=state_in_words(context, name, status, owed=owed),
         behind=owed,
         rooms_owed=lag.rooms if lag is not None else 0,
         owes_keys=lag is not None and lag.owes_keys,
@@ -148,11 +152,11 @@ async def _summary(parts: Parts, name: str, lag: Lagging | None, owed: bool) -> 
     )
 
 
-def state_in_words(parts: Parts, name: str, status: Status | None, *, owed: bool) -> str:
+def state_in_words(context: AdminContext, name: str, status: Status | None, *, owed: bool) -> str:
     """What is happening to a destination, in one or a few words."""
-    if not parts.config.allows(name):
+    if not context.config.allows(name):
         return "not allowed"
-    if not parts.config.handles(name):
+    if not context.config.handles(name):
         return "another sender's"
     phase = "level" if status is None else status.phase
     if owed and phase in ("level", "idle"):
@@ -163,34 +167,36 @@ def state_in_words(parts: Parts, name: str, status: Status | None, *, owed: bool
     return phase
 
 
-def next_attempt_ms(parts: Parts, name: str, status: Status | None) -> int | None:
+def next_attempt_ms(context: AdminContext, name: str, status: Status | None) -> int | None:
     """When our own timer tries again; None: nothing is waiting for it, or nothing may be sent."""
     if status is None or status.retry_in_s is None or (status.level and status.state.healthy):
         return None
     if status.state.paused is not None or status.state.parked is not None:
         return None
-    if not (parts.config.allows(name) and parts.config.handles(name)):
+    if not (context.config.allows(name) and context.config.handles(name)):
         return None
-    return parts.runtime.now_ms() + int(status.retry_in_s * 1000)
+    return context.runtime.now_ms() + int(status.retry_in_s * 1000)
 
 
-async def left_alone_because(parts: Parts, server: str) -> str:
+async def left_alone_because(context: AdminContext, server: str) -> str:
     """Why a wake of this server does nothing; or why nothing is known of it."""
-    if not parts.config.allows(server):
+    if not context.config.allows(server):
         return "the configuration forbids sending to it"
-    if not parts.config.handles(server):
+    if not context.config.handles(server):
         return "another federation sender handles it"
-    status = parts.sender.status(server)
+    status = context.sender.status(server)
     if status is not None and status.state.paused is not None:
         return f"paused: {status.state.paused}"
     if status is not None and status.state.parked is not None:
         return f"parked: {status.state.parked}"
-    if not await is_known(parts, server):
+    if not await is_known(context, server):
         return UNKNOWN
     return "nothing is owed to it"
 
 
-async def left_alone(parts: Parts, asked: Sequence[str], woken: Sequence[str]) -> dict[str, str]:
+async def left_alone(
+    context: AdminContext, asked: Sequence[str], woken: Sequence[str]
+) -> dict[str, str]:
     """Those that were asked for and not woken, each with the reason."""
     done = set(woken)
-    return {each: await left_alone_because(parts, each) for each in asked if each not in done}
+    return {each: await left_alone_because(context, each) for each in asked if each not in done}

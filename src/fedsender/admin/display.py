@@ -16,8 +16,8 @@ def duration(seconds: float) -> str:
     days, rest = divmod(whole, 86_400)
     hours, rest = divmod(rest, 3600)
     minutes, rest = divmod(rest, 60)
-    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
-    said = [f"{number} {unit}" for number, unit in parts if number]
+    context = [(days, "d"), (hours, "h"), (minutes, "min"), (rest, "s")]
+    said = [f"{number} {unit}" for number, unit in context if number]
     return " ".join(said[:2]) or "0 s"
 
 

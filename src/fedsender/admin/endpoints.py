@@ -20,7 +20,7 @@ from fedsender.admin.bodies import (
     Skip,
     not_found,
 )
-from fedsender.admin.context import Parts, Reach
+from fedsender.admin.context import AdminContext, Reach
 from fedsender.admin.destinations import (
     UNKNOWN,
     Page,
@@ -64,16 +64,16 @@ class Woken:
 
 
 @router.post("/notify_remote_server_up", summary="Try these servers now")
-async def notify_remote_server_up(request: Servers, parts: Reach) -> Woken:
+async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
     """An admin's wake is never refused for having come too often. A server that is owed nothing
     needs none: it gets the next event at once."""
     if request.servers is not None:
         asked = list(dict.fromkeys(request.servers))
     else:
         pattern = request.pattern or ""
-        asked = [name for name in parts.sender.known() if matches(pattern, name)]
-    woken = parts.sender.wake(asked, by_admin=True)
-    return Woken(woken, await left_alone(parts, asked, woken))
+        asked = [name for name in context.sender.known() if matches(pattern, name)]
+    woken = context.sender.wake(asked, by_admin=True)
+    return Woken(woken, await left_alone(context, asked, woken))
 
 
 # --- looking --------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ async def notify_remote_server_up(request: Servers, parts: Reach) -> Woken:
 
 @router.get("/destinations", summary="The destinations, by name, in pages")
 async def destinations(
-    parts: Reach,
+    context: Reach,
     behind: Annotated[bool, Query(description="Only those that are owed something.")] = False,
     after: Annotated[
         str, Query(alias="from", max_length=300, description="`next_from` of the last page.")
@@ -89,21 +89,21 @@ async def destinations(
     limit: Limit = 100,
     pattern: Annotated[ServerPattern, Query(description="A name or a pattern with * and ?.")] = "*",
 ) -> Page:
-    return await list_page(parts, behind=behind, after=after, limit=limit, pattern=pattern)
+    return await list_page(context, behind=behind, after=after, limit=limit, pattern=pattern)
 
 
 @router.get("/destinations/{server:path}", summary="One destination; the same as why/{server}")
 @router.get("/why/{server:path}", summary="Why a destination is where it is")
-async def why(server: ServerName, parts: Reach) -> Why:
-    found = await explain(parts, server)
+async def why(server: ServerName, context: Reach) -> Why:
+    found = await explain(context, server)
     if found is None:
-        raise not_found(f"{server}: {await left_alone_because(parts, server)}")
+        raise not_found(f"{server}: {await left_alone_because(context, server)}")
     return found
 
 
 @router.get("/trace/{event_id:path}", summary="What became of an event at every server")
-async def trace_event(event_id: EventId, parts: Reach) -> Trace:
-    found = await trace(parts, event_id)
+async def trace_event(event_id: EventId, context: Reach) -> Trace:
+    found = await trace(context, event_id)
     if found is None:
         raise not_found("the homeserver has no such event")
     return found
@@ -166,14 +166,14 @@ class Dropped:
 
 @router.get("/quarantine", summary="What was taken out of the way, in pages")
 async def quarantine(
-    parts: Reach,
+    context: Reach,
     destination: Annotated[ServerName | None, Query(description="Of this server only.")] = None,
     after: Annotated[
         int, Query(alias="from", ge=0, le=MAX_INTEGER, description="`next_from` of the last page.")
     ] = 0,
     limit: Limit = 100,
 ) -> Items:
-    found = await parts.store.quarantine_list(destination, limit + 1, after)
+    found = await context.store.quarantine_list(destination, limit + 1, after)
     page = [_item(item) for item in found[:limit]]
     return Items(page, page[-1].id if len(found) > limit else None)
 
@@ -191,10 +191,10 @@ def _item(item: Quarantined) -> Item:
     )
 
 
-async def _present(parts: Parts, ids: Sequence[int]) -> list[int]:
+async def _present(context: AdminContext, ids: Sequence[int]) -> list[int]:
     """The ids, each once; all of them in quarantine, or the request is refused."""
     wanted = sorted(set(ids))
-    there = {item.id for item in await parts.store.quarantined(wanted)}
+    there = {item.id for item in await context.store.quarantined(wanted)}
     missing = [str(each) for each in wanted if each not in there]
     if missing:
         raise not_found(f"not in quarantine: {', '.join(missing[:20])}")
@@ -202,20 +202,20 @@ async def _present(parts: Parts, ids: Sequence[int]) -> list[int]:
 
 
 @router.post("/quarantine/release", summary="Send quarantined PDUs after all")
-async def release(request: Ids, parts: Reach) -> Released:
+async def release(request: Ids, context: Reach) -> Released:
     """They go through the redelivery lane. What still cannot be sent, and EDUs, stay."""
-    ids = await _present(parts, request.ids)
-    refused = await parts.sender.release(ids)
-    kept = [item.id for item in await parts.store.quarantined(ids)]
+    ids = await _present(context, request.ids)
+    refused = await context.sender.release(ids)
+    kept = [item.id for item in await context.store.quarantined(ids)]
     released = sorted(set(ids) - set(kept))
     log.info("quarantine released", released=released[:20], kept=kept[:20])
     return Released(released, kept, [NotSent(*each) for each in refused])
 
 
 @router.post("/quarantine/drop", summary="Give quarantined items up for good")
-async def drop(request: Ids, parts: Reach) -> Dropped:
-    ids = await _present(parts, request.ids)
-    await parts.sender.drop_quarantined(ids)
+async def drop(request: Ids, context: Reach) -> Dropped:
+    ids = await _present(context, request.ids)
+    await context.sender.drop_quarantined(ids)
     log.info("quarantine dropped", dropped=ids[:20], n=len(ids))
     return Dropped(ids)
 
@@ -235,12 +235,12 @@ class Skipped:
     summary="Pass over the event that the fan-out stands at",
     responses={409: {"description": "The fan-out does not stand at this one; nothing was done."}},
 )
-async def skip(request: Skip, parts: Reach) -> Skipped:
+async def skip(request: Skip, context: Reach) -> Skipped:
     """It goes to quarantine, with its content and with all later events of its room."""
-    skipped = await parts.sender.skip(request.token)
+    skipped = await context.sender.skip(request.token)
     if skipped is None:
-        stands = parts.sender.fan_out.standstill
-        now = stands or f"it is past token {parts.sender.fan_out.position} and goes on"
+        stands = context.sender.fan_out.standstill
+        now = stands or f"it is past token {context.sender.fan_out.position} and goes on"
         text = f"the fan-out does not stand at token {request.token}: {now}"
         raise Refusal(409, "FEDSENDER_NOT_STANDING", text)
     event = skipped.event
@@ -259,37 +259,37 @@ class Held:
 
 
 @router.post("/pause", summary="Send nothing to these servers for now")
-async def pause(request: ServersWithReason, parts: Reach) -> Held:
+async def pause(request: ServersWithReason, context: Reach) -> Held:
     """What they are owed is kept; `resume` lets it go. Survives restarts."""
-    return await _hold(parts, request, "paused")
+    return await _hold(context, request, "paused")
 
 
 @router.post("/park", summary="Give these servers up until somebody says otherwise")
-async def park(request: ServersWithReason, parts: Reach) -> Held:
+async def park(request: ServersWithReason, context: Reach) -> Held:
     """As pausing, for servers that are believed to be gone: the first step before a purge."""
-    return await _hold(parts, request, "parked")
+    return await _hold(context, request, "parked")
 
 
 @router.post("/resume", summary="Undo pause and park")
-async def resume(request: Servers, parts: Reach) -> Held:
-    servers = await chosen(parts, request)
+async def resume(request: Servers, context: Reach) -> Held:
+    servers = await chosen(context, request)
     for server in servers:
-        await parts.sender.hold(server, paused=None, parked=None)
+        await context.sender.hold(server, paused=None, parked=None)
     log.info("resumed", servers=servers[:20], n=len(servers))
     return Held(servers)
 
 
-async def _hold(parts: Parts, request: ServersWithReason, verb: str) -> Held:
-    servers = await chosen(parts, request)
+async def _hold(context: AdminContext, request: ServersWithReason, verb: str) -> Held:
+    servers = await chosen(context, request)
     for server in servers:
-        status = parts.sender.status(server)
+        status = context.sender.status(server)
         paused = status.state.paused if status is not None else None
         parked = status.state.parked if status is not None else None
         if verb == "paused":
             paused = request.reason
         else:
             parked = request.reason
-        await parts.sender.hold(server, paused=paused, parked=parked)
+        await context.sender.hold(server, paused=paused, parked=parked)
     log.info(verb, servers=servers[:20], n=len(servers), reason=request.reason)
     return Held(servers)
 
@@ -309,10 +309,10 @@ class Purged:
     summary="Forget a server and all it is owed",
     responses={409: {"description": "Rooms are shared with it; `rooms` names some of them."}},
 )
-async def purge(request: Purge, parts: Reach) -> Purged:
-    if not await is_known(parts, request.server):
+async def purge(request: Purge, context: Reach) -> Purged:
+    if not await is_known(context, request.server):
         raise not_found(f"{request.server}: {UNKNOWN}")
-    rooms = await parts.sender.purge(request.server, force=request.force)
+    rooms = await context.sender.purge(request.server, force=request.force)
     if rooms:
         more = {"rooms": sorted(rooms)[:SHARED_ROOMS_SHOWN], "rooms_total": len(rooms)}
         text = f"{many(len(rooms), 'room')} shared with it, whose events it would miss"
@@ -330,17 +330,17 @@ class Redelivered:
 
 
 @router.post("/redeliver", summary="Send these events to these servers again")
-async def redeliver(request: Pairs, parts: Reach) -> Redelivered:
+async def redeliver(request: Pairs, context: Reach) -> Redelivered:
     """Only to servers that may see the event. In a room their order is kept."""
     pairs = list(dict.fromkeys(request.pairs))
-    refused = await parts.sender.redeliver(pairs)
+    refused = await context.sender.redeliver(pairs)
     return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])
 
 
 @router.post("/owe", summary="Write these events into destination_rooms, and send them")
-async def owe(request: Pairs, parts: Reach) -> Redelivered:
+async def owe(request: Pairs, context: Reach) -> Redelivered:
     """For rows that `pipeline rebuild` found missing: upwards only, and to servers that may see
     the event."""
     pairs = list(dict.fromkeys(request.pairs))
-    refused = await parts.sender.owe_events(pairs)
+    refused = await context.sender.owe_events(pairs)
     return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])

@@ -55,7 +55,7 @@ class Gate(Protocol):
     def lack(self) -> str | None: ...
 
 
-def doubts(
+def problems(
     feed: Follows,
     homeserver: Reachable,
     store: Reachable,
@@ -134,13 +134,13 @@ def _feed_doubts(status: FeedStatus) -> Iterator[str]:
     summary="200 if the daemon is level with the homeserver and can send, else 503 with reasons",
     responses={503: {"description": "Not ready; `reasons` says why, one sentence each."}},
 )
-async def ready(parts: Reach) -> Response:
-    reasons = list(parts.doubts())
+async def ready(context: Reach) -> Response:
+    reasons = list(context.problems())
     said: dict[str, object] = {"ready": not reasons, "reasons": reasons}
     # No server can make us unready.
-    if (appends := parts.appends()) is not None:
+    if (appends := context.appends()) is not None:
         said["takes_appends"] = appends
-    if warnings := list(_warnings(parts.sender)):
+    if warnings := list(_warnings(context.sender)):
         said["warnings"] = warnings
     return json_answer(said, 503 if reasons else 200)
 
@@ -159,8 +159,8 @@ def _warnings(sender: Sender) -> Iterator[str]:
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
-async def metrics(parts: Reach) -> Response:
-    parts.observe()
+async def metrics(context: Reach) -> Response:
+    context.observe()
     # In a thread: with thousands of samples it would keep the loop from sending.
-    text = await parts.runtime.run_sync(parts.metrics.exposition, limiter=parts.rendering)
+    text = await context.runtime.run_sync(context.metrics.exposition, limiter=context.rendering)
     return Response(text, media_type=EXPOSITION_TYPE)

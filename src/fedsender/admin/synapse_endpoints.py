@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from fedsender.admin.bodies import MAX_INTEGER, Error, Refusal, bad_param, json_answer, not_found
-from fedsender.admin.context import Parts, Reach
+from fedsender.admin.context import AdminContext, Reach
 from fedsender.store.records import DestinationRow
 
 PREFIX = "/_synapse/admin/v1/federation/destinations"
@@ -71,7 +71,7 @@ def _as_json(row: DestinationRow) -> dict[str, Any]:
 
 @router.get("", summary="The rows of the destinations table, in pages")
 async def list_destinations(
-    parts: Reach,
+    context: Reach,
     start: From = "0",
     limit: Limit = "100",
     destination: Annotated[str | None, Query(description="Part of the name, any case.")] = None,
@@ -83,15 +83,15 @@ async def list_destinations(
         raise bad_param(f"Query parameter 'order_by' must be one of {list(SORTABLE)}")
     if destination is not None and len(destination) > 300:
         raise bad_param("Query parameter 'destination' is too long")
-    page = await parts.homeserver.destinations_page(
+    page = await context.homeserver.destinations_page(
         skip, most, order_by, _direction(direction), destination
     )
     rows = [_as_json(row) for row in page.rows]
     return _with_token({"destinations": rows, "total": page.total}, skip, most, page.total)
 
 
-async def _row(parts: Parts, destination: str) -> DestinationRow:
-    row = await parts.homeserver.backoff(destination) if len(destination) <= 300 else None
+async def _row(context: AdminContext, destination: str) -> DestinationRow:
+    row = await context.homeserver.backoff(destination) if len(destination) <= 300 else None
     if row is None:
         raise not_found("Unknown destination")
     return DestinationRow(
@@ -100,38 +100,38 @@ async def _row(parts: Parts, destination: str) -> DestinationRow:
 
 
 @router.get("/{destination}", summary="One row")
-async def one_destination(destination: str, parts: Reach) -> Response:
-    return json_answer(_as_json(await _row(parts, destination)))
+async def one_destination(destination: str, context: Reach) -> Response:
+    return json_answer(_as_json(await _row(context, destination)))
 
 
 @router.get("/{destination}/rooms", summary="Its rooms, each with the newest event it is owed")
 async def rooms(
     destination: str,
-    parts: Reach,
+    context: Reach,
     start: From = "0",
     limit: Limit = "100",
     direction: Direction = "f",
 ) -> Response:
     skip, most = _integer("from", start), min(_integer("limit", limit), MAX_ROWS)
     order = _direction(direction)
-    await _row(parts, destination)
-    page = await parts.homeserver.destination_rooms_page(destination, skip, most, order)
+    await _row(context, destination)
+    page = await context.homeserver.destination_rooms_page(destination, skip, most, order)
     found = [{"room_id": room, "stream_ordering": ordering} for room, ordering in page.rows]
     return _with_token({"rooms": found, "total": page.total}, skip, most, page.total)
 
 
 @router.post("/{destination}/reset_connection", summary="Forget its failures and try it now")
-async def reset_connection(destination: str, request: Request, parts: Reach) -> Response:
-    row = await _row(parts, destination)
-    status = parts.sender.status(destination)
+async def reset_connection(destination: str, request: Request, context: Reach) -> Response:
+    row = await _row(context, destination)
+    status = context.sender.status(destination)
     if not row.retry_last_ts and (status is None or status.state.healthy):
         text = "The retry timing does not need to be reset for this destination."
         raise Refusal(400, "M_UNKNOWN", text)
-    stream_id = await parts.homeserver.store_backoff(destination, None, 0, 0)
-    announcer = parts.sender.context.announcer
+    stream_id = await context.homeserver.store_backoff(destination, None, 0, 0)
+    announcer = context.sender.context.announcer
     if stream_id is not None:
-        await announcer.publish_backoff(destination, stream_id, parts.runtime.now_ms())
+        await announcer.publish_backoff(destination, stream_id, context.runtime.now_ms())
     # For the sender whose server it is, if it is not ours.
     await announcer.publish_server_up(destination)
-    parts.sender.wake([destination], by_admin=True)
+    context.sender.wake([destination], by_admin=True)
     return json_answer({})

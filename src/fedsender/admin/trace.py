@@ -14,7 +14,7 @@ import orjson
 import structlog
 import trio
 
-from fedsender.admin.context import Parts
+from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import state_in_words
 from fedsender.ledger import EVERY_SERVER, segments
 from fedsender.sender.failure import ServerState
@@ -169,11 +169,11 @@ def _texts(path: Path) -> Iterator[bytes]:
         return
 
 
-async def _read_ledger(parts: Parts, event: EventRow, found: Found) -> bool:
+async def _read_ledger(context: AdminContext, event: EventRow, found: Found) -> bool:
     """Read back to when the event came in; False if that took too long."""
-    run_sync, limiter = parts.runtime.run_sync, parts.ledger_reading
+    run_sync, limiter = context.runtime.run_sync, context.ledger_reading
     try:
-        listed = await run_sync(lambda: segments(parts.ledger_directory), limiter=limiter)
+        listed = await run_sync(lambda: segments(context.ledger_directory), limiter=limiter)
     except OSError as error:
         log.warning("ledger cannot be listed", error=str(error))
         return False
@@ -188,26 +188,26 @@ async def _read_ledger(parts: Parts, event: EventRow, found: Found) -> bool:
     return False
 
 
-async def trace(parts: Parts, event_id: str) -> Trace | None:
+async def trace(context: AdminContext, event_id: str) -> Trace | None:
     """What became of this event; None: the homeserver has no such event."""
-    event = (await parts.homeserver.events_by_id([event_id])).get(event_id)
+    event = (await context.homeserver.events_by_id([event_id])).get(event_id)
     if event is None:
         return None
-    routed = (await parts.sender.context.router.load([event_id])).get(event_id)
+    routed = (await context.sender.context.router.load([event_id])).get(event_id)
     found = Found(event_id, event.room_id, event.stream_ordering)
-    complete = await _read_ledger(parts, event, found)
-    lagging = {lag.destination: lag for lag in await parts.homeserver.lagging()}
-    quarantined = await _quarantined(parts, event_id)
+    complete = await _read_ledger(context, event, found)
+    lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
+    quarantined = await _quarantined(context, event_id)
     servers = set(found.settled) | set(found.failed) | {name for name in quarantined if name}
     if isinstance(routed, Routed):
         servers |= routed.servers
     everywhere = quarantined.get(None)
-    fanned_out = event.stream_ordering <= parts.sender.fan_out.position
+    fanned_out = event.stream_ordering <= context.sender.fan_out.position
     fates = []
     for name in sorted(servers)[:MAX_SERVERS]:
         item = quarantined.get(name, everywhere)
         owed = not fanned_out or _owes(lagging.get(name), event.stream_ordering)
-        fates.append(_fate(parts, name, found, item, owed=owed))
+        fates.append(_fate(context, name, found, item, owed=owed))
     return Trace(
         event_id=event_id,
         room_id=event.room_id,
@@ -217,7 +217,7 @@ async def trace(parts: Parts, event_id: str) -> Trace | None:
         received_ts=event.received_ts,
         age_s=None
         if event.received_ts is None
-        else (parts.runtime.now_ms() - event.received_ts) / 1000,
+        else (context.runtime.now_ms() - event.received_ts) / 1000,
         sent_by_us=bool(servers),
         reason=_why_nobody(routed, everywhere, servers),
         fanned_out=fanned_out,
@@ -246,7 +246,7 @@ def _owes(lag: Lagging | None, stream_ordering: int) -> bool:
 
 
 def _fate(
-    parts: Parts, name: str, found: Found, quarantined: Quarantined | None, *, owed: bool
+    context: AdminContext, name: str, found: Found, quarantined: Quarantined | None, *, owed: bool
 ) -> Fate:
     attempts = found.failed.get(name, 0)
     settled = found.settled.get(name)
@@ -260,17 +260,17 @@ def _fate(
     if not owed:
         text = "answered, or superseded by a newer event; no line of that was read"
         return Fate(name, "settled", None, None, attempts, text)
-    return _waiting(parts, name, attempts)
+    return _waiting(context, name, attempts)
 
 
-def _waiting(parts: Parts, name: str, attempts: int) -> Fate:
-    status = parts.sender.status(name)
+def _waiting(context: AdminContext, name: str, attempts: int) -> Fate:
+    status = context.sender.status(name)
     state = ServerState(name) if status is None else status.state
     if state.paused is not None:
         return Fate(name, "paused", None, None, attempts, state.paused)
     if state.parked is not None:
         return Fate(name, "parked", None, None, attempts, state.parked)
-    words = state_in_words(parts, name, status, owed=True)
+    words = state_in_words(context, name, status, owed=True)
     if words in ("not allowed", "another sender's"):
         return Fate(name, "not allowed", None, None, attempts, words)
     reason = words if state.reason is None else f"{words}: {state.reason}"
@@ -283,12 +283,12 @@ def _with_attempts(fate: Fate, attempts: int) -> Fate:
     )
 
 
-async def _quarantined(parts: Parts, event_id: str) -> dict[str | None, Quarantined]:
+async def _quarantined(context: AdminContext, event_id: str) -> dict[str | None, Quarantined]:
     """The quarantine's items of this event, by destination; None: for every server."""
     found: dict[str | None, Quarantined] = {}
     after = 0
     for _ in range(QUARANTINE_PAGES):
-        items = await parts.store.quarantine_list(None, QUARANTINE_PAGE, after)
+        items = await context.store.quarantine_list(None, QUARANTINE_PAGE, after)
         found.update((item.destination, item) for item in items if item.event_id == event_id)
         if len(items) < QUARANTINE_PAGE:
             break

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from fedsender.admin.context import Parts
+from fedsender.admin.context import AdminContext
 from fedsender.admin.destinations import is_known, next_attempt_ms, state_in_words
 from fedsender.admin.display import duration, many
 from fedsender.health import ServerHealth, read_health
@@ -137,21 +137,21 @@ class Why:
     health: ServerHealth | None
 
 
-async def explain(parts: Parts, server: str) -> Why | None:
+async def explain(context: AdminContext, server: str) -> Why | None:
     """What is known of this server; None: nothing."""
-    if not await is_known(parts, server):
+    if not await is_known(context, server):
         return None
-    row = await parts.homeserver.backoff(server)
-    pending = await parts.homeserver.pending_counts(server)
-    redeliveries = len(await parts.store.redeliveries(server, COUNTED))
-    quarantined = len(await parts.store.quarantine_list(server, COUNTED))
-    in_flight = await _in_flight(parts, server)
-    oldest = await _oldest(parts, server, pending)
-    find = partial(read_health, parts.config.pipeline.health, parts.runtime.now_ms())
-    health = (await parts.runtime.run_sync(find, limiter=parts.ledger_reading)).get(server)
+    row = await context.homeserver.backoff(server)
+    pending = await context.homeserver.pending_counts(server)
+    redeliveries = len(await context.store.redeliveries(server, COUNTED))
+    quarantined = len(await context.store.quarantine_list(server, COUNTED))
+    in_flight = await _in_flight(context, server)
+    oldest = await _oldest(context, server, pending)
+    find = partial(read_health, context.config.pipeline.health, context.runtime.now_ms())
+    health = (await context.runtime.run_sync(find, limiter=context.ledger_reading)).get(server)
     # What memory says is taken last and at once, so that it fits together.
-    status = parts.sender.status(server)
-    active = parts.sender.active.get(server)
+    status = context.sender.status(server)
+    active = context.sender.active.get(server)
     depth = Depth(
         rooms=pending.rooms,
         queued_pdus=status.queued if status is not None else 0,
@@ -161,11 +161,11 @@ async def explain(parts: Parts, server: str) -> Why | None:
         redeliveries=redeliveries,
         quarantined=quarantined,
     )
-    return _put_together(parts, server, status, row, depth, oldest, in_flight, health)
+    return _put_together(context, server, status, row, depth, oldest, in_flight, health)
 
 
 def _put_together(
-    parts: Parts,
+    context: AdminContext,
     server: str,
     status: Status | None,
     row: Backoff | None,
@@ -178,15 +178,15 @@ def _put_together(
     owed = bool(
         depth.rooms or depth.to_device or depth.device_lists or depth.redeliveries or in_flight
     )
-    words = state_in_words(parts, server, status, owed=owed)
+    words = state_in_words(context, server, status, owed=owed)
     error = _last_error(state)
-    next_ts = next_attempt_ms(parts, server, status)
-    now_ms = parts.runtime.now_ms()
+    next_ts = next_attempt_ms(context, server, status)
+    now_ms = context.runtime.now_ms()
     waits = _waits(depth, oldest, in_flight)
     return Why(
         destination=server,
         state=words,
-        since_ts=_since(parts, status, now_ms),
+        since_ts=_since(context, status, now_ms),
         summary=" ".join((_sentence(words, state, waits, error, next_ts, now_ms), *_held(state))),
         depth=depth,
         oldest=oldest,
@@ -202,25 +202,25 @@ def _put_together(
         shared_backoff=Shared(row.retry_last_ts, row.retry_interval, row.failure_ts, row.lsso)
         if row is not None
         else None,
-        allowed=parts.config.allows(server),
-        handled_here=parts.config.handles(server),
-        settings=tuple(_settings(parts, server)),
+        allowed=context.config.allows(server),
+        handled_here=context.config.handles(server),
+        settings=tuple(_settings(context, server)),
         health=health,
     )
 
 
-def _since(parts: Parts, status: Status | None, now_ms: int) -> int | None:
+def _since(context: AdminContext, status: Status | None, now_ms: int) -> int | None:
     if status is None:
         return None
-    if status.destination in parts.sender.active:
+    if status.destination in context.sender.active:
         return now_ms - int(status.for_s * 1000)
     return status.state.last_attempt_ms
 
 
-def _settings(parts: Parts, server: str) -> list[Setting]:
+def _settings(context: AdminContext, server: str) -> list[Setting]:
     return [
         Setting(line.field, str(line.value), line.source)
-        for line in parts.config.explain_policy(server)
+        for line in context.config.explain_policy(server)
         if line.source != "default"
     ]
 
@@ -237,31 +237,31 @@ def _last_error(state: ServerState) -> LastError | None:
     )
 
 
-async def _in_flight(parts: Parts, server: str) -> InFlight | None:
-    now_ms = parts.runtime.now_ms()
-    active = parts.sender.active.get(server)
+async def _in_flight(context: AdminContext, server: str) -> InFlight | None:
+    now_ms = context.runtime.now_ms()
+    active = context.sender.active.get(server)
     if active is not None and active.frozen is not None:
         frozen = active.frozen
         age = (now_ms - frozen.frozen_ms) / 1000
         return InFlight(frozen.id, frozen.attempts, frozen.frozen_ms, age, len(frozen.pdus))
-    record = await parts.store.load_frozen(server)
+    record = await context.store.load_frozen(server)
     if record is None:
         return None
     age = (now_ms - record.frozen_ms) / 1000
     return InFlight(record.transaction_id, record.attempts, record.frozen_ms, age, None)
 
 
-async def _oldest(parts: Parts, server: str, pending: Pending) -> Oldest | None:
+async def _oldest(context: AdminContext, server: str, pending: Pending) -> Oldest | None:
     ordering, event_id, received = pending.oldest_stream_ordering, None, pending.oldest_received_ts
-    active = parts.sender.active.get(server)
+    active = context.sender.active.get(server)
     queued = active.outbox.queue.oldest if active is not None else None
     if queued is not None and (ordering is None or queued.stream_ordering <= ordering):
         ordering, event_id = queued.stream_ordering, queued.event_id
     if ordering is None:
         return None
-    if rows := await parts.homeserver.read_events(ordering - 1, ordering, 1):
+    if rows := await context.homeserver.read_events(ordering - 1, ordering, 1):
         event_id, received = rows[0].event_id, rows[0].received_ts
-    age = None if received is None else max(0.0, (parts.runtime.now_ms() - received) / 1000)
+    age = None if received is None else max(0.0, (context.runtime.now_ms() - received) / 1000)
     return Oldest(event_id, ordering, received, age)
 
 

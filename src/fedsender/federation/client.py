@@ -316,7 +316,7 @@ class Peer:
                 )
             self._leave.reached(client.dialer.worked(resolved.tls_name))
         except Unreachable as failure:
-            client.discovery.doubt(self.destination)
+            client.discovery.invalidate(self.destination)
             note = f"; {resolved.note}" if resolved.note else ""
             raise Unreachable(failure.kind, failure.text + note) from failure
         if client.metrics is not None:

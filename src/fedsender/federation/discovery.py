@@ -388,9 +388,9 @@ class Discovery:
             resolution.answer(await self._find_out(question, None))
         return [ip for ip, _ in resolution.result().candidates]
 
-    def doubt(self, server_name: str) -> None:
+    def invalidate(self, server_name: str) -> None:
         """Ask again next time: nothing answered at the place of `server_name`."""
-        self.cache.doubt(parse_server_name(server_name)[0].lower())
+        self.cache.invalidate(parse_server_name(server_name)[0].lower())
 
     def forget(self, server_name: str) -> None:
         """Drop the cached answers about a server that is said to be up, errors above all."""

@@ -152,7 +152,7 @@ class DiscoveryCache:
         self._lookups[name, rdtype] = lookup
         self._differs(rdtype, name)
 
-    def doubt(self, host: str) -> None:
+    def invalidate(self, host: str) -> None:
         """Drop the lookups about `host`; a delegation is due, and stands until it is confirmed."""
         delegation = self._delegations.get(host)
         hosts = {host}
@@ -178,7 +178,7 @@ class DiscoveryCache:
 
     def forget(self, host: str) -> None:
         """Drop everything about `host` and what it is delegated to."""
-        self.doubt(host)
+        self.invalidate(host)
         self._differs(_WELL_KNOWN, host)
         self._delegations.pop(host, None)
 

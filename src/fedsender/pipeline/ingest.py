@@ -65,7 +65,7 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
         _read_snapshots(lake, own, "sender", steps, told)
     read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
-    lake.tidy()
+    lake.expire()
     return told
 
 

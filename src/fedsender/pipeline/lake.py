@@ -240,7 +240,7 @@ class Lake:
             self.manifest = commit.finish()
             shutil.rmtree(self.directory / STAGING, ignore_errors=True)
 
-    def tidy(self) -> int:
+    def expire(self) -> int:
         """Put small files together where there are many; how many were. One commit, if any."""
         crowds: list[tuple[LakeTable, list[LakeFile]]] = []
         for name, files in self.manifest.tables.items():

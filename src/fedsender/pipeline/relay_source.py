@@ -49,8 +49,8 @@ from fedsender.store.relay import (
 from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
-PRUNED: Final = "pruned"
-"""The position up to which `prune` removed what there was."""
+EXPIRED: Final = "expired"
+"""The position up to which `expire` removed what there was."""
 
 _events, _json, _exceptions = tables.events, tables.event_json, tables.event_servers
 _stays = tables.room_servers
@@ -156,7 +156,7 @@ def end_all_stays(connection: Connection, upto: int) -> None:
 # --- what need not be kept ------------------------------------------------------------------------
 
 
-def prune(engine: Engine, instance: str, upto: int) -> None:
+def expire(engine: Engine, instance: str, upto: int) -> None:
     """Remove the rows that the lake has: all up to and with `upto`.
 
     Invitations and knocks stay: who is turned away later is found out by them.
@@ -184,7 +184,7 @@ def prune(engine: Engine, instance: str, upto: int) -> None:
             connection.execute(sa.delete(table).where(table.c.event_id.in_(spent)))
         connection.execute(sa.delete(_stays).where(_stays.c.left < upto))
         connection.execute(sa.delete(tables.redactions))
-        positions.set_position(connection, PRUNED, instance, upto)
+        positions.set_position(connection, EXPIRED, instance, upto)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         pages, free = (
             connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
@@ -241,7 +241,7 @@ def open_relay_source(
             with open_source(url, "relay") as source:
                 yield source, told
             with _in_words(store):
-                prune(engine, instance, _ingested(lake))
+                expire(engine, instance, _ingested(lake))
         finally:
             engine.dispose()
 
@@ -261,7 +261,7 @@ def _prepare(engine: Engine, store: Path, instance: str) -> int:
     os.close(os.open(store, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     with engine.begin() as connection:
         upgrade(connection, "homeserver")
-        return positions.read_position(connection, PRUNED, instance)
+        return positions.read_position(connection, EXPIRED, instance)
 
 
 def _ingested(lake: Lake) -> int:

@@ -15,7 +15,7 @@ from fedsender.admin.client import PREFIX
 from fedsender.admin.serving import Admin, serve_app
 from fedsender.config import Config
 from fedsender.relay.registry import Connected
-from fedsender.relay.status import RelayMetrics, Status, doubts, status_of
+from fedsender.relay.status import RelayMetrics, Status, problems, status_of
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.telemetry import EXPOSITION_TYPE
@@ -40,7 +40,7 @@ class Forget(Body):
 
 
 @dataclass(slots=True)
-class Parts:
+class RelayContext:
     """The relay as the endpoints see it.
 
     Attributes:
@@ -59,13 +59,13 @@ class Parts:
 
 
 # Async, or FastAPI would go through a thread for it.
-async def _parts_of(request: Request) -> Parts:
+async def _parts_of(request: Request) -> RelayContext:
     parts = request.app.state.parts
-    assert isinstance(parts, Parts)
+    assert isinstance(parts, RelayContext)
     return parts
 
 
-Reach = Annotated[Parts, Depends(_parts_of)]
+Reach = Annotated[RelayContext, Depends(_parts_of)]
 
 
 @open_router.get("/health", summary="200 while the loop turns and the disk answers")
@@ -77,7 +77,7 @@ async def health(parts: Reach) -> Response:
 @open_router.get("/ready", summary="200 if facts are taken in and nothing is wrong, else 503")
 async def ready(parts: Reach) -> Response:
     waits = f"this relay waits: {parts.waits}"
-    reasons = [waits] if parts.relay is None else list(doubts(parts.relay))
+    reasons = [waits] if parts.relay is None else list(problems(parts.relay))
     return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
 
@@ -109,7 +109,7 @@ async def forget(request: Forget, parts: Reach) -> dict[str, str]:
     return {"forgotten": request.name}
 
 
-def build_app(parts: Parts | None) -> FastAPI:
+def build_app(parts: RelayContext | None) -> FastAPI:
     """The application; without `parts` it can only be described."""
     summary = "What a relay holds, and for whom"
     app = new_app("fedsender relay", summary, f"{PREFIX}/relay/openapi.json", parts)
@@ -124,7 +124,7 @@ def description() -> dict[str, Any]:
 
 
 def open_admin(
-    parts: Parts, config: Config, runtime: Runtime
+    parts: RelayContext, config: Config, runtime: Runtime
 ) -> AbstractAsyncContextManager[Admin]:
     """The endpoint of this relay; raises as `serve_app` does."""
     app, admin = build_app(parts), config.admin

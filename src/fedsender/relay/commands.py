@@ -29,8 +29,8 @@ def facts(answer: Answer) -> Iterator[str]:
     if answer["full_syncs"]:
         reasons = (f"{count} {reason}" for reason, count in sorted(answer["full_syncs"].items()))
         yield f"snapshots handed out: {', '.join(reasons)}"
-    for doubt in answer["doubts"]:
-        yield f"wrong: {doubt}"
+    for problem in answer["problems"]:
+        yield f"wrong: {problem}"
 
 
 def consumers(found: Sequence[Answer]) -> Table:
@@ -78,7 +78,7 @@ def relay(
 
 @app.command()
 def status(config: ConfigFile, as_json: AsJson = False) -> int:
-    """Show the log, its consumers and all doubts; 1 if there is a doubt."""
+    """Show the log, its consumers and all problems; 1 if there is a problem."""
     answer = _client(config).get("relay")
     if as_json:
         say_json(answer)
@@ -89,7 +89,7 @@ def status(config: ConfigFile, as_json: AsJson = False) -> int:
             say(line)
         if answer["consumers"]:
             show(consumers(answer["consumers"]))
-    return WRONG if answer["doubts"] else DONE
+    return WRONG if answer["problems"] else DONE
 
 
 @app.command()

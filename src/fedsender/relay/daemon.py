@@ -21,7 +21,7 @@ from fedsender.relay.hub import Hub, HubSettings
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry, Terms
 from fedsender.relay.retention import Limits, Retention, free_bytes
-from fedsender.relay.snapshots import Shelf, open_shelf
+from fedsender.relay.snapshots import Snapshots, open_shelf
 from fedsender.replication.line_stream import OWN_KIND, PeerKind
 from fedsender.replication.server import Door, open_server
 from fedsender.runtime import Runtime
@@ -47,7 +47,7 @@ class RelayDaemon:
     store: RelayStore
     log: RelayLog
     registry: Registry
-    shelf: Shelf
+    snapshots: Snapshots
     retention: Retention
     hub: Hub
     intake: Intake
@@ -112,21 +112,21 @@ async def open_relay(
             runtime,
             shared_s=settings.snapshot_every,
             step=step,
-        ) as shelf,
+        ) as snapshots,
     ):
         limits = Limits(settings.keep_min, settings.log_cap, settings.disk_reserve)
-        retention = Retention(store, opened, registry, shelf, runtime, limits, free)
+        retention = Retention(store, opened, registry, snapshots, runtime, limits, free)
         secret_files = {name: one.secret_file for name, one in settings.consumers.items()}
         hub_settings = HubSettings(
             config.server_name, secret_files, kind, settings.fetch_bytes_per_second
         )
-        hub = Hub(opened, registry, shelf, retention, runtime, hub_settings)
+        hub = Hub(opened, registry, snapshots, retention, runtime, hub_settings)
         opened_doors = await doors() if callable(doors) else doors
         listeners = [door.listener for door in opened_doors]
         async with _running(retention.run), open_server(hub, listeners):
             intake = Intake(opened.writer, runtime, hub.publish)
             yield RelayDaemon(
-                config, runtime, store, opened, registry, shelf, retention, hub, intake
+                config, runtime, store, opened, registry, snapshots, retention, hub, intake
             )
 
 

@@ -27,7 +27,7 @@ from fedsender.facts import SERVER_UP, STREAM, Ephemeral, without_edus
 from fedsender.relay.log import Collected, Cursor, RelayLog
 from fedsender.relay.registry import Registry, TooManyConsumers, is_consumer_name
 from fedsender.relay.retention import Retention
-from fedsender.relay.snapshots import Shelf, SnapshotFailed
+from fedsender.relay.snapshots import SnapshotFailed, Snapshots
 from fedsender.replication.line_stream import OWN_KIND, SEND_PIECE, PeerKind, Wire
 from fedsender.replication.protocol import (
     RELAY_VERSION,
@@ -239,7 +239,7 @@ class Session(LineSession):
         reason = "ASKED" if self._resync is None else str(self._resync)
         try:
             hub.registry.check_room(name)
-            info = await hub.shelf.offer()
+            info = await hub.snapshots.offer()
             hub.registry.hand(name, info.id, info.token, reason)
         except SnapshotFailed as failed:
             raise Refused(f"BUSY there is no snapshot: {failed}") from failed
@@ -254,12 +254,12 @@ class Session(LineSession):
     async def _fetch(self, asked: Fetch) -> None:
         hub = self._hub
         name = self._be_consumer()
-        info = hub.shelf.find(asked.id)
+        info = hub.snapshots.find(asked.id)
         if info is None:
             raise Refused("NOFILE there is no such snapshot")
-        with hub.shelf.fetching(asked.id):
+        with hub.snapshots.fetching(asked.id):
             try:
-                size = await hub.shelf.size(info, asked.file)
+                size = await hub.snapshots.size(info, asked.file)
             except (KeyError, FileNotFoundError):
                 raise Refused("NOFILE the snapshot has no such file") from None
             if asked.offset > size:
@@ -268,7 +268,7 @@ class Session(LineSession):
             hub.counts.fetched_files += 1
             file = File(asked.file, asked.offset, size - asked.offset)
             async with (
-                aclosing(hub.shelf.pieces(info, asked.file, asked.offset, size)) as pieces,
+                aclosing(hub.snapshots.pieces(info, asked.file, asked.offset, size)) as pieces,
                 aclosing(hub.throttled(pieces)) as throttled,
             ):
                 await self.wire.send_file(file, throttled)
@@ -417,7 +417,7 @@ class Hub(LineServer[Session]):
         self,
         log: RelayLog,
         registry: Registry,
-        shelf: Shelf,
+        snapshots: Snapshots,
         retention: Retention,
         runtime: Runtime,
         settings: HubSettings,
@@ -433,7 +433,7 @@ class Hub(LineServer[Session]):
         self.counts = RelayCounts()
         self.log = log
         self.registry = registry
-        self.shelf = shelf
+        self.snapshots = snapshots
         self.retention = retention
         self.owners: dict[str, Session] = {}
         self._fetch_bytes_per_s = settings.fetch_bytes_per_s

@@ -20,7 +20,7 @@ from fedsender.config import Config, ConfigError, load
 from fedsender.facts import Elsewhere
 from fedsender.intake.endpoint import serve_intake
 from fedsender.limits import of_relay, raise_file_limit
-from fedsender.relay.admin_app import Parts, open_admin
+from fedsender.relay.admin_app import RelayContext, open_admin
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.server import Door, close, listen
 from fedsender.runtime import Runtime, real_runtime
@@ -107,7 +107,7 @@ async def _run_until_told(
 
     # A wrong address is found out at once, not when the lock is ours.
     await close(await open_doors())
-    parts = Parts()
+    parts = RelayContext()
     run = _Run(path, runtime, notifier, signals, tls, parts)
     async with open_admin(parts, config, runtime) as admin, trio.open_nursery() as nursery:
         run.endpoints.append(admin)
@@ -137,7 +137,7 @@ class _Run:
     notifier: Notifier
     signals: Signals
     tls: ssl.SSLContext | None
-    parts: Parts
+    parts: RelayContext
     endpoints: list[Admin] = field(default_factory=list)
 
     def waits(self, why: str) -> None:

@@ -19,7 +19,7 @@ import trio
 
 from fedsender.relay.log import RelayLog
 from fedsender.relay.registry import Registry
-from fedsender.relay.snapshots import Shelf
+from fedsender.relay.snapshots import Snapshots
 from fedsender.runtime import Runtime
 from fedsender.store.engine import StoreError
 from fedsender.store.relay import RelayStore
@@ -76,7 +76,7 @@ class Retention:
         store: RelayStore,
         log: RelayLog,
         registry: Registry,
-        shelf: Shelf,
+        snapshots: Snapshots,
         runtime: Runtime,
         limits: Limits,
         free: Callable[[Path], int],
@@ -88,7 +88,7 @@ class Retention:
         self._store = store
         self._log = log
         self._registry = registry
-        self._shelf = shelf
+        self._snapshots = snapshots
         self._runtime = runtime
         self._limits = limits
         self._free_in = free
@@ -106,7 +106,7 @@ class Retention:
         """Look again and again, until cancelled."""
         while True:
             try:
-                await self.tidy()
+                await self.expire()
             except (OSError, StoreError) as error:
                 log.error("relay_retention_failed", reason=str(error))
                 self.failing = str(error)
@@ -116,13 +116,13 @@ class Retention:
             with trio.move_on_after(EVERY_S - AT_LEAST_S):
                 await self._kicked.wait()
 
-    async def tidy(self) -> None:
+    async def expire(self) -> None:
         """One look; raises OSError, StoreError."""
         self._watch_the_clock()
         self._registry.expire()
         # Also those of whom it could not be stored before we were started again.
         self._tell_the_lost(self._log.first)
-        await self._shelf.prune()
+        await self._snapshots.expire()
         await self._drop(await self._expendable())
         if trio.current_time() >= self._tidy_at:
             self._tidy_at = trio.current_time() + TIDY_EVERY_S
@@ -133,7 +133,7 @@ class Retention:
         floor = self._registry.edu_floor()
         bound = self._limits.log_cap // EDU_SHARE
         wary = self._clock_jumped_within(max(DAY_S, self._limits.keep_min_s))
-        dropped = await self._store.tidy(0 if wary else self._runtime.now_ms(), floor, bound)
+        dropped = await self._store.expire(0 if wary else self._runtime.now_ms(), floor, bound)
         self.dropped_edus += dropped
         self.dropping = bool(dropped)
         if dropped:
@@ -160,7 +160,7 @@ class Retention:
 
     async def _expendable(self) -> int:
         """The token up to which no consumer needs the log."""
-        pins = [self._registry.floor(), self._shelf.pin, self._log.head]
+        pins = [self._registry.floor(), self._snapshots.pin, self._log.head]
         through = min(pin for pin in pins if pin is not None)
         if through < self._log.first:
             return through

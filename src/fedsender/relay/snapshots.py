@@ -77,7 +77,7 @@ class _Flight:
     failure: str = ""
 
 
-class Shelf:
+class Snapshots:
     """The snapshots; see `open_shelf`.
 
     Attributes:
@@ -233,7 +233,7 @@ class Shelf:
 
     # --- clearing away ----------------------------------------------------------------------------
 
-    async def prune(self) -> None:
+    async def expire(self) -> None:
         """Remove those that are neither the newest nor wanted by anybody; raises OSError."""
         handed = {one.handed.snapshot for one in self._registry if one.handed is not None}
         for info in self.snapshots[:-1]:
@@ -304,7 +304,7 @@ async def open_shelf(
     *,
     shared_s: float,
     step: Callable[[], None] = lambda: None,
-) -> AsyncIterator[Shelf]:
+) -> AsyncIterator[Snapshots]:
     """The snapshots below `directory`; one that is being made when the body ends is given up.
 
     Args:
@@ -314,10 +314,12 @@ async def open_shelf(
     Raises OSError.
     """
     async with trio.open_nursery() as nursery:
-        shelf = Shelf(directory / DIRECTORY, store, log, registry, runtime, shared_s, nursery, step)
-        await shelf.load()
+        snapshots = Snapshots(
+            directory / DIRECTORY, store, log, registry, runtime, shared_s, nursery, step
+        )
+        await snapshots.load()
         try:
-            yield shelf
+            yield snapshots
         finally:
-            shelf.stop()
+            snapshots.stop()
             nursery.cancel_scope.cancel()

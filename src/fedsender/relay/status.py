@@ -72,7 +72,7 @@ class Status:
         first, head: the oldest and the newest token of the log.
         cap_used: the log's part of what it may be.
         oldest_pin: the lowest pin, and `held_by` who has it.
-        doubts: what is wrong, one sentence each.
+        problems: what is wrong, one sentence each.
     """
 
     server_name: str
@@ -92,7 +92,7 @@ class Status:
     refused: dict[str, int]
     full_syncs: dict[str, int]
     counts: dict[str, int]
-    doubts: list[str]
+    problems: list[str]
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -101,7 +101,7 @@ class Status:
 
 async def status_of(relay: RelayDaemon) -> Status:
     """The relay as it is now. Raises StoreError."""
-    log, hub, registry, shelf = relay.log, relay.hub, relay.registry, relay.shelf
+    log, hub, registry, snapshots = relay.log, relay.hub, relay.registry, relay.snapshots
     holder, counts = registry.holder(), hub.counts
     now = relay.runtime.now_ms()
     return Status(
@@ -115,9 +115,9 @@ async def status_of(relay: RelayDaemon) -> Status:
         held_by=None if holder is None else holder.name,
         snapshots=[
             SnapshotStatus(one.id, one.token, one.bytes, max(0, now - one.created_ms) / 1000)
-            for one in shelf.snapshots
+            for one in snapshots.snapshots
         ],
-        snapshot_s=round(shelf.makings.seconds, 3),
+        snapshot_s=round(snapshots.makings.seconds, 3),
         consumers=[await _consumer(relay, one, now) for one in list(registry)],
         observers=sum(1 for session in hub.sessions if session.consumer is None),
         overtaken=relay.retention.overtaken,
@@ -133,11 +133,11 @@ async def status_of(relay: RelayDaemon) -> Status:
             "dropped_rows": counts.dropped_rows,
             "fetched_files": counts.fetched_files,
             "fetched_bytes": counts.fetched_bytes,
-            "snapshots_made": shelf.makings.made,
-            "snapshots_failed": shelf.makings.failed,
+            "snapshots_made": snapshots.makings.made,
+            "snapshots_failed": snapshots.makings.failed,
             "dropped_edus": relay.retention.dropped_edus,
         },
-        doubts=list(doubts(relay)),
+        problems=list(problems(relay)),
     )
 
 
@@ -173,8 +173,8 @@ async def _consumer(relay: RelayDaemon, consumer: Consumer, now_ms: int) -> Cons
     )
 
 
-def doubts(relay: RelayDaemon) -> Iterator[str]:
-    """The doubts about a relay, one sentence each."""
+def problems(relay: RelayDaemon) -> Iterator[str]:
+    """The problems of a relay, one sentence each."""
     if relay.store.trouble is not None:
         yield f"the database does not answer: {relay.store.trouble}"
     if relay.hub.hung():
@@ -188,8 +188,8 @@ def doubts(relay: RelayDaemon) -> Iterator[str]:
         yield f"the consumers cannot be stored: {relay.registry.failing}"
     if relay.retention.failing is not None:
         yield f"what is not needed cannot be deleted: {relay.retention.failing}"
-    if relay.shelf.makings.failing is not None:
-        yield f"no snapshot can be made: {relay.shelf.makings.failing}"
+    if relay.snapshots.makings.failing is not None:
+        yield f"no snapshot can be made: {relay.snapshots.makings.failing}"
     if relay.retention.dropping:
         count = relay.retention.dropped_edus
         yield f"{count} messages to devices were dropped: no consumer took them in time"
@@ -243,7 +243,7 @@ class _OfStatus(Collector):
         server = status.server_name
         for name, meaning in _GAUGES.items():
             yield _gauge(name, meaning, {(server,): getattr(status, name)})
-        yield _gauge("doubts", "What is wrong", {(server,): len(status.doubts)})
+        yield _gauge("problems", "What is wrong", {(server,): len(status.problems)})
         yield _gauge("oldest_pin", "Lowest pin", {(server,): status.oldest_pin or 0})
         for newest in status.snapshots[-1:]:
             yield _gauge("snapshot_token", "Newest snapshot", {(server,): newest.token})

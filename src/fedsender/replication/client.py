@@ -38,13 +38,13 @@ from fedsender.replication.protocol import (
     RELAY_VERSION,
     Auth,
     BadLine,
-    Batches,
     Command,
     Error,
     Name,
     Ping,
     Position,
     Rdata,
+    RdataBatches,
     Relay,
     RemoteServerUp,
     Replicate,
@@ -267,7 +267,7 @@ class LineFeed(Feed):
         self._level = False
         self._held: tuple[str, float] | None = None
         self._told: str | None = None
-        self._batches = Batches(max_bytes=MAX_UNSTORED_BYTES)
+        self._batches = RdataBatches(max_bytes=MAX_UNSTORED_BYTES)
         self._pauses = Pauses(
             runtime.random, first=self.first_pause_s, longest=self.longest_pause_s
         )

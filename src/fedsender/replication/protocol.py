@@ -744,7 +744,7 @@ class _OpenBatch:
     size: int = 0
 
 
-class Batches:
+class RdataBatches:
     """Collects the rows of one token, for each stream and writer apart.
 
     Two writers' batches may come interleaved, so rows are never kept by stream alone.

@@ -21,12 +21,12 @@ from fedsender.replication.edu_streams import EDU_STREAMS, STORED_AS, EduStreams
 from fedsender.replication.feed_api import Feed, Sink
 from fedsender.replication.protocol import (
     BadLine,
-    Batches,
     Command,
     FederationAck,
     LockReleased,
     Position,
     Rdata,
+    RdataBatches,
     RemoteServerUp,
     Replicate,
     format_command,
@@ -144,7 +144,7 @@ class SynapseFeed(Feed):
         self._tokens: dict[tuple[str, str | None], int] = {}
         # Up to where the database had them when the sender looked at it, whoever wrote them.
         self._looked: dict[str, int] = {}
-        self._batches = Batches()
+        self._batches = RdataBatches()
         self._echoes = _Echoes()
         self._announcements: dict[str, tuple[int, int]] = {}
         self._announce = trio.Event()

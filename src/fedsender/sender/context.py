@@ -16,7 +16,7 @@ from fedsender.sender.routing import Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store.edus import EduStore
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.sender import ReceiptBook, SenderStore
+from fedsender.store.sender import ReceiptRecords, SenderStore
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 
@@ -49,7 +49,7 @@ class Context:
     homeserver: HomeserverStore
     store: SenderStore
     edus: EduStore
-    receipts: ReceiptBook
+    receipts: ReceiptRecords
     instance: str
     device_lists: Watermark
     presence: Presence

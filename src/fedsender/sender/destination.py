@@ -3,7 +3,7 @@
 The task of a destination is the only one that changes what is in flight; other tasks reach it
 through its synchronous methods. Two sequences must stay free of `await`: between the last look at
 what may be sent and the freezing of the transaction (I6), and between the decision to leave and the
-book's striking it out (in `registry.py`).
+registry's removal of it (in `registry.py`).
 
 What an attempt changes is changed in this order. First the ledger has its line. After an answer
 the homeserver's database follows, then the frozen record goes. After a failure what is decided is

@@ -233,7 +233,7 @@ class FanOut:
 
     async def _notice_redactions(self, rows: Sequence[EventRow], told: Collection[str]) -> None:
         """Queued PDUs that a valid redaction in these rows names, or that we were told of before
-        they were read, go out pruned from now on."""
+        they were read, go out redacted from now on."""
         targets = list(told)
         for row in rows:
             if row.rejected:
@@ -250,7 +250,7 @@ class FanOut:
         found = await self._homeserver.events_by_id(queued) if queued else {}
         for event_id, row in found.items():
             if row.redacted:
-                self._pool.prune(event_id, parse_row(row))
+                self._pool.redact(event_id, parse_row(row))
         self._redacted.difference_update(told)
 
     def redacted(self, event_ids: Collection[str]) -> None:

@@ -27,7 +27,7 @@ class PduPool:
         # In the order in which they were first queued, which is the stream's.
         self._pdus: dict[str, Pdu] = {}
         self._holders: dict[str, int] = {}
-        self._pruned: dict[str, Pdu] = {}
+        self._redacted: dict[str, Pdu] = {}
         self.bytes = 0
 
     def __contains__(self, event_id: str) -> bool:
@@ -53,7 +53,7 @@ class PduPool:
                 self._holders[event_id] = holders
                 continue
             del self._holders[event_id]
-            self._pruned.pop(event_id, None)
+            self._redacted.pop(event_id, None)
             self.bytes -= len(self._pdus.pop(event_id).wire)
 
     def overflow(self) -> int | None:
@@ -81,14 +81,14 @@ class PduPool:
             if pdu.sender == user_id and pdu.room_id == room_id
         ]
 
-    def prune(self, event_id: str, pruned: Pdu) -> None:
+    def redact(self, event_id: str, redacted: Pdu) -> None:
         """The event was redacted: it goes out like this."""
         if event_id in self._pdus:
-            self._pruned[event_id] = pruned
+            self._redacted[event_id] = redacted
 
     def as_it_goes_out(self, pdu: Pdu) -> Pdu:
         """The PDU, or what is left of it if it was redacted since it was queued."""
-        return self._pruned.get(pdu.event_id, pdu)
+        return self._redacted.get(pdu.event_id, pdu)
 
 
 class PduQueue:

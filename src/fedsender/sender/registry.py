@@ -272,7 +272,7 @@ class Registry:
         self.unsaved.pop(server, None)
         self._frozen.discard(server)
 
-    def doubt(self) -> None:
+    def spill_all(self) -> None:
         """Something that is owed may not have been offered: only the database knows to whom."""
         self.complete = trio.Event()
         for destination in self.active.values():
@@ -396,7 +396,7 @@ class Registry:
         lagging: Mapping[str, Lagging],
         others: Iterable[str],
         rank: Callable[[str], int],
-        doubt: Callable[[str], int] = lambda server: 0,
+        failure_rate: Callable[[str], int] = lambda server: 0,
         alive: Collection[str] = (),
     ) -> None:
         """At start-up: all that owe something are behind, the most useful first.
@@ -406,7 +406,7 @@ class Registry:
             others: servers that are owed something else.
             alive: servers that were seen since the last attempt; they need not wait.
             rank: the operator's word on a server, the smallest first.
-            doubt: how much its last day speaks against a server, the smallest first.
+            failure_rate: how much its last day speaks against a server, the smallest first.
         """
 
         def usefulness(server: str) -> tuple[int, bool, int, int, bool, int, str]:
@@ -415,7 +415,7 @@ class Registry:
             return (
                 rank(server),
                 not state.healthy,
-                doubt(server),
+                failure_rate(server),
                 -(state.last_success_ms or 0) // 3_600_000,
                 not (lag is not None and lag.owes_keys),
                 lag.rooms if lag is not None else 0,

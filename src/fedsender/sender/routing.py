@@ -26,7 +26,15 @@ import tenacity
 import trio
 from cachetools import TTLCache
 
-from fedsender.matrix import BadEvent, Pdu, is_sent_by, is_server_name, make_pdu, prune, server_of
+from fedsender.matrix import (
+    BadEvent,
+    Pdu,
+    is_sent_by,
+    is_server_name,
+    make_pdu,
+    make_redacted_pdu,
+    server_of,
+)
 from fedsender.store.records import stands_above
 
 FIRST_WAIT_S = 0.1
@@ -262,7 +270,7 @@ def _size(routed: Routed) -> int:
 
 
 def parse_row(row: EventRow) -> Pdu:
-    """The PDU of a row as it goes out: pruned if it was redacted.
+    """The PDU of a row as it goes out: redacted if it was redacted.
 
     Raises:
         BadEvent: it cannot be sent.
@@ -279,7 +287,9 @@ def _parse(row: EventRow) -> tuple[Pdu, Mapping[str, Any]]:
         row.event_id, row.room_id, row.stream_ordering, row.json, row.room_version
     )
     if row.redacted:
-        pdu = prune(row.json, row.event_id, row.room_id, row.stream_ordering, row.room_version)
+        pdu = make_redacted_pdu(
+            row.json, row.event_id, row.room_id, row.stream_ordering, row.room_version
+        )
     return pdu, event
 
 

@@ -156,7 +156,7 @@ class Sender:
         try:
             await self.fan_out.run(self.events, position)
         except Exception:
-            self.registry.doubt()
+            self.registry.spill_all()
             raise
 
     # --- The feed's side: synchronous calls that cannot fail -------------------------------------
@@ -297,7 +297,7 @@ class Sender:
             await hand_over(self._store, self.context.instance)
             await trio.sleep(SWEEP_EVERY_S)
 
-    async def load_book(self, doubt: Callable[[str], int]) -> None:
+    async def load_registry(self, failure_rate: Callable[[str], int]) -> None:
         """Put everything that owes something behind, the most useful first."""
         context = self.context
         lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
@@ -314,7 +314,7 @@ class Sender:
             lagging,
             others,
             lambda server: -self._policies.policy_for(server).priority,
-            doubt,
+            failure_rate,
             # Nobody says again that the columns were reset (W8).
             alive={name for name, row in backoffs.items() if row and not row.retry_last_ts},
         )
@@ -344,13 +344,13 @@ async def open_sender(
     metrics: Metrics,
     admission: Admission,
     announcer: Announcer,
-    doubt: Callable[[str], int] = lambda server: 0,
+    failure_rate: Callable[[str], int] = lambda server: 0,
     already_owed: AlreadyOwed | None = None,
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
-    `doubt`: how much its last day speaks against a server; those with the least are brought back
-    first. `already_owed`: see `FanOut`.
+    `failure_rate`: of a server, failures in its last day; servers with few are brought back first.
+    `already_owed`: see `FanOut`.
 
     Draining takes at most `sending.drain`. A transaction that is then still unanswered is
     written down, to be repeated unchanged by the next daemon (I3); so it is if the body raises.
@@ -387,7 +387,7 @@ async def open_sender(
             announcer=announcer,
             pdu_pool=PduPool(sending.window_bytes),
         )
-        async with _running(context, policies, store, frozen, doubt, already_owed) as sender:
+        async with _running(context, policies, store, frozen, failure_rate, already_owed) as sender:
             yield sender
         await sender.write_down()
         await hand_over(store, instance)
@@ -399,7 +399,7 @@ async def _running(
     policies: Policies,
     store: Store,
     frozen: set[str],
-    doubt: Callable[[str], int],
+    failure_rate: Callable[[str], int],
     already_owed: AlreadyOwed | None,
 ) -> AsyncIterator[Sender]:
     """The sender with its tasks; they have ended afterwards, whatever ended them."""
@@ -410,7 +410,9 @@ async def _running(
             sender = Sender(context, policies, nursery, store, already_owed)
             sender.registry.take_in(states, frozen)
             await sender.edus.load()
-            loops = await nursery.start(_run_loops, sender, partial(sender.load_book, doubt))
+            loops = await nursery.start(
+                _run_loops, sender, partial(sender.load_registry, failure_rate)
+            )
             with trio.move_on_after(LOAD_PATIENCE_S):
                 await sender.registry.complete.wait()
             yield sender

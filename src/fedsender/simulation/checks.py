@@ -15,7 +15,7 @@ from fedsender.daemon import Daemon
 from fedsender.ledger import EVERY_SERVER, NOTES
 from fedsender.matrix import MAX_PDU_BYTES
 from fedsender.simulation.disk import Disk, QuarantinedItem
-from fedsender.simulation.observations import DAY_S, STUBBORN, Book, Observations, Unanswered
+from fedsender.simulation.observations import DAY_S, STUBBORN, Observations, ServerView, Unanswered
 from fedsender.simulation.receiver import Attempt
 from fedsender.testing.clock import EPOCH_MS, now_ms
 from fedsender.testing.rooms import Step
@@ -43,7 +43,7 @@ class StartCheck:
         after_s = trio.current_time() - self._started
         self._pending &= observed.disk.owing() - observed.disk.held(now_ms())
         for server in sorted(self._pending):
-            if observed.books.of[server].sought_at > self._started:
+            if observed.views.of[server].sought_at > self._started:
                 self._pending.discard(server)
             elif server not in sender.active and not sender.registry.is_behind(server):
                 observed.fail("I8", f"{server} is forgotten {after_s:.0f} s after a start")
@@ -67,7 +67,7 @@ class MemoryChecks:
         """Compare what there is with what there may be."""
         sender, observed = daemon.sender, self._observed
         counts = observed.counts
-        servers = len(observed.books.of)
+        servers = len(observed.views.of)
         if len(sender.active) > servers:
             observed.fail("I7", f"{len(sender.active)} destinations for {servers} servers")
         most = daemon.config.sending.queue_pdus
@@ -124,86 +124,86 @@ class LedgerChecks:
         observed.counts[f"outcome: {outcome}"] += 1
         if line["destination"] == EVERY_SERVER:
             return
-        book = observed.books.of[line["destination"]]
+        view = observed.views.of[line["destination"]]
         at = (line["ms"] - EPOCH_MS) / 1000
         observed.trace.note(
-            "line", book.name, outcome, line["transaction_id"], line["attempt"], line["status"]
+            "line", view.name, outcome, line["transaction_id"], line["attempt"], line["status"]
         )
         for pdu in line["pdus"]:
             if pdu["lane"] != "live" and outcome == "delivered":
-                observed.trace.note("lane", book.name, *pdu.values())
+                observed.trace.note("lane", view.name, *pdu.values())
         if outcome == "discarded":
-            book.unanswered = None
+            view.unanswered = None
         if outcome in NOTES:
             return
-        book.sought_at = max(book.sought_at, at)
+        view.sought_at = max(view.sought_at, at)
         if line["transaction_id"] is not None and line["attempt"] > 0:
-            book.unlined = 0
+            view.unlined = 0
             if outcome == "unknown":
-                book.cut_off = line["transaction_id"], trio.current_time()
+                view.cut_off = line["transaction_id"], trio.current_time()
         if outcome == "delivered":
-            self._delivered(book, line)
+            self._delivered(view, line)
         elif outcome != "unknown":
-            self._failed(book, at, line)
+            self._failed(view, at, line)
 
-    def _delivered(self, book: Book, line: dict[str, Any]) -> None:
-        book.failed_at = None
-        book.failures.clear()
-        book.stubborn = 0
+    def _delivered(self, view: ServerView, line: dict[str, Any]) -> None:
+        view.failed_at = None
+        view.failures.clear()
+        view.stubborn = 0
         for pdu in line["pdus"]:
             token_of = self._observed.orderings.token
             lane, token = pdu["lane"], token_of(pdu["stream_ordering"])
             self._observed.counts[f"PDUs: {lane}"] += 1
-            book.recorded.add(pdu["event_id"])
-            book.proven.add(pdu["event_id"])
+            view.recorded.add(pdu["event_id"])
+            view.proven.add(pdu["event_id"])
             if "supersedes" in pdu:
                 first, last = map(token_of, pdu["supersedes"])
-                book.superseded.setdefault(pdu["room_id"], []).append((first, last))
+                view.superseded.setdefault(pdu["room_id"], []).append((first, last))
                 self._observed.counts["large gaps"] += 1
             elif lane == "catch_up":
                 self._observed.counts["PDUs of small gaps"] += 1
             if lane == "live":
-                self._check_order(book, token)
-        book.refused.update(line["refused"])
+                self._check_order(view, token)
+        view.refused.update(line["refused"])
         self._observed.counts["refused PDUs"] += len(line["refused"])
 
-    def _check_order(self, book: Book, token: int) -> None:
-        if token <= book.newest_live:
+    def _check_order(self, view: ServerView, token: int) -> None:
+        if token <= view.newest_live:
             self._observed.fail(
-                "I2", f"{book.name}: live PDU {token} recorded after {book.newest_live}"
+                "I2", f"{view.name}: live PDU {token} recorded after {view.newest_live}"
             )
-        book.newest_live = max(token, book.newest_live)
+        view.newest_live = max(token, view.newest_live)
 
-    def _failed(self, book: Book, at: float, line: dict[str, Any]) -> None:
+    def _failed(self, view: ServerView, at: float, line: dict[str, Any]) -> None:
         observed = self._observed
-        if book.failed_at is not None and at < book.failed_at + 0.999:
-            observed.fail("I5", f"{book.name}: attempts failed at {book.failed_at} and {at}")
-        book.failed_at = at
-        book.failure = line["outcome"]
-        book.failures.append(at)
-        book.stubborn += line["outcome"] == "failing"
-        while book.failures[0] <= at - DAY_S:
-            book.failures.popleft()
-        allowed = self._allowed(book, at)
-        if len(book.failures) > allowed:
+        if view.failed_at is not None and at < view.failed_at + 0.999:
+            observed.fail("I5", f"{view.name}: attempts failed at {view.failed_at} and {at}")
+        view.failed_at = at
+        view.failure = line["outcome"]
+        view.failures.append(at)
+        view.stubborn += line["outcome"] == "failing"
+        while view.failures[0] <= at - DAY_S:
+            view.failures.popleft()
+        allowed = self._allowed(view, at)
+        if len(view.failures) > allowed:
             observed.fail(
                 "I5",
-                f"{book.name}: {len(book.failures)} attempts in 24 h without an answer,"
+                f"{view.name}: {len(view.failures)} attempts in 24 h without an answer,"
                 f" {allowed} are allowed",
             )
 
-    def _allowed(self, book: Book, at: float) -> int:
+    def _allowed(self, view: ServerView, at: float) -> int:
         """The number of attempts that are allowed in 24 h.
 
         A life that was cut off may not have written down that it had failed, and when to go on.
         """
         observed = self._observed
-        while book.wakes and book.wakes[0][0] <= at - DAY_S:
-            book.wakes.popleft()
+        while view.wakes and view.wakes[0][0] <= at - DAY_S:
+            view.wakes.popleft()
         while observed.crashed_at and observed.crashed_at[0] <= at - DAY_S:
             observed.crashed_at.popleft()
-        by_admin = sum(admin for _, admin in book.wakes)
-        most = MOST_BY_TIMER if len(book.wakes) == by_admin else MOST_WITH_WAKES
+        by_admin = sum(admin for _, admin in view.wakes)
+        most = MOST_BY_TIMER if len(view.wakes) == by_admin else MOST_WITH_WAKES
         return most + by_admin + len(observed.crashed_at)
 
 
@@ -230,7 +230,7 @@ class CommitChecks:
         if database == "homeserver":
             observed.orderings.note(disk.base())
         self._ledger.catch_up()
-        observed.books.take_in(observed.homeserver.steps)
+        observed.views.take_in(observed.homeserver.steps)
         if database == "homeserver":
             self._note_skipped(disk)
             self._check_position(disk)
@@ -263,7 +263,7 @@ class CommitChecks:
                 self._observed.unsent.add(str(item.event_id))
                 continue
             thing = item.event_id or message_id(item.content.decode())
-            self._observed.books.of[item.destination].quarantined.add(thing)
+            self._observed.views.of[item.destination].quarantined.add(thing)
 
     def _check_guilt(self, item: QuarantinedItem) -> None:
         """For one server stands in quarantine what that server always refuses, and nothing that
@@ -272,7 +272,7 @@ class CommitChecks:
         if item.destination is None or event_id is None:
             return
         happening = observed.homeserver.by_id.get(event_id)
-        guilty = event_id in observed.books.of[item.destination].poison
+        guilty = event_id in observed.views.of[item.destination].poison
         if happening is not None and happening.sendable and not guilty:
             observed.fail("guilt", f"{item.destination}: {event_id} in quarantine: {item.reason}")
 
@@ -310,7 +310,7 @@ class CommitChecks:
 
     def _check_rows(self, disk: Disk, happening: Step, rows: dict[str, int]) -> None:
         for server in happening.servers:
-            if server not in self._observed.books.of or rows.get(server, 0) >= happening.token:
+            if server not in self._observed.views.of or rows.get(server, 0) >= happening.token:
                 continue
             if disk.quarantined(None, happening.event_id):
                 continue
@@ -328,21 +328,21 @@ class CommitChecks:
     def _check_marks(self, disk: Disk) -> None:
         observed = self._observed
         for server, mark in disk.marks().items():
-            book = observed.books.of[server]
-            if mark == book.mark:
+            view = observed.views.of[server]
+            if mark == view.mark:
                 continue
             observed.trace.note("mark", server, mark)
-            if mark < book.mark:
-                observed.fail("I2", f"{server}: LSSO went from {book.mark} back to {mark}")
-            for happening in book.owed_between(book.mark, mark):
-                self._check_below(disk, book, happening, mark)
-            book.mark = mark
+            if mark < view.mark:
+                observed.fail("I2", f"{server}: LSSO went from {view.mark} back to {mark}")
+            for happening in view.owed_between(view.mark, mark):
+                self._check_below(disk, view, happening, mark)
+            view.mark = mark
 
-    def _check_below(self, disk: Disk, book: Book, happening: Step, mark: int) -> None:
+    def _check_below(self, disk: Disk, view: ServerView, happening: Step, mark: int) -> None:
         """An event that the mark has passed was answered, or is accounted for in another way."""
-        observed, server = self._observed, book.name
-        if happening.event_id in book.answered:
-            recorded = happening.event_id in book.recorded or book.covered(happening)
+        observed, server = self._observed, view.name
+        if happening.event_id in view.answered:
+            recorded = happening.event_id in view.recorded or view.covered(happening)
             # A crash cut the answer off, and the server refused the event when it came again.
             refused = disk.quarantined(server, happening.event_id)
             if not recorded and not refused and not observed.disk_full:
@@ -350,13 +350,13 @@ class CommitChecks:
                     "I9", f"{server}: LSSO {mark} committed, no line has {happening.token}"
                 )
             return
-        if book.covered(happening) or disk.quarantined(server, happening.event_id):
+        if view.covered(happening) or disk.quarantined(server, happening.event_id):
             return
         if disk.quarantined(None, happening.event_id):
             return
         if happening.event_id in disk.redeliveries(server):
             return
-        if is_stood_in_for(observed, book, happening):
+        if is_stood_in_for(observed, view, happening):
             return
         floor = disk.catch_up_floor(server)
         still_owed = disk.owed_room(server, happening.room_id) > mark
@@ -375,8 +375,8 @@ class CommitChecks:
         for key in [key for key in self._outbox if key not in now]:
             server, message = key[0], message_id(self._outbox[key])
             observed.trace.note("outbox", server, key[1], "gone")
-            book = observed.books.of[server]
-            if message not in book.messages_answered and message not in book.quarantined:
+            view = observed.views.of[server]
+            if message not in view.messages_answered and message not in view.quarantined:
                 observed.fail("I4", f"{server}: row {key[1]} was deleted without an answer")
         self._outbox = now
 
@@ -395,7 +395,7 @@ def stand_ins_of(observed: Observations, server: str, happening: Step) -> list[S
     return found
 
 
-def is_stood_in_for(observed: Observations, book: Book, happening: Step) -> bool:
+def is_stood_in_for(observed: Observations, view: ServerView, happening: Step) -> bool:
     """Whether the event that a snapshot had in its place is in quarantine.
 
     That it could not be sent is on record; what it stood for is not here. One that nobody can send
@@ -403,9 +403,9 @@ def is_stood_in_for(observed: Observations, book: Book, happening: Step) -> bool
     """
     disk = observed.disk
     assert disk is not None
-    for each in stand_ins_of(observed, book.name, happening):
+    for each in stand_ins_of(observed, view.name, happening):
         name = each.event_id
-        if name in book.quarantined or disk.quarantined(None, name):
+        if name in view.quarantined or disk.quarantined(None, name):
             return True
         if not each.sendable and name in observed.unsent:
             return True
@@ -425,34 +425,34 @@ class FinalChecks:
     def __init__(self, observed: Observations) -> None:
         self._observed = observed
 
-    def missing(self) -> Iterator[tuple[Book, Step]]:
+    def missing(self) -> Iterator[tuple[ServerView, Step]]:
         """The events that should have reached a server, or be accounted for, and are not."""
         observed = self._observed
         disk = observed.disk
         assert disk is not None
-        observed.books.take_in(observed.homeserver.steps)
-        for book in observed.books.of.values():
-            for happening in book.owed:
+        observed.views.take_in(observed.homeserver.steps)
+        for view in observed.views.of.values():
+            for happening in view.owed:
                 event_id = happening.event_id
-                if event_id in book.answered or book.covered(happening):
+                if event_id in view.answered or view.covered(happening):
                     continue
-                if disk.quarantined(book.name, event_id) or disk.quarantined(None, event_id):
+                if disk.quarantined(view.name, event_id) or disk.quarantined(None, event_id):
                     continue
-                if is_stood_in_for(observed, book, happening):
+                if is_stood_in_for(observed, view, happening):
                     continue
                 # Held, or what stands in for it is: nothing else there could be a witness.
-                held = (happening, *stand_ins_of(observed, book.name, happening))
-                if any(one.event_id in book.poison and self._is_owed(book, one) for one in held):
+                held = (happening, *stand_ins_of(observed, view.name, happening))
+                if any(one.event_id in view.poison and self._is_owed(view, one) for one in held):
                     continue
-                yield book, happening
+                yield view, happening
 
-    def _is_owed(self, book: Book, happening: Step) -> bool:
-        disk, server = self._observed.disk, book.name
+    def _is_owed(self, view: ServerView, happening: Step) -> bool:
+        disk, server = self._observed.disk, view.name
         assert disk is not None
-        if happening.token > book.mark or happening.event_id in disk.redeliveries(server):
+        if happening.token > view.mark or happening.event_id in disk.redeliveries(server):
             return True
         floor, newest = disk.catch_up_floor(server), disk.owed_room(server, happening.room_id)
-        return newest > book.mark and floor is not None and floor < happening.token
+        return newest > view.mark and floor is not None and floor < happening.token
 
     def messages_waiting(self) -> list[str]:
         """The servers for which there are to-device messages."""
@@ -462,11 +462,11 @@ class FinalChecks:
 
     def judge(self) -> None:
         """Everything was delivered, is superseded by the ledger's word, in quarantine, or held."""
-        for book, happening in self.missing():
+        for view, happening in self.missing():
             self._observed.fail(
-                "lost" if happening.token <= book.mark else "I8",
-                f"{book.name} never got {happening.event_id} (token {happening.token} of"
-                f" {happening.room_id}, {happening.kind}); LSSO is {book.mark}",
+                "lost" if happening.token <= view.mark else "I8",
+                f"{view.name} never got {happening.event_id} (token {happening.token} of"
+                f" {happening.room_id}, {happening.kind}); LSSO is {view.mark}",
             )
         for server in self.messages_waiting():
             self._observed.fail("lost", f"to-device messages for {server} were never sent")
@@ -508,81 +508,81 @@ class WireChecks:
         self.at_point: Callable[[str], None] = lambda _point: None
         """Called when something has been seen, for those who let the daemon die there."""
 
-    def _book(self, server: str) -> Book:
-        return self._observed.books.of[server]
+    def _view(self, server: str) -> ServerView:
+        return self._observed.views.of[server]
 
     # --- the witness ------------------------------------------------------------------------------
 
     def contacted(self, server: str) -> None:
         """A connection to the server."""
         self._ledger.catch_up()
-        book = self._book(server)
-        book.sought_at = trio.current_time()
+        view = self._view(server)
+        view.sought_at = trio.current_time()
         self._observed.trace.note("contact", server)
-        if book.failed_at is not None and book.failure == "unreachable":
-            self._check_patience(book)
+        if view.failed_at is not None and view.failure == "unreachable":
+            self._check_patience(view)
 
     def began(self, attempt: Attempt) -> None:
         """The head of a transaction is there."""
         self._ledger.catch_up()
-        observed, book = self._observed, self._book(attempt.server)
+        observed, view = self._observed, self._view(attempt.server)
         observed.trace.note("began", attempt.server, attempt.transaction_id)
-        book.sought_at = trio.current_time()
-        if book.flight is not None and not book.flight.over:
+        view.sought_at = trio.current_time()
+        if view.flight is not None and not view.flight.over:
             observed.fail(
                 "I3",
-                f"{book.name}: {attempt.transaction_id} while {book.flight.transaction_id}"
+                f"{view.name}: {attempt.transaction_id} while {view.flight.transaction_id}"
                 " is in flight",
             )
-        book.flight = attempt
+        view.flight = attempt
         attempt.life = observed.life
         if not observed.alive:
             return
         assert observed.disk is not None
         attempt.searching, attempt.on_trial = observed.disk.searching(attempt.server)
-        attempt.second_try = self._is_second_try(book, attempt)
+        attempt.second_try = self._is_second_try(view, attempt)
         if not attempt.second_try:
-            self._check_patience(book)
-            self._check_lines(book)
-            self._check_succession(book, attempt)
+            self._check_patience(view)
+            self._check_lines(view)
+            self._check_succession(view, attempt)
         self.at_point("request began")
 
     def arrived(self, attempt: Attempt) -> None:
         """A transaction is there in whole."""
-        observed, book = self._observed, self._book(attempt.server)
+        observed, view = self._observed, self._view(attempt.server)
         assert attempt.digest is not None
         observed.counts["transactions arrived"] += 1
-        known = book.digests.setdefault(attempt.transaction_id, attempt.digest)
+        known = view.digests.setdefault(attempt.transaction_id, attempt.digest)
         if known != attempt.digest:
-            observed.fail("I3", f"{book.name}: {attempt.transaction_id} with another body")
+            observed.fail("I3", f"{view.name}: {attempt.transaction_id} with another body")
         if attempt.contents is None:
             return
         tokens = [pdu.token for pdu in attempt.contents.pdus]
-        observed.trace.note("arrived", book.name, attempt.digest[:12], attempt.mode.value, tokens)
-        repeated = book.unanswered is not None
+        observed.trace.note("arrived", view.name, attempt.digest[:12], attempt.mode.value, tokens)
+        repeated = view.unanswered is not None
         for pdu in attempt.contents.pdus:
-            self._check_pdu(book, attempt, pdu, repeated=repeated)
+            self._check_pdu(view, attempt, pdu, repeated=repeated)
         self.at_point("request arrived")
 
     def ended(self, attempt: Attempt) -> None:
         """An answer has begun to leave, or the connection is gone."""
-        observed, book = self._observed, self._book(attempt.server)
-        observed.trace.note("ended", book.name, attempt.status, attempt.processed)
-        book.last = attempt
+        observed, view = self._observed, self._view(attempt.server)
+        observed.trace.note("ended", view.name, attempt.status, attempt.processed)
+        view.last = attempt
         if attempt.poisoned and attempt.contents is not None and len(attempt.contents.pdus) == 1:
-            book.poison.add(attempt.contents.pdus[0].event_id)
+            view.poison.add(attempt.contents.pdus[0].event_id)
         if attempt.processed and attempt.contents is not None:
-            self._take_in(book, attempt)
+            self._take_in(view, attempt)
         if attempt.answered:
-            self._answered(book, attempt)
+            self._answered(view, attempt)
         else:
-            self._unanswered(book, attempt)
+            self._unanswered(view, attempt)
         if attempt.life != observed.life or not observed.alive:
-            self._forget_unrecorded(book)
+            self._forget_unrecorded(view)
         elif not attempt.second_try and not observed.disk_full:
-            id, at = book.cut_off or ("", 0.0)
+            id, at = view.cut_off or ("", 0.0)
             has_line = id == attempt.transaction_id and at >= attempt.began_at
-            book.unlined += not has_line
+            view.unlined += not has_line
         if attempt.status is not None:
             self.at_point("answer leaves")
 
@@ -595,53 +595,53 @@ class WireChecks:
     def crashed(self) -> None:
         """A life was cut off: what it had tried once and not recorded may come under a new id."""
         observed = self._observed
-        for book in observed.books.of.values():
-            book.unlined = 0
-            self._forget_unrecorded(book)
+        for view in observed.views.of.values():
+            view.unlined = 0
+            self._forget_unrecorded(view)
 
-    def _forget_unrecorded(self, book: Book) -> None:
-        observed, unanswered = self._observed, book.unanswered
+    def _forget_unrecorded(self, view: ServerView) -> None:
+        observed, unanswered = self._observed, view.unanswered
         if unanswered is None:
             return
         assert observed.disk is not None
         wanted = unanswered.attempt.transaction_id
-        record = observed.disk.frozen(book.name)
+        record = observed.disk.frozen(view.name)
         if record is not None and record[0] == wanted:
             return
-        if unanswered.times > 1 and not self._isolated(book):
+        if unanswered.times > 1 and not self._isolated(view):
             observed.fail(
-                "I3", f"{book.name}: no record of {wanted}, tried {unanswered.times} times"
+                "I3", f"{view.name}: no record of {wanted}, tried {unanswered.times} times"
             )
-        book.unanswered = None
+        view.unanswered = None
 
     def drained(self) -> None:
         """A life has ended in order: what is unanswered must be on record."""
         observed = self._observed
         assert observed.disk is not None
-        for book in observed.books.of.values():
-            if book.unanswered is None:
+        for view in observed.views.of.values():
+            if view.unanswered is None:
                 continue
-            wanted = book.unanswered.attempt.transaction_id
-            record = observed.disk.frozen(book.name)
-            if (record is None or record[0] != wanted) and not self._isolated(book):
-                observed.fail("I3", f"{book.name}: {wanted} is not on record after a drain")
+            wanted = view.unanswered.attempt.transaction_id
+            record = observed.disk.frozen(view.name)
+            if (record is None or record[0] != wanted) and not self._isolated(view):
+                observed.fail("I3", f"{view.name}: {wanted} is not on record after a drain")
 
-    def _unanswered(self, book: Book, attempt: Attempt) -> None:
-        known = book.unanswered
+    def _unanswered(self, view: ServerView, attempt: Attempt) -> None:
+        known = view.unanswered
         if known is None or known.attempt.transaction_id != attempt.transaction_id:
-            book.unanswered = Unanswered(attempt)
+            view.unanswered = Unanswered(attempt)
             return
         known.times += not attempt.second_try
         known.attempt = attempt
 
     # --- the rules --------------------------------------------------------------------------------
 
-    def _is_second_try(self, book: Book, attempt: Attempt) -> bool:
+    def _is_second_try(self, view: ServerView, attempt: Attempt) -> bool:
         """The same attempt again: its reused connection turned out to be closed (I5).
 
         The line comes when both are over, unless the ledger's disk takes none.
         """
-        last = book.last
+        last = view.last
         return (
             last is not None
             and last.reused
@@ -651,108 +651,108 @@ class WireChecks:
             and last.life == attempt.life
             and last.transaction_id == attempt.transaction_id
             and attempt.began_at - last.began_at < REQUEST_S
-            and (book.unlined > 0 or self._observed.disk_full)
+            and (view.unlined > 0 or self._observed.disk_full)
         )
 
-    def _check_patience(self, book: Book) -> None:
+    def _check_patience(self, view: ServerView) -> None:
         now = trio.current_time()
-        if book.failed_at is not None and now < book.failed_at + MIN_GAP_S:
+        if view.failed_at is not None and now < view.failed_at + MIN_GAP_S:
             self._observed.fail(
-                "I5", f"{book.name}: tried {now - book.failed_at:.3f} s after a failure"
+                "I5", f"{view.name}: tried {now - view.failed_at:.3f} s after a failure"
             )
 
-    def _check_lines(self, book: Book) -> None:
-        if book.unlined > 0 and not self._observed.disk_full:
-            assert book.last is not None
+    def _check_lines(self, view: ServerView) -> None:
+        if view.unlined > 0 and not self._observed.disk_full:
+            assert view.last is not None
             self._observed.fail(
-                "I9", f"{book.name}: no line for an attempt at {book.last.transaction_id}"
+                "I9", f"{view.name}: no line for an attempt at {view.last.transaction_id}"
             )
-        book.unlined = 0
+        view.unlined = 0
 
-    def _check_succession(self, book: Book, attempt: Attempt) -> None:
+    def _check_succession(self, view: ServerView, attempt: Attempt) -> None:
         """Another id follows only an answer, or an isolation that is on record (I3)."""
-        before = book.unanswered
+        before = view.unanswered
         if before is None or before.attempt.transaction_id == attempt.transaction_id:
             return
         status = before.attempt.status
         # A streak counts for the server: what it was sent meanwhile may have changed its id.
-        stubborn = max(before.times, book.stubborn) >= STUBBORN
+        stubborn = max(before.times, view.stubborn) >= STUBBORN
         suspect = status in MAY_BE_CONTENT or stubborn or before.attempt.searching
-        if not (suspect and self._isolated(book)):
+        if not (suspect and self._isolated(view)):
             self._observed.fail(
                 "I3",
-                f"{book.name}: {attempt.transaction_id} after {before.attempt.transaction_id},"
+                f"{view.name}: {attempt.transaction_id} after {before.attempt.transaction_id},"
                 f" which ended {before.times} times without an answer (last: {status})",
             )
         self._observed.counts["isolations"] += 1
-        book.unanswered = None
+        view.unanswered = None
 
-    def _isolated(self, book: Book) -> bool:
-        disk, before = self._observed.disk, book.unanswered
+    def _isolated(self, view: ServerView) -> bool:
+        disk, before = self._observed.disk, view.unanswered
         assert disk is not None
         assert before is not None
-        if any(disk.searching(book.name)):
+        if any(disk.searching(view.name)):
             return True
         contents = before.attempt.contents
         if contents is None:
             return False
         things = {*contents.messages, *(pdu.event_id for pdu in contents.pdus)}
-        return not things.isdisjoint(book.quarantined)
+        return not things.isdisjoint(view.quarantined)
 
-    def _check_pdu(self, book: Book, attempt: Attempt, pdu: Step, *, repeated: bool) -> None:
+    def _check_pdu(self, view: ServerView, attempt: Attempt, pdu: Step, *, repeated: bool) -> None:
         observed = self._observed
         assert observed.disk is not None
         assert attempt.contents is not None
-        if book.name not in pdu.servers:
-            observed.fail("I6", f"{book.name} must not see {pdu.event_id} (token {pdu.token})")
+        if view.name not in pdu.servers:
+            observed.fail("I6", f"{view.name} must not see {pdu.event_id} (token {pdu.token})")
         if pdu.token > observed.position:
-            observed.fail("I1", f"{book.name}: {pdu.token} sent, position is {observed.position}")
+            observed.fail("I1", f"{view.name}: {pdu.token} sent, position is {observed.position}")
         taken_back = observed.homeserver.redacted.get(pdu.event_id)
         if pdu.event_id in attempt.contents.pruned:
             if taken_back is None:
-                observed.fail("redaction", f"{book.name}: {pdu.event_id} pruned for no reason")
+                observed.fail("redaction", f"{view.name}: {pdu.event_id} pruned for no reason")
         elif taken_back is not None and not repeated:
-            self._check_redaction(book, pdu, taken_back)
-        again = pdu.event_id in book.proven and pdu.event_id not in book.redelivered
+            self._check_redaction(view, pdu, taken_back)
+        again = pdu.event_id in view.proven and pdu.event_id not in view.redelivered
         if again and not repeated and not _is_alone_on_trial(attempt):
             # What had a recorded answer is not sent again, unless an operator asked for it.
             observed.fail(
-                "I3", f"{book.name}: {pdu.event_id} (token {pdu.token}) again, LSSO is {book.mark}"
+                "I3", f"{view.name}: {pdu.event_id} (token {pdu.token}) again, LSSO is {view.mark}"
             )
 
-    def _check_redaction(self, book: Book, pdu: Step, taken_back: int) -> None:
+    def _check_redaction(self, view: ServerView, pdu: Step, taken_back: int) -> None:
         observed = self._observed
         known_since = observed.passed_at(taken_back)
         if known_since is not None and trio.current_time() - known_since > SETTLED_S:
             observed.fail(
                 "redaction",
-                f"{book.name}: {pdu.event_id} whole, {trio.current_time() - known_since:.1f} s"
+                f"{view.name}: {pdu.event_id} whole, {trio.current_time() - known_since:.1f} s"
                 " after its redaction was fanned out",
             )
 
-    def _take_in(self, book: Book, attempt: Attempt) -> None:
+    def _take_in(self, view: ServerView, attempt: Attempt) -> None:
         """A server has taken a transaction in: in each room it sees time go one way."""
         assert attempt.contents is not None
         for pdu in attempt.contents.pdus:
-            if pdu.event_id in book.redelivered or _is_alone_on_trial(attempt):
-                book.taken.add(pdu.event_id)
+            if pdu.event_id in view.redelivered or _is_alone_on_trial(attempt):
+                view.taken.add(pdu.event_id)
                 continue
-            newest = book.newest.get(pdu.room_id, 0)
-            if pdu.token < newest and pdu.event_id not in book.taken:
+            newest = view.newest.get(pdu.room_id, 0)
+            if pdu.token < newest and pdu.event_id not in view.taken:
                 self._observed.fail(
-                    "order", f"{book.name}: {pdu.token} after {newest} in {pdu.room_id}"
+                    "order", f"{view.name}: {pdu.token} after {newest} in {pdu.room_id}"
                 )
-            book.newest[pdu.room_id] = max(newest, pdu.token)
-            book.taken.add(pdu.event_id)
+            view.newest[pdu.room_id] = max(newest, pdu.token)
+            view.taken.add(pdu.event_id)
 
-    def _answered(self, book: Book, attempt: Attempt) -> None:
-        book.unanswered = None
+    def _answered(self, view: ServerView, attempt: Attempt) -> None:
+        view.unanswered = None
         if attempt.contents is not None:
-            book.answered.update(pdu.event_id for pdu in attempt.contents.pdus)
+            view.answered.update(pdu.event_id for pdu in attempt.contents.pdus)
             if self._observed.disk_full:
-                _assume_recorded(book, attempt.contents.pdus)
-            book.messages_answered.update(attempt.contents.messages)
-            if book.honest:
+                _assume_recorded(view, attempt.contents.pdus)
+            view.messages_answered.update(attempt.contents.messages)
+            if view.honest:
                 self._take_latencies(attempt.contents.pdus)
             self._observed.counts["PDUs answered"] += len(attempt.contents.pdus)
             self._observed.counts["to-device messages"] += len(attempt.contents.messages)
@@ -772,8 +772,8 @@ def _is_alone_on_trial(attempt: Attempt) -> bool:
     return attempt.on_trial and contents is not None and len(contents.pdus) == 1
 
 
-def _assume_recorded(book: Book, pdus: Sequence[Step]) -> None:
+def _assume_recorded(view: ServerView, pdus: Sequence[Step]) -> None:
     """The line that would say what the PDUs stand for cannot be written."""
     for pdu in pdus:
-        book.recorded.add(pdu.event_id)
-        book.superseded.setdefault(pdu.room_id, []).append((0, pdu.token))
+        view.recorded.add(pdu.event_id)
+        view.superseded.setdefault(pdu.room_id, []).append((0, pdu.token))

@@ -113,7 +113,7 @@ class Operator:
         self._rng.choice(acts)()
 
     def _server(self) -> str:
-        return self._rng.choice(list(self._observed.books.of))
+        return self._rng.choice(list(self._observed.views.of))
 
     def wake(self) -> None:
         """`notify_remote_server_up` for a few servers."""
@@ -125,7 +125,7 @@ class Operator:
         life = self._life()
         if life is not None and life.daemon is not None and life.acts is not None:
             for server in servers:
-                self._observed.books.of[server].wakes.append((trio.current_time(), True))
+                self._observed.views.of[server].wakes.append((trio.current_time(), True))
             life.daemon.sender.wake(servers, by_admin=True)
             self._observed.counts["wakes"] += len(servers)
 
@@ -156,18 +156,18 @@ class Operator:
 
     def redeliver(self) -> None:
         """Have some events sent again to one server; also some that it must not see (I6)."""
-        book = self._observed.books.of[self._server()]
+        view = self._observed.views.of[self._server()]
         known = self._observed.homeserver.between(0, max(self._observed.position, 0))
-        chosen = self._rng.sample(book.owed, min(len(book.owed), 5))
+        chosen = self._rng.sample(view.owed, min(len(view.owed), 5))
         wanted = [event.event_id for event in chosen if event.token <= self._observed.position]
         if known:
             wanted.append(self._rng.choice(known).event_id)
-        book.redelivered.update(wanted)
+        view.redelivered.update(wanted)
         self._observed.counts["redeliveries"] += len(wanted)
 
         async def do(life: Life) -> None:
             assert life.daemon is not None
-            await life.daemon.sender.redeliver([(book.name, event_id) for event_id in wanted])
+            await life.daemon.sender.redeliver([(view.name, event_id) for event_id in wanted])
 
         self.ask(do)
 
@@ -185,10 +185,10 @@ class Operator:
         ]
         others = [item.id for item in items if item.id not in hopeless and item.event_id]
         for item in items:
-            servers = observed.books.of if item.destination is None else [item.destination]
+            servers = observed.views.of if item.destination is None else [item.destination]
             for server in servers:
                 if item.event_id is not None:
-                    observed.books.of[server].redelivered.add(item.event_id)
+                    observed.views.of[server].redelivered.add(item.event_id)
         observed.counts["released"] += len(others)
 
         async def do(life: Life) -> None:
@@ -337,10 +337,10 @@ class Backup:
         self._commits.restored(disk)
         observed.given_back.append((disk.feed_position(), had))
         marks = disk.marks()
-        for book in observed.books.of.values():
-            frozen = disk.frozen(book.name)
-            repeats = None if frozen is None else _unknown_attempt(book.name, *frozen)
-            book.go_back(marks.get(book.name, 0), repeats)
+        for view in observed.views.of.values():
+            frozen = disk.frozen(view.name)
+            repeats = None if frozen is None else _unknown_attempt(view.name, *frozen)
+            view.go_back(marks.get(view.name, 0), repeats)
 
 
 def _unknown_attempt(server: str, transaction_id: str, times: int) -> Unanswered:

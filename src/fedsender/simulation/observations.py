@@ -38,7 +38,7 @@ class Unanswered:
 
 
 @dataclass(slots=True)
-class Book:
+class ServerView:
     """The observations of one server.
 
     Attributes:
@@ -128,11 +128,11 @@ class Book:
         return any(first <= happening.token <= last for first, last in ranges)
 
 
-class Books:
+class ServerViews:
     """All servers; keeps up with what the homeserver does."""
 
     def __init__(self, names: list[str]) -> None:
-        self.of = {name: Book(name) for name in names}
+        self.of = {name: ServerView(name) for name in names}
         self._known = 0
 
     def take_in(self, history: list[Step]) -> None:
@@ -197,7 +197,7 @@ class Observations:
     """
 
     homeserver: Homeserver
-    books: Books
+    views: ServerViews
     trace: Trace
     tail: LedgerTail = field(default_factory=LedgerTail)
     life: int = 0

@@ -19,7 +19,7 @@ from fedsender.facts import BadRow, KeyReused
 from fedsender.intake.intake import Append, Busy, Full, ReservationGone, Waiting
 from fedsender.relay.daemon import RelayDaemon
 from fedsender.simulation.observations import Violation, log_goes_to
-from fedsender.simulation.relay_checks import RelayBooks, name_of
+from fedsender.simulation.relay_checks import RelayViews, name_of
 from fedsender.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
 from fedsender.simulation.relay_station import Away, RelayStation
 from fedsender.simulation.report import in_words
@@ -45,11 +45,11 @@ class RelayHomeserver:
         busy: records that are not yet answered.
     """
 
-    def __init__(self, station: RelayStation, books: RelayBooks, rng: random.Random) -> None:
+    def __init__(self, station: RelayStation, views: RelayViews, rng: random.Random) -> None:
         self.quiet = False
         self.busy = 0
         self._station = station
-        self._books = books
+        self._views = views
         self._random = rng
         self._number = 0
 
@@ -66,12 +66,12 @@ class RelayHomeserver:
                 continue
             rows = self._record()
             record = name_of(rows)
-            self._books.send_in(record, rows)
+            self._views.send_in(record, rows)
             self.busy += 1
             try:
                 await self._tell(writer, record, rows)
                 if self._random.random() < 0.1:
-                    self._books.counts["repetitions"] += 1
+                    self._views.counts["repetitions"] += 1
                     await self._tell(writer, record, rows)
             finally:
                 self.busy -= 1
@@ -121,7 +121,7 @@ class RelayHomeserver:
                     return
                 place = place if reserves and self._random.random() < 0.8 else None
             if call.cancelled_caught:
-                self._books.counts["requests broken off"] += 1
+                self._views.counts["requests broken off"] += 1
             await trio.sleep(0.1 + self._random.random() * 5)
 
     def _reserve(self, writer: str) -> str | None:
@@ -141,20 +141,20 @@ class RelayHomeserver:
             epoch, token = await self._station.ask(ask)
         except ReservationGone:
             # The place is given up, and the next try has another one or none.
-            self._books.counts["reservations gone"] += 1
+            self._views.counts["reservations gone"] += 1
             return await self._append(Append(append.id, append.rows))
         except (Full, Busy, Waiting, Away) as refused:
-            self._books.counts[f"answered {type(refused).__name__}"] += 1
+            self._views.counts[f"answered {type(refused).__name__}"] += 1
             return False
         except (KeyReused, BadRow) as wrong:
-            self._books.fail("once", f"{append.id} is refused: {wrong}")
+            self._views.fail("once", f"{append.id} is refused: {wrong}")
             return True
         assert token is not None
         if self._random.random() < 0.1:
-            self._books.counts["answers lost"] += 1
+            self._views.counts["answers lost"] += 1
             return False
-        self._books.answer(epoch, token, append.id)
-        self._books.counts["answered 200"] += 1
+        self._views.answer(epoch, token, append.id)
+        self._views.counts["answered 200"] += 1
         return True
 
 
@@ -184,14 +184,14 @@ class RelayWorld:
     """See the module."""
 
     def __init__(self, seed: int, home: Path) -> None:
-        self.books = RelayBooks()
+        self.views = RelayViews()
         config = from_values(
             {"server_name": SERVER, "signing_key": "key", "relay": dict(SETTINGS)}, directory=home
         )
-        self._station = RelayStation(seed, config, home, self.books)
-        self._homeserver = RelayHomeserver(self._station, self.books, derived(seed, "homeserver"))
+        self._station = RelayStation(seed, config, home, self.views)
+        self._homeserver = RelayHomeserver(self._station, self.views, derived(seed, "homeserver"))
         self._consumers = [
-            SimulatedConsumer(name, self.books, self._station, derived(seed, name), behaviour, home)
+            SimulatedConsumer(name, self.views, self._station, derived(seed, name), behaviour, home)
             for name, behaviour in CONSUMERS.items()
         ]
 
@@ -218,13 +218,13 @@ class RelayWorld:
         with trio.move_on_after(HEALED_S):
             while not self._level():  # noqa: ASYNC110
                 await trio.sleep(5)
-            self.books.check_answered()
-            self.books.check_messages()
+            self.views.check_answered()
+            self.views.check_messages()
             return
         relay = self._station.relay
         stands = {one.store.name: one.store.held for one in self._consumers}
         head = None if relay is None else (relay.log.epoch, relay.log.first, relay.log.head)
-        self.books.fail("level", f"{self._homeserver.busy} unanswered; log {head}; {stands}")
+        self.views.fail("level", f"{self._homeserver.busy} unanswered; log {head}; {stands}")
 
     def _level(self) -> bool:
         relay = self._station.relay
@@ -300,17 +300,17 @@ def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None)
 
     async def run() -> RelayReport:
         world = RelayWorld(seed, home)
-        books = world.books
-        with trio.CancelScope() as scope, _logging_to(books):
+        views = world.views
+        with trio.CancelScope() as scope, _logging_to(views):
 
             def judge(violation: Violation) -> None:
                 if violation.invariant == stop_at:
                     scope.cancel()
 
-            books.on_violation = judge
+            views.on_violation = judge
             await world.run(days)
-        trace = books.trace.digest()
-        return RelayReport(seed, days, books.counts, tuple(books.violations), trace)
+        trace = views.trace.digest()
+        return RelayReport(seed, days, views.counts, tuple(views.violations), trace)
 
     where = MEMORY_DISK if MEMORY_DISK.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="fedsender-", dir=where) as directory:
@@ -318,17 +318,17 @@ def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None)
         return run_virtually(seed, run)
 
 
-def _logging_to(books: RelayBooks) -> AbstractContextManager[None]:
+def _logging_to(views: RelayViews) -> AbstractContextManager[None]:
     """Let no log line out, and take what should never be said for a bug."""
 
     def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
         name = event.get("event")
-        books.trace.note("log", name, event.get("consumer", ""), event.get("reason", ""))
+        views.trace.note("log", name, event.get("consumer", ""), event.get("reason", ""))
         if event.get("exc_info"):
             text = structlog.processors.format_exc_info(None, "", dict(event))
-            books.fail("bug", f"{name}: {text.get('exception', '')[-1500:]}")
-        if name == "relay_resync" and method == "critical" and not books.counts["older copies"]:
-            books.fail("ahead", f"a consumer is ahead of its own history: {event}")
+            views.fail("bug", f"{name}: {text.get('exception', '')[-1500:]}")
+        if name == "relay_resync" and method == "critical" and not views.counts["older copies"]:
+            views.fail("ahead", f"a consumer is ahead of its own history: {event}")
         raise structlog.DropEvent
 
     return log_goes_to(take)

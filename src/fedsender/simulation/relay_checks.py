@@ -77,7 +77,7 @@ class Standing:
 
 
 @dataclass
-class RelayBooks:
+class RelayViews:
     """The records that each party was told of.
 
     Attributes:
@@ -338,8 +338,8 @@ class RelayChecks:
         spoiled: the snapshots of which something was spoiled.
     """
 
-    def __init__(self, books: RelayBooks, settings: Relay) -> None:
-        self._books = books
+    def __init__(self, views: RelayViews, settings: Relay) -> None:
+        self._views = views
         self._settings = settings
         self._short_at = float("-inf")
         self._first = 1
@@ -367,7 +367,7 @@ class RelayChecks:
         self._see_messages(relay, files.messages())
         first = files.first()
         if first > self._first:
-            self._books.counts["records deleted"] += first - self._first
+            self._views.counts["records deleted"] += first - self._first
             self._first = first
             self._cut(relay, first - 1)
 
@@ -378,38 +378,38 @@ class RelayChecks:
         going = [token for token in before.keys() - messages.keys() if token > acked]
         if not going:
             return
-        self._books.counts[DROPPED] += len(going)
+        self._views.counts[DROPPED] += len(going)
         if sum(before.values()) <= self._settings.log_cap // EDU_SHARE:
-            self._books.fail("edu", f"messages {sorted(going)} went, and {acked} is acknowledged")
+            self._views.fail("edu", f"messages {sorted(going)} went, and {acked} is acknowledged")
 
     def _cut(self, relay: RelayDaemon, last: int) -> None:
         """The log was cut up to this token: no consumer may need it, but for want of room."""
-        books = self._books
-        holders = [name for name in books.standings if self._needs(relay, name, last)]
+        views = self._views
+        holders = [name for name in views.standings if self._needs(relay, name, last)]
         holders += [one.name for one in relay.registry if one.pin is not None and one.pin < last]
         if trio.current_time() - self._short_at < SETTLE_S:
             # Who lacks it was given up before it went, and holds nothing any more.
             lacking = any((one.acked or 0) < last for one in relay.registry)
-            books.counts["cuts for want of room"] += lacking
+            views.counts["cuts for want of room"] += lacking
             return
         if holders:
-            books.fail("pin", f"all to {last} went, and {sorted(set(holders))} needed it")
-        sent_at = books.sent_at.get(books.present.records.get(last, ""), float("-inf"))
+            views.fail("pin", f"all to {last} went, and {sorted(set(holders))} needed it")
+        sent_at = views.sent_at.get(views.present.records.get(last, ""), float("-inf"))
         if sent_at + self._settings.keep_min - ROUNDING_S > trio.current_time():
-            books.fail("keep", f"{last} went {trio.current_time() - sent_at:.0f} s after it came")
+            views.fail("keep", f"{last} went {trio.current_time() - sent_at:.0f} s after it came")
 
     def _needs(self, relay: RelayDaemon, name: str, last: int) -> bool:
         """Whether a consumer that was here lately has not got all up to this token.
 
         By what it has itself: what the relay knows of it may be wrong.
         """
-        standing, known = self._books.standings[name], relay.registry.get(name)
+        standing, known = self._views.standings[name], relay.registry.get(name)
         away_s = trio.current_time() - standing.fed_at
         settings = self._settings
         patience_s = settings.join_ttl if standing.joined else settings.consumer_ttl
         if away_s > patience_s or (known is not None and known.lost):
             return False
-        token = self._books.token_of(standing)
+        token = self._views.token_of(standing)
         return token is not None and token < last
 
     # --- every second -----------------------------------------------------------------------------
@@ -420,20 +420,20 @@ class RelayChecks:
         self._check_size(relay)
 
     def _check_consumers(self, relay: RelayDaemon) -> None:
-        books = self._books
+        views = self._views
         for one in relay.registry:
             if one.pin is not None and one.pin < relay.log.first - 1:
-                books.fail("lost", f"{one.name} holds {one.pin}, the log begins behind it")
-            books.counts["consumers seen lost"] += one.lost
+                views.fail("lost", f"{one.name} holds {one.pin}, the log begins behind it")
+            views.counts["consumers seen lost"] += one.lost
             handed = sum(one.full_syncs.values())
             anew = self._handed.get(one.name, handed) != handed
             self._handed[one.name] = handed
             # What we spoil is spoiled before a life begins.
             if anew and one.handed is not None and one.handed.snapshot in self.spoiled:
-                books.fail("whole", f"{one.name} was handed {one.handed.snapshot}, spoiled")
-            standing = books.standings.get(one.name)
+                views.fail("whole", f"{one.name} was handed {one.handed.snapshot}, spoiled")
+            standing = views.standings.get(one.name)
             if standing is not None and (one.acked or 0) > standing.newest:
-                books.fail("ack", f"{one.name} has {standing.newest}, its pin is {one.acked}")
+                views.fail("ack", f"{one.name} has {standing.newest}, its pin is {one.acked}")
 
     def _check_size(self, relay: RelayDaemon) -> None:
         """The log above the cap goes, or nothing more is taken in."""
@@ -442,14 +442,14 @@ class RelayChecks:
         elif self._over_since is None:
             self._over_since = trio.current_time()
         elif trio.current_time() - self._over_since > PATIENCE_S:
-            self._books.fail("cap", f"the log has {relay.log.bytes} bytes, and takes more")
+            self._views.fail("cap", f"the log has {relay.log.bytes} bytes, and takes more")
             self._over_since = None
 
     # --- now and then -----------------------------------------------------------------------------
 
     def check_snapshots(self, relay: RelayDaemon) -> None:
         """Each offered snapshot is on the disk, and whole."""
-        for info in relay.shelf.snapshots:
+        for info in relay.snapshots.snapshots:
             if info.id in self.spoiled:
                 continue  # That shows when somebody asks for it.
             try:
@@ -459,4 +459,4 @@ class RelayChecks:
                     if sha256(content).hexdigest() != file["sha256"]:
                         raise ValueError(f"{file['name']} is another")
             except (OSError, ValueError) as damage:
-                self._books.fail("whole", f"snapshot {info.id} is offered: {damage}")
+                self._views.fail("whole", f"snapshot {info.id} is offered: {damage}")

@@ -23,7 +23,7 @@ from fedsender.replication.line_stream import Endpoint, Wire
 from fedsender.replication.relay_feed import Fetcher, RelayFeed
 from fedsender.runtime import Network, Runtime
 from fedsender.simulation.daemon_life import Crash
-from fedsender.simulation.relay_checks import RelayBooks, Standing
+from fedsender.simulation.relay_checks import RelayViews, Standing
 from fedsender.simulation.relay_station import Steps, flip_bit
 from fedsender.snapshot import PARTS
 from fedsender.store.records import History, PresenceState, Receipt
@@ -93,7 +93,7 @@ class RecordingStore:
     """
 
     name: str
-    books: RelayBooks
+    views: RelayViews
     steps: Steps
     slow_s: float = 0.0
     handles: Callable[[str], bool] = lambda _server: True
@@ -102,7 +102,7 @@ class RecordingStore:
     backups: list[Held] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.books.standings[self.name] = Standing(handles=self.handles)
+        self.views.standings[self.name] = Standing(handles=self.handles)
 
     async def feed_position(self) -> int:
         return self.held.position
@@ -123,12 +123,12 @@ class RecordingStore:
                 # As a database does that takes no writes for a while.
                 await trio.sleep(1)
         self.held = held
-        standing = self.books.standings[self.name]
+        standing = self.views.standings[self.name]
         standing.messages.update(messages)
         history = held.history
         if history is not None and held.position >= history.base:
             token = held.position - history.base
-            self.books.fed(self.name, history.epoch, token, joined=held.joined)
+            self.views.fed(self.name, history.epoch, token, joined=held.joined)
         self.steps.step("commit")
 
     async def apply_feed_batch(self, batch: Sequence[tuple[int, Sequence[RelayRow]]]) -> None:
@@ -138,26 +138,26 @@ class RecordingStore:
         for token, rows in batch:
             # POSITION comes without rows, and so does what is for another shard.
             if token != position + 1 and (rows or token != position):
-                self.books.fail("gap", f"{self.name} has {position}, and then gets {token}")
+                self.views.fail("gap", f"{self.name} has {position}, and then gets {token}")
             position = token
             if rows:
                 record = self._check(rows)
-                self.books.told(self.name, history.epoch, token - history.base, record)
+                self.views.told(self.name, history.epoch, token - history.base, record)
             messages += [row.message_id for row in rows if isinstance(row, ToDeviceRow)]
         await self._commit(replace(self.held, position=position, joined=False), messages)
-        self.books.counts["records followed"] += len(batch)
+        self.views.counts["records followed"] += len(batch)
 
     def _check(self, rows: Sequence[RelayRow]) -> str:
         """The record's id; its rows are those that the homeserver sent in."""
         first = rows[0]
         assert isinstance(first, PduRow | ToDeviceRow)
         record = first.event_id if isinstance(first, PduRow) else first.message_id
-        sent = self.books.rows[record]
+        sent = self.views.rows[record]
         same = first.event == sent[0][1][2] if isinstance(first, PduRow) else True
         if len(rows) != len(sent) or not same:
-            self.books.fail("content", f"{self.name} got {record} other than it was")
+            self.views.fail("content", f"{self.name} got {record} other than it was")
         if isinstance(first, ToDeviceRow) and not self.handles(first.destination):
-            self.books.fail("content", f"{self.name} got {record} of another shard")
+            self.views.fail("content", f"{self.name} got {record} of another shard")
         return record
 
     async def drop_unfinished_load(self) -> None:
@@ -166,14 +166,14 @@ class RecordingStore:
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
         position = snapshot.token + snapshot.history.base
         if position < self.held.position:
-            self.books.fail("gap", f"{self.name} went back from {self.held.position} to {position}")
+            self.views.fail("gap", f"{self.name} went back from {self.held.position} to {position}")
         self._check_snapshot(snapshot)
-        self.books.joins(self.name, snapshot.history.epoch, snapshot.token)
+        self.views.joins(self.name, snapshot.history.epoch, snapshot.token)
         messages = [
             json.loads(row[5])[1][2] for row in _rows(snapshot, "edus") if row[3] == "to_device"
         ]
         await self._commit(Held(position, snapshot.history, joined=True), messages)
-        self.books.counts["snapshots loaded"] += 1
+        self.views.counts["snapshots loaded"] += 1
         return Loaded(position, 0, frozenset())
 
     def _check_snapshot(self, snapshot: LoadedSnapshot) -> None:
@@ -192,11 +192,11 @@ class RecordingStore:
             present.add((room, server))
             if joined < head[0]:
                 said[room, server] = head[1]
-        wrong = said.items() ^ self.books.newest_of(epoch, token).items()
-        members = {each for each in self.books.members_of(epoch, token) if each[1] != self.own}
+        wrong = said.items() ^ self.views.newest_of(epoch, token).items()
+        members = {each for each in self.views.members_of(epoch, token) if each[1] != self.own}
         wrong |= {(each, "") for each in present ^ members}
         if wrong:
-            self.books.fail("content", f"{self.name}: snapshot {token} says {sorted(wrong)[:6]}")
+            self.views.fail("content", f"{self.name}: snapshot {token} says {sorted(wrong)[:6]}")
 
     async def store_receipts(self, receipts: Sequence[Receipt]) -> int:
         return len(receipts)
@@ -240,7 +240,7 @@ class SimulatedConsumer:
     def __init__(
         self,
         name: str,
-        books: RelayBooks,
+        views: RelayViews,
         network: Connects,
         rng: random.Random,
         behaviour: ConsumerBehaviour,
@@ -250,13 +250,13 @@ class SimulatedConsumer:
         """`directory`: for what it fetches."""
         self.steps = Steps(rng, threads_write=True)
         self.store = RecordingStore(
-            name, books, self.steps, behaviour.slow_s, behaviour.handles, server_name
+            name, views, self.steps, behaviour.slow_s, behaviour.handles, server_name
         )
         self.feed: RelayFeed | None = None
         self.calmed = trio.Event()
         self._name = name
         self._server_name = server_name
-        self._books = books
+        self._views = views
         self._random = rng
         self._behaviour = behaviour
         self._staging = directory / name
@@ -277,9 +277,9 @@ class SimulatedConsumer:
             if self._random.random() < 0.5:
                 error = self._random.choice((errno.EIO, errno.ENOSPC))
                 self.steps.fail[self.steps.count + self._random.randrange(20)] = error
-                self._books.counts["consumer disk errors"] += 1
+                self._views.counts["consumer disk errors"] += 1
                 continue
-            self._books.counts["consumer disks full"] += 1
+            self._views.counts["consumer disks full"] += 1
             self.steps.full = True
             await trio.sleep(self._random.expovariate(1 / 90))
             self.steps.full = False
@@ -301,14 +301,14 @@ class SimulatedConsumer:
         if files and not self.calmed.is_set() and self._random.random() < 0.5:
             path = self._random.choice(files)
             flip_bit(path, self._random.randrange(8 * path.stat().st_size))
-            self._books.counts["bits flipped: fetched"] += 1
+            self._views.counts["bits flipped: fetched"] += 1
 
     def _restore(self) -> None:
         store = self.store
         if self._random.random() < self._behaviour.restores and store.backups:
             store.held = self._random.choice(store.backups)
-            self._books.went_back(self._name)
-            self._books.counts["restores"] += 1
+            self._views.went_back(self._name)
+            self._views.counts["restores"] += 1
         store.backups = [*store.backups[-5:], store.held]
 
     async def _live(self) -> None:
@@ -326,8 +326,8 @@ class SimulatedConsumer:
         except BaseExceptionGroup as group:
             if group.split(Crash)[1] is not None:
                 raise
-            self._books.counts["consumer crashes"] += 1
-        self._books.trace.note(self._name, self.store.held.position)
+            self._views.counts["consumer crashes"] += 1
+        self._views.trace.note(self._name, self.store.held.position)
 
     async def _feed(self) -> None:
         def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
@@ -345,7 +345,7 @@ class SimulatedConsumer:
             make_fetcher=make_fetcher,
         )
         await self.feed.run()
-        self._books.fail("bug", f"the feed of {self._name} stopped: {self.feed.stopped}")
+        self._views.fail("bug", f"the feed of {self._name} stopped: {self.feed.stopped}")
 
     def level_at(self, epoch: str, head: int) -> bool:
         """Whether it has everything."""

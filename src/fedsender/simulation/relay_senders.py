@@ -27,7 +27,7 @@ from fedsender.simulation.daemon_life import SPEAKER
 from fedsender.simulation.observations import Observations, Violation, log_goes_to
 from fedsender.simulation.receiver import make_site
 from fedsender.simulation.relay import SETTINGS
-from fedsender.simulation.relay_checks import RelayBooks
+from fedsender.simulation.relay_checks import RelayViews
 from fedsender.simulation.relay_consumer import ConsumerBehaviour, SimulatedConsumer
 from fedsender.simulation.relay_station import Away, RelayStation
 from fedsender.simulation.report import in_words
@@ -52,13 +52,13 @@ class RelayFront:
     certificate: tuple[str, ...] = ()
 
     def __init__(
-        self, homeserver: Homeserver, station: RelayStation, books: RelayBooks, rng: Random
+        self, homeserver: Homeserver, station: RelayStation, views: RelayViews, rng: Random
     ) -> None:
         self.up = True
         self.told = 0
         self._homeserver = homeserver
         self._station = station
-        self._books = books
+        self._views = views
         self._random = rng
 
     # --- the door ---------------------------------------------------------------------------------
@@ -101,9 +101,9 @@ class RelayFront:
             seen = len(self._homeserver.steps)
             waiting = self._homeserver.records[self.told : self.told + AT_ONCE]
             for name, rows in waiting:
-                if name not in self._books.rows:
-                    self._books.send_in(name, rows)
-                    self._books.audience[name] = audience.get(name, ())
+                if name not in self._views.rows:
+                    self._views.send_in(name, rows)
+                    self._views.audience[name] = audience.get(name, ())
             if waiting and self.up and await self._append(waiting):
                 self.told += len(waiting)
                 continue
@@ -111,7 +111,7 @@ class RelayFront:
 
     async def _append(self, records: Sequence[tuple[str, Sequence[Any]]]) -> bool:
         """Whether they were answered 200, and the answer came through."""
-        counts = self._books.counts
+        counts = self._views.counts
         appends = [Append(name, rows) for name, rows in records]
 
         async def ask(relay: RelayDaemon) -> tuple[str, list[int | None]]:
@@ -128,8 +128,8 @@ class RelayFront:
             return False
         for number, (token, (name, _)) in enumerate(zip(tokens, records, strict=True)):
             if token != self.told + number + 1:
-                self._books.fail("token", f"{name} is {token}, not {self.told + number + 1}")
-            self._books.answer(epoch, token or 0, name)
+                self._views.fail("token", f"{name} is {token}, not {self.told + number + 1}")
+            self._views.answer(epoch, token or 0, name)
             counts["answered 200"] += 1
         return True
 
@@ -143,11 +143,11 @@ class RelayFront:
         """
         for token, (name, rows) in enumerate(self._homeserver.records, 1):
             kind, body = rows[0]
-            book = observed.books.of.get(body[1]) if kind == "edu" else None
-            if book is None or any(low < token <= high for low, high in observed.given_back):
+            view = observed.views.of.get(body[1]) if kind == "edu" else None
+            if view is None or any(low < token <= high for low, high in observed.given_back):
                 continue
-            if name not in book.messages_answered and name not in book.quarantined:
-                observed.fail("lost", f"{book.name} never got {name}, token {token}")
+            if name not in view.messages_answered and name not in view.quarantined:
+                observed.fail("lost", f"{view.name} never got {name}, token {token}")
 
 
 SHARDS: Final = ("sender-0", "sender-1")
@@ -216,25 +216,25 @@ def run_senders_simulation(
 
 
 async def _run(size: Size, directory: Path) -> SendersReport:
-    books = RelayBooks()
+    views = RelayViews()
     async with trio.open_nursery() as nursery:
-        world = SendersWorld(size, directory, books, nursery)
-        with _logging_to(books, [shard.observed for shard in world.shards]):
+        world = SendersWorld(size, directory, views, nursery)
+        with _logging_to(views, [shard.observed for shard in world.shards]):
             await world.run()
         nursery.cancel_scope.cancel()
     counts: Counter[str] = Counter()
     for shard in world.shards:
         counts.update(shard.observed.counts)
     counts["events"] = len(world.shards[0].homeserver.steps)
-    counts.update({f"relay: {name}": count for name, count in books.counts.items()})
+    counts.update({f"relay: {name}": count for name, count in views.counts.items()})
     broken = [each for shard in world.shards for each in shard.observed.violations]
     return SendersReport(
         size.seed,
         size.servers,
         size.days,
         counts,
-        (*books.violations, *broken),
-        books.trace.digest(),
+        (*views.violations, *broken),
+        views.trace.digest(),
     )
 
 
@@ -246,18 +246,18 @@ class SendersWorld:
     """
 
     def __init__(
-        self, size: Size, directory: Path, books: RelayBooks, nursery: trio.Nursery
+        self, size: Size, directory: Path, views: RelayViews, nursery: trio.Nursery
     ) -> None:
         seed = size.seed
         relay = {"server_name": ORIGIN, "signing_key": "key", "relay": dict(RELAY)}
         home = directory / "relay"
         home.mkdir()
         config = from_values(relay, directory=home)
-        self._books = books
-        self._station = RelayStation(seed, config, home, books, goes_back=False)
+        self._views = views
+        self._station = RelayStation(seed, config, home, views, goes_back=False)
         sites = {index: make_site(index) for index in range(size.servers)}
         origins = found(size, [site.name for site in sites.values()], dense=True)
-        front = RelayFront(origins.homeserver, self._station, books, derived(seed, "front"))
+        front = RelayFront(origins.homeserver, self._station, views, derived(seed, "front"))
         self._front = front
         internet = Internet(derived(seed, "internet"), nursery)
         internet.doors[DOOR] = front
@@ -275,7 +275,7 @@ class SendersWorld:
                 internet,
                 front,
             )
-            world.observed.trace = books.trace
+            world.observed.trace = views.trace
             self.shards.append(
                 replace(
                     world,
@@ -287,7 +287,7 @@ class SendersWorld:
             )
         self._consumers = [
             SimulatedConsumer(
-                name, books, self._station, derived(seed, name), behaviour, home, ORIGIN
+                name, views, self._station, derived(seed, name), behaviour, home, ORIGIN
             )
             for name, behaviour in CONSUMERS.items()
         ]
@@ -305,7 +305,7 @@ class SendersWorld:
                         for shard in self.shards:
                             scenarios.start_soon(Scenario(shard).run)
                     troubles.cancel()
-            self._books.check_answered()
+            self._views.check_answered()
             for shard in self.shards:
                 self._front.check_messages(shard.observed)
             nursery.cancel_scope.cancel()
@@ -335,7 +335,7 @@ def _configuration(name: str, directory: Path) -> Config:
 
 
 def _logging_to(
-    books: RelayBooks, all_observed: Sequence[Observations]
+    views: RelayViews, all_observed: Sequence[Observations]
 ) -> AbstractContextManager[None]:
     """Let no log line out, look for secrets in each (I10), and take what is a bug for one."""
 
@@ -345,8 +345,8 @@ def _logging_to(
             raise structlog.DropEvent
         observed = speaker or all_observed[0]
         observed.check_secrets("a log line", repr(event).encode())
-        books.trace.note("log", name, event.get("destination", event.get("consumer", "")))
-        books.counts["senders' full syncs"] += speaker is not None and (
+        views.trace.note("log", name, event.get("destination", event.get("consumer", "")))
+        views.counts["senders' full syncs"] += speaker is not None and (
             name == "relay_snapshot_loaded"
         )
         if event.get("exc_info") or (method == "critical" and speaker is not None):

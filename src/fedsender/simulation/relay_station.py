@@ -27,7 +27,7 @@ from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.relay.log import Collected
 from fedsender.runtime import real_runtime
 from fedsender.simulation.daemon_life import Crash, copy_files, disk_full
-from fedsender.simulation.relay_checks import Files, RelayBooks, RelayChecks, name_of
+from fedsender.simulation.relay_checks import Files, RelayChecks, RelayViews, name_of
 from fedsender.testing.clock import derived, virtual_runtime
 from fedsender.testing.network import MemoryStream, memory_connection
 
@@ -223,11 +223,11 @@ class RelayStation:
     """
 
     def __init__(
-        self, seed: int, config: Config, home: Path, books: RelayBooks, *, goes_back: bool = True
+        self, seed: int, config: Config, home: Path, views: RelayViews, *, goes_back: bool = True
     ) -> None:
         self.relay: RelayDaemon | None = None
-        self.links = Links(books.counts, derived(seed, "links"))
-        self._books = books
+        self.links = Links(views.counts, derived(seed, "links"))
+        self._views = views
         self._config = config
         self._home = home
         self._goes_back = goes_back
@@ -244,8 +244,8 @@ class RelayStation:
         # An older copy; whether the next life is to begin on it.
         self._copy: Path | None = None
         self._restored = False
-        self._checks = RelayChecks(books, config.relay)
-        books.is_durable = lambda token, record: self._files.says(token, record)
+        self._checks = RelayChecks(views, config.relay)
+        views.is_durable = lambda token, record: self._files.says(token, record)
 
     # --- the relay's lives ------------------------------------------------------------------------
 
@@ -263,7 +263,7 @@ class RelayStation:
             except BaseException as ending:
                 self._bury(ending)
             if not self._steps.over:
-                self._books.counts["orderly stops"] += 1
+                self._views.counts["orderly stops"] += 1
             self._move_on()
             with trio.move_on_after(self._random.expovariate(1 / 10)):
                 await self._calmed.wait()
@@ -290,7 +290,7 @@ class RelayStation:
             ) as relay,
             trio.open_nursery() as nursery,
         ):
-            self._books.begin(relay, self._files.epochs(), restored=self._restored)
+            self._views.begin(relay, self._files.epochs(), restored=self._restored)
             self._restored = False
             self._checks.begin(self._files)
             self.relay, self._nursery = relay, nursery
@@ -307,9 +307,9 @@ class RelayStation:
 
     def _killed(self, where: str) -> None:
         """End the life: the files stay as they are at this instant."""
-        self._books.counts["crashes"] += 1
-        self._books.counts[f"crash at {where}"] += 1
-        self._books.trace.note("crash", where)
+        self._views.counts["crashes"] += 1
+        self._views.counts[f"crash at {where}"] += 1
+        self._views.trace.note("crash", where)
         copy_files(self._files.directory, self._home / f"relay-{self._lives + 1}")
         self.relay = self._nursery = None
         self.links.cut_all()
@@ -334,7 +334,7 @@ class RelayStation:
             shutil.rmtree(new)
             copy_files(self._copy, new)
             self._restored = True
-            self._books.counts["older copies"] += 1
+            self._views.counts["older copies"] += 1
         self._files = Files(new)
         if not self._calmed.is_set():
             self._spoil()
@@ -373,7 +373,7 @@ class RelayStation:
                 path.unlink()
                 path.write_bytes(content)
         self._checks.spoiled.add(path.parent.name)
-        self._books.counts[f"snapshots spoiled: {how}"] += 1
+        self._views.counts[f"snapshots spoiled: {how}"] += 1
 
     async def trouble(self) -> None:
         """Fill and break the disk, copy it, cut and freeze links, until cancelled."""
@@ -390,7 +390,7 @@ class RelayStation:
         """There is little room, and then perhaps none."""
         while True:
             await self._pause(600)
-            self._books.counts["full disks"] += 1
+            self._views.counts["full disks"] += 1
             self._free = self._random.randrange(2 * self._config.relay.disk_reserve)
             await self._pause(60)
             self._steps.full = self._random.random() < 0.5
@@ -400,7 +400,7 @@ class RelayStation:
     async def _break_disk(self) -> None:
         while True:
             await self._pause(300)
-            self._books.counts["disk errors"] += 1
+            self._views.counts["disk errors"] += 1
             self._steps.fail[self._steps.count + self._random.randrange(20)] = 5
 
     async def _keep_copies(self) -> None:
@@ -502,5 +502,5 @@ class RelayStation:
             token = line.split(b" ", 3)[2]
             if token != b"batch":
                 rows = [json.loads(row) for row in rows_of(b"".join(record))[:1]]
-                self._books.told("the log", epoch, int(token), name_of(rows))
+                self._views.told("the log", epoch, int(token), name_of(rows))
                 record.clear()

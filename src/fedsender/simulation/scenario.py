@@ -253,7 +253,7 @@ class Scenario:
 
     def _say_server_up(self) -> None:
         server = self._rng.choice(self._world.servers).name
-        self._observed.books.of[server].wakes.append((trio.current_time(), False))
+        self._observed.views.of[server].wakes.append((trio.current_time(), False))
         self._world.replication.server_up(server)
 
     async def _live_of(self, index: int, server: RemoteServer) -> None:
@@ -365,5 +365,5 @@ class Scenario:
             if not any(ending.missing()) and not ending.messages_waiting():
                 return
             if trio.current_time() > started + OWN_TIMERS_S:
-                self._operator.wake_all(list(self._observed.books.of))
+                self._operator.wake_all(list(self._observed.views.of))
                 await trio.sleep(10 * MINUTE)

@@ -14,7 +14,7 @@ from fedsender.simulation.behaviours import HONEST, dealt
 from fedsender.simulation.checks import CommitChecks, LedgerChecks, MemoryChecks, WireChecks
 from fedsender.simulation.daemon_life import CrashPlan
 from fedsender.simulation.disasters import SECRET_CONTENT, Replication
-from fedsender.simulation.observations import Books, Observations
+from fedsender.simulation.observations import Observations, ServerViews
 from fedsender.simulation.receiver import Inspector, RemoteServer, Site, make_site, publish
 from fedsender.testing.clock import Trace, derived, now_ms, virtual_runtime
 from fedsender.testing.network import Internet, MemoryNetwork
@@ -167,7 +167,9 @@ def people(
 ) -> World:
     """The servers at these sites, by their numbers, and a sender that is to send to them."""
     homeserver = origins.homeserver
-    observed = Observations(homeserver, Books([site.name for site in sites.values()]), Trace())
+    observed = Observations(
+        homeserver, ServerViews([site.name for site in sites.values()]), Trace()
+    )
     observed.secrets = origins.secrets
     ledger = LedgerChecks(observed)
     wire = WireChecks(observed, ledger)
@@ -176,7 +178,7 @@ def people(
         character = dealt(index, hostile=size.hostile)
         rng = derived(size.seed, "server", index)
         server = RemoteServer(site, character, rng, internet, origins.inspector, wire)
-        observed.books.of[site.name].honest = server.character is HONEST
+        observed.views.of[site.name].honest = server.character is HONEST
         publish(site, server, internet)
         servers.append(server)
     return World(

@@ -30,7 +30,7 @@ from fedsender.store.engine import (
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
 from fedsender.store.lock import AdvisoryLock, FileLock, InstanceLock, Lock, LockHeld
 from fedsender.store.migrations import Line, SchemaDiffers, bring_up_to_date, claim_store
-from fedsender.store.sender import ReceiptBook, SenderStore
+from fedsender.store.sender import ReceiptRecords, SenderStore
 
 if TYPE_CHECKING:
     from fedsender.telemetry import Metrics
@@ -104,7 +104,7 @@ class Store:
     homeserver: HomeserverStore
     sender: SenderStore
     edus: EduStore
-    receipts: ReceiptBook
+    receipts: ReceiptRecords
 
     @property
     def available(self) -> bool:
@@ -180,7 +180,7 @@ async def open_store(
                 homeserver,
                 SenderStore(own, runtime, lock, config.homeserver.instance),
                 EduStore(main, config.homeserver),
-                ReceiptBook(own),
+                ReceiptRecords(own),
             )
         finally:
             with trio.CancelScope(shield=True):

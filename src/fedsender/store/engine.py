@@ -47,7 +47,7 @@ from fedsender.store.connections import (
     prepare_file,
     words,
 )
-from fedsender.store.group_commit import Batches, Job, StoreClosed, run_reads, run_writes
+from fedsender.store.group_commit import GroupCommit, Job, StoreClosed, run_reads, run_writes
 from fedsender.store.statements import having_rows
 from fedsender.waiting import pause_s
 
@@ -124,10 +124,10 @@ class Database:
         self._meter = meter or Meter()
         self._readers = _make_lane("read", url, options.readers, options)
         self._writer = _make_lane("write", url, 1, options)
-        self._writes = Batches(
+        self._writes = GroupCommit(
             name, self._commit, partial(self._pause_after, self._writer), largest=MAX_WRITES
         )
-        self._reads = Batches(
+        self._reads = GroupCommit(
             name, self._look, partial(self._pause_after, self._readers), largest=MAX_READS
         )
         self._worked = False
@@ -379,7 +379,7 @@ async def open_database(
     )
     scopes = [trio.CancelScope(shield=True) for _ in range(2)]
 
-    async def run(batches: Batches, scope: trio.CancelScope) -> None:
+    async def run(batches: GroupCommit, scope: trio.CancelScope) -> None:
         with scope:
             await batches.run()
 

@@ -34,7 +34,7 @@ class Job:
     error: Exception | None = None
 
 
-class Batches:
+class GroupCommit:
     """Jobs in a queue, and the loop that has them run, batch by batch.
 
     A batch is run in one transaction. If one of its jobs raises, each of them is run by itself, so

@@ -1056,7 +1056,7 @@ class RelayStore:
             await self._write(partial(_delete_between, begin=begin, end=upto))
             begin = upto
 
-    async def tidy(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
+    async def expire(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
         """Delete rows that are no longer needed; returns the number of EDUs that a consumer may
         lack.
 

@@ -53,7 +53,7 @@ __all__ = [
     "FrozenRecord",
     "OwedReceipts",
     "Quarantined",
-    "ReceiptBook",
+    "ReceiptRecords",
     "Redelivery",
     "SenderStore",
     "StoredGeneration",
@@ -678,7 +678,7 @@ class SenderStore:
             connection.execute(delete(table).where(table.c.destination == destination))
 
 
-class ReceiptBook:
+class ReceiptRecords:
     """Which receipts are still owed: a position in their stream, and the servers behind it."""
 
     def __init__(self, database: Database) -> None:
