@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import trio
 import yaml
-from tests.admin.desk import TOKEN, Standing, parts_of
+from tests.admin.desk import TOKEN, Standing, serve
 from tests.sender.harness import HS, World
 
-from fedsender.admin.app import serve_parts
 from fedsender.cli import run_command
 from fedsender.streams import FeedStatus
 from fedsender.testing.clock import until
@@ -70,7 +69,7 @@ async def open_shell(
     admin = {"listen": f"unix:{directory}/admin.sock", "token_file": "token"}
     world = World(directory, admin=admin, **settings)
     config = write_config(directory, admin=admin, **settings)
-    async with world.run(), serve_parts(parts_of(world, standing or Standing())):
+    async with world.run(), serve(world, standing or Standing()):
         yield Shell(capture, config, world)
 
 
@@ -179,7 +178,7 @@ async def test_what_a_peer_says_cannot_move_the_cursor(
     async with open_shell(tmp_path, capsys) as shell:
         await with_a_dead_server(shell.world)
         reason = "\x1b[2J[bold]gone[/bold]\u202e"
-        await shell.world.sender.hold(B, paused=reason, parked=None)
+        await shell.world.sender.operations.hold(B, paused=reason, parked=None)
         assert await shell("why", B) == 0
         assert "\x1b" not in shell.out
         assert "[bold]gone[/bold]" in shell.out
@@ -219,11 +218,11 @@ async def test_pause_park_resume_and_purge_reach_the_daemon(
         await with_a_dead_server(shell.world)
         assert await shell("pause", B, "--reason", "later") == 0
         assert await shell("park", "--pattern", "b.*") == 0
-        status = shell.world.sender.status(B)
+        status = shell.world.sender.registry.status(B)
         assert status is not None
         assert (status.state.paused, status.state.parked) == ("later", "by an operator")
         assert await shell("resume", B) == 0
-        status = shell.world.sender.status(B)
+        status = shell.world.sender.registry.status(B)
         assert status is not None
         assert (status.state.paused, status.state.parked) == (None, None)
 
@@ -233,7 +232,7 @@ async def test_pause_park_resume_and_purge_reach_the_daemon(
             "fedsender: with --force it is purged all the same",
         ]
         assert await shell("purge", B, "--force") == 0
-        assert shell.world.sender.status(B) is None
+        assert shell.world.sender.registry.status(B) is None
 
 
 async def test_quarantine_is_listed_released_and_dropped(

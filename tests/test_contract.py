@@ -13,6 +13,9 @@ from sqlalchemy import Table
 from fedsender.ledger import Line, SentPdu, TransactionRecord
 from fedsender.replication.feed_api import EduSink, Sink
 from fedsender.sender.edus.flow import EduFlow
+from fedsender.sender.fan_out import FanOut
+from fedsender.sender.operations import Operations
+from fedsender.sender.registry import Registry
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import tables
 
@@ -99,6 +102,8 @@ def test_the_feed_tells_of_edus_by_these_and_the_sender_has_them() -> None:
 def test_the_sender_offers_what_the_page_says() -> None:
     offered = PAGE.split("`open_sender` | an `async with`; ")[1].split(" |")[0]
 
+    parts = {"registry": Registry, "operations": Operations, "fan_out": FanOut}
     for name in offered.replace("`", "").split(", "):
-        assert callable(getattr(Sender, name)), name
+        part, method = name.split(".")
+        assert callable(getattr(parts[part], method)), name
     assert "announcer" in inspect.signature(open_sender).parameters

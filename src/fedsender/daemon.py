@@ -11,7 +11,7 @@ import gc
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -325,6 +325,19 @@ class _Run:
     signals: Signals
 
 
+def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager["Admin"]:
+    return open_admin(
+        policies=daemon.policies,
+        store=daemon.store,
+        sender=daemon.sender,
+        feed=daemon.feed,
+        ledger=daemon.ledger,
+        gate=daemon.admission.gate,
+        metrics=daemon.metrics,
+        runtime=runtime,
+    )
+
+
 async def _run_until_told(run: _Run, config: Config) -> None:
     """The daemon, from its first file to its drain."""
     run.notifier.status("starting")
@@ -332,7 +345,7 @@ async def _run_until_told(run: _Run, config: Config) -> None:
         run.signals.started = True
         trio.lowlevel.add_instrument(LoopWatch(daemon.metrics))
         async with (
-            open_admin(daemon, run.runtime) as admin,
+            _open_admin(daemon, run.runtime) as admin,
             open_intake(daemon, run.runtime) as intake,
         ):
             ready, endpoints = trio.Event(), [admin, *intake]

@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 from tests.sender.harness import World
 
+from fedsender.admin import open_admin
 from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
 from fedsender.admin.context import AdminContext
-from fedsender.admin.probes import observe, problems
+from fedsender.admin.serving import Admin
 from fedsender.config import Policies
 from fedsender.streams import FeedStatus
 
@@ -78,26 +79,32 @@ def checked(response: httpx.Response, status: int) -> dict[str, Any]:
     return content
 
 
-def parts_of(world: World, standing: Standing) -> AdminContext:
+def serve(world: World, standing: Standing) -> AbstractAsyncContextManager[Admin]:
+    """The endpoint of this running sender, on the address of its configuration."""
+    return open_admin(
+        policies=Policies(world.config()),
+        store=world.store,
+        sender=world.sender,
+        feed=standing,
+        ledger=standing,
+        gate=standing,
+        metrics=world.metrics,
+        runtime=world.runtime,
+    )
+
+
+def context_of(world: World, standing: Standing) -> AdminContext:
     return AdminContext(
         policies=Policies(world.config()),
         sender=world.sender,
         homeserver=world.store.homeserver,
         store=world.store.sender,
+        feed=standing,
+        ledger=standing,
+        gate=standing,
         runtime=world.runtime,
         metrics=world.metrics,
-        observe=lambda: observe(world.sender, standing, world.metrics),
         ledger_directory=world.directory / "ledger",
-        problems=lambda: problems(
-            standing,
-            world.store.homeserver,
-            world.store.sender,
-            standing,
-            standing,
-            world.sender.registry.complete,
-            world.sender.context.troubles,
-            world.sender.fan_out.standstill,
-        ),
     )
 
 
@@ -106,7 +113,7 @@ async def open_desk(world: World, token: str | None = TOKEN) -> AsyncIterator[De
     """A running sender and its endpoint, without sockets."""
     standing = Standing()
     async with world.run():
-        context = parts_of(world, standing)
+        context = context_of(world, standing)
         app: Any = Doorkeeper(build_app(context), lambda: token)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app, raise_app_exceptions=True),

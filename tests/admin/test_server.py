@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import pytest
 import trio
-from tests.admin.desk import OURS, TOKEN, Standing, checked, parts_of
+from tests.admin.desk import OURS, TOKEN, Standing, checked, serve
 from tests.sender.harness import World
 
-from fedsender.admin.app import serve_parts
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.serving import Admin
 from fedsender.config import ConfigError, TcpAddress, UnixAddress
@@ -26,10 +25,8 @@ from fedsender.config import ConfigError, TcpAddress, UnixAddress
 async def serving(world: World, listen: str, token_file: str = "token") -> AsyncIterator[Any]:
     (world.directory / "token").write_text(f"{TOKEN}\n")
     world.settings["admin"] = {"listen": listen, "token_file": token_file}
-    async with world.run():
-        context = parts_of(world, Standing())
-        async with serve_parts(context) as served:
-            yield served
+    async with world.run(), serve(world, Standing()) as served:
+        yield served
 
 
 @asynccontextmanager
@@ -89,9 +86,8 @@ async def test_an_address_in_use_is_one_plain_error_and_the_first_user_keeps_it(
     listen = "127.0.0.1:0" if kind == "tcp" else f"unix:{world.directory}/admin.sock"
     async with serving(world, listen) as admin:
         world.settings["admin"]["listen"] = str(admin.address)
-        second = parts_of(world, Standing())
         with pytest.raises(OSError, match=r"in use|somebody listens") as caught:
-            async with serve_parts(second):
+            async with serve(world, Standing()):
                 pass
         assert caught.value.errno == errno.EADDRINUSE
         async with client_of(admin) as http:

@@ -175,7 +175,7 @@ async def test_a_bad_event_is_quarantined_by_name_and_all_else_goes_on(
         assert behind.room_id == BAD
         assert (world.sender.fan_out.standstill, crashes(world)) == (None, 0)
 
-        await world.sender.drop_quarantined([first.id, behind.id])
+        await world.sender.operations.drop([first.id, behind.id])
         await world.append(pdu(event(BAD, content={"body": "later"})))
         await trio.sleep(10)
         assert world.got(A, BAD) == ["later"]

@@ -192,7 +192,7 @@ async def test_the_shared_columns_tell_of_a_streak_from_its_first_failure_to_its
         assert (since, later > last, interval >= 2 * first_interval) == (failed, True, True)
 
         world.servers[A].down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5)
         assert await columns(world) == (None, 0, 0)
 
@@ -214,7 +214,7 @@ async def test_a_server_is_said_to_be_up_once_when_its_streak_ends(
         await trio.sleep(600)
         assert announced.up == []
         world.servers[A].down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5)
         sender.edus.typing(R1, [], 2)
         await trio.sleep(5)

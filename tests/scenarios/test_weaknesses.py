@@ -44,7 +44,7 @@ async def test_a_second_outage_repeats_nothing_of_the_time_between(
                 await say(room, f"outage {outage}, {room}")
             await trio.sleep(8000)
             server.down = False
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(10)
             for number in range(5):
                 await say(R1, f"after {outage}, {number}")
@@ -74,7 +74,7 @@ async def test_catch_up_passes_over_what_can_no_longer_be_loaded(
         assert changed.rowcount == 1
     server.down = False
     async with world.run() as sender:
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(7200)
         await world.say(R2, "new")
         await trio.sleep(10)
@@ -111,7 +111,7 @@ async def test_the_log_names_the_server_that_fails_and_no_other(
             await world.say(R1, "hello")
             await trio.sleep(60)
             world.servers[A].down = False
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(5)
 
     about = {line["destination"] for line in lines if "destination" in line}

@@ -683,9 +683,9 @@ async def test_servers_that_are_back_do_not_wait_for_slow_ones(
             await trio.sleep(120)
             for name in back:
                 world.servers[name].down = False
-            statuses = [sender.status(name) for name in back]
+            statuses = [sender.registry.status(name) for name in back]
             due = max(status.retry_in_s or 0 for status in statuses if status)
-            assert sender.wake(back[:10]) == back[:10]
+            assert sender.registry.wake(back[:10]) == back[:10]
             await trio.sleep(5)
             assert all("while you were away" in world.servers[name].got for name in back[:10])
             await trio.sleep(due + 10)
@@ -705,7 +705,7 @@ async def test_what_stands_in_a_line_leaves_it_when_it_is_not_wanted_any_more(
         await trio.sleep(1)
         queued = [name for name in names if sender.active[name].phase is Phase.QUEUED]
         assert len(queued) == 2
-        await sender.hold(queued[0], paused="for a while", parked=None)
+        await sender.operations.hold(queued[0], paused="for a while", parked=None)
         await trio.sleep(1)
         assert queued[0] not in sender.active
         began = trio.current_time()

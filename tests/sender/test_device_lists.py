@@ -246,7 +246,7 @@ async def test_what_changed_often_while_the_server_was_down_is_told_once(
         await trio.sleep(60)
         assert len(await world.rows(tables.device_lists_outbound_pokes)) == 6
         world.servers[A].down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5)
         assert await world.rows(tables.device_lists_outbound_pokes) == []
 
@@ -272,7 +272,7 @@ async def test_after_pruning_one_update_makes_the_server_ask_for_all(
         await trio.sleep(60)
         await world.prune(A, ALICE)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5)
 
     assert chain(world.edus(A, UPDATE)[int(reached_before) :]) == [("D3", [])]
@@ -370,7 +370,7 @@ async def test_an_answer_on_record_is_not_forgotten_by_a_kill(
             await world.poke(ALICE, "D1", servers=[A])
             await trio.sleep(1)
             server.reply = last
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(10)
     server.reply = ok
     if not failed_before:

@@ -214,13 +214,13 @@ async def test_a_room_whose_quarantine_is_emptied_while_it_grows_stays_blocked(
         monkeypatch.setattr(store, "quarantine_item", slowly)
         await world.say(R1, "behind it")
         await trio.sleep(1)
-        await sender.drop_quarantined([bad.id])
+        await sender.operations.drop([bad.id])
         await trio.sleep(10)
         await world.say(R1, "last")
         await trio.sleep(30)
         assert world.servers[A].got == []
         items = await store.quarantine_list(None, 10)
-        assert await sender.release([item.id for item in items]) == []
+        assert await sender.operations.release([item.id for item in items]) == []
         await world.say(R1, "free again")
         await trio.sleep(30)
 
@@ -251,14 +251,14 @@ async def test_a_frozen_transaction_that_an_error_kept_from_being_read_is_what_g
         if how == "left":
             wrong, server.reply = 1, ok
             await world.say(R1, "two")
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(8 * 3600)
     if how == "restarted":
         wrong = 1
         server.reply = ok
         async with world.run() as sender:
             await world.say(R1, "two")
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(8 * 3600)
 
     assert crashes(world) == 1
@@ -359,7 +359,7 @@ async def test_a_proxy_that_refuses_everything_for_a_while_costs_no_pdu(
         await trio.sleep(3 * 3600 if refusals == 10_000 else 1200)
         assert await world.store.sender.quarantine_list(A, 10) == []
         left = 0
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
 
     assert server.got == ["before", "one"]
@@ -399,7 +399,7 @@ async def test_no_attempt_starts_while_the_gate_is_shut_not_even_one_that_has_co
         await trio.sleep(5)
         server.down = False
         server.connecting = gate.shut
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
         assert server.requests == []
         server.connecting = None

@@ -85,12 +85,12 @@ async def catching_up(scene: Scene) -> None:
 
 
 async def parked(scene: Scene) -> None:
-    await scene.sender.hold(scene.name, paused=None, parked="gone")
+    await scene.sender.operations.hold(scene.name, paused=None, parked="gone")
     await scene.say("kept")
 
 
 async def paused(scene: Scene) -> None:
-    await scene.sender.hold(scene.name, paused="later", parked=None)
+    await scene.sender.operations.hold(scene.name, paused="later", parked=None)
     await scene.say("kept")
 
 
@@ -117,7 +117,7 @@ async def settled(scenes: list[Scene], phase: str) -> None:
         await trio.sleep(2000)
         for scene in scenes:
             scene.server.down, scene.server.latency = False, 30
-        scenes[0].sender.wake([scene.name for scene in scenes], by_admin=True)
+        scenes[0].sender.registry.wake([scene.name for scene in scenes], by_admin=True)
         await trio.sleep(1)
     await trio.sleep({"quarantined": 300.0, "idle": 3.0}.get(phase, 1.0))
     for scene in scenes:
@@ -144,7 +144,7 @@ async def is_catching_up(scene: Scene) -> None:
 
 
 async def is_held(scene: Scene) -> None:
-    status = scene.sender.status(scene.name)
+    status = scene.sender.registry.status(scene.name)
     assert status is not None
     assert status.phase in ("paused", "parked")
 
@@ -185,34 +185,34 @@ PHASES: dict[str, Callable[[Scene], Awaitable[None]]] = {
 
 
 async def wake(scene: Scene) -> None:
-    scene.sender.wake([scene.name], by_admin=True)
+    scene.sender.registry.wake([scene.name], by_admin=True)
 
 
 async def pause(scene: Scene) -> None:
-    await scene.sender.hold(scene.name, paused="order", parked=None)
+    await scene.sender.operations.hold(scene.name, paused="order", parked=None)
 
 
 async def resume(scene: Scene) -> None:
-    await scene.sender.hold(scene.name, paused=None, parked=None)
+    await scene.sender.operations.hold(scene.name, paused=None, parked=None)
 
 
 async def park(scene: Scene) -> None:
-    await scene.sender.hold(scene.name, paused=None, parked="order")
+    await scene.sender.operations.hold(scene.name, paused=None, parked="order")
 
 
 async def purge(scene: Scene) -> None:
     scene.forgiven = len(scene.said)
-    assert await scene.sender.purge(scene.name, force=True) == []
-    await scene.sender.hold(scene.name, paused=None, parked=None)
+    assert await scene.sender.operations.purge(scene.name, force=True) == []
+    await scene.sender.operations.hold(scene.name, paused=None, parked=None)
 
 
 async def redeliver(scene: Scene) -> None:
-    assert await scene.sender.redeliver([(scene.name, scene.events[0])]) == []
+    assert await scene.sender.operations.redeliver([(scene.name, scene.events[0])]) == []
 
 
 async def release(scene: Scene) -> None:
     items = await scene.world.store.sender.quarantine_list(scene.name, 10)
-    assert await scene.sender.release([item.id for item in items]) == []
+    assert await scene.sender.operations.release([item.id for item in items]) == []
 
 
 async def reload(scene: Scene) -> None:
@@ -285,8 +285,8 @@ async def begin(world: World, scenes: list[Scene]) -> None:
 async def all_well(scenes: list[Scene]) -> None:
     for scene in scenes:
         scene.server.down, scene.server.latency, scene.server.reply = False, 0.01, ok
-        await scene.sender.hold(scene.name, paused=None, parked=None)
-    scenes[0].sender.wake([scene.name for scene in scenes], by_admin=True)
+        await scene.sender.operations.hold(scene.name, paused=None, parked=None)
+    scenes[0].sender.registry.wake([scene.name for scene in scenes], by_admin=True)
     await trio.sleep(120)
 
 
@@ -325,7 +325,7 @@ async def test_every_order_in_this_phase(
         tries = {scene.order: len(scene.server.attempts) for scene in held}
         await trio.sleep(400)
         for scene in held:
-            status = sender.status(scene.name)
+            status = sender.registry.status(scene.name)
             assert status is not None
             assert status.phase == ("paused" if scene.order == "pause" else "parked")
             assert len(scene.server.attempts) == tries[scene.order]
@@ -377,6 +377,6 @@ async def test_an_order_after_the_drain_is_refused(
     scene = scenes[0]
     with trio.fail_after(60):
         with pytest.raises(StoreClosed):
-            await sender.hold(scene.name, paused="too late", parked=None)
+            await sender.operations.hold(scene.name, paused="too late", parked=None)
         with pytest.raises(StoreClosed):
-            await sender.redeliver([(scene.name, scene.events[0])])
+            await sender.operations.redeliver([(scene.name, scene.events[0])])

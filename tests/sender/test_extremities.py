@@ -44,7 +44,7 @@ async def test_extremities_that_never_fit_together_are_not_sent_for_ever(
     world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0, "max_pdus": 1}})
     async with world.run() as sender:
         await large_gap(world, theirs(world, "tip 1"), theirs(world, "tip 2"))
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5)
     got = world.servers[A].got[1:]
     assert len(got) == len(set(got)), f"{len(got)} transactions, {set(got)}"
@@ -56,7 +56,7 @@ async def test_an_extremity_that_cannot_be_sent_does_not_stop_catch_up(
     world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
     async with world.run() as sender:
         await large_gap(world, theirs(world, "tip", extra={"depth": 2**60}))
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5000)
     assert world.metrics.crashes._value.get() == 0
     assert world.servers[A].got[1:] == ["ours 4"]
@@ -69,7 +69,7 @@ async def test_our_own_bad_event_in_quarantine_does_not_stop_catch_up(
     async with world.run() as sender:
         await large_gap(world, world.pdu(R1, "tip", extra={"depth": 2**60}))
         assert [i.event_id for i in await world.store.sender.quarantine_list(None, 9)]
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5000)
     assert world.metrics.crashes._value.get() == 0
     assert world.servers[A].got[1:] == ["ours 4"]
@@ -86,7 +86,7 @@ async def test_a_quarantined_extremity_gives_way_to_the_event_that_is_owed(
     async with world.run() as sender:
         await large_gap(world, theirs(world, "tip"))
         world.servers[A].reply = lambda r: answer(400) if "tip" in r.bodies else ok(r)
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5000)
         lsso = await world.store.homeserver.lsso(A)
     assert world.servers[A].got[-1] == "ours 4", f"LSSO {lsso}"
@@ -100,7 +100,7 @@ async def test_two_extremities_of_which_one_is_refused_do_not_stop_catch_up(
     async with world.run() as sender:
         await large_gap(world, theirs(world, "tip 1"), theirs(world, "tip 2"))
         world.servers[A].reply = lambda r: answer(400) if "tip 2" in r.bodies else ok(r)
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(1200)
         behind = await world.store.homeserver.lagging()
     got = world.servers[A].got[1:]
@@ -116,7 +116,7 @@ async def test_a_large_gap_whose_newest_event_is_refused_is_not_passed_over(
     async with world.run() as sender:
         await large_gap(world)
         world.servers[A].reply = lambda r: answer(400) if "ours 4" in r.bodies else ok(r)
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(5000)
         lsso = await world.store.homeserver.lsso(A)
         quarantined = await world.store.sender.quarantine_list(A, 9)
@@ -131,7 +131,7 @@ async def test_another_server_s_newer_event_stands_in_for_a_large_gap(
     world = World(tmp_path, destinations={"defaults": {"catch_up_gap_events": 0}})
     async with world.run() as sender:
         await large_gap(world, theirs(world, "tip"))
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
         behind = await world.store.homeserver.lagging()
     assert world.servers[A].got[1:] == ["tip"]
@@ -159,7 +159,7 @@ async def test_an_older_extremity_does_not_stand_in_for_a_newer_event(
 
         world.store.homeserver.forward_extremities = extremities  # type: ignore[method-assign]
         world.servers[A].down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
     assert world.servers[A].got[-1] == "ours"
 
@@ -182,7 +182,7 @@ async def test_an_extremity_without_full_state_is_not_waited_for(
 
         world.store.homeserver.servers_before = partial  # type: ignore[method-assign]
         started = trio.current_time()
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
         behind = await world.store.homeserver.lagging()
     assert world.servers[A].got[1:] == ["ours 4"]
@@ -210,7 +210,7 @@ async def test_a_large_gap_whose_newest_event_cannot_be_loaded_is_sent_whole_wit
         else:
             hide_servers(world, newest.event_id)
         sender.context.router.clear()
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
         quarantined = await world.store.sender.quarantine_list(A, 9)
         behind = await world.store.homeserver.lagging()
@@ -230,7 +230,7 @@ async def test_a_large_gap_whose_newest_event_is_gone_is_sent_whole_without_it(
         newest = await newest_owed(world)
         gone = delete(tables.events).where(tables.events.c.event_id == newest.event_id)
         await world.store.homeserver._database.write(lambda c: c.execute(gone).rowcount)
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
         behind = await world.store.homeserver.lagging()
 
@@ -279,7 +279,7 @@ async def test_what_stands_in_for_events_that_never_came_says_so_also_when_it_is
         pdu = world.pdu("!r:hs.example", "newest", metadata={STANDS_ABOVE: 2})
         token = await world.apply(pdu)
         await trio.sleep(5)
-        assert await sender.redeliver([("a.example", pdu.event_id)]) == []
+        assert await sender.operations.redeliver([("a.example", pdu.event_id)]) == []
         await trio.sleep(5)
     sent = [each for line in world.ledger("a.example") for each in line.get("pdus", ())]
     of_it = [each for each in sent if each["event_id"] == pdu.event_id]

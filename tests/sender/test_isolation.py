@@ -145,7 +145,7 @@ async def test_a_restart_in_the_middle_of_a_search_goes_on_with_it(
                 await world.say(R1, "poison")
                 for number in range(20):
                     await world.say(R1, str(number))
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(2.4)
             if life == 2:
                 assert len(once(server)) in range(2, 8)
@@ -174,14 +174,14 @@ async def test_at_most_so_many_items_of_a_server_are_taken_out_of_the_way(
         assert sender.context.full == {A}
         assert most_in_a_day(server) <= 250
         answered = len(server.answered)
-        await sender.drop_quarantined(
+        await sender.operations.drop(
             [item.id for item in await world.store.sender.quarantine_list(A, 1)]
         )
         await trio.sleep(DAY_S / 8)
         assert await quarantined(world) == 3
         assert len(server.answered) >= answered
         server.reply = ok
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(600)
         assert sender.context.full == set()
 
@@ -222,7 +222,7 @@ async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_g
         assert await quarantined(world) == 0
         refused = len(server.requests) - len(server.answered)
         server.reply = ok
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(4000)
         assert await world.store.homeserver.lagging() == []
 
@@ -245,7 +245,7 @@ async def test_a_server_one_of_whose_backends_refuses_everything_costs_nothing(
             await world.say(R1, f"m{number}")
             await trio.sleep(60)
         server.reply = ok
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(3600)
         assert await quarantined(world) == 0
 
@@ -263,7 +263,7 @@ async def test_a_server_whose_backends_take_turns_of_which_one_refuses_costs_not
             await world.say(R1, f"m{number}")
             await trio.sleep(60 if number % 20 else 0.1)
         server.reply = ok
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(3600)
         assert await quarantined(world) == 0
 
@@ -295,7 +295,7 @@ async def test_a_server_that_is_overloaded_costs_nothing(
             await world.say(R1, f"m{number}")
             await trio.sleep(180)
         server.over = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(3600)
         assert await quarantined(world) == 0
         assert await world.store.homeserver.lagging() == []
@@ -368,7 +368,7 @@ async def test_a_server_that_refuses_every_edu_costs_none_and_gets_its_pdus(
         assert await quarantined(world) == 0
         assert server.got == ["before", *(f"m{number}" for number in range(120))]
         server.reply = ok
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(600)
 
     edus = [edu["content"]["message_id"] for request in server.answered for edu in request.edus]

@@ -46,7 +46,7 @@ async def test_a_kill_right_after_an_answer_does_not_bring_the_old_wait_back(
             await world.say(R1, "one")
             await trio.sleep(4 * 3600)
             server.down, server.reply = False, answered
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(60)
     world.faults, server.reply = None, ok
     async with world.run():
@@ -71,7 +71,7 @@ async def test_a_kill_while_an_attempt_is_under_way_leaves_a_line(
                     await trio.sleep(1)
                 server.latency = 1000
                 await world.say(R1, "two")
-                sender.wake([A], by_admin=True)
+                sender.registry.wake([A], by_admin=True)
                 await trio.sleep(5)
                 keep(world.directory)
                 raise Killed
@@ -214,7 +214,7 @@ async def test_a_kill_amid_a_catch_up_loses_nothing(
     server.down, server.reply = False, stall
     with killed():
         async with world.run() as sender:
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(30)
             assert server.got == ["a", "b", "c"]
             raise Killed
@@ -322,7 +322,7 @@ async def test_a_backup_of_the_homeserver_s_database_from_amid_a_catch_up_loses_
         await world.say(R1, "f")
         await trio.sleep(8000)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         e_arrived = trio.Event()
         server.reply = lambda request: arrived(request, e_arrived)
         await e_arrived.wait()
@@ -339,7 +339,7 @@ async def test_a_backup_of_the_homeserver_s_database_from_amid_a_catch_up_loses_
     server.answered.clear()
     server.down = False
     async with world.run() as sender:
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
 
     assert set(server.got) >= {"c", "d", "f"}

@@ -98,9 +98,9 @@ async def test_what_an_operator_gives_up_has_its_line(
             await store.sender.quarantine_item(destination=None, kind="pdu", reason="bad", **where),
             await store.sender.quarantine_item(destination=A, kind="m.typing", reason="bad"),
         ]
-        assert await sender.purge(A) == [R1]
-        await sender.drop_quarantined(ids)
-        assert await sender.purge(A, force=True) == []
+        assert await sender.operations.purge(A) == [R1]
+        await sender.operations.drop(ids)
+        assert await sender.operations.purge(A, force=True) == []
     assert notes(tmp_path / "ledger")[1:] == [
         ("dropped", A, None, None),
         ("dropped", "*", None, None),
@@ -133,7 +133,7 @@ async def test_a_purge_s_line_speaks_of_all_that_it_removes(
             await forget(destination)
 
         monkeypatch.setattr(world.store.sender, "forget", slowly)
-        assert await sender.purge(A, force=True) == []
+        assert await sender.operations.purge(A, force=True) == []
         server.down = False
         await trio.sleep(60)
         said = world.token

@@ -27,11 +27,11 @@ async def test_a_restart_repeats_the_frozen_transaction_of_a_server_never_reache
         )
     server.down, server.reply = False, lambda _: answer(500)
     async with world.run() as sender:
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(2)
         assert len(server.requests) == 1
     server.reply = ok
     async with world.run() as sender:
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
     assert len({request.id for request in server.requests}) == 1, world.ledger(A)[-2]

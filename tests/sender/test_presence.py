@@ -222,7 +222,7 @@ async def test_where_presence_is_off_nothing_is_queued(
         sender.edus.presence(ONLINE)
         sender.edus.presence_wanted(A, ALICE)
         await trio.sleep(10)
-        assert sender.status(A) is None
+        assert sender.registry.status(A) is None
 
 
 async def test_an_error_with_one_kind_of_edu_stops_no_other(

@@ -31,7 +31,7 @@ async def test_all_but_the_failing_the_slow_and_the_parked_have_answered(
 
         world.servers[B].down = True
         world.servers[C].latency = 20
-        await sender.hold(D, paused=None, parked="gone")
+        await sender.operations.hold(D, paused=None, parked="gone")
         first = await world.say(R1, "first")
         await trio.sleep(1)
         second = await world.say(R1, "second")
@@ -43,10 +43,10 @@ async def test_all_but_the_failing_the_slow_and_the_parked_have_answered(
         assert progress(sender) == (second, second, 4, 2)
 
         world.servers[B].down = False
-        sender.wake([B], by_admin=True)
+        sender.registry.wake([B], by_admin=True)
         await trio.sleep(5)
         assert progress(sender) == (second, second, 4, 1)
-        await sender.hold(D, paused=None, parked=None)
+        await sender.operations.hold(D, paused=None, parked=None)
         await trio.sleep(5)
         assert progress(sender) == (second, second, 4, 0)
         assert world.servers[D].got[-2:] == ["first", "second"]
@@ -145,7 +145,7 @@ async def test_servers_that_have_not_answered_for_what_is_delivered_are_counted(
             for server in world.servers.values():
                 server.down, server.latency, server.reply = False, 0.01, ok
             if life == 2:
-                sender.wake(names, by_admin=True)
+                sender.registry.wake(names, by_admin=True)
                 await trio.sleep(60)
                 check(sender)
                 assert progress(sender) == (world.token, world.token, 6, 0)

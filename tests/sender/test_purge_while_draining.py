@@ -33,7 +33,7 @@ async def test_what_is_purged_during_a_drain_does_not_come_back(
         await trio.sleep(1 + begun_s)
         try:
             with trio.fail_after(60):
-                assert await world.sender.purge(A, force=True) == []
+                assert await world.sender.operations.purge(A, force=True) == []
             done = True
         except StoreClosed:
             late = True

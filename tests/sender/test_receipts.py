@@ -290,7 +290,7 @@ async def test_receipts_survive_failures_and_the_newest_of_each_is_sent(
         await trio.sleep(600)
         assert server.answered == []
         server.reply = ok
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(10)
         assert await world.store.receipts.load("fedsender") is not None
         await trio.sleep(30)
@@ -353,7 +353,7 @@ async def test_a_receipt_for_a_server_in_a_long_wait_goes_when_the_wait_ends(
         await world.read(R1, ALICE)
         await trio.sleep(60)
         if woken:
-            assert sender.wake([A]) == [A]
+            assert sender.registry.wake([A]) == [A]
         await trio.sleep(60 if woken else wait_s)
 
     assert world.edus(A, "m.receipt")
@@ -391,7 +391,7 @@ async def test_a_server_that_left_the_room_meanwhile_hears_nothing(
         await world.read(R2, ALICE, "$three")
         await world.remove(tables.current_state_events, room_id=R1, state_key=f"@x:{A}")
         world.servers[A].down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
 
     assert [list(content) for content in world.edus(A)] == [[R2]]
@@ -405,7 +405,7 @@ async def test_a_server_whose_policy_has_no_receipts_is_owed_none(
         await world.members(R1, ALICE, f"@x:{A}", f"@x:{B}")
         await world.read(R1, ALICE)
         await trio.sleep(10)
-        assert sender.status(A) is None
+        assert sender.registry.status(A) is None
         assert (await world.store.receipts.load("fedsender")).debts == {}
 
     assert [name for _, name in world.pushes()] == [B]

@@ -141,7 +141,7 @@ async def test_a_redacted_event_goes_out_pruned_whether_queued_or_owed(
         await world.redact(R1, secret.event_id)
         await settle(10)
         world.servers[A].down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle(10)
 
     for name in (A, B):
@@ -165,7 +165,7 @@ async def test_an_event_that_a_server_elsewhere_redacts_goes_out_pruned(
         await trio.sleep(1)
         await world.apply(RedactionRow("$elsewhere", secret.event_id))
         await settle(10)
-        assert await sender.redeliver([(A, secret.event_id)]) == []
+        assert await sender.operations.redeliver([(A, secret.event_id)]) == []
         await settle(10)
 
     (at_b,) = [request for request in world.servers[B].answered if "first" not in request.bodies]
@@ -294,7 +294,7 @@ async def test_after_a_failure_at_least_a_second_passes(
         await world.say(R1, "one")
         for _ in range(100):
             await trio.sleep(0.1)
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
 
     gaps = [b - a for a, b in zip(server.attempts, server.attempts[1:], strict=False)]
     assert min(gaps) >= 1.0
@@ -315,7 +315,7 @@ async def test_a_server_that_never_answers_sees_few_attempts_a_day(
         for tick in range(24 * 12):
             if tick % 4 == 0:
                 await world.say(R1, "tick")
-            sender.wake([B])
+            sender.registry.wake([B])
             await trio.sleep(300)
 
     assert 10 < len(world.servers[A].attempts) <= 60
@@ -362,7 +362,7 @@ async def test_a_server_never_reached_gets_all_it_is_owed(
     async with world.run() as sender:
         server.down = False
         await world.say(R1, "second")
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
 
     assert server.got == ["first", "second"]
@@ -380,7 +380,7 @@ async def test_a_new_server_s_first_chunk_is_owed_from_its_first_event_on(
     async with world.run() as sender:
         await settle(1200)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
 
     assert server.got == ["0", "1", "2", "3", "4"]
@@ -415,7 +415,7 @@ async def test_a_missed_event_and_a_new_one_in_another_room_both_arrive(
     server.down = False
     async with world.run() as sender:
         await world.say(R2, "new")
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
 
     assert server.got == ["topic", "missed", "new"]
@@ -436,7 +436,7 @@ async def test_small_gaps_are_sent_whole(world: World, autojump_clock: MockClock
         last = await world.say(R3, "e5")
         await settle(4000)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
         assert await world.store.homeserver.lsso(A) == last
 
@@ -458,7 +458,7 @@ async def test_of_a_large_gap_the_newest_event_stands_in_for_the_rest(
             newest = await world.say(R1, str(number))
         await settle(8000)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
 
     assert server.got == ["before", "9"]
@@ -482,7 +482,7 @@ async def test_a_server_kicked_while_it_was_down_gets_the_kick_and_no_more(
         await world.say(R1, "secret")
         await settle(8000)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
 
     assert server.got == ["before", "a.example leaves"]
@@ -504,7 +504,7 @@ async def test_a_server_that_a_list_leaves_out_gets_what_it_was_owed_and_no_more
         await world.say(R1, "secret")
         await settle(8000)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
         await world.apply(ServersRow(R1, (A, B)))
         await world.say(R1, "again")
@@ -552,7 +552,7 @@ async def test_our_own_event_is_caught_up_although_another_server_spoke_since(
         await world.say(R1, "theirs", sender="@x:b.example")
         await settle(60)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle()
 
     assert server.got == ["ours"]
@@ -681,7 +681,7 @@ async def test_one_poisonous_pdu_is_quarantined_and_the_rest_goes_on(
         assert [item.reason for item in items] == ["answered 400"]
 
         server.reply = ok
-        assert await sender.release([item.id for item in items]) == []
+        assert await sender.operations.release([item.id for item in items]) == []
         await settle(60)
         assert server.got == [*expected, "poison"]
         assert await world.store.sender.quarantine_list(A, 10) == []
@@ -776,7 +776,7 @@ async def test_a_poisonous_stand_in_costs_itself_and_not_what_it_stood_in_for(
             await world.say(R1, text)
         await settle(8000)
         server.down = False
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle(1200)
         await world.say(R1, "after")
         await settle(60)
@@ -796,7 +796,7 @@ async def test_a_wake_ends_the_wait_for_an_answer_that_does_not_come(
         server.latency = 0.01
         await settle(10)
         before = trio.current_time()
-        sender.wake([A])
+        sender.registry.wake([A])
         await settle(10)
 
     assert server.got == ["one"]
@@ -845,11 +845,11 @@ async def test_keys_go_first_in_order_and_leave_only_when_answered(
         await settle(1)
         server.down = False
         server.reply = lambda _: answer(500)
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle(3)
         assert len(await world.store.homeserver.to_device(A, 0, None, 500)) == 130
         server.reply = ok
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle(30)
         assert await world.store.homeserver.to_device(A, 0, None, 500) == []
 
@@ -868,7 +868,9 @@ async def test_redelivery_sends_again_only_to_who_may_see_it(
         await world.apply(pdu)
         await settle()
         world.server(B)
-        refused = await sender.redeliver([(A, pdu.event_id), (B, pdu.event_id), (A, "$none")])
+        refused = await sender.operations.redeliver(
+            [(A, pdu.event_id), (B, pdu.event_id), (A, "$none")]
+        )
         await settle()
         lsso = await world.store.homeserver.lsso(A)
 
@@ -887,18 +889,18 @@ async def test_pause_holds_across_a_restart_and_resume_sends_what_came_meanwhile
 ) -> None:
     async with world.run() as sender:
         await world.join(R1, A)
-        await sender.hold(A, paused="maintenance", parked=None)
+        await sender.operations.hold(A, paused="maintenance", parked=None)
         await world.say(R1, "one")
         await settle()
     async with world.run() as sender:
         await world.say(R1, "two")
-        sender.wake([A], by_admin=True)
+        sender.registry.wake([A], by_admin=True)
         await settle(60)
         assert world.servers[A].attempts == []
-        status = sender.status(A)
+        status = sender.registry.status(A)
         assert status is not None
         assert status.phase == "paused"
-        await sender.hold(A, paused=None, parked=None)
+        await sender.operations.hold(A, paused=None, parked=None)
         await settle()
 
     assert world.servers[A].got == ["one", "two"]
@@ -913,9 +915,9 @@ async def test_purge_is_refused_while_rooms_are_shared_unless_forced(
         await world.say(R1, "one")
         await settle()
 
-        assert await sender.purge(A) == [R1]
-        assert await sender.purge(A, force=True) == []
-        assert sender.status(A) is None
+        assert await sender.operations.purge(A) == [R1]
+        assert await sender.operations.purge(A, force=True) == []
+        assert sender.registry.status(A) is None
         assert await world.store.homeserver.lagging() == []
 
 
@@ -952,7 +954,7 @@ async def test_what_is_said_while_a_server_is_purged_is_not_lost(
         monkeypatch.setattr(homeserver, "lagging", look_slowly)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(say_two)
-            assert await sender.purge(A, force=True) == []
+            assert await sender.operations.purge(A, force=True) == []
         await settle(60)
 
     assert server.got == ["one", "two"]
@@ -970,7 +972,7 @@ async def test_every_attempt_leaves_one_line_with_its_reason(
         await settle(1)
         server.down = False
         for _ in range(3):
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await settle(2)
 
     lines = world.ledger(A)

@@ -17,7 +17,7 @@ async def test_the_heap_does_not_grow_with_wakes(tmp_path: Path, autojump_clock:
         await world.say(R1, "one")
         await trio.sleep(3 * 3600)
         for _ in range(200):
-            sender.wake([A], by_admin=True)
+            sender.registry.wake([A], by_admin=True)
             await trio.sleep(5)
         size = len(sender.registry._timer)
     assert size < 10, size

@@ -165,7 +165,7 @@ async def test_what_is_in_quarantine_moves_with_its_servers_and_is_sent_from_the
         async with senders(it, ["a", "b"], own) as (a, b):
             for sender in (a, b):
                 await fan_out(sender, upto)
-            await a.sender.drop_quarantined(
+            await a.sender.operations.drop(
                 [item.id for item in await a.store.sender.quarantine_list(None, 9)]
             )
             assert (await held(a), await held(b)) == ([], [BAD, good])
@@ -180,8 +180,8 @@ async def test_what_is_in_quarantine_moves_with_its_servers_and_is_sent_from_the
                 assert {item.destination for item in items} == {None} | mine
                 ids = {item.event_id: item.id for item in items if item.destination is None}
                 assert set(ids) == {BAD, good}
-                await sender.sender.drop_quarantined([ids[BAD]])
-                assert await sender.sender.release([ids[good]]) == []
+                await sender.sender.operations.drop([ids[BAD]])
+                assert await sender.sender.operations.release([ids[good]]) == []
             await until(lambda: all(good in it.receivers.servers[name].received for name in names))
             assert await c.store.sender.quarantined_rooms() == {}
         assert not it.receivers.violations.counts
@@ -276,7 +276,7 @@ async def test_a_sender_with_a_database_of_its_own_must_first_deal_with_what_no_
                 pass
         async with it.sender("a", ["a"], own) as a:
             items = await a.store.sender.quarantine_list(None, 9)
-            await a.sender.drop_quarantined([item.id for item in items])
+            await a.sender.operations.drop([item.id for item in items])
         for _start in range(2):
             async with it.sender("a", ["z", "a"], own):
                 pass

@@ -1,23 +1,13 @@
 """The endpoints put together, and their description."""
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from fedsender.admin import bodies, endpoints, probes, synapse_endpoints
 from fedsender.admin.context import AdminContext
-from fedsender.admin.probes import Failing, Follows, Gate, observe, problems
-from fedsender.admin.serving import Admin, serve_app
-from fedsender.config import Policies
-from fedsender.runtime import Runtime
-from fedsender.sender.sender import Sender
-from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.sender import SenderStore
-from fedsender.telemetry import Metrics
 
 OPENAPI_PATH = f"{endpoints.PREFIX}/openapi.json"
 
@@ -66,83 +56,3 @@ def _version() -> str:
 def description() -> dict[str, Any]:
     """The OpenAPI document."""
     return build_app(None).openapi()
-
-
-class Stores(Protocol):
-    """Both stores."""
-
-    @property
-    def homeserver(self) -> HomeserverStore: ...
-    @property
-    def sender(self) -> SenderStore: ...
-
-
-class Admission(Protocol):
-    """What says whether this daemon may send."""
-
-    @property
-    def gate(self) -> Gate: ...
-
-
-class Daemon(Protocol):
-    """The context of the daemon that the endpoint shows and moves."""
-
-    @property
-    def policies(self) -> Policies: ...
-    @property
-    def store(self) -> Stores: ...
-    @property
-    def sender(self) -> Sender: ...
-    @property
-    def feed(self) -> Follows: ...
-    @property
-    def ledger(self) -> Failing: ...
-    @property
-    def metrics(self) -> Metrics: ...
-    @property
-    def admission(self) -> Admission: ...
-
-
-def parts_of(daemon: Daemon, runtime: Runtime) -> AdminContext:
-    """What the endpoints reach of this daemon."""
-    homeserver, own = daemon.store.homeserver, daemon.store.sender
-    return AdminContext(
-        policies=daemon.policies,
-        sender=daemon.sender,
-        homeserver=homeserver,
-        store=own,
-        runtime=runtime,
-        metrics=daemon.metrics,
-        appends=lambda: daemon.feed.status().appends,
-        observe=lambda: observe(daemon.sender, daemon.feed, daemon.metrics),
-        ledger_directory=daemon.policies.config.ledger.directory,
-        problems=lambda: problems(
-            daemon.feed,
-            homeserver,
-            own,
-            daemon.ledger,
-            daemon.admission.gate,
-            daemon.sender.registry.complete,
-            daemon.sender.context.troubles,
-            daemon.sender.fan_out.standstill,
-        ),
-    )
-
-
-@asynccontextmanager
-async def serve_parts(context: AdminContext) -> AsyncIterator[Admin]:
-    """The endpoint, answering until the body is left.
-
-    Raises:
-        ConfigError: the token's file cannot be read.
-        CannotListen: the address cannot be listened on.
-    """
-    admin = context.config.admin
-    async with serve_app(
-        lambda: build_app(context),
-        admin.listen,
-        admin.token_file,
-        context.runtime,
-        "admin endpoint",
-    ) as served:
-        yield served

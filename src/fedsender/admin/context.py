@@ -1,6 +1,5 @@
 """What the endpoints can reach."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -13,12 +12,30 @@ from fedsender.runtime import Runtime
 from fedsender.sender.sender import Sender
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import SenderStore
+from fedsender.streams import FeedStatus
+from fedsender.telemetry import Metrics
 
 
-class Exposition(Protocol):
-    """The daemon's metrics."""
+class Follows(Protocol):
+    """The feed."""
 
-    def exposition(self) -> bytes: ...
+    def status(self) -> FeedStatus: ...
+
+
+class Failing(Protocol):
+    """The ledger."""
+
+    @property
+    def failing(self) -> str | None: ...
+
+
+class Gate(Protocol):
+    """Shut while this daemon may not send."""
+
+    @property
+    def open(self) -> bool: ...
+    @property
+    def lack(self) -> str | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +43,9 @@ class AdminContext:
     """The daemon as the endpoints see it.
 
     Attributes:
-        appends: who takes what the homeserver appends, as in `FeedStatus`.
-        observe: sets the gauges that are only worth setting when somebody asks.
-        problems: why the daemon is not ready, one sentence each; none: it is.
+        homeserver: the homeserver's database.
+        store: the sender's own database.
+        gate: shut while this daemon may not send.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
     """
@@ -37,12 +54,12 @@ class AdminContext:
     sender: Sender
     homeserver: HomeserverStore
     store: SenderStore
+    feed: Follows
+    ledger: Failing
+    gate: Gate
     runtime: Runtime
-    metrics: Exposition
-    observe: Callable[[], None]
+    metrics: Metrics
     ledger_directory: Path
-    problems: Callable[[], Iterable[str]]
-    appends: Callable[[], str | None] = lambda: None
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     ledger_reading: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 
@@ -53,10 +70,10 @@ class AdminContext:
 
 
 # Async, or FastAPI would go through a thread for it.
-async def _parts_of(request: Request) -> AdminContext:
+async def _context_of(request: Request) -> AdminContext:
     context = request.app.state.context
     assert isinstance(context, AdminContext)
     return context
 
 
-Reach = Annotated[AdminContext, Depends(_parts_of)]
+Reach = Annotated[AdminContext, Depends(_context_of)]

@@ -63,14 +63,14 @@ class Page:
 
 async def is_known(context: AdminContext, server: str) -> bool:
     """Whether anything was ever to be sent to this server, as far as anybody remembers."""
-    if context.sender.status(server) is not None:
+    if context.sender.registry.status(server) is not None:
         return True
     return await context.homeserver.backoff(server) is not None
 
 
 async def known_names(context: AdminContext, pattern: str) -> list[str]:
     """Every server that we know of and `pattern` covers, by name."""
-    names = set(context.sender.known())
+    names = set(context.sender.registry.known("*"))
     start, more = 0, True
     while more:
         page = await context.homeserver.destinations_page(start, ROWS)
@@ -125,7 +125,7 @@ async def _summary(context: AdminContext, name: str, lag: Lagging | None, owed: 
     oldest = None
     if lag is not None:
         oldest = (await context.homeserver.pending_counts(name)).oldest_received_ts
-    status = context.sender.status(name)
+    status = context.sender.registry.status(name)
     state = ServerState(name) if status is None else status.state
     next_ms = next_attempt_ms(context, name, status)
     now_ms = context.runtime.now_ms()
@@ -184,7 +184,7 @@ async def left_alone_because(context: AdminContext, server: str) -> str:
         return "the configuration forbids sending to it"
     if not context.config.handles(server):
         return "another federation sender handles it"
-    status = context.sender.status(server)
+    status = context.sender.registry.status(server)
     if status is not None and status.state.paused is not None:
         return f"paused: {status.state.paused}"
     if status is not None and status.state.parked is not None:

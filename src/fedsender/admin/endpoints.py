@@ -71,8 +71,8 @@ async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
         asked = list(dict.fromkeys(request.servers))
     else:
         pattern = request.pattern or ""
-        asked = [name for name in context.sender.known() if matches(pattern, name)]
-    woken = context.sender.wake(asked, by_admin=True)
+        asked = [name for name in context.sender.registry.known("*") if matches(pattern, name)]
+    woken = context.sender.registry.wake(asked, by_admin=True)
     return Woken(woken, await left_alone(context, asked, woken))
 
 
@@ -205,7 +205,7 @@ async def _present(context: AdminContext, ids: Sequence[int]) -> list[int]:
 async def release(request: Ids, context: Reach) -> Released:
     """They go through the redelivery lane. What still cannot be sent, and EDUs, stay."""
     ids = await _present(context, request.ids)
-    refused = await context.sender.release(ids)
+    refused = await context.sender.operations.release(ids)
     kept = [item.id for item in await context.store.quarantined(ids)]
     released = sorted(set(ids) - set(kept))
     log.info("quarantine released", released=released[:20], kept=kept[:20])
@@ -215,7 +215,7 @@ async def release(request: Ids, context: Reach) -> Released:
 @router.post("/quarantine/drop", summary="Give quarantined items up for good")
 async def drop(request: Ids, context: Reach) -> Dropped:
     ids = await _present(context, request.ids)
-    await context.sender.drop_quarantined(ids)
+    await context.sender.operations.drop(ids)
     log.info("quarantine dropped", dropped=ids[:20], n=len(ids))
     return Dropped(ids)
 
@@ -237,7 +237,7 @@ class Skipped:
 )
 async def skip(request: Skip, context: Reach) -> Skipped:
     """It goes to quarantine, with its content and with all later events of its room."""
-    skipped = await context.sender.skip(request.token)
+    skipped = await context.sender.fan_out.skip(request.token)
     if skipped is None:
         stands = context.sender.fan_out.standstill
         now = stands or f"it is past token {context.sender.fan_out.position} and goes on"
@@ -274,7 +274,7 @@ async def park(request: ServersWithReason, context: Reach) -> Held:
 async def resume(request: Servers, context: Reach) -> Held:
     servers = await chosen(context, request)
     for server in servers:
-        await context.sender.hold(server, paused=None, parked=None)
+        await context.sender.operations.hold(server, paused=None, parked=None)
     log.info("resumed", servers=servers[:20], n=len(servers))
     return Held(servers)
 
@@ -282,14 +282,14 @@ async def resume(request: Servers, context: Reach) -> Held:
 async def _hold(context: AdminContext, request: ServersWithReason, verb: str) -> Held:
     servers = await chosen(context, request)
     for server in servers:
-        status = context.sender.status(server)
+        status = context.sender.registry.status(server)
         paused = status.state.paused if status is not None else None
         parked = status.state.parked if status is not None else None
         if verb == "paused":
             paused = request.reason
         else:
             parked = request.reason
-        await context.sender.hold(server, paused=paused, parked=parked)
+        await context.sender.operations.hold(server, paused=paused, parked=parked)
     log.info(verb, servers=servers[:20], n=len(servers), reason=request.reason)
     return Held(servers)
 
@@ -312,7 +312,7 @@ class Purged:
 async def purge(request: Purge, context: Reach) -> Purged:
     if not await is_known(context, request.server):
         raise not_found(f"{request.server}: {UNKNOWN}")
-    rooms = await context.sender.purge(request.server, force=request.force)
+    rooms = await context.sender.operations.purge(request.server, force=request.force)
     if rooms:
         more = {"rooms": sorted(rooms)[:SHARED_ROOMS_SHOWN], "rooms_total": len(rooms)}
         text = f"{many(len(rooms), 'room')} shared with it, whose events it would miss"
@@ -333,7 +333,7 @@ class Redelivered:
 async def redeliver(request: Pairs, context: Reach) -> Redelivered:
     """Only to servers that may see the event. In a room their order is kept."""
     pairs = list(dict.fromkeys(request.pairs))
-    refused = await context.sender.redeliver(pairs)
+    refused = await context.sender.operations.redeliver(pairs)
     return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])
 
 
@@ -342,5 +342,5 @@ async def owe(request: Pairs, context: Reach) -> Redelivered:
     """For rows that `pipeline rebuild` found missing: upwards only, and to servers that may see
     the event."""
     pairs = list(dict.fromkeys(request.pairs))
-    refused = await context.sender.owe_events(pairs)
+    refused = await context.sender.operations.owe(pairs)
     return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])

@@ -1,18 +1,17 @@
 """What machines ask without a token: alive, ready, metrics."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Final, Protocol
+from collections.abc import Iterator
+from typing import Final
 
 import trio
 from fastapi import APIRouter
 from starlette.responses import Response
 
 from fedsender.admin.bodies import json_answer
-from fedsender.admin.context import Reach
+from fedsender.admin.context import AdminContext, Follows, Reach
 from fedsender.admin.display import many
 from fedsender.sender.destination import Phase
-from fedsender.sender.fan_out import Standstill
 from fedsender.sender.sender import Sender
 from fedsender.streams import FeedStatus
 from fedsender.telemetry import EXPOSITION_TYPE, Metrics
@@ -26,55 +25,13 @@ NAMED: Final = 5
 """So many servers are named in a warning."""
 
 
-class Follows(Protocol):
-    """The feed."""
-
-    def status(self) -> FeedStatus: ...
-
-
-class Reachable(Protocol):
-    """A store."""
-
-    @property
-    def available(self) -> bool: ...
-
-
-class Failing(Protocol):
-    """The ledger."""
-
-    @property
-    def failing(self) -> str | None: ...
-
-
-class Gate(Protocol):
-    """Shut while this daemon may not send."""
-
-    @property
-    def open(self) -> bool: ...
-    @property
-    def lack(self) -> str | None: ...
-
-
-def problems(
-    feed: Follows,
-    homeserver: Reachable,
-    store: Reachable,
-    ledger: Failing,
-    gate: Gate,
-    complete: trio.Event,
-    troubles: Mapping[str, float],
-    standstill: Standstill | None,
-) -> Iterator[str]:
-    """Why the daemon is not ready, one sentence each; none: it is.
-
-    `complete`: set once it is known which servers are owed something.
-    `troubles`: loops of the sender that failed, and when (trio's clock, seconds).
-    `standstill`: of the fan-out.
-    """
-    yield from _feed_doubts(feed.status())
-    if not homeserver.available:
+def problems(context: AdminContext) -> Iterator[str]:
+    """Why the daemon is not ready, one sentence each; none: it is."""
+    sender, gate, ledger = context.sender, context.gate, context.ledger
+    yield from _feed_problems(context.feed.status())
+    if not context.homeserver.available:
         yield "the homeserver's database does not answer"
-    if not store.available:
+    if not context.store.available:
         yield "the sender's own database does not answer"
     if ledger.failing is not None:
         yield f"the ledger takes no lines: {ledger.failing}"
@@ -83,28 +40,29 @@ def problems(
     if gate.lack is not None:
         yield f"no server can be attempted, we lack file descriptors or memory: {gate.lack}"
     now = trio.current_time()
+    standstill = sender.fan_out.standstill
     if standstill is not None:
         token = standstill.event.stream_ordering
         yield f"{standstill}. It is tried again; `fedsender skip {token}` passes over the event"
-    failing = [name for name, at in sorted(troubles.items()) if now - at < TROUBLE_S]
+    failing = [name for name, at in sorted(sender.troubles.items()) if now - at < TROUBLE_S]
     for name in failing:
         if name != "fan-out" or standstill is None:
             yield f"{name} fails and is tried again: the log says why"
-    if not failing and not complete.is_set():
+    if not failing and not sender.registry.complete.is_set():
         yield "the homeserver's database is still being asked which servers are owed something"
 
 
 def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
-    """Set the gauges: they are only worth counting when somebody asks."""
+    """Set the gauges, which are counted only for a request."""
     active, status = sender.active.values(), feed.status()
     metrics.pending_destinations.set(len(active))
-    metrics.pending_pdus.set(sum(len(one.outbox.queue) for one in active))
+    metrics.pending_pdus.set(sum(one.outbox.queued for one in active))
     metrics.pending_edus.set(sum(one.outbox.edus_waiting for one in active))
-    metrics.in_flight.set(sender.context.admission.in_flight)
+    metrics.in_flight.set(sender.in_flight)
     phases = Counter(one.phase for one in active)
     for phase in Phase:
         metrics.destinations_by_phase.labels(phase.value).set(phases[phase])
-    metrics.full_quarantines.set(len(sender.context.full))
+    metrics.full_quarantines.set(len(sender.full_quarantines))
     metrics.feed_connected.set(status.connected)
     metrics.takes_appends.set(status.appends == "we do")
     metrics.stream_position.labels("events").set(status.position)
@@ -116,7 +74,7 @@ async def health() -> dict[str, bool]:
     return {"alive": True}
 
 
-def _feed_doubts(status: FeedStatus) -> Iterator[str]:
+def _feed_problems(status: FeedStatus) -> Iterator[str]:
     if status.stopped is not None:
         yield f"events have stopped: {status.stopped}"
     if not status.connected:
@@ -135,10 +93,10 @@ def _feed_doubts(status: FeedStatus) -> Iterator[str]:
     responses={503: {"description": "Not ready; `reasons` says why, one sentence each."}},
 )
 async def ready(context: Reach) -> Response:
-    reasons = list(context.problems())
+    reasons = list(problems(context))
     said: dict[str, object] = {"ready": not reasons, "reasons": reasons}
     # No server can make us unready.
-    if (appends := context.appends()) is not None:
+    if (appends := context.feed.status().appends) is not None:
         said["takes_appends"] = appends
     if warnings := list(_warnings(context.sender)):
         said["warnings"] = warnings
@@ -147,7 +105,7 @@ async def ready(context: Reach) -> Response:
 
 def _warnings(sender: Sender) -> Iterator[str]:
     """What somebody has to look at though all goes on, one sentence each."""
-    full = sorted(sender.context.full)
+    full = sorted(sender.full_quarantines)
     if full:
         named = ", ".join(full[:NAMED]) + (" and others" if len(full) > NAMED else "")
         yield f"quarantine is full for {many(len(full), 'server')}: {named}"
@@ -160,7 +118,7 @@ def _warnings(sender: Sender) -> Iterator[str]:
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(context: Reach) -> Response:
-    context.observe()
+    observe(context.sender, context.feed, context.metrics)
     # In a thread: with thousands of samples it would keep the loop from sending.
     text = await context.runtime.run_sync(context.metrics.exposition, limiter=context.rendering)
     return Response(text, media_type=EXPOSITION_TYPE)

@@ -123,15 +123,15 @@ async def rooms(
 @router.post("/{destination}/reset_connection", summary="Forget its failures and try it now")
 async def reset_connection(destination: str, request: Request, context: Reach) -> Response:
     row = await _row(context, destination)
-    status = context.sender.status(destination)
+    status = context.sender.registry.status(destination)
     if not row.retry_last_ts and (status is None or status.state.healthy):
         text = "The retry timing does not need to be reset for this destination."
         raise Refusal(400, "M_UNKNOWN", text)
     stream_id = await context.homeserver.store_backoff(destination, None, 0, 0)
-    announcer = context.sender.context.announcer
+    announcer = context.sender.announcer
     if stream_id is not None:
         await announcer.publish_backoff(destination, stream_id, context.runtime.now_ms())
     # For the sender whose server it is, if it is not ours.
     await announcer.publish_server_up(destination)
-    context.sender.wake([destination], by_admin=True)
+    context.sender.registry.wake([destination], by_admin=True)
     return json_answer({})

@@ -193,7 +193,7 @@ async def trace(context: AdminContext, event_id: str) -> Trace | None:
     event = (await context.homeserver.events_by_id([event_id])).get(event_id)
     if event is None:
         return None
-    routed = (await context.sender.context.router.load([event_id])).get(event_id)
+    routed = (await context.sender.router.load([event_id])).get(event_id)
     found = Found(event_id, event.room_id, event.stream_ordering)
     complete = await _read_ledger(context, event, found)
     lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
@@ -264,7 +264,7 @@ def _fate(
 
 
 def _waiting(context: AdminContext, name: str, attempts: int) -> Fate:
-    status = context.sender.status(name)
+    status = context.sender.registry.status(name)
     state = ServerState(name) if status is None else status.state
     if state.paused is not None:
         return Fate(name, "paused", None, None, attempts, state.paused)

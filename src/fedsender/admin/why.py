@@ -150,7 +150,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
     find = partial(read_health, context.config.pipeline.health, context.runtime.now_ms())
     health = (await context.runtime.run_sync(find, limiter=context.ledger_reading)).get(server)
     # What memory says is taken last and at once, so that it fits together.
-    status = context.sender.status(server)
+    status = context.sender.registry.status(server)
     active = context.sender.active.get(server)
     depth = Depth(
         rooms=pending.rooms,
@@ -254,7 +254,7 @@ async def _in_flight(context: AdminContext, server: str) -> InFlight | None:
 async def _oldest(context: AdminContext, server: str, pending: Pending) -> Oldest | None:
     ordering, event_id, received = pending.oldest_stream_ordering, None, pending.oldest_received_ts
     active = context.sender.active.get(server)
-    queued = active.outbox.queue.oldest if active is not None else None
+    queued = active.outbox.oldest if active is not None else None
     if queued is not None and (ordering is None or queued.stream_ordering <= ordering):
         ordering, event_id = queued.stream_ordering, queued.event_id
     if ordering is None:

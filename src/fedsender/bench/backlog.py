@@ -123,7 +123,7 @@ async def _all_attempted(stage: Stage, daemon: Daemon, meter: Meter) -> dict[str
 
 
 def _was_tried(daemon: Daemon, name: str) -> bool:
-    status = daemon.sender.status(name)
+    status = daemon.sender.registry.status(name)
     return status is not None and status.state.failures > 0
 
 

@@ -59,13 +59,13 @@ class RelayContext:
 
 
 # Async, or FastAPI would go through a thread for it.
-async def _parts_of(request: Request) -> RelayContext:
+async def _context_of(request: Request) -> RelayContext:
     parts = request.app.state.parts
     assert isinstance(parts, RelayContext)
     return parts
 
 
-Reach = Annotated[RelayContext, Depends(_parts_of)]
+Reach = Annotated[RelayContext, Depends(_context_of)]
 
 
 @open_router.get("/health", summary="200 while the loop turns and the disk answers")

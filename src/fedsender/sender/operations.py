@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from fedsender.ledger import EVERY_SERVER, Line, SentPdu, TransactionRecord
 from fedsender.sender.context import Context
+from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed
@@ -16,10 +17,13 @@ Refusal = tuple[str, str, str]
 class Operations:
     """The operations of an operator. Everything is durable on return."""
 
-    def __init__(self, context: Context, registry: Registry, fan_out: FanOut) -> None:
+    def __init__(
+        self, context: Context, registry: Registry, fan_out: FanOut, edus: EduFlow
+    ) -> None:
         self._context = context
         self._registry = registry
         self._fan_out = fan_out
+        self._edus = edus
 
     async def redeliver(
         self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()
@@ -102,7 +106,7 @@ class Operations:
         state = self._registry.hold(server, paused=paused, parked=parked)
         await self._context.store.save_server_state(state)
 
-    async def purge(self, server: str, *, force: bool) -> list[str]:
+    async def purge(self, server: str, *, force: bool = False) -> list[str]:
         """Forget this server and all it is owed. The rooms shared with it, if they forbid that."""
         shared = await self._context.homeserver.rooms_shared_with(server)
         if shared and not force:
@@ -119,6 +123,7 @@ class Operations:
             await self._context.store.forget(server)
             await self._context.homeserver.purge(server)
             self._registry.forget(server)
+        self._edus.forget(server)
         return []
 
     async def _note_purged(self, server: str) -> None:

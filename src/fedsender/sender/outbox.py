@@ -172,6 +172,16 @@ class Outbox:
         return self._news != self._news_seen
 
     @property
+    def queued(self) -> int:
+        """Live PDUs that wait."""
+        return len(self.queue)
+
+    @property
+    def oldest(self) -> Pdu | None:
+        """The live PDU that waits longest, or None."""
+        return self.queue.oldest
+
+    @property
     def edus_waiting(self) -> int:
         """The number of EDUs that wait in memory."""
         return len(self.ephemeral) + len(self.receipts) + len(self.presence)

@@ -232,8 +232,20 @@ class Registry:
         wait_s = 0.0 if search is None or search.alone else search.wait_s(now_ms)
         return max(wait_s, state.wait_s(now_ms)) <= LEAVE_AFTER_S
 
-    def wake(self, server: str, *, by_admin: bool) -> bool:
-        """Try it now; False: it owes nothing, is held, or was woken too often lately (I5)."""
+    def wake(self, servers: Iterable[str], *, by_admin: bool = False) -> list[str]:
+        """Try these servers now (`notify_remote_server_up`); those that will be.
+
+        A server that is owed nothing, or is held, is left out. A server that was woken too often
+        lately is left to its own timer, unless an admin wakes it (I5).
+        """
+        woken = []
+        for server in servers:
+            self._context.client.forget(server)  # It may be back at another address.
+            if self._wake(server, by_admin=by_admin):
+                woken.append(server)
+        return woken
+
+    def _wake(self, server: str, *, by_admin: bool) -> bool:
         destination = self.active.get(server)
         state = self.state_of(server)
         if self.draining or state.paused or state.parked:

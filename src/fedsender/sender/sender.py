@@ -4,7 +4,7 @@ What is going on with each server is in the registry (`registry.py`); this modul
 together, takes over what the last daemon left, and drains at the end.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -22,9 +22,9 @@ from fedsender.sender.context import Announcer, Context
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.failure import states_of
-from fedsender.sender.fan_out import AlreadyOwed, FanOut, Standstill
+from fedsender.sender.fan_out import AlreadyOwed, FanOut
 from fedsender.sender.isolation import Kind
-from fedsender.sender.operations import Operations, Refusal
+from fedsender.sender.operations import Operations
 from fedsender.sender.queues import PduPool
 from fedsender.sender.recovery import hand_over, take_over
 from fedsender.sender.registry import Progress, Registry, Status
@@ -75,7 +75,7 @@ class Sender:
         self._policies = policies
         self._nursery = nursery
         self._store = store
-        self._operations = Operations(self.context, self.registry, self.fan_out)
+        self.operations = Operations(self.context, self.registry, self.fan_out, self.edus)
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
 
@@ -83,6 +83,31 @@ class Sender:
     def active(self) -> dict[str, Destination]:
         """The destinations that have a task, by name."""
         return self.registry.active
+
+    @property
+    def router(self) -> Router:
+        """The rooms' and servers' side of an event."""
+        return self.context.router
+
+    @property
+    def announcer(self) -> Announcer:
+        """The way to the homeserver's other workers."""
+        return self.context.announcer
+
+    @property
+    def in_flight(self) -> int:
+        """Attempts under way."""
+        return self.context.admission.in_flight
+
+    @property
+    def troubles(self) -> Mapping[str, float]:
+        """Loops that failed lately, and when (Trio's clock, seconds)."""
+        return self.context.troubles
+
+    @property
+    def full_quarantines(self) -> Collection[str]:
+        """Servers whose quarantine takes nothing more."""
+        return self.context.full
 
     # --- The fan-out's side -----------------------------------------------------------------------
 
@@ -117,7 +142,7 @@ class Sender:
     def spill_before(self, stream_ordering: int) -> None:
         """No queue may hold a PDU up to this stream ordering any longer."""
         for destination in self.active.values():
-            oldest = destination.outbox.queue.oldest
+            oldest = destination.outbox.oldest
             if oldest is not None and oldest.stream_ordering <= stream_ordering:
                 destination.spill()
 
@@ -163,7 +188,7 @@ class Sender:
 
     def server_up(self, server: str) -> None:
         """There was a sign of life of this server."""
-        self.wake([server])
+        self.registry.wake([server])
 
     def backoff_changed(self, server: str) -> None:
         """Another process wrote this server's backoff columns; a reset means that it is back."""
@@ -191,7 +216,7 @@ class Sender:
             self._looked_at.discard(server)
             self._look_again.discard(server)
         if row is not None and not row.retry_last_ts:
-            self.wake([server])
+            self.registry.wake([server])
 
     def to_device_changed(self, server: str) -> None:
         """There are new to-device messages for this server in the database."""
@@ -212,63 +237,9 @@ class Sender:
 
     # --- The operator's side ----------------------------------------------------------------------
 
-    def wake(self, servers: Iterable[str], *, by_admin: bool = False) -> list[str]:
-        """Try these servers now (`notify_remote_server_up`); those that will be.
-
-        A server that owes nothing has nothing to be woken for and is left out. One that was woken
-        too often lately is left to its own timer, unless an admin wakes it (I5).
-        """
-        woken = []
-        for server in servers:
-            self.context.client.forget(server)  # It may be back at another address.
-            if self.registry.wake(server, by_admin=by_admin):
-                woken.append(server)
-        return woken
-
-    def known(self, pattern: str = "*") -> list[str]:
-        """Servers that are active or owe something, by glob."""
-        return self.registry.known(pattern)
-
-    def status(self, server: str) -> Status | None:
-        """The status of this server; None: it is idle, and owes nothing that is known of."""
-        return self.registry.status(server)
-
     def progress(self) -> Progress | None:
         """The progress of the events stream; None while it is not known what is owed."""
         return self.registry.progress(self.fan_out.position)
-
-    async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
-        """Set or clear an operator's reasons not to send to this server; durable on return."""
-        await self._operations.hold(server, paused=paused, parked=parked)
-
-    async def redeliver(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
-        """Send these (server, event id) pairs again; those refused, each with the reason."""
-        return await self._operations.redeliver(pairs)
-
-    async def owe_events(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
-        """Write these (server, event id) pairs into `destination_rooms`, upwards only, and send
-        them; those refused, each with the reason."""
-        return await self._operations.owe(pairs)
-
-    async def release(self, ids: Sequence[int]) -> list[Refusal]:
-        """Try quarantined PDUs again, through the redelivery lane; those that stay, and why."""
-        return await self._operations.release(ids)
-
-    async def drop_quarantined(self, ids: Sequence[int]) -> None:
-        """Give quarantined items up for good."""
-        await self._operations.drop(ids)
-
-    async def skip(self, token: int) -> Standstill | None:
-        """Pass over the event that the fan-out stands at; None: it does not stand at this one."""
-        return await self.fan_out.skip(token)
-
-    async def purge(self, server: str, *, force: bool = False) -> list[str]:
-        """Forget this server and all it owes. The rooms shared with it, if they forbid that."""
-        shared = await self._operations.purge(server, force=force)
-        if not shared or force:
-            self.edus.forget(server)
-            return []
-        return shared
 
     def use_policies(self) -> None:
         """The policies have changed: those that are active follow them from their next turn on."""

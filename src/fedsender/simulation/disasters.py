@@ -126,7 +126,7 @@ class Operator:
         if life is not None and life.daemon is not None and life.acts is not None:
             for server in servers:
                 self._observed.views.of[server].wakes.append((trio.current_time(), True))
-            life.daemon.sender.wake(servers, by_admin=True)
+            life.daemon.sender.registry.wake(servers, by_admin=True)
             self._observed.counts["wakes"] += len(servers)
 
     def pause(self) -> None:
@@ -136,7 +136,7 @@ class Operator:
 
         async def do(life: Life) -> None:
             assert life.daemon is not None
-            await life.daemon.sender.hold(server, paused="by hand", parked=None)
+            await life.daemon.sender.operations.hold(server, paused="by hand", parked=None)
 
         self.ask(do)
 
@@ -147,7 +147,7 @@ class Operator:
         async def do(life: Life) -> None:
             assert life.daemon is not None
             for server in list(self.paused):
-                await life.daemon.sender.hold(server, paused=None, parked=None)
+                await life.daemon.sender.operations.hold(server, paused=None, parked=None)
                 # Asked twice at a time, the other one may have been first.
                 if server in self.paused:
                     self.paused.remove(server)
@@ -167,7 +167,9 @@ class Operator:
 
         async def do(life: Life) -> None:
             assert life.daemon is not None
-            await life.daemon.sender.redeliver([(view.name, event_id) for event_id in wanted])
+            await life.daemon.sender.operations.redeliver(
+                [(view.name, event_id) for event_id in wanted]
+            )
 
         self.ask(do)
 
@@ -193,8 +195,8 @@ class Operator:
 
         async def do(life: Life) -> None:
             assert life.daemon is not None
-            await life.daemon.sender.drop_quarantined(hopeless)
-            await life.daemon.sender.release(others)
+            await life.daemon.sender.operations.drop(hopeless)
+            await life.daemon.sender.operations.release(others)
 
         self.ask(do)
 
