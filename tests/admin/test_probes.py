@@ -6,7 +6,7 @@ import pytest
 import trio
 from tests.admin.desk import open_desk
 from tests.sender.harness import World, answer, ok
-from tests.sender.test_errors_and_reloads import R1, A, broken_table
+from tests.sender.test_database_errors import R1, A, broken_table
 from trio.testing import MockClock
 
 from fedsender.store.homeserver import HomeserverStore

@@ -13,7 +13,7 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.sender.harness import EPOCH_MS, HS, RemoteServer, World
-from tests.sender.test_errors_and_reloads import crashes
+from tests.sender.test_database_errors import crashes
 from trio.testing import MockClock
 
 from fedsender.facts import BadRow, prepare

@@ -11,10 +11,10 @@ import signedjson.key
 import signedjson.sign
 import trio
 from hypothesis import HealthCheck, given, settings
-from tests.demo.test_homeserver import NAME, a_homeserver
 from tests.intake.support import whole_daemon
 from tests.intake.test_push import abouts, events, ids
 from tests.replication.support import RecordingSink
+from tests.testing.test_rooms import NAME, a_homeserver
 
 from fedsender.demo import process
 from fedsender.facts import BadRow, prepare

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trio
 from tests.admin.desk import TOKEN
-from tests.admin.test_server import serving
+from tests.admin.test_serving import serving
 from tests.sender.harness import RemoteServer, World
 
 from fedsender.config import from_values

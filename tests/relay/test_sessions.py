@@ -11,13 +11,15 @@ import json
 import pytest
 import trio
 import trio.testing
-from tests.relay.log_support import pdu, to_device
-from tests.relay.relay_world import World
+from tests.relay.log_support import pdu, runtime, to_device
+from tests.relay.relay_world import Hands, World
 
 from fedsender.facts import prepare_ephemeral
 from fedsender.relay.status import status_of
 from fedsender.replication.line_stream import OWN_KIND, Disconnected, PeerKind, Wire
 from fedsender.replication.protocol import Connection, Ping, Rdata, RdataBatches
+from fedsender.replication.server import MAX_CONNECTIONS
+from fedsender.snapshot import SnapshotInfo
 from fedsender.testing.clock import now_ms
 
 Clock = trio.testing.MockClock
@@ -561,3 +563,97 @@ async def test_now_and_all_on_a_relay(autojump_clock: Clock, asked: str) -> None
         assert await netcat.hear_lines(2) == ["SERVER hs.example", "POSITION events 5"]
         await world.append()
         assert str(await netcat.hear()).startswith("RDATA events 6 ")
+
+
+class Handshaking(trio.abc.HalfCloseableStream):
+    """A client that connected to a TLS listener and says nothing: whoever sends waits for it."""
+
+    def __init__(self) -> None:
+        self.closed = trio.Event()
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self.closed.wait()
+        raise trio.ClosedResourceError
+
+    async def wait_send_all_might_not_block(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def send_eof(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        await self.closed.wait()
+        raise trio.ClosedResourceError
+
+    async def aclose(self) -> None:
+        self.closed.set()
+        await trio.lowlevel.checkpoint()
+
+
+async def test_clients_that_stay_in_the_handshake_take_no_more_than_their_places(
+    autojump_clock: Clock,
+) -> None:
+    """They have not given a secret either: 32 of them, for ten seconds."""
+    async with World().running() as world:
+        hub = world.relay.hub
+        for _ in range(MAX_CONNECTIONS):
+            world.nursery.start_soon(lambda: hub.serve(Handshaking(), trusted=False))
+        # Those that are too many have a second to read why.
+        await trio.sleep(2)
+        assert len(hub.sessions) == 32
+        await world.follow("sender-1", 0)
+        await trio.sleep(10)
+        assert len(hub.sessions) == 1
+
+
+async def test_nothing_is_level_after_its_place_was_lost(autojump_clock: Clock) -> None:
+    """POSITION means that C has all: one that was told RESYNC has not, whatever came before."""
+    cap = {"log_cap": "256KiB", "keep_min": "1h"}
+    async with World(settings=cap).running() as world:
+        hands = world.connect(lockstep=True)
+        await hands.resume("sender-1", 0)
+        await hands.until("POSITION ")
+        for _ in range(60):
+            await world.append(1, size=10_000)
+            await world.relay.retention.expire()
+        await hands.until("RESYNC ")
+        for _ in range(2):
+            line = str(await hands.hear_any())
+            assert line.startswith("PING "), line
+
+
+async def test_a_slow_fetch_leaves_room_for_a_sign_of_life(autojump_clock: Clock) -> None:
+    """However little all fetches together may take, no connection is silent for so long that it is
+    taken for dead."""
+    settings = {"fetch_bytes_per_second": 20_000}
+    async with World(settings=settings).running() as world:
+        gaps: list[float] = []
+        info = await big_snapshot(world)
+        largest = max(info.files, key=lambda file: file.bytes)
+        assert largest.bytes > 600_000
+
+        async def fetch(hands: Hands) -> None:
+            await hands.introduce("sender-1")
+            await hands.say(f"FETCH {info.id} {largest.name} 0")
+            await hands.until("FILE ")
+            last = trio.current_time()
+            while trio.current_time() < 100:
+                await hands.stream.receive_some(65_536)
+                gaps.append(trio.current_time() - last)
+                last = trio.current_time()
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(fetch, world.connect())
+        assert max(gaps) < 15
+
+
+async def big_snapshot(world: World) -> SnapshotInfo:
+    noise = runtime(7).entropy(400_000).hex()
+    for number in range(4):
+        body = noise[number * 200_000 : number * 200_000 + 200_000]
+        await world.append_rows(["edu", ["to_device", "b.example", f"m{number}", {"body": body}]])
+        await world.append_rows(
+            ["edu", ["to_device", "b.example", f"n{number}", {"body": body[::-1]}]]
+        )
+    return await world.relay.snapshots.make()

@@ -20,7 +20,7 @@ from tests.replication.support import (
     RecordingSink,
     runtime_with,
 )
-from tests.replication.test_synapse_feed import Tables
+from tests.replication.test_synapse import Tables
 from tests.servers import Valkey
 
 from fedsender.config import Config, from_values

@@ -20,7 +20,7 @@ from tests.replication.support import (
     RecordingSink,
     runtime_with,
 )
-from tests.replication.test_synapse_feed import BACKOFF, Tables, fed
+from tests.replication.test_synapse import BACKOFF, Tables, fed
 
 from fedsender.replication.client import LineSettings, TcpFeed
 from fedsender.store.embedded import FeedError

@@ -6,10 +6,10 @@ from pathlib import Path
 import trio
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy.exc import OperationalError
-from tests.replication.test_synapse_feed import Tables, fed
+from tests.replication.test_synapse import Tables, fed
 from tests.sender.harness import HS, Request, World, answer
 from tests.sender.synapse_world import ALICE, SynapseWorld
-from tests.sender.test_errors_and_reloads import broken_table
+from tests.sender.test_database_errors import broken_table
 from tests.service import open_world
 from trio.testing import MockClock
 
@@ -80,7 +80,7 @@ BY_SOCKETS = {
 BY_RELAY = {"fedsender_feed_full_sync_alarms", "fedsender_feed_full_syncs"}
 """What tests/relay/test_relay_feed.py sees move, with a relay."""
 BY_LACK = {"fedsender_out_of_resources"}
-"""What tests/sender/test_our_own_lack.py sees move, without descriptors."""
+"""What tests/sender/test_out_of_descriptors.py sees move, without descriptors."""
 BY_LOOP = {"fedsender_loop_longest_step_seconds"}
 """What tests/test_telemetry.py sees move."""
 

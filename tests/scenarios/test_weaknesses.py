@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trio
 from structlog.testing import capture_logs
-from tests.replication.test_synapse_feed import fed
+from tests.replication.test_synapse import fed
 from tests.sender.harness import World
 from tests.sender.synapse_world import ALICE, SynapseWorld
 from trio.testing import MockClock

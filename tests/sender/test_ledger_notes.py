@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 from tests.sender.harness import World
-from tests.sender.test_review import A, B, a_store, start
+from tests.sender.test_recovery import A, B, a_store, start
 from trio.testing import MockClock
 
 from fedsender.config import from_values

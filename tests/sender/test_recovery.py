@@ -1,4 +1,4 @@
-"""What a start makes of the records that a killed daemon, or another sender, has left behind."""
+"""A start takes over the records of a killed daemon, or of another sender."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager

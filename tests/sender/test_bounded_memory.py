@@ -1,4 +1,4 @@
-"""What a sender that runs for long remembers of the events that went through it (I7)."""
+"""A sender's memory of events and rooms is bounded (I7)."""
 
 import gc
 import weakref

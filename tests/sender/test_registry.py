@@ -1,4 +1,4 @@
-"""How far the stream of events has come, for the homeserver: never further than is true."""
+"""The progress of the events stream, for the homeserver: never further than is true."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Records of a server go with it when the list of senders changes."""
+"""The records of a server move with it when the list of senders changes."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 from tests.servers import Databases
-from tests.store.test_sender_store import ONE, TWO, config, frozen
+from tests.store.test_sender import ONE, TWO, config, frozen
 
 from fedsender.runtime import real_runtime
 from fedsender.sender.failure import ServerState
@@ -21,8 +21,9 @@ from fedsender.store import (
     StoreConfig,
     open_store,
 )
+from fedsender.store.connections import checked_url
 from fedsender.store.engine import Database
-from fedsender.store.lock import InstanceLock, SendersDiffer
+from fedsender.store.lock import AdvisoryLock, InstanceLock, SendersDiffer
 from fedsender.store.sender import Foreign, OwedReceipts, Redelivery, TakenOver
 
 
@@ -234,3 +235,45 @@ def lose_locks(database: Database) -> None:
                 " application_name = 'fedsender lock' AND datname = current_database()"
             )
         )
+
+
+async def test_a_new_sender_goes_on_with_receipts_where_the_old_one_was(
+    postgres: Databases, tmp_path: Path
+) -> None:
+    """Receipts survive: one that has never counted them begins at the newest one, but owes those
+    that its servers' last sender had not come to."""
+    url = postgres.create_schema()
+    async with AsyncExitStack() as stack:
+        first, second = [
+            await stack.enter_async_context(
+                open_store(settings(url, tmp_path, name), real_runtime())
+            )
+            for name in ("fed1", "fed2")
+        ]
+        await write_records(first, TWO)
+        await first.receipts.save("fed1", 40, {}, ())
+        await second.sender.take_over_records({TWO}.__contains__, ["fed1", "fed2"])
+        assert (await second.receipts.load("fed2")).position == 40
+
+
+async def test_who_comes_back_asks_by_which_list_the_others_send(postgres: Databases) -> None:
+    """I3: while our connection was lost, another sender may have started with another list."""
+    url = checked_url(postgres.create_database())
+    ours, theirs = AdvisoryLock(url, real_runtime()), AdvisoryLock(url, real_runtime())
+    await ours.take("fed1")
+    await ours.agree("hs", ["fed1"])
+    engine = create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE"
+                " application_name = 'fedsender lock' AND datname = current_database()"
+            )
+        )
+    assert not await ours.held()
+    await theirs.take("fed2")
+    await theirs.agree("hs", ["fed1", "fed2"])
+    with pytest.raises(SendersDiffer):
+        await ours.take("fed1")
+    await ours.release()
+    await theirs.release()

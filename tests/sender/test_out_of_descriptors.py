@@ -1,4 +1,4 @@
-"""We have no file descriptors, buffers or memory left: no server is to blame, and none is tried."""
+"""Without file descriptors, buffers or memory no server is blamed, and none is attempted."""
 
 import errno
 import os
