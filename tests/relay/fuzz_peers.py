@@ -84,7 +84,7 @@ async def fuzz_bodies(rng: random.Random) -> None:
         body = json.dumps(spoil_json(rng, BODIES[path])).encode()
     log, published = _Log(), list[Ephemeral]()
     app = _app()
-    app.state.parts = Intake(log, runtime(1), published.append)  # type: ignore[arg-type]
+    app.state.context = Intake(log, runtime(1), published.append)  # type: ignore[arg-type]
     status, answer = await _post(app, path, body)
     if status != 200:
         # 409: a reservation that there is not.

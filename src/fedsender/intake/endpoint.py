@@ -121,7 +121,7 @@ class EphemeralRows(Body):
 
 # Async, or FastAPI would go through a thread for it.
 async def _intake_of(request: Request) -> Intake:
-    intake = request.app.state.parts
+    intake = request.app.state.context
     assert isinstance(intake, Intake)
     return intake
 

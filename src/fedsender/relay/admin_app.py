@@ -44,7 +44,7 @@ class RelayContext:
     """The relay as the endpoints see it.
 
     Attributes:
-        relay: the parts that hold the lock; None: it waits, and `waits` says for what.
+        relay: the context that hold the lock; None: it waits, and `waits` says for what.
     """
 
     relay: "RelayDaemon | None" = None
@@ -60,43 +60,43 @@ class RelayContext:
 
 # Async, or FastAPI would go through a thread for it.
 async def _context_of(request: Request) -> RelayContext:
-    parts = request.app.state.parts
-    assert isinstance(parts, RelayContext)
-    return parts
+    context = request.app.state.context
+    assert isinstance(context, RelayContext)
+    return context
 
 
 Reach = Annotated[RelayContext, Depends(_context_of)]
 
 
 @open_router.get("/health", summary="200 while the loop turns and the disk answers")
-async def health(parts: Reach) -> Response:
-    hung = parts.relay is not None and parts.relay.hub.hung()
+async def health(context: Reach) -> Response:
+    hung = context.relay is not None and context.relay.hub.hung()
     return json_answer({"alive": not hung}, 503 if hung else 200)
 
 
 @open_router.get("/ready", summary="200 if facts are taken in and nothing is wrong, else 503")
-async def ready(parts: Reach) -> Response:
-    waits = f"this relay waits: {parts.waits}"
-    reasons = [waits] if parts.relay is None else list(problems(parts.relay))
+async def ready(context: Reach) -> Response:
+    waits = f"this relay waits: {context.waits}"
+    reasons = [waits] if context.relay is None else list(problems(context.relay))
     return json_answer({"ready": not reasons, "reasons": reasons}, 503 if reasons else 200)
 
 
 @open_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
-async def metrics(parts: Reach) -> Response:
-    return Response(await parts.metrics.exposition(parts.relay), media_type=EXPOSITION_TYPE)
+async def metrics(context: Reach) -> Response:
+    return Response(await context.metrics.exposition(context.relay), media_type=EXPOSITION_TYPE)
 
 
 @router.get("", summary="The log, its consumers and snapshots")
-async def status(parts: Reach) -> Status:
+async def status(context: Reach) -> Status:
     try:
-        return await status_of(parts.holding())
+        return await status_of(context.holding())
     except StoreError as error:
         raise Refusal(503, "M_UNKNOWN", str(error)) from None
 
 
 @router.post("/forget", summary="Remove a consumer that is not connected; its log may go")
-async def forget(request: Forget, parts: Reach) -> dict[str, str]:
-    relay = parts.holding()
+async def forget(request: Forget, context: Reach) -> dict[str, str]:
+    relay = context.holding()
     try:
         relay.registry.forget(request.name)
     except KeyError:
@@ -109,10 +109,10 @@ async def forget(request: Forget, parts: Reach) -> dict[str, str]:
     return {"forgotten": request.name}
 
 
-def build_app(parts: RelayContext | None) -> FastAPI:
-    """The application; without `parts` it can only be described."""
+def build_app(context: RelayContext | None) -> FastAPI:
+    """The application; without `context` it can only be described."""
     summary = "What a relay holds, and for whom"
-    app = new_app("fedsender relay", summary, f"{PREFIX}/relay/openapi.json", parts)
+    app = new_app("fedsender relay", summary, f"{PREFIX}/relay/openapi.json", context)
     app.include_router(open_router)
     app.include_router(router, dependencies=DESCRIBED)
     return app
@@ -124,8 +124,8 @@ def description() -> dict[str, Any]:
 
 
 def open_admin(
-    parts: RelayContext, config: Config, runtime: Runtime
+    context: RelayContext, config: Config, runtime: Runtime
 ) -> AbstractAsyncContextManager[Admin]:
     """The endpoint of this relay; raises as `serve_app` does."""
-    app, admin = build_app(parts), config.admin
+    app, admin = build_app(context), config.admin
     return serve_app(lambda: app, admin.listen, admin.token_file, runtime, "relay's admin endpoint")

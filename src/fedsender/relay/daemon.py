@@ -40,7 +40,7 @@ SAVE_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RelayDaemon:
-    """The parts of a running relay, for its endpoints and for tests."""
+    """The context of a running relay, for its endpoints and for tests."""
 
     config: Config
     runtime: Runtime

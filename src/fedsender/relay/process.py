@@ -107,9 +107,9 @@ async def _run_until_told(
 
     # A wrong address is found out at once, not when the lock is ours.
     await close(await open_doors())
-    parts = RelayContext()
-    run = _Run(path, runtime, notifier, signals, tls, parts)
-    async with open_admin(parts, config, runtime) as admin, trio.open_nursery() as nursery:
+    context = RelayContext()
+    run = _Run(path, runtime, notifier, signals, tls, context)
+    async with open_admin(context, config, runtime) as admin, trio.open_nursery() as nursery:
         run.endpoints.append(admin)
         nursery.start_soon(_reload_when_told, run)
         while not signals.stop.is_set():
@@ -128,7 +128,7 @@ class _Run:
 
     Attributes:
         tls: of the consumers' listeners.
-        parts: what the admin endpoint reaches.
+        context: what the admin endpoint reaches.
         endpoints: that are served now.
     """
 
@@ -137,17 +137,17 @@ class _Run:
     notifier: Notifier
     signals: Signals
     tls: ssl.SSLContext | None
-    parts: RelayContext
+    context: RelayContext
     endpoints: list[Admin] = field(default_factory=list)
 
     def waits(self, why: str) -> None:
         """The lock cannot be taken yet."""
-        self.parts.waits = why
+        self.context.waits = why
         self.ready()
 
     def ready(self) -> None:
         """Say that what was begun is done, and what we are."""
-        relay = self.parts.relay
+        relay = self.context.relay
         waiting = "waiting for the lock of the database"
         self.notifier.ready(waiting if relay is None else f"relay of {relay.config.server_name}")
 
@@ -192,11 +192,11 @@ async def _open_intake(run: _Run, relay: RelayDaemon) -> AsyncIterator[None]:
         partial(relay.config.server_tls, "relay"),
     ) as taking_in:
         run.endpoints.append(taking_in)
-        run.parts.relay = relay
+        run.context.relay = relay
         try:
             yield
         finally:
-            run.parts.relay = None
+            run.context.relay = None
             run.endpoints.remove(taking_in)
 
 
