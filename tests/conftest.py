@@ -21,6 +21,29 @@ settings.register_profile(
 settings.load_profile("any machine")
 
 
+_SHARED = ("homeserver_a", "spark")
+"""Fixtures whose servers take so long to start that one process has all the tests with them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that need a server as slow, and keep those of a file in one process.
+
+    The tests with a Synapse or a Spark begin first: they take longest.
+    """
+    first: set[str] = set()
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        needed = [name for name in _SHARED if name in item.fixturenames]
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if needed or "postgres" in item.fixturenames or "postgresql" in map(str, parameters):
+            item.add_marker(pytest.mark.slow)
+        group = needed[0] if needed else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+        if needed:
+            first.add(item.nodeid)
+    items.sort(key=lambda item: item.nodeid not in first)
+
+
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
     """What a test configures of the log does not reach the next one."""

@@ -90,6 +90,7 @@ def given_back(intervals: str) -> int:
     return int(told_by(FREE_BETWEEN_WHAT_STAYS, intervals))
 
 
+@pytest.mark.slow
 def test_what_is_free_between_things_that_stay_goes_back_to_the_system_once_a_minute() -> None:
     assert given_back("0.9") < 5_000_000
     assert given_back("1.1") > 20_000_000

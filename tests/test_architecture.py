@@ -58,6 +58,11 @@ def defined_in(body: list[ast.stmt]) -> Iterator[tuple[str, list[ast.stmt]]]:
                     yield target.id, []
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_each_file_that_is_named_exists(name: str) -> None:
     assert path_of(name).is_file(), f"a page names {name}"
@@ -65,7 +70,7 @@ def test_each_file_that_is_named_exists(name: str) -> None:
 
 @pytest.mark.parametrize(("file", "name"), NAMES, ids=" ".join)
 def test_each_function_that_is_named_exists(file: str, name: str) -> None:
-    body = ast.parse(path_of(file).read_text()).body
+    body = parsed(path_of(file)).body
     for part in name.split("."):
         found = dict(defined_in(body))
         assert part in found, f"a page names {name} in {file}"
@@ -87,7 +92,7 @@ def imports() -> dict[str, set[str]]:
     }
     found: dict[str, set[str]] = defaultdict(set)
     for module, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 package, _, base = node.module.partition(".")
                 if package != "fedsender":

@@ -188,6 +188,7 @@ async def test_what_a_peer_says_cannot_move_the_cursor(
 # --- telling --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_woken_server_gets_what_it_is_owed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,6 +200,7 @@ def test_one_mistake_is_one_clear_line(text: str, expected: str) -> None:
     assert expected in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -587,6 +588,7 @@ def test_every_setting_of_a_policy_names_the_line_that_set_it() -> None:
     assert len(lines) == 24
 
 
+@pytest.mark.slow
 @given(
     steady=st.floats(1, 600),
     steady_for=st.floats(0, 3600),

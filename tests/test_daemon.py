@@ -32,6 +32,8 @@ from fedsender.systemd import Notifier
 from fedsender.testing.clock import inline, until
 from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
 
+pytestmark = pytest.mark.slow
+
 SENDING = f"sending for {SERVER_NAME}"
 OLD_CONFIG = "the configuration cannot be used; running on the old one"
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +33,14 @@ def words_of_commands(text: str) -> Iterator[list[str]]:
         yield "".join(shown).split()[1:]
 
 
+@cache
+def whole_command() -> Any:
+    return typer.main.get_command(app)
+
+
 def command_of(words: list[str]) -> tuple[Any, list[str]]:
     """The command that these words name, and the rest of them."""
-    command: Any = typer.main.get_command(app)
+    command = whole_command()
     rest = list(words)
     while isinstance(command, TyperGroup) and rest and not rest[0].startswith("-"):
         found = command.commands.get(rest[0].rstrip(",;:."))
@@ -49,7 +55,7 @@ def command_of(words: list[str]) -> tuple[Any, list[str]]:
 def test_commands_and_their_options_exist(page: Path) -> None:
     for words in words_of_commands(page.read_text()):
         command, rest = command_of([word for word in words if word not in ("|", "...")])
-        assert command.name != typer.main.get_command(app).name, words
+        assert command.name != whole_command().name, words
         if command.name in BY_ARGUMENT:
             continue
         known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}

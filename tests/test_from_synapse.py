@@ -578,6 +578,7 @@ WHOLE["database"] = copy.deepcopy(HOMESERVER["database"])
 WHOLE["database"]["args"]["sslpassword"] = f"{CANARY}ssl"
 
 
+@pytest.mark.slow
 @settings(
     max_examples=80,
     deadline=None,

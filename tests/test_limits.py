@@ -34,6 +34,7 @@ print(raise_file_limit(files), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("soft", "hard", "files", "raised"),
     [(256, 900, 800, "True 800"), (256, 900, 2000, "False 900"), (512, 900, 300, "True 512")],

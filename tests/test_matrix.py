@@ -446,6 +446,7 @@ def events(draw: st.DrawFn, version: int) -> dict[str, Any]:
     return event
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", range(1, 13))
 @settings(max_examples=50)
 @given(data=st.data())
@@ -475,6 +476,7 @@ def test_pdus_are_the_reference_encoding_under_the_reference_hash(
     assert redacted.event_id == event_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alias", "version"),
     [("org.matrix.msc3757.10", 10), ("org.matrix.msc3757.11", 11), ("org.matrix.hydra.11", 12)],

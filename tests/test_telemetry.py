@@ -221,6 +221,7 @@ def test_many_daemons_can_live_in_one_process() -> None:
     assert samples(second)["fedsender_spills_total"][none] == 0
 
 
+@pytest.mark.slow
 async def test_the_longest_step_of_the_loop_is_cpu_time_between_two_waits() -> None:
     metrics = Metrics("hs.example")
     trio.lowlevel.add_instrument(LoopWatch(metrics))

@@ -343,6 +343,7 @@ async def test_trace_says_why_an_event_goes_to_nobody(
 # --- holding --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_paused_server_gets_nothing_until_it_is_resumed(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -13,6 +13,7 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
 
 
+@pytest.mark.slow
 async def test_not_ready_while_the_fan_out_fails(world: World, autojump_clock: MockClock) -> None:
     """I9: a sender that sends nothing because of an error says so, until it has got over it."""
     async with open_desk(world) as desk:

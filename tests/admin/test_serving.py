@@ -235,6 +235,7 @@ async def test_no_spoiled_request_ends_the_process_or_is_answered_by_silence_for
             assert (await http.get("/health")).is_success
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_nothing_does_not_hold_the_end(world: World) -> None:
     """Or whoever may connect could keep the daemon from its drain."""
     async with serving(world, "127.0.0.1:0") as admin:
@@ -254,6 +255,7 @@ async def test_a_body_that_is_too_large_is_answered_over_the_wire_too(world: Wor
                 checked(response, status)
 
 
+@pytest.mark.slow
 async def test_an_idle_connection_does_not_hold_the_end(world: World) -> None:
     async with serving(world, "127.0.0.1:0") as admin:
         stream = await trio.open_tcp_stream("127.0.0.1", admin.address.port)

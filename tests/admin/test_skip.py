@@ -15,6 +15,8 @@ from fedsender.sender import routing
 from fedsender.streams import PduRow
 from fedsender.testing.clock import until
 
+pytestmark = pytest.mark.slow
+
 R1, R2 = "!1:hs.example", "!2:hs.example"
 A = "a.example"
 UNREADABLE = b"\xff\xfe no text"

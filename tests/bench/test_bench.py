@@ -7,6 +7,8 @@ import pytest
 
 from fedsender.bench import main
 
+pytestmark = pytest.mark.slow
+
 
 def figures_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     code = main(arguments)

@@ -16,6 +16,7 @@ def figures_of(capfd: pytest.CaptureFixture[str], name: str, events: int) -> dic
     return figures
 
 
+@pytest.mark.slow
 def test_fanout_gives_every_consumer_every_line(capfd: pytest.CaptureFixture[str]) -> None:
     """It fails if a line is missing, so a figure is one of whole deliveries."""
     figures = figures_of(capfd, "fanout", 300)

@@ -151,6 +151,7 @@ sys.exit(run_command(words))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "key", "token"])
 def test_a_lack_of_our_own_is_no_fault_of_the_configuration(tmp_path: Path, name: str) -> None:
     """Exit code 2 says that only an operator can help: the service manager does not try again."""

@@ -81,6 +81,7 @@ def test_the_daemon_accepts_the_configuration(tmp_path: Path) -> None:
     assert config.federation.may_connect("127.0.0.1")
 
 
+@pytest.mark.slow
 async def test_a_daemon_that_ends_by_itself_is_noticed_with_its_last_words(tmp_path: Path) -> None:
     with pytest.RaisesGroup(pytest.RaisesExc(DaemonDied, match="ended by itself with [12]\n.+")):
         async with open_daemon_process(tmp_path, {"no such": "setting"}, "token") as daemon:

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 
 from fedsender.config import load
+
+pytestmark = pytest.mark.slow
 
 
 def demo(*arguments: str) -> list[dict[str, Any]]:

@@ -252,6 +252,7 @@ srv_values = st.builds(
 ) | st.text(max_size=30)
 
 
+@pytest.mark.slow
 @given(data=st.data(), port=st.none() | st.integers(1, 65_535))
 def test_whatever_the_dns_says_resolution_ends_soon_and_with_addresses(
     data: st.DataObject, port: int | None

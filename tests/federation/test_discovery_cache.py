@@ -377,6 +377,7 @@ class LongestStep(trio.abc.Instrument):
         self.seconds = max(self.seconds, time.thread_time() - self._began)
 
 
+@pytest.mark.slow
 async def test_saving_all_that_can_be_known_takes_the_loop_no_long_step(
     tmp_path: Path, mock_clock: trio.testing.MockClock
 ) -> None:

@@ -89,6 +89,7 @@ ONE_DOMAIN_OR_A_THOUSAND = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @ONE_DOMAIN_OR_A_THOUSAND
 async def test_tarpits_delay_an_honest_look_up_by_two_seconds_at_most(
     domain: str, autojump_clock: trio.testing.MockClock
@@ -145,6 +146,7 @@ async def test_while_there_is_room_slow_look_ups_have_their_time(
     assert trio.current_time() == pytest.approx(6, abs=0.1)
 
 
+@pytest.mark.slow
 async def test_a_first_start_with_many_dead_names_finds_the_others_at_once(
     autojump_clock: trio.testing.MockClock,
 ) -> None:
@@ -186,6 +188,7 @@ class Silent(TableNetwork):
         raise AssertionError
 
 
+@pytest.mark.slow
 async def test_silent_web_servers_hold_up_no_other_well_known(
     tmp_path: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -22,6 +22,8 @@ from fedsender.federation.signing import SigningKey, authorization_header, signi
 from fedsender.matrix import BadEvent, canonical_json, make_pdu
 from fedsender.sender.transaction import Draft, Edu, Outgoing, Transaction, freeze
 
+pytestmark = pytest.mark.slow
+
 ORIGIN, DESTINATION = "hs.example", "[2001:db8::1]:8448"
 SEED = bytes(range(32))
 

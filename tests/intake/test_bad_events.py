@@ -221,6 +221,7 @@ abouts = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 def test_what_the_intake_takes_the_fan_out_passes(
     world: PushedWorld, autojump_clock: MockClock
 ) -> None:

@@ -358,6 +358,7 @@ async def test_who_waits_is_answered_when_the_endpoint_closes(tmp_path: Path) ->
 # --- of a daemon ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_daemon_tells_its_homeserver(tmp_path_factory: pytest.TempPathFactory) -> None:
     """All of it, over its own endpoint."""
     home = tmp_path_factory.mktemp("d")

@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from tests.intake.kills import run_campaign
+
+pytestmark = pytest.mark.slow
 
 
 async def test_ten_kills_lose_nothing(tmp_path: Path) -> None:

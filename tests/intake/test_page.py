@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.servers import free_port
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "homeservers.md"
 LISTENS = """
 until (exec 3<> /dev/tcp/127.0.0.1/{port}) 2> /dev/null; do sleep 0.1; done

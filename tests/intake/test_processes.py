@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 import trio
 import trustme
 from tests.intake.support import TOKEN
@@ -26,6 +27,8 @@ from fedsender.testing.clock import until
 from fedsender.testing.receiver import open_receivers
 from fedsender.testing.rooms import new_timeline
 from fedsender.testing.rules import pdu_reader
+
+pytestmark = pytest.mark.slow
 
 HS = process.SERVER_NAME
 USER = f"@a:{HS}"

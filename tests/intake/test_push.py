@@ -446,6 +446,7 @@ def _listed(value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 def test_what_the_intake_takes_a_store_takes(config: StoreConfig) -> None:
     """Whatever a homeserver says: a record is refused with a reason, or it is stored."""
     taken = 0

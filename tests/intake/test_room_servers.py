@@ -212,6 +212,7 @@ class Model:
         return []
 
 
+@pytest.mark.slow
 def test_who_gets_an_event_is_the_list_before_it_whatever_is_said(config: StoreConfig) -> None:
     """I6: random histories, and lists that were read before later rows, against plain sets."""
     wanted: list[list[list[tuple[int | None, list[Any]]]]] = []

@@ -130,6 +130,7 @@ def test_an_event_that_could_not_be_sent_is_refused_and_not_signed(told: Any, wh
         prepare([told], signer().complete)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(ids, events, abouts)
 def test_whatever_comes_is_refused_with_a_reason_or_is_an_event(

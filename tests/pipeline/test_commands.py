@@ -77,6 +77,7 @@ def without_java(directory: Path) -> str:
     return str(directory)
 
 
+@pytest.mark.slow
 def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit codes, one JSON object on standard output, none of Spark's noise beside it, and what
     `rebuild --diff --write` makes of a `destination_rooms` that is not there. One runs by itself,

@@ -218,6 +218,7 @@ async def test_what_the_relay_let_go_the_sender_tells(tmp_path: Path) -> None:
         assert stays(contents(new)) == stays(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("late", "begun"), [(False, True), (True, False), (True, True)])
 async def test_another_history_goes_on_where_the_first_ended(
     tmp_path: Path, late: bool, begun: bool
@@ -277,6 +278,7 @@ async def test_another_history_goes_on_where_the_first_ended(
         read(lake, url, config)
 
 
+@pytest.mark.slow
 async def test_what_the_lake_has_is_not_kept_twice(tmp_path: Path) -> None:
     """But invitations and knocks; a lake that is begun anew gets all of it again."""
     records = random_records(Random(5), 120)

@@ -297,6 +297,7 @@ async def test_tls_and_the_secret_together_and_netcat_by_the_unix_socket(
         await netcat.stream.aclose()
 
 
+@pytest.mark.slow
 async def test_25_connections_that_end_leave_no_descriptor_behind(tmp_path: Path) -> None:
     """25: sixty-four reconnects, half of them broken off in the middle of the log."""
     async with real_relay(tmp_path) as (relay, _, unix):

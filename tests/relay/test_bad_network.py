@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import trio
 import yaml
 from tests.proxy import Proxy, open_proxy
@@ -22,6 +23,8 @@ from fedsender.demo.process import write_secret
 from fedsender.intake.client import IntakeClient, NewRecord
 from fedsender.replication.relay_feed import RETRY_S, TRIES
 from fedsender.testing.clock import until
+
+pytestmark = pytest.mark.slow
 
 ROOMS = 24
 SECRET = "correct horse battery staple"

@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import trio
 from tests.relay.kills import DATABASE, run_campaign
 from tests.servers import open_postgres
+
+pytestmark = pytest.mark.slow
 
 
 async def test_ten_kills_lose_nothing(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, 
 from fedsender.store.records import History
 from fedsender.store.relay_load import LoadedSnapshot
 
+pytestmark = pytest.mark.slow
+
 ROOM = "!room:hs.example"
 USER = "@u:hs.example"
 

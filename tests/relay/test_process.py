@@ -27,6 +27,8 @@ from fedsender.intake.client import IntakeClient
 from fedsender.relay.process import STOP_S, load_config, only_one
 from fedsender.testing.clock import until
 
+pytestmark = pytest.mark.slow
+
 
 def configure(directory: Path, **more: object) -> Path:
     """A relay's configuration on Unix sockets; it has no signing key."""

@@ -134,6 +134,7 @@ class Streamed(Tables):
         return pairs(MANY) if table == "hosts" else iter(())
 
 
+@pytest.mark.slow
 def test_it_is_written_and_read_in_little_memory(tmp_path: Path) -> None:
     """100,000 pairs are 30 MB as objects."""
     tracemalloc.start()

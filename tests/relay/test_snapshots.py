@@ -61,6 +61,7 @@ async def test_54_one_that_only_took_a_snapshot_holds_the_log_behind_it_for_a_wh
         assert world.first > token + 1
 
 
+@pytest.mark.slow
 async def test_55_56_nobody_lapses_while_connected(autojump_clock: Clock) -> None:
     """55, 56: neither during a slow fetch or load nor idle for longer than any limit."""
     async with World(settings=SHORT).running() as world:

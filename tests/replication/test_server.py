@@ -331,6 +331,7 @@ async def test_client_that_takes_no_commands_fails_to_keep_up() -> None:
 # --- who may connect ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_secret_must_come_first() -> None:
     async with serving({"events": Log()}, secrets=lambda: {"sender-1": "s3cret"}) as (
         server,

@@ -18,6 +18,7 @@ from typing import Any
 import canonicaljson
 import orjson
 import trio
+from tests.store.ready_made import lay
 
 from fedsender.config import Config, Policies, Policy, from_values
 from fedsender.facts import RelayRow
@@ -203,8 +204,8 @@ class World:
     async def open(self) -> AsyncIterator[Store]:
         settings = StoreConfig(
             HomeserverSettings("embedded", "fedsender", ("fedsender",)),
-            f"sqlite:///{self.directory}/homeserver.sqlite3",
-            f"sqlite:///{self.directory}/sender.sqlite3",
+            lay(self.directory / "homeserver.sqlite3", "homeserver"),
+            lay(self.directory / "sender.sqlite3", "sender"),
             synchronous="OFF",
         )
         async with open_store(settings, self.runtime, faults=self.faults) as self.store:

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import Connection, Table, delete, insert
 from tests.sender.harness import HS, RemoteServer, World
 from tests.store import synapse_schema
+from tests.store.ready_made import lay
 
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store, tables
 from fedsender.store.engine import Database, DatabaseOptions, open_database
@@ -52,7 +53,7 @@ class SynapseWorld(World):
                     "synapse", "fedsender", ("fedsender",), device_names=self.device_names
                 ),
                 url,
-                f"sqlite:///{self.directory}/sender.sqlite3",
+                lay(self.directory / "sender.sqlite3", "sender"),
                 synchronous="OFF",
             )
             async with open_store(config, self.runtime, faults=self.faults) as self.store:

@@ -490,6 +490,7 @@ class Attempts:
 CONVERSATION = 60_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_message_to_many_delays_no_connection_for_a_message_to_few(
     known: bool, tmp_path: Path, autojump_clock: MockClock
@@ -581,6 +582,7 @@ def delays(world: World, names: list[str], said: dict[str, float]) -> list[float
     )
 
 
+@pytest.mark.slow
 async def test_slow_servers_do_not_hold_back_quick_ones(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -623,6 +625,7 @@ class Moody(RemoteServer):
     def latency(self, value: float) -> None: ...
 
 
+@pytest.mark.slow
 async def test_servers_that_are_quick_now_and_then_do_not_hold_back_those_that_always_are(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
@@ -653,6 +656,7 @@ async def test_servers_that_are_quick_now_and_then_do_not_hold_back_those_that_a
     assert all(len(set(world.servers[name].got)) == 200 for name in moody)
 
 
+@pytest.mark.slow
 async def test_servers_that_are_back_do_not_wait_for_slow_ones(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:

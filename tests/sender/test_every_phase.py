@@ -304,6 +304,7 @@ async def in_the_end(world: World, scenes: list[Scene]) -> None:
         check(scene)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 async def test_every_order_in_this_phase(
     tmp_path: Path, autojump_clock: MockClock, phase: str
@@ -336,6 +337,7 @@ async def test_every_order_in_this_phase(
     await in_the_end(world, scenes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["sending", "waiting", "catching_up", "spilled"])
 async def test_every_order_while_it_drains(
     tmp_path: Path, autojump_clock: MockClock, phase: str

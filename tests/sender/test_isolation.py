@@ -72,6 +72,7 @@ class Choking(RemoteServer):
     def latency(self, value: float) -> None: ...
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_timeout", [60.0, 50.0])
 async def test_a_pdu_over_which_its_receiver_times_out_does_not_block_its_server(
     tmp_path: Path, autojump_clock: MockClock, request_timeout: float
@@ -111,6 +112,7 @@ async def test_ten_poisonous_pdus_in_a_row_are_found_and_all_else_arrives(
     assert all(item.reason == "answered 400" for item in items)
 
 
+@pytest.mark.slow
 async def test_poison_with_nothing_else_to_be_sent_is_held_until_there_is(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -158,6 +160,7 @@ async def test_a_restart_in_the_middle_of_a_search_goes_on_with_it(
     assert len(server.got) == len(set(server.got))
 
 
+@pytest.mark.slow
 async def test_at_most_so_many_items_of_a_server_are_taken_out_of_the_way(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +192,7 @@ async def test_at_most_so_many_items_of_a_server_are_taken_out_of_the_way(
     assert len(set(server.got)) == 1 + 10 - 4
 
 
+@pytest.mark.slow
 async def test_a_search_goes_on_while_the_clock_does(world: World) -> None:
     """Each look at a real clock is later than the one before; nothing is due only "now"."""
     server = world.server(A, reply=refuses(400))
@@ -203,6 +207,7 @@ async def test_a_search_goes_on_while_the_clock_does(world: World) -> None:
 # --- the server's fault ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 403, 504])
 async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_gets_its_edus(
     world: World, autojump_clock: MockClock, status: int
@@ -232,6 +237,7 @@ async def test_a_server_that_refuses_every_pdu_for_twelve_hours_costs_none_and_g
     assert refused <= 90
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 403])
 @pytest.mark.parametrize("share", [0.25, 0.5])
 async def test_a_server_one_of_whose_backends_refuses_everything_costs_nothing(
@@ -252,6 +258,7 @@ async def test_a_server_one_of_whose_backends_refuses_everything_costs_nothing(
     assert {f"m{number}" for number in range(120)} <= set(server.got)
 
 
+@pytest.mark.slow
 async def test_a_server_whose_backends_take_turns_of_which_one_refuses_costs_nothing(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -303,6 +310,7 @@ async def test_a_server_that_is_overloaded_costs_nothing(
     assert set(server.got) == {"before", *(f"m{number}" for number in range(40))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 403, 504])
 async def test_a_server_that_never_answers_sees_sixty_attempts_a_day_searched_or_not(
     world: World, autojump_clock: MockClock, status: int
@@ -326,6 +334,7 @@ async def test_a_server_that_never_answers_sees_sixty_attempts_a_day_searched_or
 # --- EDUs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 403])
 @pytest.mark.parametrize("silent_for", [0.0, 1.1 * DAY_S])
 async def test_a_poisonous_edu_is_found_by_another_edu(
@@ -376,6 +385,7 @@ async def test_a_server_that_refuses_every_edu_costs_none_and_gets_its_pdus(
     assert len(edus) <= 121, "one may have been a witness"
 
 
+@pytest.mark.slow
 async def test_typing_and_presence_that_are_refused_take_no_room_from_what_is_durable(
     world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ async def test_nothing_is_said_while_it_is_not_known_what_is_owed(
     assert sender.progress() is None, "it drains"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_servers_that_have_not_answered_for_what_is_delivered_are_counted(
     world: World, autojump_clock: MockClock, seed: int

@@ -301,6 +301,7 @@ async def test_after_a_failure_at_least_a_second_passes(
     assert server.got == []
 
 
+@pytest.mark.slow
 async def test_a_server_that_never_answers_sees_few_attempts_a_day(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -575,6 +576,7 @@ async def test_traffic_goes_on_while_one_server_is_dead(
     assert max(delays) - min(delays) < 1
 
 
+@pytest.mark.slow
 async def test_a_queue_past_its_bound_spills_and_still_delivers_everything(
     world: World, autojump_clock: MockClock
 ) -> None:

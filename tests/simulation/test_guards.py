@@ -21,6 +21,8 @@ from fedsender.simulation import simulate
 from fedsender.store import homeserver
 from fedsender.store.homeserver import HomeserverStore, Settlement
 
+pytestmark = pytest.mark.slow
+
 SEEDS = (2, 5, 1)
 
 

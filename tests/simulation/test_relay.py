@@ -1,7 +1,11 @@
 """The relay in a simulated world, alone and with whole senders behind it: fixed seeds hold."""
 
+import pytest
+
 from fedsender.simulation.relay import simulate_relay
 from fedsender.simulation.relay_senders import simulate_senders
+
+pytestmark = pytest.mark.slow
 
 
 def test_the_relays_invariants_hold_in_half_an_hour_of_trouble() -> None:

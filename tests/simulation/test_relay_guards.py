@@ -19,6 +19,8 @@ from fedsender.store import relay as store
 from fedsender.store.appends import Appended, NewRecord
 from fedsender.store.relay import LogRecord, RelayStore
 
+pytestmark = pytest.mark.slow
+
 FAR = 2**40
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from fedsender.simulation import simulate
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("seed", [1, 2, 5])
 def test_no_invariant_breaks(seed: int) -> None:

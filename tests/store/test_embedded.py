@@ -216,6 +216,7 @@ CHANGES = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(changes=CHANGES)
 @settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

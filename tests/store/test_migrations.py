@@ -174,6 +174,7 @@ def list_directory(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.slow
 def test_alembic_itself_can_be_used_from_the_source_tree(tmp_path: Path) -> None:
     """Up and down again, with no ini file; our folder does not hide the library."""
 

@@ -234,6 +234,7 @@ def some_rows(rng: random.Random, number: int) -> list[Any]:
             return [["edu", ["device_list", rng.choice(SERVERS), user, "D", content]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_state_is_what_the_records_say_whatever_is_dropped_of_the_log(
     seed: int, new_url: NewUrl
@@ -686,6 +687,7 @@ async def test_neither_a_sender_nor_a_relay_takes_the_other_ones_database(
             pass
 
 
+@pytest.mark.slow
 async def test_the_write_ahead_log_does_not_grow_without_bound_while_a_snapshot_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -191,6 +191,7 @@ async def test_a_group_is_looked_up_once(open_synapse: OpenSynapse) -> None:
         assert await count(synapse, events[4:]) == 52
 
 
+@pytest.mark.slow
 def test_what_is_remembered_of_large_rooms_is_bounded_in_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

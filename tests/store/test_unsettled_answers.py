@@ -5,6 +5,7 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import trio
 from sqlalchemy.exc import OperationalError
 from tests.sender.harness import Request, World, answer
@@ -38,6 +39,7 @@ def redirect(request: Request) -> Answer:
     return answer(302)
 
 
+@pytest.mark.slow
 async def test_an_answer_that_waits_for_hours_is_known_after_a_kill(
     tmp_path: Path, autojump_clock: MockClock
 ) -> None:
