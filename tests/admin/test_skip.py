@@ -12,6 +12,7 @@ from tests.test_cli import open_shell
 from trio.testing import MockClock
 
 from fedsender.sender import routing
+from fedsender.store.records import EventRow
 from fedsender.streams import PduRow
 from fedsender.testing.clock import until
 
@@ -98,7 +99,7 @@ async def test_an_error_in_our_own_code_is_told_without_what_it_quotes(
 ) -> None:
     parse = routing._parse
 
-    def failing(row: routing.EventRow) -> object:
+    def failing(row: EventRow) -> object:
         if "bad" in row.json:
             raise ValueError(f"cannot be: {row.json}")
         return parse(row)

@@ -18,16 +18,18 @@ It ends when a query that ran at or after the newest event offered finds nothing
 loaded is quarantined or passed, never waited for (W23).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import structlog
 
 from fedsender.config.policy import GAP_EVENTS
 from fedsender.matrix import BadEvent, Pdu
-from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
+from fedsender.sender.routing import Bad, Routed, Router, parse_row
 from fedsender.sender.transaction import Draft, Outgoing
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.records import EventRow
 
 PAGE = 50
 """Rooms looked at for one transaction."""
@@ -35,21 +37,6 @@ SCAN = GAP_EVENTS
 """Events of one room read at a time."""
 
 log = structlog.get_logger()
-
-
-class Homeserver(Protocol):
-    """The questions that catch-up asks the homeserver's database."""
-
-    async def owed_rooms(
-        self, destination: str, after: int, limit: int
-    ) -> Sequence[tuple[str, int]]: ...
-    async def room_events(
-        self, room_id: str, after: int, upto: int, limit: int
-    ) -> Sequence[Any]: ...
-    async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
-    async def servers_before(self, events: Sequence[Any]) -> Mapping[str, object]: ...
-    async def servers_now(self, room_ids: Sequence[str]) -> Mapping[str, frozenset[str]]: ...
-    async def forward_extremities(self, room_id: str) -> Sequence[str]: ...
 
 
 @dataclass(slots=True)
@@ -71,7 +58,7 @@ class CatchUp:
     """
 
     destination: str
-    homeserver: Homeserver
+    homeserver: HomeserverStore
     router: Router
     floor: int
     newest_only: bool

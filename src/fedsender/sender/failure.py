@@ -10,8 +10,9 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
+from fedsender.config.policy import Backoff
 from fedsender.sender.isolation import Kind, Search, of_json
 
 DAY_MS = 86_400_000
@@ -133,20 +134,6 @@ def _outcome_of(status: int, is_answer: bool, retry_after_s: float | None) -> Ou
     return Outcome.REFUSING
 
 
-class BackoffPolicy(Protocol):
-    """The part of a destination's policy that says how long to wait; all times in seconds."""
-
-    @property
-    def jitter(self) -> float: ...
-    @property
-    def ceiling_healthy(self) -> float: ...
-    @property
-    def ceiling(self) -> float: ...
-    @property
-    def ceiling_dead(self) -> float: ...
-    def wait(self, failures: int, elapsed: float, *, steady: bool) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ServerState:
     """The state of a server between attempts; times in milliseconds since the epoch.
@@ -246,7 +233,7 @@ def well_lately(state: ServerState, now_ms: int) -> bool:
     return state.last_success_ms is not None and now_ms - state.last_success_ms <= DAY_MS
 
 
-def ceiling_s(policy: BackoffPolicy, last_success_ms: int | None, now_ms: int) -> float:
+def ceiling_s(policy: Backoff, last_success_ms: int | None, now_ms: int) -> float:
     """The longest wait, in seconds, by how lately the server was healthy."""
     if last_success_ms is None:
         return policy.ceiling
@@ -257,7 +244,7 @@ def ceiling_s(policy: BackoffPolicy, last_success_ms: int | None, now_ms: int) -
 
 
 def wait_s(
-    policy: BackoffPolicy, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
+    policy: Backoff, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
 ) -> float:
     """Seconds until the next attempt by our own timer, after `state.failures` earlier failures."""
     rule = RULES[verdict.outcome]
@@ -273,7 +260,7 @@ def wait_s(
 
 
 def after_failure(
-    policy: BackoffPolicy, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
+    policy: Backoff, state: ServerState, verdict: Verdict, now_ms: int, rng: random.Random
 ) -> ServerState:
     """The server's health once this attempt has failed."""
     delay_ms = int(wait_s(policy, state, verdict, now_ms, rng) * 1000)

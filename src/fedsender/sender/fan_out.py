@@ -27,9 +27,10 @@ import trio
 
 from fedsender.matrix import Pdu
 from fedsender.sender.queues import PduPool
-from fedsender.sender.routing import Bad, EventRow, Routed, Router, parse_row
+from fedsender.sender.routing import Bad, Routed, Router, parse_row
 from fedsender.store.engine import StoreError
-from fedsender.store.records import StoredEvent
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.records import EventRow, StoredEvent
 from fedsender.streams import Watermark
 
 log = structlog.get_logger()
@@ -56,18 +57,6 @@ class Standstill:
         return f"the fan-out stands at token {self.event.stream_ordering}: {self.reason}"
 
 
-class Homeserver(Protocol):
-    """The questions that the fan-out asks the store."""
-
-    async def events_position(self) -> int: ...
-    async def read_events(self, after: int, upto: int, limit: int) -> Sequence[Any]: ...
-    async def next_event(self, after: int, upto: int) -> StoredEvent | None: ...
-    async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
-    async def commit_fan_out(
-        self, position: int, owed: Mapping[tuple[str, str], int], first: Mapping[str, int]
-    ) -> set[str]: ...
-
-
 class Downstream(Protocol):
     """The receiver of the fan-out's results: the sender. Every call is synchronous."""
 
@@ -89,7 +78,7 @@ class FanOut:
 
     def __init__(
         self,
-        homeserver: Homeserver,
+        homeserver: HomeserverStore,
         router: Router,
         downstream: Downstream,
         *,

@@ -20,7 +20,7 @@ it
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import tenacity
 import trio
@@ -35,44 +35,14 @@ from fedsender.matrix import (
     make_redacted_pdu,
     server_of,
 )
-from fedsender.store.records import stands_above
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.records import EventRow, stands_above
 
 FIRST_WAIT_S = 0.1
 """For the servers of an event that are not known yet; then twice as long, and so on."""
 REMEMBERED_S = 300.0
 """Servers that catch up ask for the same events within minutes of each other. What has been
 remembered for longer would only fill memory, slowly, up to the bound."""
-
-
-class EventRow(Protocol):
-    """An event as the store reads it."""
-
-    @property
-    def stream_ordering(self) -> int: ...
-    @property
-    def event_id(self) -> str: ...
-    @property
-    def room_id(self) -> str: ...
-    @property
-    def type(self) -> str: ...
-    @property
-    def sender(self) -> str: ...
-    @property
-    def state_key(self) -> str | None: ...
-    @property
-    def received_ts(self) -> int | None: ...
-    @property
-    def outlier(self) -> bool: ...
-    @property
-    def rejected(self) -> bool: ...
-    @property
-    def json(self) -> str: ...
-    @property
-    def internal_metadata(self) -> Mapping[str, object]: ...
-    @property
-    def room_version(self) -> str | None: ...
-    @property
-    def redacted(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +80,6 @@ class _NotYet(Exception):
     """The servers before an event could not be told; asked again, they may be."""
 
 
-class Homeserver(Protocol):
-    """The questions that routing asks the store."""
-
-    async def servers_before(self, events: Sequence[Any]) -> Mapping[str, object]: ...
-    async def auth_memberships(self, events: Sequence[Any]) -> Mapping[str, str]: ...
-    async def events_by_id(self, event_ids: Sequence[str]) -> Mapping[str, Any]: ...
-
-
 def is_ours(row: EventRow, server_name: str) -> bool:
     """Rule 1, as far as it can be told without parsing the event."""
     if row.rejected or row.outlier:
@@ -146,7 +108,7 @@ class Router:
 
     def __init__(
         self,
-        homeserver: Homeserver,
+        homeserver: HomeserverStore,
         server_name: str,
         is_mine: Callable[[str], bool],
         *,
