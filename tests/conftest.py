@@ -28,9 +28,9 @@ _SHARED = ("homeserver_a", "spark")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need a server as slow, and keep those of a file in one process.
 
-    The tests with a Synapse or a Spark begin first: they take longest.
+    What takes longest begins first, so that both processes end at about the same time.
     """
-    first: set[str] = set()
+    order: dict[str, int] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
         needed = [name for name in _SHARED if name in item.fixturenames]
@@ -39,9 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         group = needed[0] if needed else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-        if needed:
-            first.add(item.nodeid)
-    items.sort(key=lambda item: item.nodeid not in first)
+        order[item.nodeid] = 0 if needed else 1 if item.get_closest_marker("slow") else 2
+    items.sort(key=lambda item: order[item.nodeid])
 
 
 @pytest.fixture(autouse=True)

@@ -289,7 +289,7 @@ def feed(**values: Any) -> FeedStatus:
     ("standing", "words"),
     [
         ({"feed": feed(connected=False, last_error="refused")}, "not connected"),
-        ({"feed": feed(level=False)}, "at 7 of 9"),
+        ({"feed": feed(level=False)}, "at token 7, the newest known is 9"),
         ({"feed": feed(level=False, held="persister2 for 40 s")}, "persister2 for 40 s"),
         ({"feed": feed(stopped="an unknown writer")}, "an unknown writer"),
         ({"failing": "No space left on device"}, "No space left"),

@@ -83,7 +83,7 @@ def _feed_problems(status: FeedStatus) -> Iterator[str]:
     if status.held is not None:
         yield f"the events stream is held back: {status.held}"
     elif status.connected and not status.level:
-        behind = f"at {status.position} of {status.head}"
+        behind = f"at token {status.position}, the newest known is {status.head}"
         yield f"the feed is not level with the homeserver yet: {behind}"
 
 

@@ -461,7 +461,9 @@ class Link:
         try:
             self._live = peer._held = await peer._open()
         except Unreachable as failure:
-            raise SendFailed("closed", f"and then: {failure.text}", sent=True) from failure
+            raise SendFailed(
+                "closed", f"a new connection failed: {failure.text}", sent=True
+            ) from failure
 
     async def _once(self, method: str, target: str, body: bytes | None, bounds: Bounds) -> Response:
         client, connection = self._peer._client, self._live.connection
