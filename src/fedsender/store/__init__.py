@@ -1,7 +1,7 @@
-"""The store: the homeserver's database and the sender's own, behind one door.
+"""The store: the homeserver's database and the sender's own, behind one interface.
 
-`open_store` brings our tables up to date, refuses to run on tables that are not what this version
-was written for, and never migrates a Synapse's.
+`open_store` migrates our tables to the newest version and refuses tables of any other. It never
+migrates a Synapse's tables.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -60,7 +60,7 @@ class StoreConfig:
         homeserver_url: `sqlite:///path` or `postgresql://...`: the embedded store or Synapse's.
         sender_url: the same for the sender's tables.
         state_url: a Synapse's `state` database, if it is split.
-        server_name: whose an embedded store must be; None: anybody's.
+        server_name: the homeserver that an embedded store must belong to; None: any homeserver.
         synchronous: SQLite's setting for databases of ours. FULL survives a power cut, NORMAL a
             killed process, OFF neither (simulations).
     """
@@ -219,10 +219,10 @@ def _lock(url: URL, runtime: Runtime) -> Lock:
 
 
 async def _locks(own: Database, main: Database, runtime: Runtime, *, embedded: bool) -> list[Lock]:
-    """A lock in each of the databases that could be shared: in the homeserver's too.
+    """A lock in each database that several senders could share, the homeserver's included.
 
-    A Synapse's SQLite is left alone: a file of ours beside it would be a surprise. One of our own
-    is one sender's.
+    A Synapse's SQLite gets no lock file beside it: that would be a surprise. An SQLite of ours
+    belongs to one sender.
     """
     ours = _lock(own.url, runtime)
     if main.dialect != "postgresql":
@@ -234,7 +234,10 @@ async def _locks(own: Database, main: Database, runtime: Runtime, *, embedded: b
 
 
 def _place(connection: Connection) -> tuple[object, ...]:
-    """A PostgreSQL database, however its URL is written: no two servers start at the same time."""
+    """The identity of a PostgreSQL database, however its URL is written.
+
+    The start time tells two servers apart: no two start at the same time.
+    """
     query = (
         "SELECT oid, pg_postmaster_start_time() FROM pg_database WHERE datname = current_database()"
     )

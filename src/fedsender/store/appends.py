@@ -4,11 +4,10 @@ Each record is stored once, however often it comes: by the key of the id that th
 A record, its token and its key are written in one transaction.
 
 Of several senders that share a store one takes appends, and the others read them. The row in
-`stream_epoch` says which instance that is, and under which epoch; an instance that begins puts its
-own in place of any other. Each transaction that stores a record looks at that row and keeps it
-until it ends. So a sender that was paused, and does not know that another one has begun, stores
-nothing behind it. Typing and presence, which stand in no table, and ids of redacted events go to
-the other senders as notices.
+`stream_epoch` names that instance and its epoch. An instance that begins replaces the row by its
+own. Each transaction that stores a record checks that row and locks it until its own end. So a
+sender that was paused stores nothing after another one has begun. Typing, presence and the ids of
+redacted events go to the other senders as notices: typing and presence stand in no table.
 """
 
 import json
@@ -22,11 +21,11 @@ from fedsender.store import edus, positions, room_servers, tables
 from fedsender.store.statements import MAX_PARAMETERS, in_chunks, insert_rows
 
 KEPT_MS: Final = 24 * 3600 * 1000
-"""A key is known for so long at least."""
+"""The least time for which a key is known."""
 _FORGOTTEN_AT_ONCE: Final = 10_000
 MAX_OUTDATED: Final = 100
 MAX_OUTDATED_SERVERS: Final = 10_000
-"""What is stored is told of so many rooms, and of no more once so many servers were named."""
+"""`Outdated` names at most so many rooms, and no more rooms after so many servers."""
 
 Appended = int | KeyReused | Outdated
 
@@ -37,7 +36,7 @@ _APPENDED = select(tables.appends.c.key, tables.appends.c.token, tables.appends.
 
 
 class NewRecord(NamedTuple):
-    """A record to store: its key, the checksum of its rows, the rows, checked, and their texts."""
+    """A record to store: its key, the checksum of its rows, the checked rows, and their texts."""
 
     key: bytes
     checksum: int
@@ -46,7 +45,7 @@ class NewRecord(NamedTuple):
 
 
 class Rows(Protocol):
-    """The changes of the store that the rows of a batch of records come to."""
+    """The changes of the store by the rows of a batch of records."""
 
     def add(self, token: int, rows: Sequence[RelayRow], texts: Sequence[bytes]) -> None:
         """Take the rows of a token, and their texts."""
@@ -63,10 +62,10 @@ def append_records(
     now_ms: int,
     make_rows: Callable[[], Rows],
 ) -> list[Appended]:
-    """Store records in this order; for each its token, which it may have had before.
+    """Store records in this order; returns each one's token, which may be from an earlier append.
 
-    A record is not stored whose key came with other rows before, or which says who is in a room
-    as of a token after which other rows did; the others are.
+    A record is refused if its key came with other rows before, or if it names the servers in a room
+    as of a token and a later token named them too. The other records are stored.
     """
     known = find_appends(connection, (record.key for record in records))
     head = max(0, positions.feed_position(connection))
@@ -106,7 +105,7 @@ def append_records(
 
 
 def stored_rows(records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> list[RelayRow]:
-    """The rows of those records that are stored: their answers are tokens."""
+    """The rows of the records that are stored: those with a token as their answer."""
     return [
         row
         for record, answer in zip(records, answers, strict=True)
@@ -116,9 +115,9 @@ def stored_rows(records: Sequence[NewRecord], answers: Sequence[int | Exception]
 
 
 def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Outdated | None:
-    """The rooms with a row about their servers that is newer than the token of these `rows`.
+    """The rooms with a row about their servers that is newer than the `as_of` of these `rows`.
 
-    Nor can anything have been read at a token above `head`: it is of another store.
+    A room with an `as_of` above `head` is one of them too: that token is of another store.
     """
     read_at: dict[str, int] = {}
     for row in rows:
@@ -144,7 +143,7 @@ def _outdated(connection: Connection, rows: Sequence[RelayRow], head: int) -> Ou
 
 
 def find_appends(connection: Connection, keys: Iterable[bytes]) -> dict[bytes, tuple[int, int]]:
-    """Key -> (token, checksum) of those that are stored."""
+    """Key -> (token, checksum) of the stored records."""
     found: dict[bytes, tuple[int, int]] = {}
     for chunk in in_chunks(sorted(set(keys)), MAX_PARAMETERS):
         rows = connection.execute(_APPENDED, {"keys": chunk})
@@ -153,7 +152,7 @@ def find_appends(connection: Connection, keys: Iterable[bytes]) -> dict[bytes, t
 
 
 def forget_appends(connection: Connection, now_ms: int) -> int:
-    """Delete some of the keys that are older than `KEPT_MS`, oldest first; returns how many."""
+    """Delete some of the keys older than `KEPT_MS`, oldest first; returns the number."""
     table = tables.appends
     old = (
         select(table.c.key)
@@ -165,11 +164,11 @@ def forget_appends(connection: Connection, now_ms: int) -> int:
 
 
 REDACTED: Final = "redacted"
-"""The stream of notices that each name an event."""
+"""The stream of notices that each name a redacted event."""
 MAX_NOTICES: Final = 1000
-"""Notices that are read at once."""
+"""The most notices that are read at once."""
 NOTICES_KEPT_MS: Final = 60_000
-"""For so long a notice is kept; nobody wants to know later that somebody typed."""
+"""Milliseconds for which a notice is kept: no sender needs an older typing notice."""
 REDACTED_KEPT_MS: Final = 24 * 3600 * 1000
 
 _epoch, _notices = tables.stream_epoch, tables.feed_notices
@@ -183,7 +182,7 @@ class Notice(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Up to where a sender knows the store: token, stream id of receipts, id of notices."""
+    """The point up to which a sender knows the store: a token and ids of receipts and notices."""
 
     position: int
     receipts: int
@@ -194,8 +193,8 @@ class News(NamedTuple):
     """The news that a sender finds in the store.
 
     Attributes:
-        place: up to where it knows the store from now on.
-        epoch, taker: of the instance that takes appends; None: nobody ever has.
+        place: the point up to which it knows the store from now on.
+        epoch, taker: of the instance that takes appends; None: no instance ever has.
         to_device: servers with new to-device messages.
         notices: of other instances, oldest first.
     """
@@ -208,15 +207,13 @@ class News(NamedTuple):
 
 
 def begin_epoch(connection: Connection, instance: str, epoch: str) -> None:
-    """Take appends from now on, in place of anybody else."""
+    """Take appends from now on, in place of any other instance."""
     connection.execute(delete(_epoch))
     connection.execute(_epoch.insert().values(epoch=epoch, base=0, instance_name=instance))
 
 
 def check_epoch(connection: Connection, epoch: str | None) -> None:
-    """Check that no other instance has begun, nor does until this transaction ends. Raises
-    Elsewhere.
-    """
+    """Raise Elsewhere if another instance has begun; none begins until this transaction ends."""
     rows = connection.execute(_TAKER).all()
     if [row.epoch for row in rows] != [epoch]:
         raise Elsewhere(rows[0].instance_name if rows else None)
@@ -271,12 +268,12 @@ def store_notices(
 
 
 def redaction(event_id: str) -> Notice:
-    """That this event is redacted."""
+    """The notice that this event is redacted."""
     return Notice(REDACTED, json.dumps(event_id))
 
 
 def forget_notices(connection: Connection, now_ms: int) -> None:
-    """Delete notices that are old."""
+    """Delete old notices."""
     told, redacted = _notices.c.told_ts, _notices.c.stream == REDACTED
     connection.execute(
         delete(_notices).where(
@@ -289,6 +286,6 @@ def forget_notices(connection: Connection, now_ms: int) -> None:
 
 
 def store_key(connection: Connection) -> str:
-    """A name that only this store has in its database, whatever schema it is in."""
+    """A name of this store that is unique in its database, in any schema."""
     query = "SELECT 'stream_epoch'::regclass::oid"
     return f"intake of {connection.exec_driver_sql(query).scalar_one()}"

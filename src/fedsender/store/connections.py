@@ -1,4 +1,4 @@
-"""Connections to a database: which URLs there are, how each is set up, what its errors mean."""
+"""Connections to a database: the accepted URLs, the settings, and the meaning of errors."""
 
 import errno
 import os
@@ -24,23 +24,23 @@ FIRST_PAUSE_S = 0.2
 LAST_PAUSE_S = 10.0
 SQLITE_BUSY_S = 5.0
 SQLITE_CACHE_KIB = 512
+"""Size of a connection's page cache. SQLite's default of 2 MB would be full only after hours; pages
+read again are in the system's own cache."""
 SQLITE_WAL_BYTES = 64 * 2**20
-"""A write-ahead log that had to grow beyond this is cut back to it when it begins anew."""
-"""Pages that a connection keeps. It would keep 2 MB, and be hours in getting there; what it asks
-again is in the system's own cache."""
+"""Bytes to which a write-ahead log that grew larger is cut back when it begins anew."""
 CONNECT_S = 10
 STATEMENT_MS = 60_000
 LOCK_MS = 10_000
 IDLE_MS = 30_000
-"""A transaction that nobody goes on with ends: its process is paused, and others wait for it."""
+"""A transaction that is idle for so long ends: its process is paused, and others wait for it."""
 
 
 class StoreError(Exception):
-    """The store cannot do what was asked; the text says why, in words, without content."""
+    """The store cannot do the request; the text gives the reason, without content."""
 
 
 class WrongValues(StoreError):
-    """The values to be written are at fault, and not the database: it will never take them."""
+    """The values to be written are at fault, not the database: it will never take them."""
 
 
 class WrongDatabase(StoreError):
@@ -80,7 +80,7 @@ def checked_url(url: str | URL) -> URL:
 
 
 def prepare_file(url: URL, options: DatabaseOptions) -> None:
-    """Make the file with mode 0600 before SQLite does with the umask's; its -wal follows suit."""
+    """Make the file with mode 0600 before SQLite uses the umask's; its -wal gets the same mode."""
     path = Path(url.database or "")
     if path.exists():
         return
@@ -202,10 +202,10 @@ _REFUSED = re.compile(
 
 
 def kind_of(error: Exception) -> Literal["conflict", "slow", "away", "wrong"] | None:
-    """Whether an error passes: at once ("conflict"), when the database has less to do ("slow"),
-    when it is back ("away"), or not.
+    """Whether an error passes: at once, with less load, when the database is back, or never.
 
-    "wrong": there is no such database, or it does not let us in.
+    "conflict": at once. "slow": when the database has less to do. "away": when it is back. "wrong":
+    there is no such database, or it does not let us in. None: the error does not pass.
     """
     if not isinstance(error, DBAPIError):
         return None
@@ -244,8 +244,10 @@ def _is_of_connection(failed: "psycopg.Error | None") -> bool:
 
 
 def words(error: Exception) -> str:
-    """The driver's own first line, without what it quotes: SQLAlchemy would add the statement, and
-    SQLite adds a text that is none."""
+    """The first line of the driver's message, without quoted content.
+
+    SQLAlchemy would add the statement, and SQLite quotes a text that it cannot decode.
+    """
     cause = error.orig if isinstance(error, DBAPIError) else error
     lines = str(cause).strip().splitlines() or [type(cause).__name__]
     return lines[0].partition(" with text ")[0][:300]

@@ -1,12 +1,12 @@
 """The sources of EDUs, as Synapse's database has them.
 
-An embedded store has what a relay brings of it; it does not know the users in a room.
+An embedded store has the EDUs that a relay brings; it does not know the users in a room.
 
 Device lists: Synapse writes a row of `device_lists_outbound_pokes` for each (server, changed device
-or key). What changed is not in the row: it is read when it is sent, so that a device that changed
-five times is sent once, as it is now. `device_lists_outbound_last_success` says, by server and
-user, to which update the next one is chained by its `prev_id`. A server that does not know that
-update asks for all of the user's devices, and so it does when `prev_id` is empty.
+or key). The change itself is not in the row. It is read when it is sent, so a device that changed
+five times is sent once, in its present state. `device_lists_outbound_last_success` names, by server
+and user, the update that the `prev_id` of the next one refers to. A server that does not know that
+update asks for all of the user's devices. It does so too when `prev_id` is empty.
 
 Receipts: only the newest one of each (room, type, user, thread) has a row, with the stream id of
 its last change: a server that missed many finds one.
@@ -35,11 +35,11 @@ from fedsender.store.room_servers import servers_now
 from fedsender.store.statements import in_chunks, insert_rows
 
 MAX_POKES = 500
-"""So many rows are looked at for one transaction; what repeats among them is sent once."""
+"""The most rows that are read for one transaction; a change that they repeat is sent once."""
 MAX_STATES = 100_000
-"""So many states are read at once; more users than that are hardly present at once."""
+"""The most states that are read at once; more users are hardly present at once."""
 PRIVATE = "m.read.private"
-"""The receipts that are not sent to other servers (Matrix client-server API, "Receipts")."""
+"""The type of the receipts that stay on their server (client-server API, "Receipts")."""
 
 pokes_table = tables.device_lists_outbound_pokes
 last_success = tables.device_lists_outbound_last_success
@@ -64,7 +64,7 @@ class EduStore:
 
     @reading_together(having=pokes_table.c.destination, nothing=_no_changes)
     def device_changes(self, connection: Connection, destination: str, upto: int) -> DeviceChanges:
-        """The device changes that the server is owed, by its oldest rows at or below `upto`."""
+        """The device changes that the server is owed, from its oldest rows at or below `upto`."""
         query = (
             select(pokes_table.c.stream_id, pokes_table.c.user_id, pokes_table.c.device_id)
             .where(pokes_table.c.destination == destination, pokes_table.c.stream_id <= upto)
@@ -163,7 +163,7 @@ class EduStore:
     async def servers_of(
         self, users: Collection[str], excluded_rooms: Collection[str]
     ) -> dict[str, frozenset[str]]:
-        """By user the servers in the rooms that the user is in now; some rooms do not count."""
+        """By user the servers in the rooms that the user is in now, without the excluded rooms."""
         if self._embedded:
             return dict.fromkeys(users, frozenset())
 
@@ -229,7 +229,7 @@ def _states(connection: Connection, which: ColumnElement[bool]) -> list[Presence
 def _devices(
     connection: Connection, pokes: Iterable[DevicePoke], *, names: bool
 ) -> dict[tuple[str, str], Device]:
-    """Those of the poked devices that exist; a hidden one only stands for a key."""
+    """The poked devices that exist, without hidden ones: these only stand for a key."""
     wanted = {(poke.user_id, poke.device_id) for poke in pokes}
     table, keys = tables.devices, tables.e2e_device_keys_json
     found: dict[tuple[str, str], Device] = {}
@@ -256,7 +256,7 @@ def _devices(
 def _own_signatures(
     connection: Connection, users: Sequence[str]
 ) -> Mapping[tuple[str, str], dict[str, str]]:
-    """(user, device) -> key id -> signature, of those that the user made; only they are told."""
+    """(user, device) -> key id -> the user's own signature; other users' are not sent."""
     table = tables.e2e_cross_signing_signatures
     query = select(
         table.c.user_id, table.c.target_device_id, table.c.key_id, table.c.signature
@@ -315,8 +315,7 @@ def _last_sent(connection: Connection, destination: str, users: Collection[str])
 
 
 def _json_object(text: str | None) -> dict[str, Any] | None:
-    """The JSON object in a column; None if it is none. Then the homeserver has no use for it
-    either."""
+    """The JSON object in a column; None if it is none: then the homeserver cannot use it either."""
     try:
         value = json.loads(text or "null")
     except (ValueError, RecursionError):
@@ -327,11 +326,11 @@ def _json_object(text: str | None) -> dict[str, Any] | None:
 def settle_device_lists(
     connection: Connection, destination: str, pokes: Sequence[DevicePoke], *, resync: bool
 ) -> None:
-    """These rows were answered (`resync`: were taken out of the way) and go, by their exact ids.
+    """Delete these rows by their exact ids: they were answered (`resync`: quarantined).
 
-    The user's chain goes on from the newest update that was answered; key updates are no part of
-    it (W31). If rows are gone already and the chain does not end beyond them, they were pruned, and
-    others with them: the chain is cut, so that the server asks for all of the user's devices.
+    The user's chain goes on from the newest answered update; key updates are no part of it (W31).
+    If rows are gone already and the chain ends before them, they were pruned, and others with them.
+    Then the chain is cut, so that the server asks for all of the user's devices.
     """
     keys = _cross_signing(connection, {poke.user_id for poke in pokes})
     ends: dict[str, int] = {}

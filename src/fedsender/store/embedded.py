@@ -1,4 +1,4 @@
-"""Storing what a feed brings, where no homeserver shares its database with us.
+"""Storing a feed's rows, for a homeserver that does not share its database with us.
 
 All rows of a token are applied in one transaction together with the token, so that after a crash
 the feed goes on from there, with nothing missing and nothing twice.
@@ -23,7 +23,7 @@ from fedsender.streams import HostsRow, PduRow, RedactionRow
 _FORMATS = {"1": 1, "2": 1, "3": 2, "12": 4}
 _MAX_BIGINT = 2**63 - 1
 MAX_RECEIPTS = 100_000
-"""So many receipts are kept for servers that do not answer; the oldest go first."""
+"""The most receipts that are kept for servers that do not answer; the oldest go first."""
 
 
 class FeedError(StoreError):
@@ -35,9 +35,9 @@ def apply_tokens(
     batch: Sequence[tuple[int, Sequence[RelayRow]]],
     now_ms: int,
 ) -> None:
-    """Store the rows of each (token, rows), ascending; what was applied before is passed over.
+    """Store the rows of each (token, rows), ascending; tokens applied before are passed over.
 
-    Nor is an event stored again that is there under another token, of another history. Rows are
+    An event that is stored under another token, of another history, is not stored again. Rows are
     written table by table, so that a batch takes a few statements however many rows it has.
     """
     stored = positions.feed_position(connection)
@@ -70,7 +70,7 @@ class Rows:
         self._device_lists: list[tuple[int, DeviceListRow | SigningKeyRow]] = []
 
     def add(self, token: int, rows: Sequence[RelayRow], texts: Sequence[bytes] = ()) -> None:
-        """Take the rows of a token; here their `texts` are of no use."""
+        """Take the rows of a token; their `texts` are not used here."""
         if not 0 < token <= _MAX_BIGINT:
             raise FeedError(f"token {token} is out of range")
         pdus = sum(isinstance(row, PduRow) for row in rows)
@@ -155,9 +155,9 @@ def json_values(row: PduRow) -> dict[str, Any]:
 
 
 def exceptions_values(row: PduRow) -> list[dict[str, Any]]:
-    """The event's row in `event_servers`, if it needs one.
+    """The event's row in `event_servers`, if it needs one; else none.
 
-    Servers beyond, or short of, the room's that get the event.
+    `plus` has servers outside the room that get the event, `minus` servers in it that do not.
     """
     if not (row.plus or row.minus):
         return []
@@ -183,8 +183,11 @@ _NOTE_VERSION = (
 
 
 def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> None:
-    """Add rooms, and note their versions. The newest one holds: a first one that was wrong would
-    keep all that follows from being sent."""
+    """Add rooms, and note their versions.
+
+    The newest version replaces an older one: a wrong first one would keep all later events from
+    being sent.
+    """
     rows = [{"room_id": name, "room_version": versions[name]} for name in sorted(versions)]
     for chunk in in_chunks(rows):
         insert_rows(connection, tables.rooms, chunk)
@@ -198,10 +201,10 @@ def store_rooms(connection: Connection, versions: Mapping[str, str | None]) -> N
 
 
 def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | ServersRow]]) -> None:
-    """Close the stays of those that left, open one for each that joined and is not there.
+    """End the stays of servers that left; begin one for each that joined and is not there.
 
-    `told`: (token, row) in their order. A stay holds for events above the token of its coming, up
-    to and with that of its going.
+    `told`: (token, row) in their order. A stay holds for events above the token at which the server
+    joined, up to and with the token at which it left.
     """
     whole = {row.room_id for _, row in told if isinstance(row, ServersRow)}
     places = {
@@ -235,7 +238,7 @@ def store_hosts(connection: Connection, told: Sequence[tuple[int, HostsRow | Ser
 
 
 def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:
-    """Note by room the token of the last row about its servers, though it may change nothing."""
+    """Note by room the token of the last row about its servers, even if it changes nothing."""
     rows = [{"room_id": room_id, "token": tokens[room_id]} for room_id in sorted(tokens)]
     for chunk in in_chunks(rows):
         insert_rows(connection, tables.room_servers_told, chunk, replacing=("token",))
@@ -244,7 +247,7 @@ def store_told(connection: Connection, tokens: Mapping[str, int]) -> None:
 def open_stays(
     connection: Connection, rooms: Collection[str], places: Collection[tuple[str, str]]
 ) -> defaultdict[str, dict[str, list[int]]]:
-    """room -> server -> since when it is there: of whole rooms, and of (room, server) pairs."""
+    """room -> server -> tokens of its open stays: for whole rooms, and for (room, server) pairs."""
     stay = tables.room_servers.c
     which = [stay.room_id.in_(chunk) for chunk in in_chunks(sorted(rooms))]
     which += [
@@ -287,7 +290,7 @@ def store_to_device(
 def store_device_list(
     connection: Connection, token: int, row: DeviceListRow | SigningKeyRow, *, resync: bool
 ) -> None:
-    """Have a server hear of a user's device, or keys."""
+    """Queue a user's device, or keys, for a server."""
     if isinstance(row, SigningKeyRow):
         poke = DevicePoke(token, row.user_id, row.public_key)
         _store_signing_keys(connection, row.destination, poke, row.keys)
@@ -304,7 +307,10 @@ def _store_device_update(
     *,
     resync: bool,
 ) -> None:
-    """A server is to hear of a device. Without content, or with `resync`, of all of the user's."""
+    """Queue a device for a server.
+
+    Without content, or with `resync`, the server asks for all of the user's devices.
+    """
     connection.execute(
         tables.device_lists_outbound_pokes.insert().values(
             destination=destination, **poke._asdict()
@@ -351,10 +357,10 @@ def _store_signing_keys(
     poke: DevicePoke,
     keys: Mapping[str, Mapping[str, object]],
 ) -> None:
-    """A server is to hear of a user's cross-signing keys, by kind; others stay as they are.
+    """Queue a user's cross-signing keys, by kind, for a server; other kinds stay as they are.
 
-    `poke` names the public half of one of them as its device. It may wait for long, so a key that
-    was replaced stays known as one.
+    `poke` has the public half of one of the keys as its device. It may wait for long, so a replaced
+    key stays known as a key.
     """
     connection.execute(
         tables.device_lists_outbound_pokes.insert().values(
@@ -379,7 +385,7 @@ def _store_signing_keys(
 
 
 def _storable(name: object) -> str | None:
-    """A device's name; None for one that a database cannot hold."""
+    """A device's name; None if a database cannot hold it."""
     if not isinstance(name, str) or "\0" in name:
         return None
     return name if name.encode(errors="ignore").decode() == name else None
@@ -388,7 +394,7 @@ def _storable(name: object) -> str | None:
 def store_receipts(connection: Connection, receipts: Sequence[Receipt]) -> int:
     """Store receipts in place of older ones of the same user, room, type and thread.
 
-    Their own stream ids are not looked at. Returns the newest stream id.
+    Their own stream ids are ignored. Returns the newest stream id.
     """
     table = tables.receipts_linearized
     newest: int = connection.execute(

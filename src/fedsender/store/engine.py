@@ -1,16 +1,16 @@
 """A database behind worker threads: reads side by side, small reads and writes in groups.
 
-`Database.write` is the only way in for changes. Callers queue up, one committer takes all that are
-waiting and runs them in one transaction, in one thread hop; a caller's await returns once that
-transaction is durable. If a function raises, its batch is rolled back and each of the batch is run
-by itself, so that only the bad one raises. `Database.read_together` is the same for small reads:
-a hop and a transaction cost several times what such a read itself costs.
+`Database.write` is the only way in for changes. Callers queue up. One committer takes all that wait
+and runs them in one transaction, in one thread hop. A caller's await returns once that transaction
+is durable. If a function raises, its batch is rolled back and each function of the batch is run by
+itself, so that only the bad one raises. `Database.read_together` is the same for small reads: a hop
+and a transaction cost several times as much as such a read itself.
 
-A database that is away (restarting, full, locked by somebody else) is not an error: reads and
-writes wait, with growing pauses, until it is back or until they are cancelled. One that is there
-and takes too long is asked a few times more, and then it is an error of who asked. A connection can
-break after COMMIT was sent and before its answer came; the batch is then run again. So what is
-given to `write` must come to the same when it is run twice.
+A database that is away (restarting, full, locked by another process) is not an error: reads and
+writes wait, with growing pauses, until it is back or until they are cancelled. A database that is
+there and takes too long is asked a few times more; then the caller gets an error. A connection can
+break after COMMIT was sent and before its answer came; the batch is then run again. So a function
+given to `write` must have the same result when it is run twice.
 """
 
 from collections.abc import (
@@ -139,14 +139,14 @@ class Database:
 
     @property
     def trouble(self) -> str | None:
-        """Why it does not answer, in its own words; None: it does."""
+        """The driver's message about the present outage; None: there is none."""
         return self._writer.trouble or self._readers.trouble
 
     async def read(self, fn: Callable[[Connection], T]) -> T:
         """The result of `fn`, run in a read transaction of its own (one consistent snapshot).
 
-        Waits while the database is away; raises StoreError for what waiting does not cure, and
-        StoreClosed once nothing is read or written any more.
+        Waits while the database is away. Raises StoreError for faults that waiting does not cure,
+        and StoreClosed once nothing is read or written any more.
         """
         await self._writes.check_open()
         lane = self._readers
@@ -174,28 +174,27 @@ class Database:
             yield connection
 
     async def write(self, fn: Callable[[Connection], T]) -> T:
-        """The result of `fn`, once the transaction it ran in is durable.
+        """The result of `fn`, once its transaction is durable.
 
-        `fn` may run more than once and must come to the same each time. Whatever it raises is
+        `fn` may run more than once and must have the same result each time. An exception of `fn` is
         raised here and undoes only its own work. If cancelled before the transaction has begun,
-        nothing happens; after that it waits for the transaction's end, then raises Cancelled.
+        nothing happens. After that it waits for the transaction's end, then raises Cancelled.
         """
         value: T = await self._writes.put(Job(fn))
         return value
 
     async def write_together(self, fn: Callable[[Connection, Sequence[Item]], T], item: Item) -> T:
-        """The same with `fn(connection, items)`, of all that wait with this `fn` when it runs."""
+        """The result of `fn(connection, items)`, run with all waiting items of this `fn`."""
         value: T = await self._writes.put(Job(fn, [item]))
         return value
 
     async def read_together(
         self, fn: Callable[[Connection, Sequence[Asked]], Mapping[Asked, T]], item: Asked
     ) -> T:
-        """The answer of `fn(connection, items)` for this item: for small questions that many tasks
-        ask.
+        """The answer of `fn(connection, items)` for this item: for small questions of many tasks.
 
-        All that wait are answered in one read transaction, those with the same `fn` in one call.
-        Equal items share an answer, which is not to be changed. Errors are as with `read`.
+        All items that wait are answered in one read transaction, those with the same `fn` in one
+        call. Equal items share an answer, which must not be changed. Errors are as with `read`.
         """
         await self._writes.check_open()
         value: T = await self._reads.put(Job(fn, [item]))
@@ -227,7 +226,7 @@ class Database:
         self._note_back(self._readers)
 
     def _pause_after(self, lane: _Lane, error: Exception, tries: int) -> float:
-        """Seconds until the next try; raises what is not cured by trying again."""
+        """Seconds until the next try; raises errors that another try does not cure."""
         kind = kind_of(error)
         if kind == "conflict" and tries < MAX_CONFLICTS:
             self._meter.retried()
@@ -282,7 +281,7 @@ AsyncMethod = Callable[Concatenate[S, P], Coroutine[Any, Any, T]]
 
 
 def reading(method: Method[S, P, T]) -> AsyncMethod[S, P, T]:
-    """Make of a method that is given a connection an async one: see `Database.read`.
+    """Turn a method that takes a connection into an async one: see `Database.read`.
 
     The method runs in a worker thread, in a transaction of its own on its object's `_database`.
     """
@@ -297,7 +296,7 @@ def reading(method: Method[S, P, T]) -> AsyncMethod[S, P, T]:
 
 
 def writing(method: Method[S, P, T]) -> AsyncMethod[S, P, T]:
-    """The same for one that changes something: see `Database.write`."""
+    """Turn a method that changes the database into an async one: see `Database.write`."""
 
     @wraps(method)
     async def change(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -311,7 +310,7 @@ def writing(method: Method[S, P, T]) -> AsyncMethod[S, P, T]:
 def reading_together(
     having: Column[str] | None = None, nothing: Callable[[], Any] = lambda: None
 ) -> Callable[[Method[S, P, T]], AsyncMethod[S, P, T]]:
-    """The same for small questions that many ask at once: see `Database.read_together`.
+    """Turn a method for small questions into an async one: see `Database.read_together`.
 
     `having`: the method runs only for a first argument that stands in this column of any row; for
     others the answer is `nothing()`.
@@ -356,13 +355,13 @@ async def open_database(
 
     Args:
         url: `sqlite:///path` or `postgresql://...`.
-        name: what log lines and errors call it.
+        name: the database's name in log lines and errors.
         after_commit: called in the event loop after each commit, before its writers go on.
         faults: called in the worker with "before commit" and "after commit", for tests. To play a
-            crash it raises something that is not an Exception.
+            crash it raises a BaseException that is not an Exception.
 
     Raises StoreError for a URL we cannot use. Writes are still committed while the body unwinds
-    under a cancellation, for callers who shield them.
+    under a cancellation, for callers that shield them.
     """
     parsed = checked_url(url)
     options = options or DatabaseOptions()

@@ -24,7 +24,7 @@ from fedsender.store.statements import MAX_PARAMETERS, in_chunks
 
 
 def json_object(text: str | None) -> dict[str, Any]:
-    """The object in `text`, {} if there is none: for fields of events that may be anything."""
+    """The object in `text`; {} if there is none: for fields of events that may hold any value."""
     try:
         value = json.loads(text or "")
     except (ValueError, RecursionError):
@@ -160,7 +160,7 @@ def _metadata(text: str | None) -> dict[str, object] | None:
 def _redacted(
     connection: Connection, rows: Sequence[Row[Any]], *, late: LateSchema
 ) -> frozenset[str]:
-    """The event ids among `rows` with a valid redaction. Create events have none, ever."""
+    """The event ids among `rows` with a valid redaction. Create events never have one."""
     targets = {row.event_id: row for row in rows if row.type != "m.room.create"}
     claims: list[tuple[str, str]] = []
     done: set[str] = set()
@@ -191,7 +191,7 @@ def _redactions_of(recheck: bool) -> Select[Any]:
 def _redacted_by_bans(
     connection: Connection, targets: Mapping[str, Row[Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Bans that redact what the banned user sent before (and until they were lifted)."""
+    """(ban, event) ids: the ban redacts the banned user's events, up to the unban if any."""
     senders = sorted({(row.room_id, row.sender) for row in targets.values() if row.sender})
     bans: dict[tuple[str, str], list[Row[Any]]] = {}
     for chunk in in_chunks(senders, MAX_PARAMETERS // 2):
@@ -211,8 +211,11 @@ def _checked(
     targets: Mapping[str, Row[Any]],
     claims: Sequence[tuple[str, str]],
 ) -> Iterator[str]:
-    """Targets of the claims that hold: the redaction is here, in the same room, not rejected, and
-    of the same server where its own metadata asks for that to be looked at."""
+    """The targets of the valid claims.
+
+    A claim is valid if its redaction is here, in the same room, and not rejected. If the
+    redaction's own metadata ask for it, both events must be of the same server.
+    """
     redactions = _redaction_events(connection, {redaction_id for redaction_id, _ in claims})
     for redaction_id, target_id in claims:
         redaction, target = redactions.get(redaction_id), targets[target_id]

@@ -1,4 +1,4 @@
-"""Group commit: the reads and writes that wait for a database are run in one transaction."""
+"""Group commit: the reads and writes that wait for a database run in one transaction."""
 
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +13,7 @@ from fedsender.store.connections import StoreError
 
 
 class StoreClosed(StoreError):
-    """The database is closed. A write that was waiting was not begun, or its end is not known."""
+    """The database is closed. A waiting write was not begun, or its end is not known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class Job:
     """One caller's read or write. `running` while its transaction may be under way.
 
     Attributes:
-        items: what `run` is given besides the connection, with those of other jobs; (): nothing.
+        items: arguments of `run` after the connection, joined with those of other jobs; (): none.
     """
 
     run: Callable[..., Any]
@@ -35,7 +35,7 @@ class Job:
 
 
 class GroupCommit:
-    """Jobs in a queue, and the loop that has them run, batch by batch.
+    """Jobs in a queue, and the loop that runs them, batch by batch.
 
     A batch is run in one transaction. If one of its jobs raises, each of them is run by itself, so
     that only the bad one raises.
@@ -53,9 +53,9 @@ class GroupCommit:
         Args:
             name: of the database.
             transact: runs a batch in one transaction.
-            pause_after: seconds until it may be run again, after an error and so many tries;
-                raises what is not cured by trying again.
-            largest: so many jobs are in a batch at most.
+            pause_after: seconds until the batch may run again, given an error and the number of
+                tries; raises errors that another try does not cure.
+            largest: the most jobs in a batch.
         """
         self.closed = False
         self._name = name
@@ -67,7 +67,7 @@ class GroupCommit:
         self._arrived = trio.Event()
 
     async def check_open(self) -> None:
-        """Raise StoreClosed if nothing is run any more."""
+        """Raise StoreClosed if no job is run any more."""
         await trio.lowlevel.checkpoint_if_cancelled()
         if self.closed:
             raise self._closed_error()
@@ -75,8 +75,8 @@ class GroupCommit:
     async def put(self, job: Job) -> Any:
         """The job's result, once its transaction is over.
 
-        If cancelled before that has begun, nothing happens; after that it waits for the end, then
-        raises Cancelled.
+        If cancelled before the transaction has begun, nothing happens. After that it waits for the
+        end, then raises Cancelled.
         """
         await self.check_open()
         self._queue.append(job)
@@ -94,7 +94,7 @@ class GroupCommit:
         return job.value
 
     async def run(self) -> None:
-        """Run the jobs that wait, until cancelled; then no caller is left waiting."""
+        """Run the waiting jobs, until cancelled; then no caller is left waiting."""
         tries = 0
         try:
             while True:
@@ -166,7 +166,7 @@ class GroupCommit:
         self._running = []
 
     def _put_back(self, batch: list[Job], *, alone: bool) -> None:
-        """To the front of the queue, in order; jobs that were cancelled meanwhile are dropped."""
+        """Return jobs to the front of the queue, in order; drop those cancelled meanwhile."""
         self._running = []
         for job in reversed(batch):
             job.running = False
@@ -180,7 +180,7 @@ class GroupCommit:
 
 
 def run_writes(connection: Connection, batch: Sequence[Job]) -> None:
-    """Run these in their order; neighbours that are to be written together in one call."""
+    """Run these in their order; neighbours with the same function and with items in one call."""
     for (run, together), group in groupby(batch, lambda job: (job.run, bool(job.items))):
         jobs = list(group)
         if not together:

@@ -1,8 +1,8 @@
-"""The homeserver's database, as questions and answers in the words of the sender.
+"""The homeserver's database, as the sender's questions and their answers.
 
 One class for both kinds: a Synapse's database, used in place, and the embedded store, which a feed
-fills. What needs several tables at once, or is asked by several transactions, is a function of a
-connection in a module beside this one: `event_rows`, `room_servers`, `edus`, `positions`, and
+fills. A question that needs several tables at once, or that several transactions ask, is a function
+of a connection in a module beside this one: `event_rows`, `room_servers`, `edus`, `positions`, and
 for the embedded store `embedded`, `appends` and `relay_load`.
 """
 
@@ -79,7 +79,7 @@ LAGGING_ROWS = 50_000
 """Rows of `destination_rooms` that one statement looks at."""
 OWING_KEYS_PAGE = 1_000
 MAX_SERVERS_KNOWN = 200_000
-"""Of an embedded store's rooms so many servers are remembered: some 20 MB if they all differ."""
+"""The most servers of an embedded store's rooms in memory: some 20 MB if they all differ."""
 SORTABLE = (
     "destination",
     "retry_last_ts",
@@ -109,7 +109,7 @@ class HomeserverStore:
     ) -> None:
         """
         Args:
-            state_database: where a Synapse keeps `state_groups_state` and its edges apart.
+            state_database: a Synapse's separate database of `state_groups_state` and its edges.
             intake_lock: held while we take appends; None: no other process can use this store.
         """
         self._database = database
@@ -139,7 +139,7 @@ class HomeserverStore:
     async def check_schema(self) -> None:
         """Raise StoreError if this is not a Synapse database of a version that we know.
 
-        On a Synapse it must have been called before events are read. Nothing on an embedded store.
+        On a Synapse it must be called before events are read. On an embedded store it does nothing.
         """
         if self._embedded:
             return
@@ -150,14 +150,16 @@ class HomeserverStore:
 
     @writing
     def events_position(self, connection: Connection) -> int:
-        """Up to where everything is fanned out. Reconciles the table with the configured senders,
-        as Synapse's do at start.
+        """The events position: every event up to it is fanned out.
+
+        First reconciles the table with the configured senders, as Synapse's do at start.
 
         If the table's instance names are not the configured ones, ours start at the smallest
-        position of each type and rows of others that are no longer configured go: some events may
-        be sent twice, none is left out. A configured sender without a row is given one there: else
-        it would begin where we are when it starts, and what we pass until then would be left out
-        for its servers. Not so if we are `alone` in this database.
+        position of each type, and rows of names that are no longer configured go. So some events
+        may be sent twice, and none is left out. A configured sender without a row gets one there.
+        Without it that sender would begin at our position at its start, and events that we pass
+        until then would be left out for its servers. If we are `alone` in this database no such row
+        is made.
 
         Raises StoreError if a Synapse has no position at all.
         """
@@ -189,8 +191,10 @@ class HomeserverStore:
 
     @reading
     def senders(self, connection: Connection) -> dict[str, Generation]:
-        """The position of each sender of this homeserver; `ours` is that of a fedsender
-        that has not handed back."""
+        """The positions of each sender of this homeserver.
+
+        `ours` is that of a fedsender that has not handed back.
+        """
         table = positions.positions
         found: dict[str, dict[str, int]] = {}
         for row in connection.execute(select(table).where(table.c.type.in_(positions.SHARED))):
@@ -203,13 +207,13 @@ class HomeserverStore:
 
     @writing
     def hand_back(self, connection: Connection) -> None:
-        """Say, to whoever comes after us, that we have no records of our own any more."""
+        """Note for the next sender that we have no records of our own any more."""
         instance = self._settings.instance
         positions.set_position(connection, "federation", instance, positions.NEVER_ACKED)
 
     @reading
     def generation(self, connection: Connection) -> Generation:
-        """Whether anybody else moved our position, and our mark in this database."""
+        """Our events position, our last write of it, and our mark in this database."""
         table, marks = positions.positions, tables.generation_marks
         instance = self._settings.instance
         rows = connection.execute(
@@ -224,7 +228,7 @@ class HomeserverStore:
 
     @writing
     def adopt_generation(self, connection: Connection, mark: str) -> None:
-        """Take the database as it is: from here on it is as we left it.
+        """Accept the database's present state as the one that we left.
 
         Writes the mark where there is room for one (not on a Synapse).
         """
@@ -237,11 +241,11 @@ class HomeserverStore:
 
     @reading
     def event_writer_positions(self, connection: Connection) -> dict[str, int]:
-        """Per configured writer of events a position below which it is done. A lower bound.
+        """By configured writer of events a lower bound of the position below which it is done.
 
-        A writer's row lags, and appears only after its first write: one without a row may be
-        writing its first event right now, so it stands where we stand. It announces itself on the
-        feed soon.
+        A writer's row lags, and appears only after its first write. A writer without a row may be
+        writing its first event right now, so its bound is our own position. It announces itself on
+        the feed soon.
         """
         writers = self._settings.event_writers
         found: dict[str, int] = {}
@@ -256,9 +260,9 @@ class HomeserverStore:
         return {writer: found.get(writer, ours) for writer in writers}
 
     async def stream_positions(self, stream: str) -> dict[str, int]:
-        """By writer up to where it has stored rows of a stream (by Synapse's name for it there).
+        """By writer the stream id up to which it has stored rows of a stream (by Synapse's name).
 
-        They lag, and a writer has none before its first write.
+        The ids lag, and a writer has none before its first write.
         """
         if self._embedded:
             return {}
@@ -272,7 +276,8 @@ class HomeserverStore:
     ) -> list[EventRow]:
         """Events with `after` < stream ordering <= `upto`, ascending, the first `limit` of them.
 
-        Rejected ones too (flagged); one without JSON has `json` "". Backfilled ones (< 1) never.
+        Includes rejected events (flagged). An event without JSON has `json` "". Backfilled ones (<
+        1) never come.
         """
         return event_rows.read_events(connection, after, upto, limit, late=self._late)
 
@@ -287,7 +292,7 @@ class HomeserverStore:
 
     @reading
     def next_event(self, connection: Connection, after: int, upto: int) -> StoredEvent | None:
-        """The first event of these, whatever stands in it: for one that `read_events` raises at."""
+        """The first of these events, with any content: for one at which `read_events` raises."""
         events, event_json = tables.events, tables.event_json
 
         def raw(column: Column[str]) -> ColumnElement[bytes]:
@@ -316,7 +321,7 @@ class HomeserverStore:
         return StoredEvent(token, event_id, room_id, json or b"")
 
     async def events_by_id(self, event_ids: Sequence[str]) -> dict[str, EventRow]:
-        """Those of the events that the homeserver has."""
+        """The events among these that the homeserver has."""
         if not event_ids:
             return {}
         return await self._database.read(
@@ -331,7 +336,7 @@ class HomeserverStore:
         return event_rows.auth_memberships(connection, events)
 
     async def forward_extremities(self, room_id: str) -> list[str]:
-        """The room's newest events, the deepest ten; an embedded store knows of none."""
+        """The ids of the room's newest events, the ten deepest; an embedded store has none."""
         if self._embedded:
             return []
         extremities, events = tables.event_forward_extremities, tables.events
@@ -349,7 +354,7 @@ class HomeserverStore:
     # --- servers in rooms -------------------------------------------------------------------------
 
     async def servers_before(self, events: Sequence[EventRow]) -> dict[str, Hosts]:
-        """Per event id the servers joined in the state before it, or why that cannot be told."""
+        """By event id the servers joined in the state before it, or why they are unknown."""
         if self._embedded:
             return await self._database.read(
                 partial(room_servers.embedded_servers_before, events=events)
@@ -370,7 +375,7 @@ class HomeserverStore:
             return await self._database.read(look)
 
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
-        """Per room the servers in it now; of a partial-state room all that may be."""
+        """By room the servers in it now; of a partial-state room all that may be in it."""
         wanted = set(room_ids)
         if not self._embedded:
             return await self._database.read(partial(room_servers.servers_now, room_ids=wanted))
@@ -391,7 +396,7 @@ class HomeserverStore:
 
     @contextmanager
     def _hosts_moving(self) -> Iterator[None]:
-        """While servers come to rooms, or leave them: what is read meanwhile is not remembered."""
+        """Keep results of reads out of memory while servers join or leave rooms."""
         self._moves += 1
         try:
             yield
@@ -399,7 +404,7 @@ class HomeserverStore:
             self._hosts_moved()
 
     def _hosts_moved(self) -> None:
-        """Servers have come to rooms, or left them: what was read before is not to be used."""
+        """Drop the remembered servers of rooms: servers have joined or left."""
         self._moves += 1
         self._here.clear()
 
@@ -429,12 +434,12 @@ class HomeserverStore:
         owed: Mapping[tuple[str, str], int],
         first: Mapping[str, int] | None = None,
     ) -> set[str]:
-        """Record what each (destination, room) is owed and move the events position, as one (I1).
+        """Record each (destination, room)'s owed events and move the events position, as one (I1).
 
         Returns the rooms that are gone: nothing is owed there.
 
-        `owed` has the newest event of each; `first` the oldest that each destination is owed now,
-        below which a new destination's LSSO begins.
+        `owed` has the newest event of each. `first` has, by destination, the oldest event that it
+        is owed now; a new destination's LSSO begins below that one.
 
         Stream orderings go upwards only; rooms that were purged are left out. Raises StoreError if
         the position is gone or beyond `position`.
@@ -445,15 +450,17 @@ class HomeserverStore:
 
     @writing
     def record_owed(self, connection: Connection, owed: Mapping[tuple[str, str], int]) -> None:
-        """Record what each (destination, room) is owed, upwards only; purged rooms are left out."""
+        """Record each (destination, room)'s newest owed event, upwards only; skip purged rooms."""
         _record_owed(connection, owed, {})
 
     @reading_together()
     def owed_rooms(
         self, connection: Connection, destination: str, after: int, limit: int
     ) -> list[tuple[str, int]]:
-        """The first `limit` of the destination's (room, newest stream ordering) above `after`,
-        ascending by stream ordering."""
+        """The destination's first `limit` owed rooms above `after`, ascending by stream ordering.
+
+        Each is (room, newest stream ordering).
+        """
         query = (
             select(destination_rooms.c.room_id, destination_rooms.c.stream_ordering)
             .where(destination_rooms.c.destination == destination)
@@ -469,7 +476,7 @@ class HomeserverStore:
         return None if row is None else row.lsso
 
     async def lagging(self) -> list[Lagging]:
-        """Every destination that is owed something, by name."""
+        """Every destination with a backlog, by name."""
         found: dict[str, Lagging] = {}
         start: tuple[str, str] | None = ("", "")
         while start is not None:
@@ -501,10 +508,10 @@ class HomeserverStore:
     def to_device(
         self, connection: Connection, destination: str, after: int, upto: int | None, limit: int
     ) -> list[tuple[int, str]]:
-        """(stream id, EDU content as JSON text) above `after`, ascending.
+        """The destination's (stream id, EDU content as JSON text) above `after`, ascending.
 
-        The rows of one stream id always come together, beyond the limit if they must: they are
-        deleted by it.
+        The rows of one stream id always come together, if need be beyond the limit: they are
+        deleted by that id.
         """
         query = (
             select(outbox.c.stream_id, outbox.c.messages_json)
@@ -528,7 +535,7 @@ class HomeserverStore:
 
     @writing
     def purge(self, connection: Connection, destination: str) -> None:
-        """Forget the destination: its row, and all that it is owed."""
+        """Remove the destination: its row, and its backlog."""
         changes = (pokes, tables.device_lists_outbound_last_success)
         for table in (destination_rooms, outbox, destinations, *changes):
             connection.execute(delete(table).where(table.c.destination == destination))
@@ -536,9 +543,10 @@ class HomeserverStore:
     # --- answers and backoff ----------------------------------------------------------------------
 
     async def settle(self, settlements: Sequence[Settlement]) -> None:
-        """Write what answered transactions change, in one transaction.
+        """Write the changes by answered transactions, in one transaction.
 
-        LSSO goes upwards only. Outbox rows go by their exact ids: others may have come below them.
+        LSSO goes upwards only. Outbox rows go by their exact ids: rows with lower ids may have come
+        since.
         """
         await self._database.write_together(_settle, settlements)
 
@@ -551,10 +559,11 @@ class HomeserverStore:
         retry_last_ts: int,
         retry_interval: int,
     ) -> int | None:
-        """Write the shared failure columns (ms), unless the row there is later or longer.
+        """Write the shared failure columns (ms), unless the stored row is later or longer.
 
-        It applies if it is a reset, or if the stored interval is missing or shorter, or the stored
-        last try is older: as Synapse's own upsert does, which the other processes rely on.
+        The new values apply if they are a reset, if the stored interval is missing or shorter, or
+        if the stored last try is older. Synapse's own upsert does the same, and the other processes
+        rely on it.
 
         Returns, on a Synapse with PostgreSQL, the id to publish on the `caches` stream.
         """
@@ -588,7 +597,7 @@ class HomeserverStore:
         return self._invalidate_backoff_cache(connection, destination)
 
     def _invalidate_backoff_cache(self, connection: Connection, destination: str) -> int:
-        """Tell Synapse's processes that a backoff row changed: a row of their `caches` stream.
+        """Tell Synapse's processes of a changed backoff row: write a row of their `caches` stream.
 
         Returns its stream id, taken from their sequence; they accept no other. The caller publishes
         it once the transaction is durable.
@@ -612,16 +621,19 @@ class HomeserverStore:
         return stream_id
 
     async def backoff(self, destination: str) -> Backoff | None:
-        """The destination's row; None if it has none."""
+        """The destination's backoff row; None if it has none."""
         return await self._database.read_together(_backoffs, destination)
 
     async def backoffs(self, destinations: Sequence[str]) -> dict[str, Backoff | None]:
-        """The rows of these destinations; None for one that has none."""
+        """The backoff rows of these destinations; None for one that has none."""
         return await self._database.read(partial(_backoffs, names=destinations))
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> list[str]:
-        """The servers with a backoff that `writer` changed, by its rows of the `caches` stream with
-        after < stream id <= upto. Empty where there is no such stream."""
+        """The servers with a backoff that `writer` changed, by name.
+
+        Found in its rows of the `caches` stream with after < stream id <= upto. Empty where there
+        is no such stream.
+        """
         if not self._tells_caches:
             return []
         query = text(
@@ -635,7 +647,7 @@ class HomeserverStore:
         return sorted({name for (keys,) in rows for name in keys or ()})
 
     async def last_cache_write(self, *, of_all: bool = False) -> int | None:
-        """The newest id in the `caches` stream that we wrote (or anybody), if we ever did."""
+        """The newest id of our rows (`of_all`: all rows) in the `caches` stream; None if none."""
         if not self._tells_caches:
             return None
         query = "SELECT MAX(stream_id) FROM cache_invalidation_stream_by_instance"
@@ -766,12 +778,12 @@ class HomeserverStore:
 
     @property
     def known_to_others(self) -> bool:
-        """Whether senders of other names may have sent what is in this store."""
+        """Whether senders of other names may have sent events of this store."""
         shared = self._settings.shared and self._database.dialect == "postgresql"
         return not self._embedded or shared
 
     async def begin_intake(self, epoch: str) -> bool:
-        """Take the homeserver's appends under this epoch, unless another instance takes them."""
+        """Take the homeserver's appends under this epoch; False: another instance takes them."""
         if self._intake_lock is not None:
             try:
                 await self._intake_lock.take(await self._database.read(appends.store_key))
@@ -818,18 +830,18 @@ class HomeserverStore:
 
     @reading
     def room_servers(self, connection: Connection, room_id: str) -> RoomServers | None:
-        """The servers that are in a room by what the feed brought; None: it said nothing of it."""
+        """The room's servers by the feed's rows; None: no row was about them."""
         return room_servers.embedded_room(connection, room_id)
 
     @reading
     def find_appends(
         self, connection: Connection, keys: Sequence[bytes]
     ) -> dict[bytes, tuple[int, int]]:
-        """Key -> (token, checksum) of the records that are stored."""
+        """Key -> (token, checksum) of the stored records."""
         return appends.find_appends(connection, keys)
 
     async def forget_appends(self) -> int:
-        """Delete some of the keys that are old enough, and old notices; returns how many keys."""
+        """Delete some of the old keys, and all old notices; returns the number of keys."""
         now_ms = self._now_ms()
 
         def forget(connection: Connection) -> int:
@@ -841,9 +853,9 @@ class HomeserverStore:
     async def store_ephemeral(
         self, receipts: Sequence[Receipt], notices: Sequence[Notice]
     ) -> int | None:
-        """Keep receipts for those that do not answer now, and notices for other senders.
+        """Store receipts for servers that do not answer now, and notices for other senders.
 
-        The newest stream id that the receipts got; None: there were none. Raises Elsewhere.
+        Returns the newest stream id of the receipts; None: there were none. Raises Elsewhere.
         """
         instance, epoch, now_ms = self._settings.instance, self._epoch, self._now_ms()
 
@@ -872,22 +884,22 @@ class HomeserverStore:
 
     @writing
     def store_receipts(self, connection: Connection, receipts: Sequence[Receipt]) -> int:
-        """Keep receipts for those that do not answer now; the newest stream id that they got."""
+        """Store receipts for servers that do not answer now; returns their newest stream id."""
         return embedded.store_receipts(connection, receipts)
 
     async def load_snapshot(self, snapshot: LoadedSnapshot, handles: Handles) -> Loaded:
-        """Take a snapshot over; nothing of it counts until all is stored. See `relay_load`.
+        """Load a snapshot; nothing of it counts until all is stored. See `relay_load`.
 
-        Raises FeedError, and what `snapshot.read` raises.
+        Raises FeedError, and the errors of `snapshot.read`.
         """
         return await self._run_steps(relay_load.load(snapshot, handles, self._now_ms()))
 
     async def drop_unfinished_load(self) -> None:
-        """Remove what a load that was broken off has left; before the feed stores anything."""
+        """Remove the rows of an interrupted load; before the feed stores anything."""
         await self._run_steps(relay_load.drop())
 
     async def _run_steps(self, steps: Steps[T]) -> T:
-        """Each step in a transaction of its own, which others may share."""
+        """Run each step in its own transaction, which others may share; returns the end's value."""
         limiter = trio.CapacityLimiter(1)
         result: Any = None
         with self._hosts_moving(), closing(steps):
@@ -925,9 +937,9 @@ def _move_hosts(rows: Iterable[RelayRow]) -> bool:
 def _record_owed(
     connection: Connection, owed: Mapping[tuple[str, str], int], first: Mapping[str, int]
 ) -> set[str]:
-    """Write what each (destination, room) is owed: the newest stream ordering, upwards only.
+    """Write the newest stream ordering owed to each (destination, room), upwards only.
 
-    `first`: per destination the oldest of the events that `owed` stands for, where it is not the
+    `first`: by destination the oldest of the events that `owed` stands for, where it is not the
     smallest value there.
 
     Rooms that are gone from `rooms` are left out and returned: a purge removed their rows. A
@@ -947,7 +959,7 @@ def _record_owed(
 
 
 def _existing_rooms(connection: Connection, room_ids: Iterable[str]) -> set[str]:
-    """Those of the rooms that exist, and stay until this transaction ends."""
+    """The rooms that exist; they stay until this transaction ends."""
     found: set[str] = set()
     for chunk in in_chunks(sorted(room_ids)):
         query = select(tables.rooms.c.room_id).where(tables.rooms.c.room_id.in_(chunk))
@@ -960,7 +972,7 @@ def _existing_rooms(connection: Connection, room_ids: Iterable[str]) -> set[str]
 def _start_marks(
     connection: Connection, rows: Sequence[Mapping[str, Any]], oldest: Mapping[str, int]
 ) -> None:
-    """Give destinations without a row one, and all that were never owed anything a first LSSO."""
+    """Give a first LSSO to destinations without a row, and to those never owed an event."""
     first: dict[str, int] = {}
     for row in rows:
         name, value = row["destination"], row["stream_ordering"]
@@ -983,7 +995,7 @@ def _start_marks(
 
 
 def _never_owed(connection: Connection, unmarked: Iterable[str]) -> list[str]:
-    """Those that are owed no room, of destinations that have a row and no LSSO.
+    """The unmarked destinations (a row, but no LSSO) that are owed no room, by name.
 
     The row came from a failed request of another kind, or from a Synapse that never reached it. In
     the second case it is owed rooms already, and its LSSO stays unknown. There may be thousands.
@@ -1012,10 +1024,9 @@ def _marks(connection: Connection, names: Iterable[str]) -> dict[str, int | None
 def _lagging_page(
     connection: Connection, start: tuple[str, str]
 ) -> tuple[list[Lagging], tuple[str, str] | None]:
-    """The events owed by a page of rows above the (destination, room) `start`;
-    and where the next page starts.
+    """A page of lagging destinations above the (destination, room) `start`; the next page's start.
 
-    A page is so many rows, whether anything is owed in them or not: no statement grows with the
+    A page has a fixed number of rows, whether or not they are owed: no statement grows with the
     table. A destination may stand in several pages, with some of its rooms in each.
     """
     page = (
@@ -1052,9 +1063,9 @@ def _lagging_page(
 def _owing_keys_page(
     connection: Connection, table: Table, start: str
 ) -> tuple[list[str], str | None]:
-    """A page of the destinations above `start` in an outbox; and where the next page starts.
+    """A page of an outbox's destinations above `start`; and the next page's start.
 
-    From name to name by the index: what stands in the outbox for each of them is not read.
+    The index leads from name to name: the destination's rows in the outbox are not read.
     """
 
     def next_above(name: ColumnElement[str]) -> Select[tuple[str]]:
@@ -1114,7 +1125,7 @@ def _settle(connection: Connection, groups: Sequence[Sequence[Settlement]]) -> N
 
 
 def _stream_positions(connection: Connection, stream: str) -> dict[str, int]:
-    """By writer up to where it has stored rows of the stream."""
+    """By writer the stream id up to which it has stored rows of the stream."""
     stored = tables.stream_positions
     rows = connection.execute(
         select(stored.c.instance_name, stored.c.stream_id).where(stored.c.stream_name == stream)
@@ -1127,10 +1138,10 @@ def _has_table(connection: Connection, name: str) -> bool:
 
 
 def _check_synapse_schema(connection: Connection) -> None:
-    """Raise StoreError if this Synapse's schema is outside the range that was tested.
+    """Raise StoreError if this Synapse's schema is outside the tested range.
 
-    Both ways: on an older one something that we read may be missing, on a newer one something may
-    have changed its meaning. Synapse's own workers are as strict.
+    An older schema may lack something that we read; in a newer one something may have changed its
+    meaning. Synapse's own workers are as strict.
     """
     for table in ("schema_version", "schema_compat_version", "destination_rooms"):
         if not _has_table(connection, table):

@@ -1,7 +1,7 @@
 """One daemon per instance name, and none on tables that are being migrated.
 
-The locks are released by their holder's death. A daemon holds its instance's, and a share in the
-tables; who migrates them holds them alone.
+The locks are released by their holder's death. A daemon holds its instance's lock exclusively and
+the tables' lock as shared. A migration holds the tables' lock exclusively.
 """
 
 import fcntl
@@ -43,22 +43,27 @@ class Lock(Protocol):
     """Locks in one database. Each call may be repeated."""
 
     async def take(self, instance: str) -> None:
-        """The instance's, and a share in the tables; raises LockHeld, and LockUnknown if that
-        cannot be told, or not yet because the tables are being migrated. Taken again, it says
-        again what was agreed on, and raises SendersDiffer as `agree` does."""
+        """Take the instance's lock, and a share in the tables.
+
+        Raises LockHeld; LockUnknown if the lock's state cannot be read, or if the tables are being
+        migrated. Taken again, it also repeats the agreed list, and raises SendersDiffer as `agree`
+        does.
+        """
         ...
 
     async def take_tables(self) -> None:
-        """All of the tables, against every daemon and every migration; the same."""
+        """Take all of the tables, against all daemons and migrations; raises as `take` does."""
         ...
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Say by which list we send, as long as we hold the instance's; raises SendersDiffer if
-        another daemon says another one, and LockUnknown."""
+        """Say our list of senders for as long as we hold the instance's lock.
+
+        Raises SendersDiffer if another daemon says another list, and LockUnknown.
+        """
         ...
 
     async def say(self, words: str) -> None:
-        """Say this to any daemon that asks, while we hold the instance's; raises LockUnknown."""
+        """Say this to daemons that ask, while we hold the instance's lock; raises LockUnknown."""
         ...
 
     async def is_said(self, words: str) -> bool:
@@ -66,7 +71,7 @@ class Lock(Protocol):
         ...
 
     async def held(self) -> bool:
-        """Whether what was taken is still ours."""
+        """Whether all taken locks are still ours."""
         ...
 
     async def release(self) -> None: ...
@@ -107,15 +112,15 @@ class FileLock:
             raise LockHeld(f"a daemon runs on {self._database}, or somebody migrates it")
 
     async def agree(self, homeserver: str, senders: Sequence[str]) -> None:
-        """A file belongs to one daemon: there is no other to agree with."""
+        """Do nothing: a file belongs to one daemon, and there is no other to agree with."""
         await trio.lowlevel.checkpoint()
 
     async def say(self, words: str) -> None:
-        """No other daemon can ask."""
+        """Do nothing: no other daemon can ask."""
         await trio.lowlevel.checkpoint()
 
     async def is_said(self, words: str) -> bool:
-        """No other daemon can say it."""
+        """False: no other daemon can say it."""
         await trio.lowlevel.checkpoint()
         return False
 
@@ -145,7 +150,8 @@ class FileLock:
 class AdvisoryLock:
     """PostgreSQL advisory locks, held by a connection of their own: for all users of the database.
 
-    They end with the connection; taking an instance's again takes its share in the tables again.
+    They end with the connection. Taking an instance's lock again takes its share in the tables
+    again.
     """
 
     def __init__(self, url: URL, runtime: Runtime) -> None:
@@ -295,7 +301,7 @@ def _key(name: str) -> int:
 
 
 def _number(name: str) -> int:
-    """Of 31 bits: the two halves of a lock are signed, and shown unsigned."""
+    """A number of 31 bits: the two halves of a lock are signed, and shown unsigned."""
     digest = hashlib.sha256(f"fedsender senders {name}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -307,7 +313,7 @@ class InstanceLock:
         self._locks = tuple(locks)
 
     async def take(self, instance: str) -> None:
-        """Take them in order; raises LockHeld, having released those taken, if one is not free."""
+        """Take them in order; if one is not free, release the others and raise LockHeld."""
         try:
             for lock in self._locks:
                 await lock.take(instance)
@@ -322,19 +328,19 @@ class InstanceLock:
             await lock.agree(homeserver, senders)
 
     async def say(self, words: str) -> None:
-        """Say this in each of them, as long as we hold them."""
+        """Say this in each of the locks' databases, as long as we hold them."""
         for lock in self._locks:
             await lock.say(words)
 
     async def is_said(self, words: str) -> bool:
-        """Whether anybody says this in any of them."""
+        """Whether any daemon says this in any of the locks' databases."""
         return any([await lock.is_said(words) for lock in self._locks])
 
     async def held(self) -> bool:
-        """Whether every one is still ours."""
+        """Whether every lock is still ours."""
         return all([await lock.held() for lock in self._locks])
 
     async def release(self) -> None:
-        """Let others have them."""
+        """Release all locks."""
         for lock in reversed(self._locks):
             await lock.release()

@@ -1,4 +1,4 @@
-"""Alembic over the live connection: our tables, made and brought up to date, then looked at.
+"""Alembic over the live connection: our tables are made, migrated and then checked.
 
 No process migrates tables on which a daemon runs, and no two do at once: see `bring_up_to_date`.
 
@@ -58,7 +58,7 @@ def head(line: Line) -> str:
 
 
 def is_newest(connection: Connection, line: Line) -> bool:
-    """Whether the line's tables are of the newest version, by what Alembic has noted."""
+    """Whether the line's tables are of the newest version, by Alembic's note."""
     return _versions(connection, line) == {head(line)}
 
 
@@ -76,13 +76,13 @@ def refuse_old_tables(connection: Connection, line: Line) -> None:
 
 
 async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
-    """Migrate the line's tables, if they are old, in one transaction; and look at them.
+    """Migrate the line's tables, if they are old, in one transaction; then check them.
 
     Waits for a database that is away, and for `WAIT_SECONDS` for another process that migrates.
 
     Raises:
         LockHeld: they are old, and a daemon runs on them.
-        SchemaDiffers: they are newer, or not what they are said to be.
+        SchemaDiffers: they are newer, or differ from their noted version.
     """
     pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
     give_up = trio.current_time() + WAIT_SECONDS
@@ -107,9 +107,9 @@ async def bring_up_to_date(database: Database, line: Line, lock: Lock) -> None:
 
 
 def claim_store(connection: Connection, server_name: str, *, relay: bool) -> None:
-    """Have a store of ours belong to this homeserver's sender, or relay. Raises WrongDatabase.
+    """Make a store of ours belong to this homeserver's sender, or relay. Raises WrongDatabase.
 
-    What a relay does to it a sender does not expect, and so the other way round.
+    A sender does not expect a relay's changes, and a relay not a sender's.
     """
     owner = tables.store_owner
     query = select(owner.c.server_name, owner.c.is_relay)
@@ -139,9 +139,9 @@ def alembic_config(line: Line) -> "Config":
 
 
 def upgrade(connection: Connection, line: Line) -> None:
-    """Bring the line's tables to the newest version, in the connection's transaction.
+    """Migrate the line's tables to the newest version, in the connection's transaction.
 
-    Raises SchemaDiffers: they are of a version that this one has no script for.
+    Raises SchemaDiffers if they are of a version that this fedsender has no script for.
     """
     from alembic import command
 
@@ -184,7 +184,10 @@ def check(connection: Connection, line: Line) -> None:
 
 
 def _differences(there: Inspector, table: Table) -> Iterator[str]:
-    """In words. Alembic's own comparison would stay in memory for as long as the daemon runs."""
+    """The table's differences, as texts.
+
+    Alembic's own comparison would stay in memory for as long as the daemon runs.
+    """
     if not there.has_table(table.name):
         yield f"there is no table {table.name}"
         return

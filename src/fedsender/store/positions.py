@@ -1,10 +1,11 @@
 """The positions of streams: functions of a connection over `federation_stream_position`.
 
-A row of type `events` is Synapse's own: up to there everything is recorded in `destination_rooms`.
-Nothing reads the rows of type `federation` any more. We write our events position there too, in
-the same transaction: when the two differ, another process has moved one of them, a Synapse sender
-for instance. An embedded store also has a row of type `feed`, of no instance: the token up to which
-it has facts, from any writer. One of type `load` stands there while a snapshot is loaded.
+A row of type `events` is Synapse's own: every event up to it is recorded in `destination_rooms`. No
+other process reads the rows of type `federation` any more. We write our events position there too,
+in the same transaction: when the two differ, another process has moved one of them, a Synapse
+sender for instance. An embedded store also has a row of type `feed`, of no instance: the token up
+to which it has facts, from any writer. A row of type `load` stands there while a snapshot is
+loaded.
 """
 
 from sqlalchemy import Connection, ScalarSelect, bindparam, delete, func, select, update
@@ -18,7 +19,7 @@ positions = tables.federation_stream_position
 
 SHARED = ("events", "federation")
 NEVER_ACKED = -1
-"""What Synapse has in a row of type `federation` that nobody has written yet."""
+"""Synapse's value in a row of type `federation` that was never written."""
 # Made once: to make a statement costs as much as to run it.
 _POSITION = select(positions.c.stream_id).where(
     positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")
@@ -38,7 +39,7 @@ def read_position(connection: Connection, kind: str, instance: str) -> int:
 
 
 def set_position(connection: Connection, kind: str, instance: str, stream_id: int) -> None:
-    """Store a position, whatever it was."""
+    """Store a position in place of any other."""
     row = {"type": kind, "instance_name": instance, "stream_id": stream_id}
     replace_rows(connection, positions, ("type", "instance_name"), [row])
 
@@ -68,17 +69,17 @@ def feed_position(connection: Connection) -> int:
 
 
 def set_feed_position(connection: Connection, token: int) -> None:
-    """Store it, whatever it was."""
+    """Store that token in place of any other."""
     set_position(connection, "feed", _OF_THE_STORE, token)
 
 
 def begin_load(connection: Connection, position: int) -> None:
-    """Note that a snapshot is being loaded: what lies above this position does not count yet."""
+    """Note that a snapshot is being loaded: rows above this position do not count yet."""
     set_position(connection, _LOAD, _OF_THE_STORE, position)
 
 
 def next_step(connection: Connection, step: int) -> bool:
-    """Whether this step of the load, the next one, is not durable yet; from now on it will be."""
+    """Whether this next step of the load is not durable yet; marks it as durable."""
     if read_position(connection, _LOAD_STEP, _OF_THE_STORE) >= step:
         return False
     set_position(connection, _LOAD_STEP, _OF_THE_STORE, step)
@@ -86,13 +87,13 @@ def next_step(connection: Connection, step: int) -> bool:
 
 
 def unfinished_load(connection: Connection) -> int | None:
-    """The position above which a load that has not ended stores; None: there is none."""
+    """The position above which an unfinished load stores its rows; None: there is none."""
     position = read_position(connection, _LOAD, _OF_THE_STORE)
     return None if position < 0 else position
 
 
 def counting_upto() -> ScalarSelect[int]:
-    """The same as an expression: above it nothing counts yet."""
+    """The position above which no row counts yet, as an SQL expression; without a load no bound."""
     return (
         select(func.coalesce(func.min(positions.c.stream_id), _MAX_BIGINT))
         .where(positions.c.type == _LOAD)
@@ -101,7 +102,7 @@ def counting_upto() -> ScalarSelect[int]:
 
 
 def end_load(connection: Connection) -> None:
-    """No snapshot is being loaded any more."""
+    """Note that no snapshot is being loaded any more."""
     connection.execute(delete(positions).where(positions.c.type.in_((_LOAD, _LOAD_STEP))))
 
 

@@ -36,7 +36,7 @@ class EventRow:
         json: "" if the homeserver has no JSON for it, or metadata that is not an object.
         internal_metadata: Synapse's notes about the event, never sent.
         room_version: None if the room is gone or has none.
-        redacted: a redaction of it is valid, so it goes out pruned.
+        redacted: it has a valid redaction, so it is sent pruned.
     """
 
     stream_ordering: int
@@ -57,10 +57,10 @@ class EventRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredEvent:
-    """An event as it is stored, whatever is wrong with it.
+    """An event as it is stored, with any faults.
 
     Attributes:
-        event_id, room_id: what is no text in them is replaced.
+        event_id, room_id: with bytes that are no text replaced.
         json: empty if the homeserver has none for it.
     """
 
@@ -75,15 +75,17 @@ STANDS_ABOVE = "fedsender.stands_above"
 
 
 def stands_above(internal_metadata: Mapping[str, object]) -> int | None:
-    """Of an event that came with a snapshot: it stands in for what its room had above this stream
-    ordering, which we never got. None for any other event."""
+    """Of an event from a snapshot: the stream ordering above which it stands for its room's events.
+
+    We never got those events. None for an event that did not come with a snapshot.
+    """
     value = internal_metadata.get(STANDS_ABOVE)
     return value if isinstance(value, int) else None
 
 
 @dataclass(frozen=True, slots=True)
 class HostsUnknown:
-    """The servers in the room before an event cannot be told, and why."""
+    """The servers in the room before an event are unknown, with the reason."""
 
     reason: str
 
@@ -93,12 +95,12 @@ Hosts = frozenset[str] | HostsUnknown
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """A destination that is owed something.
+    """A destination with a backlog.
 
     Attributes:
         lsso: last successful stream ordering; None: unknown.
-        rooms: rooms with an event above it.
-        owes_keys: to-device messages or device lists wait.
+        rooms: number of rooms with an event above it.
+        owes_keys: whether to-device messages or device lists wait.
     """
 
     destination: str
@@ -141,8 +143,8 @@ class DeviceChanges:
 
     Attributes:
         pokes: ascending by stream id.
-        complete: there are no more than these.
-        devices: those of the poked devices that exist.
+        complete: whether there are no more than these.
+        devices: the poked devices that exist.
         cross_signing: by user.
         last_sent: by user, the stream id of the last update that the server answered.
     """
@@ -156,11 +158,11 @@ class DeviceChanges:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """A user has read up to an event.
+    """A receipt: the user has read up to the event.
 
     Attributes:
         thread_id: of the thread, "main", or None for the whole room.
-        ts: when, in ms; None if the homeserver does not say.
+        ts: time in ms; None if the homeserver does not say.
     """
 
     stream_id: int
@@ -195,7 +197,7 @@ class Settlement:
     Attributes:
         lsso: the new last successful stream ordering (upwards only); None: leave it.
         outbox_ids: stream ids of the to-device rows that were in it.
-        pokes: rows of device changes that were in it, or were conflated into what was.
+        pokes: rows of device changes that were in it, or were conflated into one that was.
         resync: the changes of `pokes` never arrived (they are in quarantine): the next update of
             each of their users makes the server ask for all of that user's devices.
     """
@@ -219,11 +221,11 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Whether the homeserver's database is as we left it.
+    """The homeserver's events position, with the values by which a start sees a foreign change.
 
     Attributes:
         position: the events position.
-        ours: the events position as we wrote it last; anything else moved it if they differ.
+        ours: the events position as we wrote it last. If the two differ, another process moved it.
         mark: our mark in this database. None where there is none (always, on a Synapse).
     """
 
@@ -234,12 +236,12 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The history that a feed's tokens belong to, and how they become ours.
+    """The history that a feed's tokens belong to, and the offset to our stream orderings.
 
     Attributes:
         epoch: names the history; a relay that lost or replaced its own begins another.
-        base: a token of the history, and this, is our stream ordering. So our positions never go
-            back, whatever becomes of the relay's.
+        base: added to a token of the history, it is our stream ordering. So our positions never go
+            back, even if the relay's do.
     """
 
     epoch: str
@@ -270,7 +272,7 @@ class DestinationRow:
 
 @dataclass(frozen=True, slots=True)
 class DestinationsPage:
-    """A page, and how many rows there are on all pages."""
+    """A page, and the number of rows on all pages."""
 
     rows: tuple[DestinationRow, ...]
     total: int
@@ -278,7 +280,7 @@ class DestinationsPage:
 
 @dataclass(frozen=True, slots=True)
 class DestinationRoomsPage:
-    """A page of (room id, stream ordering), and how many rows there are on all pages."""
+    """A page of (room id, stream ordering), and the number of rows on all pages."""
 
     rows: tuple[tuple[str, int], ...]
     total: int
@@ -293,7 +295,7 @@ class FrozenRecord:
 
     Attributes:
         body: the exact bytes.
-        manifest: what it holds, as JSON values; `sender.transaction` writes and reads it.
+        manifest: its contents, as JSON values; `sender.transaction` writes and reads it.
         frozen_ms: when it was made.
         attempts: so far.
     """
@@ -311,7 +313,7 @@ class FrozenManifest:
     """A frozen transaction's manifest, without its bytes.
 
     Attributes:
-        ours: we froze it; else we took it over from another sender, who may have been ahead of us.
+        ours: we froze it; else it came from another sender, which may have been ahead of us.
     """
 
     destination: str
@@ -336,12 +338,12 @@ class CatchUp:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Something that was taken out of the way.
+    """An item in quarantine.
 
     Attributes:
         destination: None: an event that no server got.
         kind: "pdu", or the EDU's type.
-        content: an EDU's bytes, or an event's that was skipped; a PDU stays with the homeserver.
+        content: bytes of an EDU, or of an event that was skipped; a PDU stays with the homeserver.
     """
 
     id: int
@@ -357,7 +359,7 @@ class Quarantined:
 
 @dataclass(frozen=True, slots=True)
 class Redelivery:
-    """An event that a server is to get once more, or at last."""
+    """An event that a server is to get once more, or for the first time."""
 
     destination: str
     event_id: str
@@ -367,7 +369,7 @@ class Redelivery:
 
 @dataclass(frozen=True, slots=True)
 class StoredGeneration:
-    """The homeserver's database as we last left it: see `Generation`."""
+    """The homeserver's database in the state in which we last left it: see `Generation`."""
 
     events_position: int
     mark: str

@@ -1,17 +1,17 @@
-"""A relay's database: the log as a table, and the state that its records amount to.
+"""A relay's database: the log as a table, and the state that results from its records.
 
-It is an embedded homeserver store with a log. A record, its id, its token, and what it changes of
-the state (who is in a room, each room's newest event, EDUs that a consumer may lack) are written in
-one transaction. The events that a snapshot names are text of the log: the log's oldest rows go,
-but for those that the state still names.
+It is an embedded homeserver store with a log. A record, its id, its token, and its changes of the
+state (each room's servers, each room's newest event, EDUs that a consumer may lack) are written in
+one transaction. The events that a snapshot names are text of the log. So the log's oldest rows are
+deleted, except those that the state still names.
 
 A token is the number of a record, 1, 2, 3 and so on. An *epoch* names the history that tokens
-belong to: each relay that takes the database over begins one (`begin_intake`), and each append
-looks whether it is still the current one.
+belong to. Each relay that takes the database over begins one (`begin_intake`), and each append
+checks that it is still the current one.
 
-For each (room, server) the state answers: which is the newest event that the server was to get? If
-it is in the room it is the room's newest of ours, provided that this came after the server. Else it
-is named in the server's departure: the one that made it leave, or the last one before.
+For each (room, server) the state holds the newest event that the server was to get. For a server in
+the room this is the room's newest event of ours, if it came after the server. For a server that
+left, its departure names the event: the one that made it leave, or the last one before.
 """
 
 import enum
@@ -76,16 +76,17 @@ Place = TypeVar("Place", int, tuple[str, str])
 
 INSTANCE: Final = "relay"
 KEEP_LEFT_MS: Final = 30 * 86_400_000
-"""For so long a server that left is told of what made it leave, and a redaction is remembered."""
+"""Milliseconds for which a departure, with its event, and a redaction are kept."""
 MAX_EPOCHS: Final = 20_000
 ROWS_AT_ONCE: Final = 5_000
-"""One transaction deletes no more rows of a table, so that appends need not wait for long."""
+"""The most rows of a table that one transaction deletes, so that appends need not wait for long."""
 MAX_WAL_BYTES: Final = 192 * 2**20
-"""Appends wait at this, if they have to. With those under way, 256 MiB are not exceeded."""
+"""Size at which appends wait for the end of a snapshot. With those under way, 256 MiB are not
+exceeded."""
 SHORTENED: Final = 200
-"""Device lists that are read and made shorter in one transaction."""
+"""The most device lists that are read and made shorter in one transaction."""
 MAX_READ: Final = 1_000
-"""Records that are read at once."""
+"""The most records that are read at once."""
 PAGES_AT_ONCE: Final = 2_000
 
 _log, _state, _epochs = tables.relay_log, tables.relay_state, tables.relay_epochs
@@ -98,7 +99,7 @@ _INSERT = _log.insert()
 
 
 class DamagedLog(StoreError):
-    """A record is missing, or is not what was written; the text names its token."""
+    """A record is missing, or differs from the written one; the text names its token."""
 
 
 class LogRecord(NamedTuple):
@@ -128,10 +129,10 @@ class State(enum.StrEnum):
     """The state of a consumer.
 
     Attributes:
-        JOIN: it was handed a snapshot, and the log behind that is kept.
-        FOLLOW: it is connected and gets what is new.
-        STOPPED: it is not connected, and the log behind its pin is kept.
-        LOST: the log behind its pin is gone, or is not kept any more: it may need a snapshot.
+        JOIN: a snapshot was handed to it, and the log after the snapshot is kept.
+        FOLLOW: it is connected and gets new records.
+        STOPPED: it is not connected, and the log after its pin is kept.
+        LOST: the log after its pin is gone, or is not kept any more: it may need a snapshot.
     """
 
     JOIN = "JOIN"
@@ -142,7 +143,7 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """The snapshot that a consumer was handed."""
+    """The snapshot that was handed to a consumer."""
 
     snapshot: str
     token: int
@@ -153,13 +154,13 @@ class Consumer:
     """One consumer.
 
     Attributes:
-        acked: what it last said it holds; None: it never did.
-        lost: what follows `acked` is not kept for it in the log any more.
-        following: one of them is being fed; not stored.
-        full_syncs: snapshots handed out, by why.
+        acked: the last token that it acknowledged; None: it never did.
+        lost: the log after `acked` is not kept for it any more.
+        following: one connection of this name is being fed; not stored.
+        full_syncs: number of snapshots handed out, by reason.
         first_seen_ms, last_seen_ms: in ms since the epoch; the latter is kept while it is away.
-        away_ms: for so long it has been away while the relay ran.
-        shard: which servers it sends to, in its words; None: it did not say.
+        away_ms: ms for which it has been away while the relay ran.
+        shard: the servers that it sends to, in its words; None: it did not say.
     """
 
     name: str
@@ -185,7 +186,7 @@ class Consumer:
 
     @property
     def pin(self) -> int | None:
-        """The token behind which the log is kept for it; None: no log is."""
+        """The token after which the log is kept for the consumer; None: no log is kept."""
         pins = [] if self.acked is None or self.lost else [self.acked]
         if self.handed is not None:
             pins.append(self.handed.token)
@@ -256,7 +257,7 @@ _Place = tuple[str, str]
 
 
 class RelayRows:
-    """The rows of a batch of records, and what they change of the relay's tables."""
+    """The rows of a batch of records, and their changes of the relay's tables."""
 
     def __init__(self, server_name: str, now_ms: int) -> None:
         self._server_name = server_name
@@ -314,7 +315,7 @@ class RelayRows:
                 insert_rows(connection, tables.redactions, chunk)
 
     def _store_log(self, connection: Connection) -> int:
-        """Append the records; when they were taken in. That time never goes back."""
+        """Append the records; returns their time (ms), which never goes back."""
         before = connection.execute(_NEWEST).first()
         ms = self._now_ms if before is None else max(self._now_ms, before.ms)
         end = 0 if before is None else before.end
@@ -407,7 +408,7 @@ class _Rooms:
         self._departures: dict[_Place, dict[str, Any]] = {}
 
     def store(self) -> None:
-        """Read what the stories are about, apply them, write what has changed."""
+        """Read the state that the stories are about, apply them, write the changes."""
         self._load()
         told: dict[str, int] = {}
         for room_id, story in self._stories.items():
@@ -443,7 +444,7 @@ class _Rooms:
                 self._here[room_id][server] = self._before[room_id, server] = joined[0]
 
     def _come(self, room_id: str, event: _Came) -> None:
-        """An event of ours: it is the newest of its room."""
+        """Apply an event of ours: it is the newest of its room."""
         here, newest = self._here[room_id], (event.token, event.event_id)
         for server in event.minus:
             if server in here:
@@ -457,7 +458,7 @@ class _Rooms:
         self._moved.add(room_id)
 
     def _move(self, room_id: str, token: int, row: HostsRow | ServersRow) -> None:
-        """Servers came and went."""
+        """Apply a row about the room's servers: some joined, some left."""
         here = self._here[room_id]
         if isinstance(row, ServersRow):
             joined, left = row.servers, tuple(sorted(here.keys() - set(row.servers)))
@@ -540,7 +541,7 @@ def _begin(connection: Connection, first: int) -> int:
 
 
 def read_log(connection: Connection, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
-    """See `RelayStore.read_log`."""
+    """Records of the log; see `RelayStore.read_log`."""
     if after >= upto:
         return []
     # An alias, or it would be taken for the table around it.
@@ -569,13 +570,13 @@ def read_log(connection: Connection, after: int, upto: int, max_bytes: int) -> l
 
 
 def _check(token: int, lines: bytes, checksum: int) -> None:
-    """Raises DamagedLog: the record is not what was written."""
+    """Raise DamagedLog if the record differs from the written one."""
     if crc32(lines) != checksum:
         raise DamagedLog(f"record {token} of the log is not what was written")
 
 
 def read_epochs(connection: Connection) -> list[tuple[str, int]]:
-    """See `RelayStore.epochs`."""
+    """Epochs and their last tokens; see `RelayStore.epochs`."""
     query = select(_epochs.c.epoch, _epochs.c.begun_after).order_by(_epochs.c.number)
     rows = connection.execute(query).all()
     ends = [row.begun_after for row in rows[1:]] + [read_bounds(connection).head]
@@ -583,7 +584,7 @@ def read_epochs(connection: Connection) -> list[tuple[str, int]]:
 
 
 def read_kept(connection: Connection, after: int, limit: int) -> list[LogRecord]:
-    """Records above `after` that stay in the table though the log begins behind them."""
+    """Records above `after` and below the log's first one that stay in the table."""
     first = select(_state.c.first).scalar_subquery()
     query = (
         select(_log.c.token, _log.c.ms, _log.c.lines)
@@ -601,7 +602,7 @@ def _stand(connection: Connection, token: int) -> tuple[int, int]:
 
 
 def _bisect(first: int, head: int, is_beyond: Callable[[int], bool]) -> int:
-    """The smallest token from `first` to `head` that is beyond; head + 1: none is."""
+    """The smallest token from `first` to `head` with `is_beyond`; head + 1: there is none."""
     low, high = first, head + 1
     while low < high:
         middle = (low + high) // 2
@@ -634,11 +635,14 @@ def _is_beyond(connection: Connection, which: int, least: int, token: int) -> bo
 _NAMED = exists().where(_heads.c.token == _log.c.token) | exists().where(
     _departures.c.event_token == _log.c.token
 )
-"""The state names the event that stands in this record."""
+"""Whether the state names the event in this record."""
 
 
 def _move_first(connection: Connection, token: int) -> tuple[int, int]:
-    """Let the log begin behind this token, though never behind its newest record; from, to."""
+    """Let the log begin after this token, or at its newest record at most.
+
+    Returns the first token before and after.
+    """
     bounds = read_bounds(connection)
     first = max(bounds.first, min(token + 1, bounds.head))
     connection.execute(update(_state).values(first=first))
@@ -651,14 +655,14 @@ def _delete_between(connection: Connection, begin: int, end: int) -> int:
 
 
 class _Page(NamedTuple, Generic[Place]):
-    """The begin of the next page, and the number of rows of this one that were deleted."""
+    """The start of the next page, and the number of rows of this one that were deleted."""
 
     after: Place
     deleted: int
 
 
 def _tidy_log(connection: Connection, after: int) -> _Page[int]:
-    """Delete what the state has stopped naming, of what it kept below the first record."""
+    """Delete records below the first one that the state does not name any more."""
     first = connection.execute(select(_state.c.first)).scalar_one()
     kept = (
         select(_log.c.token)
@@ -672,7 +676,7 @@ def _tidy_log(connection: Connection, after: int) -> _Page[int]:
 
 
 def _tidy_departures(connection: Connection, after: _Place) -> _Page[_Place]:
-    """Delete those of servers that are back, and were to get a newer event."""
+    """Delete departures of servers that are back and were to get a newer event."""
     place = (_departures.c.room_id, _departures.c.server)
     page = (
         select(*place, _IS_BACK.label("back"))
@@ -688,7 +692,7 @@ def _tidy_departures(connection: Connection, after: _Place) -> _Page[_Place]:
 
 
 def _forget_departures(connection: Connection, before_ms: int) -> int:
-    """Delete some that are too old; how many."""
+    """Delete some departures that are too old; returns the number."""
     old = (
         select(_departures.c.room_id, _departures.c.server)
         .where(_departures.c.left_ms < before_ms)
@@ -706,7 +710,7 @@ def _delete_departures(connection: Connection, places: Sequence[_Place]) -> None
 
 
 def _forget_redactions(connection: Connection, before_ms: int) -> int:
-    """Delete some that are too old; how many."""
+    """Delete some redactions that are too old; returns the number."""
     table = tables.redactions.c
     old = select(table.event_id).where(table.received_ts < before_ms).limit(ROWS_AT_ONCE)
     gone = delete(tables.redactions).where(table.event_id.in_(old))
@@ -714,7 +718,7 @@ def _forget_redactions(connection: Connection, before_ms: int) -> int:
 
 
 def _forget_messages(connection: Connection, floor: int) -> int:
-    """Delete some of the to-device messages that every consumer has; how many."""
+    """Delete some of the to-device messages that every consumer has; returns the number."""
     known = (
         select(_edus.c.token, _edus.c.number)
         .where(_edus.c.kind == "to_device", _edus.c.token <= floor)
@@ -730,9 +734,9 @@ def _size_of_edus(connection: Connection) -> int:
 
 
 def _oldest_edus(connection: Connection, size: int) -> list[tuple[int, int, int]]:
-    """Token, number and bytes of the oldest EDUs, so many that they are `size` bytes.
+    """Token, number and bytes of the oldest EDUs, until they reach `size` bytes.
 
-    Those that every consumer has are the oldest.
+    EDUs that every consumer has are the oldest.
     """
     at = (_edus.c.token, _edus.c.number)
     query = select(*at, _edus.c.bytes).order_by(*at).limit(ROWS_AT_ONCE)
@@ -746,9 +750,9 @@ def _oldest_edus(connection: Connection, size: int) -> list[tuple[int, int, int]
 
 
 def _shorten_device_lists(connection: Connection) -> int:
-    """Leave of the oldest ones only that a server is to ask for the list; by how many bytes.
+    """Replace some of the oldest device lists by a request to ask for the list.
 
-    Several at a time, none of them twice.
+    Returns the number of saved bytes. No list is replaced twice.
     """
     at = (_edus.c.token, _edus.c.number)
     # That of one that is short already ends with the content null.
@@ -784,7 +788,7 @@ _IS_BACK = exists(
     )
     .correlate(_departures)
 )
-"""The server is in the room again, and was to get a newer event."""
+"""Whether the server is in the room again, and was to get a newer event."""
 _IS_WANTED = exists(
     select(_stays.c.server)
     .where(
@@ -794,7 +798,7 @@ _IS_WANTED = exists(
     )
     .correlate(_heads)
 )
-"""A server that is in the room was to get its newest event."""
+"""Whether a server in the room was to get the room's newest event."""
 
 Rows = Iterator[tuple[Any, ...]]
 
@@ -803,7 +807,7 @@ class SnapshotTables:
     """The tables of a snapshot, read in one transaction; rows as `snapshot.COLUMNS` has them.
 
     Attributes:
-        token: up to and with this one all that the log said is in it.
+        token: the snapshot has all facts of the log up to and with this one.
         epoch: the history of the token.
     """
 
@@ -892,11 +896,11 @@ class SnapshotTables:
 class RelayStore:
     """The database of a relay; see `open_relay_store`. Errors: StoreError, as `Database` has them.
 
-    Nothing is written but between `begin_intake` and the moment at which another relay begins.
+    Writes happen only from `begin_intake` until another relay begins.
 
     Attributes:
         server_name: the homeserver's.
-        directory: where an SQLite is; None: it is no file of ours.
+        directory: the directory of an SQLite; None: it is no file of ours.
         appending_since: when the append under way began, on Trio's clock; None: there is none.
     """
 
@@ -917,7 +921,7 @@ class RelayStore:
 
     @property
     def trouble(self) -> str | None:
-        """Why the database does not answer, in its own words; None: it does."""
+        """The driver's message about the present outage; None: there is none."""
         return self._database.trouble
 
     # --- who writes -------------------------------------------------------------------------------
@@ -967,9 +971,9 @@ class RelayStore:
         return await self._database.write(write)
 
     async def epochs(self) -> list[tuple[str, int]]:
-        """The epochs, oldest first, each with the last token that it has in common with the next.
+        """The epochs, oldest first, each with the last token that it shares with the next.
 
-        The last one is the current one, and has all that there is.
+        The last one is the current one, with the newest token of the log.
         """
         return await self._database.read(read_epochs)
 
@@ -978,8 +982,8 @@ class RelayStore:
     async def append_records(self, records: Sequence[NewRecord]) -> list[Appended]:
         """Store records in this order, in one transaction; see `appends`. Raises Elsewhere.
 
-        What is appended while a snapshot is read stays in SQLite's write-ahead log: if that has
-        grown too long, this waits until the snapshot is read.
+        Records that are appended while a snapshot is read stay in SQLite's write-ahead log. If that
+        has grown too long, this waits until the snapshot is read.
         """
         while self._snapshot is not None and self._wal_bytes() > MAX_WAL_BYTES:
             await self._snapshot.wait()
@@ -1002,11 +1006,11 @@ class RelayStore:
         return Path(f"{self._database.url.database}-wal").stat().st_size
 
     async def find_appends(self, keys: Sequence[bytes]) -> dict[bytes, tuple[int, int]]:
-        """Key -> (token, checksum) of the records that are stored."""
+        """Key -> (token, checksum) of the stored records."""
         return await self._database.read(partial(appends.find_appends, keys=keys))
 
     async def forget_appends(self, keep_ms: int = 0) -> int:
-        """Delete the ids older than a day, and than `keep_ms`, some at a time; how many."""
+        """Delete ids older than a day and than `keep_ms`, some at a time; returns the number."""
         now_ms = self._runtime.now_ms() - max(0, keep_ms - appends.KEPT_MS)
         forget = partial(appends.forget_appends, now_ms=now_ms)
         forgotten = 0
@@ -1015,7 +1019,7 @@ class RelayStore:
         return forgotten
 
     async def room_servers(self, room_id: str) -> RoomServers | None:
-        """The servers that are in a room; None: no row was about them."""
+        """The room's servers; None: no row was about them."""
         return await self._database.read(partial(room_servers.embedded_room, room_id=room_id))
 
     # --- the log ----------------------------------------------------------------------------------
@@ -1027,28 +1031,28 @@ class RelayStore:
     async def read_log(self, after: int, upto: int, max_bytes: int) -> list[LogRecord]:
         """Records with after < token <= upto, up to so many bytes of lines but at least one.
 
-        Raises DamagedLog: the next one is missing, or not what was written.
+        Raises DamagedLog if the next one is missing, or differs from the written one.
         """
         return await self._database.read(
             lambda connection: read_log(connection, after, upto, max_bytes)
         )
 
     async def stand(self, token: int) -> tuple[int, int]:
-        """When a record came (ms), and the bytes up to its end; (0, 0): it is not there."""
+        """When a record came (ms), and the log's bytes up to its end; (0, 0): it is not there."""
         return await self._database.read(partial(_stand, token=token))
 
     async def last_before(self, ms: int) -> int:
-        """The newest token that came at `ms` or before; first - 1: none did."""
+        """The token of the newest record that came at `ms` or before; first - 1: there is none."""
         return await self._database.read(partial(_last_before, ms=ms))
 
     async def last_within(self, size: int) -> int:
-        """The smallest token so that what ends with it is at least `size` bytes; at most head."""
+        """The smallest token up to which the log has at least `size` bytes; at most head."""
         return await self._database.read(partial(_last_within, size=size))
 
     async def drop_through(self, token: int) -> None:
-        """Let the log begin behind this token; the newest record stays.
+        """Let the log begin after this token; the newest record stays.
 
-        Records go but for those that the state names, some at a time.
+        Deletes the records before it, some at a time, except those that the state names.
         """
         begin, end = await self._write(partial(_move_first, token=token))
         while begin < end:
@@ -1057,14 +1061,13 @@ class RelayStore:
             begin = upto
 
     async def expire(self, now_ms: int, edu_floor: int, edu_bytes: int) -> int:
-        """Delete rows that are no longer needed; returns the number of EDUs that a consumer may
-        lack.
+        """Delete unneeded rows; returns the number of deleted EDUs that a consumer may lack.
 
-        Rows that are only found by looking at all go bit by bit, some with each call.
+        Rows that only a look at all rows can find are deleted bit by bit, some with each call.
 
         Args:
             edu_floor: every consumer has the EDUs up to this token.
-            edu_bytes: all EDUs together may be so large.
+            edu_bytes: the most bytes of all EDUs together.
         """
         before_ms = now_ms - KEEP_LEFT_MS
         await self._repeat(partial(_forget_departures, before_ms=before_ms))
@@ -1076,21 +1079,21 @@ class RelayStore:
         return dropped
 
     async def _repeat(self, some: Callable[[Connection], int]) -> None:
-        """Delete some, a transaction each time, until there are fewer than one may delete."""
+        """Call `some` in one transaction after another, until it deletes less than its limit."""
         while await self._write(some) >= ROWS_AT_ONCE:
             pass
 
     async def _go_on(self, look: Callable[..., _Page[Place]], after: Place) -> Place:
-        """Look through the next page, and through more as long as much is found to delete."""
+        """Look through pages until few rows are deleted; returns the start of the next page."""
         page = _Page(after, ROWS_AT_ONCE)
         while 4 * page.deleted >= ROWS_AT_ONCE:
             page = await self._write(partial(look, after=page.after))
         return page.after
 
     async def _bound_edus(self, floor: int, most_bytes: int) -> int:
-        """Drop the oldest beyond the bound; how many of them some consumer may lack.
+        """Drop the oldest EDUs beyond the bound; returns the number that a consumer may lack.
 
-        What device lists say goes first: their servers can ask for it, if they are told to.
+        The contents of device lists go first: their servers can ask for them, if they are told to.
         """
         dropped = 0
         excess = await self._database.read(_size_of_edus) - most_bytes
@@ -1107,7 +1110,10 @@ class RelayStore:
         return dropped
 
     async def give_pages_back(self) -> None:
-        """Let the file shrink by what was deleted, some at a time. PostgreSQL does so by itself."""
+        """Give the file's free pages back to the system, some at a time.
+
+        PostgreSQL does so by itself.
+        """
         if self._database.dialect != "sqlite":
             return
 
@@ -1126,7 +1132,7 @@ class RelayStore:
     # --- consumers and snapshots ------------------------------------------------------------------
 
     async def consumers(self) -> list[Consumer]:
-        """Those that are stored, by name."""
+        """The stored consumers, by name."""
         return await self._database.read(_load_consumers)
 
     async def save_consumers(
@@ -1135,7 +1141,7 @@ class RelayStore:
         connected: Collection[str] = (),
         removed: Collection[str] = (),
     ) -> None:
-        """Store these, and whether each is connected; delete others."""
+        """Store the changed consumers, and whether each is connected; delete the removed ones."""
         await self._write(
             lambda connection: _save_consumers(connection, changed, connected, removed)
         )
@@ -1143,7 +1149,7 @@ class RelayStore:
     async def with_tables(self, write: Callable[[SnapshotTables], T]) -> T:
         """The result of `write`, run in a worker thread in one read transaction.
 
-        Raises what it raises.
+        Raises the errors of `write`.
         """
         now_ms = self._runtime.now_ms()
         self._snapshot = trio.Event()
@@ -1157,7 +1163,7 @@ class RelayStore:
 
 
 def _claim(connection: Connection, server_name: str) -> None:
-    """Have the database be this homeserver's relay's. Raises WrongDatabase."""
+    """Make the database belong to this homeserver's relay. Raises WrongDatabase."""
     claim_store(connection, server_name, relay=True)
     insert_rows(connection, _state, [{"id": 1, "first": 1}])
 

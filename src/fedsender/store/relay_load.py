@@ -1,33 +1,32 @@
 """The load of a relay's snapshot into the embedded store, in many small transactions.
 
-A snapshot tells a sender whose position the relay's log does not reach any more (or that has none,
-or one of another history) what it must know instead of all that happened in between: the servers in
-each room, the newest event of the homeserver's own there, what made a server leave, and the durable
-EDUs.
+A sender needs a snapshot if the relay's log does not reach back to its position any more, or if it
+has no position, or one of another history. The snapshot replaces the missing events. It has each
+room's servers, the room's newest event of the homeserver's own, the events that made servers leave,
+and the durable EDUs.
 
-Only what is new is written. An event that is here already, under whatever token, is known by its
-id; so a new history of the relay repeats nothing. Each event that is new is marked as standing in
-for what its room had since our position (`records.stands_above`). The fan-out comes upon these
-events like upon any others, finds out from the servers' stays who gets them, and leaves them to
-catch-up.
+Only new rows are written. An event that is here already, under any token, is known by its id; so a
+new history of the relay repeats nothing. Each new event is marked as standing in for its room's
+events since our position (`records.stands_above`). The fan-out treats these events like any others:
+it finds their servers in the stays, and leaves them to catch-up.
 
-All that is stored lies above our position, where nobody looks, and the last transaction moves the
-position and the history. So others wait only for one small transaction, and a load that was broken
-off has changed nothing that counts: what it left above the position is removed before anything else
-is stored (`drop`). Why nobody sees half of it:
+All rows of a load lie above our position, where no task reads, and the last transaction moves the
+position and the history. So other transactions wait only for one small one. An interrupted load has
+changed nothing that counts: its rows above the position are removed before anything else is stored
+(`drop`). No task sees half of a load, for these reasons:
 
-- Events are read up to our position, or by what a server is owed, which is no more.
-- Servers' stays are begun and ended above our position. What lies below was routed by them and may
-  be routed again: for an event at or below it a stay that ends above it has not ended. One that is
-  over by the snapshot ends right behind our position, before the room's first new event; of the one
-  room whose new event is right there the last transaction changes the stays.
-- Who is in a room *now* is seen as it comes in, room by room: only receipts, typing and an
-  operator's purge ask for it, and it is nearer to the truth than what it replaces. A stay that ends
-  and the one that replaces it are in one transaction.
-- To-device messages are read up to our position while there is a load (`positions.unfinished`);
-  rows of device lists are read up to it in any case. By the last transaction the next update of
-  each of them makes its server ask for the whole list.
-- Rooms, redactions, devices and keys say what is true now, whenever they are stored.
+- Events are read up to our position, or up to a server's newest owed event, which is no later.
+- Servers' stays are begun and ended above our position. Events at or below it were routed by the
+  stays and may be routed again: for them a stay that ends above it has not ended. A stay that is
+  over by the snapshot ends right after our position, before the room's first new event. If the
+  room's new event is right there, the last transaction changes the room's stays.
+- The present servers of a room are seen as they come in, room by room: only receipts, typing and an
+  operator's purge ask for them, and the new ones are nearer to the truth than the old ones. A stay
+  that ends and the one that replaces it are in one transaction.
+- To-device messages are read up to our position while there is a load (`positions.counting_upto`);
+  rows of device lists are read up to it in any case. After the last transaction the next update of
+  each of these makes its server ask for the whole list.
+- Rooms, redactions, devices and keys are true now, whenever they are stored.
 """
 
 import json
@@ -59,7 +58,7 @@ from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
 ROWS = 1000
-"""So many rows are written in one transaction, which takes some 30 ms."""
+"""The most rows that are written in one transaction, which takes some 30 ms."""
 
 T = TypeVar("T")
 Handles = Callable[[str], bool]
@@ -71,12 +70,12 @@ _pokes = tables.device_lists_outbound_pokes
 
 
 class LoadedSnapshot(Protocol):
-    """A snapshot to take over.
+    """A snapshot to load.
 
     Attributes:
-        token: it holds what the history said up to and with this one.
-        history: whose tokens they are, and how they become ours. Its base is that of the stored
-            history where this is the same one, and else our position.
+        token: the snapshot has all facts of the history up to and with this one.
+        history: the history of its tokens. Its base is that of the stored history if the two are
+            the same one, and else our position.
     """
 
     @property
@@ -95,7 +94,7 @@ class Loaded:
 
     Attributes:
         position: up to here all is stored.
-        events: how many events are new.
+        events: number of new events.
         to_device: the servers with new to-device messages.
         redacted: the events that its redactions name.
     """
@@ -107,14 +106,14 @@ class Loaded:
 
 
 class _Stay(NamedTuple):
-    """A server is in a room above `joined`, and up to and with `left` (None: still)."""
+    """A server's stay in a room: above `joined`, and up to and with `left` (None: still there)."""
 
     joined: int
     left: int | None
 
 
 class _Gone(NamedTuple):
-    """One that has ended."""
+    """A stay that has ended."""
 
     joined: int
     left: int
@@ -129,7 +128,7 @@ class _Hosts:
 
 
 class _Change(NamedTuple):
-    """The change of a server in a room: stays that end, and others."""
+    """The change of a server in a room: stays that end, and stays that begin."""
 
     room_id: str
     server: str
@@ -138,9 +137,9 @@ class _Change(NamedTuple):
 
 
 Step = Callable[[Connection], Any]
-"""What is done in one transaction. It may be run twice, and comes to the same."""
+"""The work of one transaction. It may be run twice, with the same result."""
 Steps = Generator[Step, Any, T]
-"""Gives what is to be done, one after the other, and is sent what came of it. Blocks between."""
+"""Yields one step after the other, and is sent each one's result. Blocks between."""
 
 
 def run_step(steps: Steps[T], result: Any) -> tuple[Step | None, T | None]:
@@ -168,7 +167,7 @@ def load(snapshot: LoadedSnapshot, handles: Handles, now_ms: int) -> Steps[Loade
 
 
 class _Loading:
-    """One load. `position`: up to here all was stored before; `reached`: and will be."""
+    """One load, from `position` (all up to it was stored before) to `reached`."""
 
     def __init__(
         self,
@@ -218,7 +217,7 @@ class _Loading:
     # --- events -----------------------------------------------------------------------------------
 
     def _load_events(self, part: int) -> Steps[dict[str, int]]:
-        """Store the events that we do not have; room -> its first new one."""
+        """Store the events that we do not have; returns room -> the token of its first new one."""
         first: dict[str, int] = {}
         for chunk in in_chunks(self._parsed_events(part), ROWS // 2):
             new = yield partial(self._store_events, rows=chunk)
@@ -294,7 +293,7 @@ class _Loading:
             yield room_id, found
 
     def _store_hosts(self, rooms: Mapping[str, _Hosts], first: Mapping[str, int]) -> Steps[None]:
-        """The changes by which the stays above our position are those of the snapshot."""
+        """Change the stays above our position to those of the snapshot."""
         if not rooms:
             return
         stays = yield partial(self._open_stays, room_ids=list(rooms))
@@ -316,7 +315,7 @@ class _Loading:
     def _open_stays(
         self, connection: Connection, room_ids: Sequence[str]
     ) -> dict[str, dict[str, list[int]]]:
-        """room -> server -> since when, as of our position."""
+        """room -> server -> tokens of its open stays, as of our position."""
         table = _room_servers.c
         found: defaultdict[str, dict[str, list[int]]] = defaultdict(dict)
         for chunk in in_chunks(room_ids):
@@ -330,8 +329,11 @@ class _Loading:
     def _compare(
         self, room_id: str, here: Mapping[str, Sequence[int]], there: _Hosts, first: int | None
     ) -> Iterator[_Change]:
-        """`first`: the room's first new event. A server that went and came again before that need
-        not be told apart from one that stayed."""
+        """The changes from the stays `here` to those of the snapshot.
+
+        `first`: the room's first new event. A server that left and joined again before that event
+        is treated as one that stayed.
+        """
         position = self._position
         late = first == position + 1 or self._reached == position
         edge = position if late else position + 1
@@ -368,7 +370,7 @@ class _Loading:
     # --- the rest ---------------------------------------------------------------------------------
 
     def _load_redactions(self, part: int) -> Steps[None]:
-        """Whatever they redact goes out pruned, if it is still to go."""
+        """Store the redactions: their targets are sent pruned, if they are not sent yet."""
         for some in in_chunks(self._read("redactions", part), ROWS):
             rows = [
                 {
@@ -384,7 +386,7 @@ class _Loading:
             yield partial(insert_rows, table=tables.redactions, rows=rows)
 
     def _load_edus(self, part: int) -> Steps[None]:
-        """To-device messages, and device lists."""
+        """Store to-device messages and device lists."""
         for some in in_chunks(self._parsed_edus(part), ROWS // 5):
             self._steps += 1
             yield partial(self._store_edus, rows=some, step=self._steps)
@@ -427,7 +429,7 @@ def _token(event: tuple[int, PduRow]) -> int:
 
 
 def drop() -> Steps[None]:
-    """Remove what a load that was broken off has stored above our position, if there is any."""
+    """Remove the rows that an interrupted load has stored above our position, if there are any."""
     position = yield positions.unfinished_load
     if position is None:
         return
@@ -476,7 +478,7 @@ def _by_page(
     where: ColumnElement[bool],
     change: Callable[..., None],
 ) -> Steps[None]:
-    """Have `change` given the keys of the rows for which this holds, some in each transaction."""
+    """Call `change` with the keys of the rows that match `where`, some in each transaction."""
     query = select(*key).where(where).order_by(*key).limit(ROWS // 4)
     page = query
     while rows := (yield partial(_all, query=page)):

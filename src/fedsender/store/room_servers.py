@@ -1,10 +1,10 @@
-"""Which servers are in the room before an event: one question, two makers of the answer.
+"""The servers in the room before an event, from one of two sources.
 
 An embedded store keeps for each room the intervals in which each server was in it. A Synapse keeps
 state groups: the state after an event, as a chain of differences. There the state *before* a
-membership event is the state at its own group with its own entry swapped back for the one it
-replaced (`unsigned.replaces_state`), and before any other event it is the same as after it as far
-as servers are concerned. No state is resolved.
+membership event is the state at its own group with its own entry replaced by the one before it
+(`unsigned.replaces_state`). Before any other event the servers are the same as after it. No state
+is resolved.
 """
 
 import sys
@@ -25,8 +25,8 @@ MAX_CHAIN = 1_000
 # Beyond this many changed servers a full look is cheaper than one by server.
 MAX_TOUCHED = 20
 CACHE_BYTES = 32 * 2**20
-"""For what is remembered of state groups: ten thousand of rooms with 10 servers, or 40 of rooms
-with 6,000."""
+"""Bytes of remembered state groups: ten thousand of rooms with 10 servers, or 40 of rooms with
+6,000."""
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -46,7 +46,7 @@ def _servers(users: Iterable[str]) -> frozenset[str]:
 
 
 def embedded_servers_before(connection: Connection, events: Sequence[EventRow]) -> dict[str, Hosts]:
-    """The room's servers at each event, and `plus` and without `minus` of the event itself."""
+    """The room's servers at each event, with `plus` and without `minus` of the event itself."""
     rooms: dict[str, list[EventRow]] = {}
     for event in events:
         rooms.setdefault(event.room_id, []).append(event)
@@ -63,7 +63,7 @@ def embedded_servers_before(connection: Connection, events: Sequence[EventRow]) 
 def _room_servers_before(
     connection: Connection, room_id: str, events: Sequence[EventRow]
 ) -> dict[str, Hosts]:
-    """Events between two changes of the room's servers share one set."""
+    """The room's servers at each event. Events between two changes of the servers share one set."""
     ordered = sorted(events, key=lambda event: event.stream_ordering)
     first, last = ordered[0].stream_ordering, ordered[-1].stream_ordering
     servers = tables.room_servers.c
@@ -102,7 +102,7 @@ def _exceptions(
 def embedded_servers_now(
     connection: Connection, room_ids: Iterable[str]
 ) -> dict[str, frozenset[str]]:
-    """The servers that are in each room after all that the feed brought."""
+    """The servers in each room after all rows of the feed."""
     found: dict[str, set[str]] = {room_id: set() for room_id in room_ids}
     table = tables.room_servers.c
     for chunk in in_chunks(sorted(found)):
@@ -115,7 +115,7 @@ def embedded_servers_now(
 
 
 def embedded_room(connection: Connection, room_id: str) -> RoomServers | None:
-    """The servers in the room after all that the feed brought; None: no row was about them."""
+    """The servers in the room after all rows of the feed; None: no row was about them."""
     token = last_told(connection, [room_id]).get(room_id)
     if token is None:
         return None
@@ -124,7 +124,7 @@ def embedded_room(connection: Connection, room_id: str) -> RoomServers | None:
 
 
 def last_told(connection: Connection, room_ids: Iterable[str]) -> dict[str, int]:
-    """Per room the token of the last row about its servers, where there was one."""
+    """By room the token of the last row about its servers; rooms without one are left out."""
     table = tables.room_servers_told.c
     found: dict[str, int] = {}
     for chunk in in_chunks(sorted(set(room_ids))):
@@ -137,7 +137,7 @@ def last_told(connection: Connection, room_ids: Iterable[str]) -> dict[str, int]
 
 
 class EventStates:
-    """The state before some events, by the main database. See `load_states`."""
+    """The state before some events, from the main database. See `load_states`."""
 
     def __init__(self) -> None:
         self.groups: dict[str, int] = {}
@@ -146,7 +146,7 @@ class EventStates:
 
 
 def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStates:
-    """State groups, memberships that were replaced, and the servers of partial-state rooms."""
+    """State groups, replaced memberships, and the servers of partial-state rooms."""
     states = EventStates()
     for chunk in in_chunks([event.event_id for event in events]):
         table = tables.event_to_state_groups.c
@@ -186,7 +186,7 @@ def memberships_of(connection: Connection, event_ids: Iterable[str]) -> dict[str
 
 
 def partial_rooms(connection: Connection, room_ids: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Those of the rooms that we joined without their full state: the servers we were told of."""
+    """The partial-state rooms among these, with the servers that were named to us at the join."""
     partial, servers = tables.partial_state_rooms, tables.partial_state_rooms_servers
     found: dict[str, set[str]] = {}
     for chunk in in_chunks(sorted(room_ids)):
@@ -219,7 +219,7 @@ def joined_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, fro
 
 
 def servers_now(connection: Connection, room_ids: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The servers in each room now; of a partial-state room, those we were told of as well."""
+    """The servers in each room now; of a partial-state room, also those named at the join."""
     wanted = sorted(room_ids)
     now = joined_now(connection, wanted)
     for room_id, servers in partial_rooms(connection, wanted).items():
@@ -233,9 +233,9 @@ Memberships = Callable[[Iterable[str]], Mapping[str, str]]
 
 
 class StateGroups:
-    """Servers joined at a state group, remembered for the groups looked at lately.
+    """Servers joined at a state group, remembered for the groups used last.
 
-    A group never changes, so what is remembered stays true. Used by one thread at a time.
+    A group never changes, so a remembered value stays true. Used by one thread at a time.
     """
 
     def __init__(self, cache_bytes: int = CACHE_BYTES) -> None:
@@ -248,16 +248,16 @@ class StateGroups:
         states: EventStates,
         memberships: Memberships,
     ) -> dict[str, Hosts]:
-        """Per event id the servers before it.
+        """By event id the servers before it.
 
-        `connection` is to the state database, `memberships` looks into the main one.
+        `connection` is to the state database, `memberships` reads from the main one.
         """
         look = _Look(connection, memberships, self._servers)
         return {event.event_id: look.before(event, states) for event in events}
 
 
 def _size(servers: frozenset[str]) -> int:
-    """At most the memory that a remembered group holds, in bytes: groups may share names."""
+    """The most bytes of memory that a remembered group holds: groups may share names."""
     return 1000 + sys.getsizeof(servers) + 90 * len(servers)
 
 
@@ -295,7 +295,7 @@ class _Look:
     def _swapped(
         self, event: EventRow, group: int, after: frozenset[str], prior: str | None
     ) -> Hosts:
-        """`after` with the event's own membership taken back."""
+        """`after`, with the event's own membership undone."""
         user = event.state_key or ""
         server = _servers([user])
         if prior is None:
@@ -317,7 +317,7 @@ class _Look:
         return found
 
     def _find(self, group: int) -> Hosts:
-        """From the nearest ancestor that is remembered, else from the whole chain."""
+        """The group's servers, from its nearest remembered ancestor, else from the whole chain."""
         chain = self._chain(group)
         if len(chain) >= MAX_CHAIN:
             return HostsUnknown(f"state group {group} builds upon too many others")
@@ -336,7 +336,7 @@ class _Look:
         return _servers(self._joined(users))
 
     def _chain(self, group: int) -> list[int]:
-        """The group and those it builds upon, nearest first."""
+        """The group and its ancestors, nearest first."""
         edges = tables.state_group_edges
         start = cast(group, BigInteger).label("state_group")
         walk = select(start).cte("walk", recursive=True)

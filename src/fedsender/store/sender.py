@@ -1,11 +1,11 @@
-"""The sender's own tables: what must outlive a restart and is no business of the homeserver.
+"""The sender's own tables: records that must outlive a restart and do not concern the homeserver.
 
 Each record of a server names the instance that holds it. Where several senders share the database,
-and their list changes, servers go from one to another by the shard rule, and their records go with
-them: whoever sends next repeats the frozen transaction and sends the receipts that are owed. At its
-start a sender asks which records here are of servers of others, and takes over its own. Each sender
-has an entry of its own for an event that no server got; the first one that starts by another list
-gives these entries to all that are on that list.
+and their list changes, servers move from one to another by the shard rule, and their records move
+with them: the next sender repeats the frozen transaction and sends the owed receipts. At its start
+a sender looks for records of servers that are not their holder's, and takes over its own. Each
+sender has an entry of its own for an event that no server got. The first sender that starts by
+another list gives these entries to all senders on that list.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 MAX_REASON = 500
-"""Characters of a reason that are stored."""
+"""The most characters of a reason that are stored."""
 
 log = structlog.get_logger()
 
@@ -76,9 +76,9 @@ class Foreign:
 
     Attributes:
         holder: the instance that wrote them or took them over; None: not known.
-        owner: whose the servers are by the present list; None: nobody's.
-        servers: how many servers.
-        records: how many rows of each table.
+        owner: the instance that the servers belong to by the present list; None: no instance.
+        servers: number of servers.
+        records: number of rows of each table.
     """
 
     holder: str | None
@@ -92,11 +92,11 @@ class TakenOver:
     """The records that a take-over moved, and those that it could not.
 
     Attributes:
-        taken: instance that held records of our servers -> how many servers; None: not known.
-        out_of_reach: the same for records that stay where they are: those of our servers held by
-            an instance that we may not take from; and, where the database is not shared, those we
-            hold ourselves of servers that are no longer ours (under our own name), because their
-            new owner cannot see them.
+        taken: instance that held records of our servers -> number of servers; None: not known.
+        out_of_reach: the same for records that stay where they are. Some are of our servers, held
+            by an instance that we may not take from. Where the database is not shared, others are
+            ours (under our own name), of servers that are no longer ours: their new owner cannot
+            see them.
     """
 
     taken: Mapping[str | None, int] = field(default_factory=dict)
@@ -108,8 +108,8 @@ class OwedReceipts:
     """The receipts that are still owed.
 
     Attributes:
-        position: each receipt up to this stream id is answered, or covered by `debts`. None:
-            nobody has begun to count.
+        position: each receipt up to this stream id is answered, or covered by `debts`. None: no
+            sender has begun to count.
         debts: by server the stream id above which it is owed receipts.
     """
 
@@ -166,7 +166,7 @@ class SenderStore:
 
     @writing
     def drop_frozen(self, connection: Connection, destination: str) -> None:
-        """The transaction was answered, or is replaced by what was isolated from it."""
+        """Delete the transaction: it was answered, or is replaced by the items isolated from it."""
         table = tables.frozen_transactions
         connection.execute(delete(table).where(table.c.destination == destination))
 
@@ -256,7 +256,7 @@ class SenderStore:
 
     @writing
     def restart_catch_up(self, connection: Connection, destination: str, lsso: int) -> None:
-        """Forget what was answered in a catch-up; its floor stays, or goes down to LSSO."""
+        """Remove the answered rooms of a catch-up; its floor stays, or goes down to LSSO."""
         connection.execute(
             delete(catch_up_rooms).where(catch_up_rooms.c.destination == destination)
         )
@@ -268,8 +268,10 @@ class SenderStore:
 
     @reading
     def catch_up_marks(self, connection: Connection) -> dict[str, int]:
-        """By destination the newest stream ordering that its catch-up speaks of; of those that no
-        other sender began."""
+        """By destination the newest stream ordering in its catch-up.
+
+        Catch-ups that another sender began are left out.
+        """
         rooms = catch_up_rooms.c
         begun_by_others = select(catch_ups.c.destination).where(catch_ups.c.taken_from.is_not(None))
         query = (
@@ -287,7 +289,7 @@ class SenderStore:
 
     @writing
     def end_catch_up(self, connection: Connection, destination: str) -> None:
-        """The destination is level."""
+        """End the catch-up: the destination is level."""
         for table in (catch_up_rooms, catch_ups):
             connection.execute(delete(table).where(table.c.destination == destination))
 
@@ -309,7 +311,7 @@ class SenderStore:
         stream_ordering: int | None = None,
         content: bytes | None = None,
     ) -> int:
-        """Put an item into quarantine; its id. An event that is there already keeps its entry."""
+        """Put an item into quarantine; returns its id. An event that is there keeps its entry."""
         values = {
             "destination": destination,
             "kind": kind,
@@ -342,14 +344,16 @@ class SenderStore:
 
     @property
     def _held(self) -> ColumnElement[bool]:
-        """Of the quarantine's entries those that we hold."""
+        """The condition for the quarantine's entries that we hold."""
         holder = quarantine.c.instance_name
         return or_(holder == self._instance, holder.is_(None))
 
     @reading
     def quarantined_rooms(self, connection: Connection) -> dict[str, int]:
-        """Rooms with an event that no server got, and the stream ordering of the first such event:
-        what is behind it waits."""
+        """Rooms with an event that no server got, and the stream ordering of the first such event.
+
+        Later events of the room wait.
+        """
         query = (
             select(quarantine.c.room_id, func.min(quarantine.c.stream_ordering))
             .where(quarantine.c.destination.is_(None), quarantine.c.room_id.is_not(None))
@@ -401,7 +405,7 @@ class SenderStore:
 
     @reading
     def quarantined(self, connection: Connection, ids: Sequence[int]) -> list[Quarantined]:
-        """Those of our items that have these ids, ascending."""
+        """Our items with these ids, ascending."""
         found: list[Quarantined] = []
         for chunk in in_chunks(sorted(set(ids))):
             rows = connection.execute(self._entries().where(quarantine.c.id.in_(chunk)))
@@ -413,7 +417,7 @@ class SenderStore:
         return select(*columns).where(self._held).order_by(quarantine.c.id)
 
     async def drop(self, ids: Sequence[int]) -> list[Quarantined]:
-        """Throw items away for good; returns them, for the ledger."""
+        """Remove items for good; returns them, for the ledger."""
         items = await self.quarantined(ids)
         ours = [item.id for item in items]
         await self._database.write(lambda connection: _leave_quarantine(connection, ours))
@@ -427,7 +431,8 @@ class SenderStore:
         """Queue events for redelivery; one that is queued already stays as it is.
 
         `released`: items that leave quarantine in the same transaction. If they left later, an
-        event that its server refuses again at once would find its old entry, and go with it.
+        event that its server refuses again at once would keep its old entry, and be deleted with
+        it.
         """
         ours = {"added_ms": self._now_ms(), "instance_name": self._instance}
         rows = {(pair.destination, pair.event_id): {**asdict(pair), **ours} for pair in pairs}
@@ -461,7 +466,7 @@ class SenderStore:
         *,
         upto_ms: int | None = None,
     ) -> None:
-        """These were answered; of them, those that were asked for up to `upto_ms`."""
+        """Delete these answered redeliveries; with `upto_ms` only those asked for up to then."""
         lane = tables.redeliveries.c
         for chunk in in_chunks(sorted(event_ids)):
             remove = delete(tables.redeliveries).where(
@@ -473,7 +478,7 @@ class SenderStore:
 
     @reading
     def destinations_with_redeliveries(self, connection: Connection) -> list[str]:
-        """Destinations with something to redeliver, by name."""
+        """Destinations with redeliveries, by name."""
         return _destinations(connection, tables.redeliveries)
 
     # --- whose records they are -------------------------------------------------------------------
@@ -487,10 +492,9 @@ class SenderStore:
     def foreign_records(
         self, connection: Connection, owner_of: Callable[[str], str | None]
     ) -> list[Foreign]:
-        """Records here of servers that belong to another instance than the one that holds them, by
-        holder and owner.
+        """Records of servers that belong to an instance other than the holder, by holder and owner.
 
-        `owner_of`: whose a server is, by the present list of instances; None: nobody's.
+        `owner_of`: the instance that a server belongs to, by the present list; None: no instance.
         """
         servers: dict[tuple[str | None, str | None], set[str]] = {}
         records: dict[tuple[str | None, str | None], dict[str, int]] = {}
@@ -518,12 +522,12 @@ class SenderStore:
 
     @writing
     def follow_list(self, connection: Connection, senders: Sequence[str]) -> None:
-        """This database is used by this list of senders from now on.
+        """Store the list of senders that use this database from now on.
 
-        Where it is shared, and the list is another one than before, each of the senders is given
-        the events that no server got: its servers may have been those of anybody who held them.
-        (What one of them has been sent already comes twice if it is released again.) And each goes
-        on with receipts from where the last of the old ones was.
+        Where the database is shared, and the list is not the last one, each sender gets an entry
+        for each event that no server got: any earlier holder may have had its servers. (If such an
+        event is released again, a server that got it since gets it twice.) And each sender goes on
+        with receipts from the lowest position of the old senders.
         """
         table = tables.sender_list
         if self.shared:
@@ -545,12 +549,13 @@ class SenderStore:
     ) -> TakenOver:
         """Become the holder of all records of our servers that `instances` hold, as one.
 
-        Records of before holders were noted become ours in any database; others only where it is
-        shared. The caller sees to it that none of `instances` still sends to these servers. May
-        be repeated.
+        Records from the time before holders were noted become ours in any database; others only
+        where it is shared. The caller makes sure that none of `instances` still sends to these
+        servers. May be repeated.
 
-        A holder may have been behind us with receipts: where any records were taken, our position
-        in their stream goes back to the lowest of the holders' (receipts may be sent twice).
+        A holder may have been behind us with receipts. So where any records were taken, our
+        position in their stream goes back to the lowest of the holders' (receipts may be sent
+        twice).
         """
         instance, shared = self._instance, self.shared
         reachable = {None, *(instances if shared else ())} - {instance}
@@ -581,7 +586,7 @@ class SenderStore:
     def save_generation(
         self, connection: Connection, instance: str, events_position: int, mark: str
     ) -> None:
-        """Store how we leave the homeserver's database."""
+        """Store the state in which we leave the homeserver's database."""
         row = {"instance_name": instance, "events_position": events_position, "mark": mark}
         replace_rows(connection, tables.generation, ("instance_name",), [row])
 
@@ -596,11 +601,11 @@ class SenderStore:
         return None if row is None else StoredGeneration(*row)
 
     async def take_lock(self, instance: str, boot_id: str) -> None:
-        """Become the one daemon of this instance name; raises LockHeld if another one is.
+        """Become the one daemon of this instance name; raises LockHeld if there is another one.
 
-        Waits while that cannot be told: the database is away, or has not yet noticed that the
-        connection by which we held it ourselves is gone, or the tables are being migrated. Raises
-        SchemaDiffers if they have done so since the store was opened.
+        Waits while the lock's state is unknown: the database is away, or has not yet noticed the
+        end of our own earlier connection, or the tables are being migrated. Raises SchemaDiffers if
+        they were migrated since the store was opened.
         """
         self._held_as = (instance, boot_id)
         pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
@@ -629,8 +634,9 @@ class SenderStore:
         return True
 
     async def agree_on_senders(self, homeserver: str, senders: Sequence[str]) -> None:
-        """Say by which list we send while we hold the lock; raises SendersDiffer if another
-        daemon runs that says another one. Only PostgreSQL can tell.
+        """Say our list of senders while we hold the lock.
+
+        Raises SendersDiffer if another running daemon says another list. Only PostgreSQL can tell.
         """
         await self._with_lock(lambda: self._lock.agree(homeserver, senders))
 
@@ -642,12 +648,15 @@ class SenderStore:
     async def has_nothing_left(
         self, instance: str, homeserver: str, senders: Sequence[str]
     ) -> bool:
-        """Whether another daemon that runs says so. Only PostgreSQL can tell."""
+        """Whether another running daemon says that it has none. Only PostgreSQL can tell."""
         words = _nothing_left(homeserver, instance, senders)
         return await self._with_lock(lambda: self._lock.is_said(words))
 
     async def _with_lock(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Waits for a database that is away; as the lock is lost with it, it is taken again."""
+        """The result of `ask`, with waiting for a database that is away.
+
+        The lock is lost with the database, so it is taken again.
+        """
         pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
         while True:
             try:
@@ -658,7 +667,7 @@ class SenderStore:
             await self.take_lock(*self._held_as)
 
     async def renew_lock(self) -> bool:
-        """Whether we still hold it. False: the connection that held it is gone; take it again."""
+        """Whether we still hold the lock. False: its connection is gone; take the lock again."""
         return await self._lock.held()
 
     @reading
@@ -673,20 +682,20 @@ class SenderStore:
 
     @writing
     def forget(self, connection: Connection, destination: str) -> None:
-        """Remove everything of a purged destination."""
+        """Remove all records of a purged destination."""
         for table in tables.PER_DESTINATION:
             connection.execute(delete(table).where(table.c.destination == destination))
 
 
 class ReceiptRecords:
-    """Which receipts are still owed: a position in their stream, and the servers behind it."""
+    """The receipts that are still owed: a position in their stream, and the servers behind it."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     @reading
     def load(self, connection: Connection, instance: str) -> OwedReceipts:
-        """As it was last saved; debts to the instance's own servers."""
+        """The last saved state, with the debts of the instance's own servers."""
         positions, debts = tables.receipt_positions, tables.receipt_debts
         holder = debts.c.instance_name
         rows = connection.execute(
@@ -707,7 +716,7 @@ class ReceiptRecords:
         debts: Mapping[str, int],
         paid: Collection[str],
     ) -> None:
-        """The position, new or changed debts, and servers without one, in one transaction."""
+        """Store the position and new or changed debts, and delete paid ones, in one transaction."""
         for chunk in in_chunks(sorted(paid)):
             table = tables.receipt_debts
             connection.execute(delete(table).where(table.c.destination.in_(chunk)))
@@ -722,7 +731,7 @@ class ReceiptRecords:
 
 
 def _record(table: Table) -> Select[Any]:
-    """The columns of a record, but for its owner."""
+    """A query for the columns of a record, without its owner's."""
     ours = ("instance_name", "taken_from")
     return select(*(column for column in table.c if column.name not in ours))
 
@@ -744,7 +753,7 @@ def _nothing_left(homeserver: str, instance: str, senders: Sequence[str]) -> str
 
 
 def _holdings(connection: Connection) -> dict[tuple[str, str | None], dict[str, int]]:
-    """(server, holder) -> rows of each table."""
+    """(server, holder) -> number of rows of each table."""
     found: dict[tuple[str, str | None], dict[str, int]] = {}
     for table in tables.PER_DESTINATION:
         query = (
@@ -807,7 +816,10 @@ def _last_list(connection: Connection) -> list[str]:
 def _read_on_together(
     connection: Connection, before: Sequence[str], senders: Sequence[str]
 ) -> None:
-    """Also a sender that starts late: until then the others pass receipts for its servers too."""
+    """Set each sender's receipt position to the lowest one of the old list.
+
+    A sender that starts late gets one too: until then the others pass receipts for its servers.
+    """
     table = tables.receipt_positions
     lowest = _lowest_receipt_position(connection, before)
     connection.execute(delete(table).where(table.c.instance_name.not_in(list(senders))))

@@ -42,7 +42,7 @@ def _insert(dialect: str, table: Table) -> Insert:
 def replace_rows(
     connection: Connection, table: Table, key: tuple[str, ...], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write rows, all with the same columns, each in place of what has its key."""
+    """Write rows, all with the same columns, each in place of the row with its key."""
     connection.execute(_replacing(connection.dialect.name, table, key, tuple(rows[0])), rows)
 
 
@@ -58,7 +58,7 @@ def _replacing(
 
 
 def having_rows(connection: Connection, key: Column[Any], names: Iterable[str]) -> set[str]:
-    """Those of the names that stand in the column `key` of any row of its table.
+    """The names among these that stand in the column `key` of any row of its table.
 
     It is one look into an index that begins with `key` for each name, however many rows it has.
     """
@@ -85,9 +85,9 @@ def insert_rows(
 ) -> None:
     """Insert rows, all with the same columns and each with another key.
 
-    Where the key is there already: `raising` names a column that takes the new value if it holds a
-    smaller one or none, `replacing` those that take it in any case; without them the row stays
-    as it is.
+    If the key is there already: `raising` names a column that takes the new value if its own is
+    smaller or NULL, `replacing` columns that take it in any case. Without them the row stays as it
+    is.
     """
     if not rows:
         return

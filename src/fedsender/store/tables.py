@@ -1,11 +1,11 @@
 """The tables: the homeserver's, by Synapse's names, and the sender's own.
 
 `homeserver` describes only the columns that we read or write. On a Synapse they are used in place
-and never migrated; in the embedded default Alembic makes them (with some of our own, of which
-`room_servers` and `event_servers` stand in for Synapse's state groups). `sender` is in a database
-of ours, whatever the homeserver is. Records of one server (`PER_DESTINATION`) say in
-`instance_name` whose they are: where several senders share the database, they move with the server
-when the list of senders changes.
+and never migrated. In the embedded default Alembic makes them, with some tables of our own:
+`room_servers` and `event_servers` stand in for Synapse's state groups. `sender` is in a database of
+ours, with any homeserver. Records of one server (`PER_DESTINATION`) name their holder in
+`instance_name`. Where several senders share the database, they move with the server when the list
+of senders changes.
 
 Times in columns named `*_ts` and `*_ms` are milliseconds since the epoch.
 """
