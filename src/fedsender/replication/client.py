@@ -1,14 +1,14 @@
 """The client of the line protocol: follows the `events` stream of one server of any kind.
 
-It connects, checks the peer, asks for all that follows the position that the store holds durably,
-and stores whole tokens, each with its token in one transaction; only then does the events position
-move. When the connection is lost it comes back, without limit, and a batch that was cut off comes
-again whole. It reads only while nothing waits to be stored, so what it has received and the store
-does not hold is what one read brought, and one batch.
+It connects, checks the peer, and asks for all tokens after the position that the store holds
+durably. It stores whole tokens, each token and its rows in one transaction; only then does the
+events position move. When the connection is lost it connects again, without limit, and an
+interrupted batch comes again whole. It reads only while nothing waits to be stored. So the received
+rows that the store does not hold are those of one read and one batch.
 
-`TcpFeed` follows a server of the plain protocol, which has the rows of a store of ours; a relay's
-is in `relay_feed`. `NoticeFeed` follows one whose rows only name events, which are in a database
-that we read in place.
+`TcpFeed` follows a server of the plain protocol, which has the rows of a store of ours; the feed of
+a relay is in `relay_feed`. `NoticeFeed` follows a server with rows that only name events; the
+events are in a database that we read in place.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ MAX_TYPISTS = 1000
 def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[RelayRow]:
     """The rows of one token that concern us. Raises BadRow.
 
-    Durable EDUs for the servers of other shards are none of ours: they would lie here for ever.
+    Durable EDUs for the servers of other shards are left out: they would lie here for ever.
     """
     found: list[RelayRow] = []
     for row in rows:
@@ -80,14 +80,14 @@ def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[Rel
 
 
 def redacted_in(rows: Iterable[RelayRow]) -> set[str]:
-    """The events that these rows say are redacted."""
+    """The events that these rows redact."""
     return {row.target for row in rows if isinstance(row, RedactionRow)}
 
 
 def tell_ephemeral(edus: EduSink, stream: str, token: int, row: Json) -> Receipt | None:
-    """Tell the sink of a row of typing or presence; a receipt is returned, to be stored.
+    """Tell the sink of a row of typing or presence; returns a receipt, which the caller stores.
 
-    What cannot be read is passed over: it is of no use a moment later anyway.
+    An unreadable row is passed over: it would be of no use a moment later.
     """
     match (stream, row):
         case ("typing", [str(room_id), list(users)]):
@@ -114,20 +114,24 @@ log = structlog.get_logger()
 
 GREETING_S: Final = 30.0
 MAX_UNSTORED_BYTES: Final = 8 * 2**20
-"""A batch may be this long before it is taken for one that never ends."""
+"""Bytes after which a batch is taken for one that never ends."""
 
 Fact = tuple[int, Sequence[Json]]
 """A token and all its rows; without rows: nothing more up to it, by a POSITION."""
 
 
 class HistoryLost(Exception):
-    """The server stands below what we hold: it was restored or replaced, and its next tokens would
-    be taken for old ones. Nobody but an operator can say what to do."""
+    """The server stands below our position: it was restored or replaced.
+
+    Its next tokens would be taken for old ones. Only an operator can decide the next step.
+    """
 
 
 class Unusable(Exception):
-    """A row that is of no use here, and may be of use once somebody has acted: it is asked for
-    again. Nothing behind it is taken meanwhile."""
+    """A row that is of no use here until an operator acts; it is asked for again.
+
+    No row after it is taken meanwhile.
+    """
 
 
 def _no_secret() -> None:
@@ -140,11 +144,11 @@ class LineSettings:
 
     Attributes:
         server_name: the homeserver's name; a server that gives another one is not listened to.
-        name: what we call ourselves; a relay remembers us by it.
-        secret: reads what is sent as `AUTH`, after the server has said its name; asked at each
-            connection, so that it may change. Raises ValueError or OSError.
-        shard: which servers we send to, for a relay to know; None: to none.
-        fetch_parallel: connections that fetch a relay's snapshot.
+        name: our name; a relay remembers us by it.
+        secret: reads the secret that is sent as `AUTH`, after the server has said its name; asked
+            at each connection, so that it may change. Raises ValueError or OSError.
+        shard: the servers that we send to, for a relay to know; None: no servers.
+        fetch_parallel: number of connections that fetch a relay's snapshot.
     """
 
     endpoint: Endpoint
@@ -162,7 +166,7 @@ class LineSettings:
 async def connect_line(settings: LineSettings, runtime: Runtime, nursery: trio.Nursery) -> Wire:
     """A connection to the right server, kept alive by a task in `nursery`.
 
-    Whoever has it closes it, or cancels the nursery. Raises Disconnected, BadLine.
+    The caller closes it, or cancels the nursery. Raises Disconnected, BadLine.
     """
     return (await _open(settings, runtime, nursery, relay=False))[0]
 
@@ -170,7 +174,7 @@ async def connect_line(settings: LineSettings, runtime: Runtime, nursery: trio.N
 async def connect_relay(
     settings: LineSettings, runtime: Runtime, nursery: trio.Nursery
 ) -> tuple[Wire, Relay]:
-    """The same to a relay, which knows us as a consumer; and what it holds."""
+    """The same to a relay, which knows us as a consumer; and the relay's answer."""
     wire, relay = await _open(settings, runtime, nursery, relay=True)
     assert relay is not None
     return wire, relay
@@ -199,7 +203,7 @@ async def _open(
 
 
 async def _greet(wire: Wire, settings: LineSettings, secret: str | None) -> None:
-    """Check the server's name before telling it anything."""
+    """Check the server's name before anything is told to it."""
     first = await wire.next_command()
     if first != Server(settings.server_name):
         await wire.send(Error("WRONG_SERVER another homeserver is expected"))
@@ -229,12 +233,12 @@ async def _greet_relay(wire: Wire, settings: LineSettings) -> Relay:
 
 
 def said(text: str) -> Disconnected:
-    """The reason that the server gives before it closes."""
+    """The error for the reason that the server gives before it closes."""
     return Disconnected(f"the server says: {text[:200]}")
 
 
 async def _keep_alive(wire: Wire) -> None:
-    """Own the connection: it is closed when this ends, for whatever reason."""
+    """Own the connection: it is closed when this ends, for any reason."""
     async with aclosing(wire):
         try:
             await wire.keep_alive()
@@ -250,7 +254,7 @@ class LineFeed(Feed):
     """The common part of feeds over the line protocol.
 
     Attributes:
-        last_error: why the last connection ended or failed.
+        last_error: the reason why the last connection ended or failed.
     """
 
     first_pause_s = 0.1
@@ -297,7 +301,7 @@ class LineFeed(Feed):
 
     @abstractmethod
     async def _begin(self) -> None:
-        """Have `_position` from the store, and show it."""
+        """Load `_position` from the store, and show it."""
 
     async def _follow(self, nursery: trio.Nursery) -> None:
         """Connect, ask, and listen until the connection ends."""
@@ -317,7 +321,7 @@ class LineFeed(Feed):
         """
 
     async def _one_connection(self) -> None:
-        """From connecting to whatever ends it, which is noted as the last error."""
+        """Run one connection to its end; note the reason as the last error."""
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
             try:
@@ -344,7 +348,7 @@ class LineFeed(Feed):
         await trio.sleep(self._pauses.next())
 
     async def _listen(self, wire: Wire) -> Resync:
-        """Take what comes, until our position is refused."""
+        """Take the server's commands, until our position is refused; returns the refusal."""
         while True:
             facts: list[Fact] = []
             receipts: list[Receipt] = []
@@ -369,10 +373,10 @@ class LineFeed(Feed):
             await self._answer(wire, pinged=pinged, stored=bool(facts))
 
     async def _answer(self, wire: Wire, *, pinged: bool, stored: bool) -> None:
-        """Say what is to be said after something was read."""
+        """Send the answers that are due after a read."""
 
     async def _store_receipts(self, receipts: Sequence[Receipt]) -> None:
-        """Store the receipts, which only a relay hands on."""
+        """Store receipts, which only a relay passes on."""
 
     def _take(
         self, command: Command, facts: list[Fact], receipts: list[Receipt]
@@ -415,13 +419,13 @@ class LineFeed(Feed):
         self._pauses.reset()
 
     def _show(self, position: int) -> None:
-        """Everything up to here is stored: let the sender see it."""
+        """Let the sender see that everything up to here is stored."""
         self._position = position
         self._head = max(self._head, position)
         self._sink.events.advance(position)
 
     async def publish_server_up(self, server: str) -> None:
-        """Tell whoever feeds us; it tells its other clients. Nothing is queued for it."""
+        """Tell the server that feeds us; it tells its other clients. Nothing is queued for it."""
         if self._wire is not None:
             try:
                 await self._wire.send(RemoteServerUp(server))
@@ -437,7 +441,7 @@ class EmbeddedStore(Protocol):
 
 
 class EmbeddedFeed(LineFeed):
-    """Facts into a store of ours."""
+    """A feed of facts into a store of ours."""
 
     def __init__(
         self,
@@ -508,7 +512,7 @@ def _noticed(rows: Iterable[Json]) -> str | None:
 
 
 class TcpFeed(EmbeddedFeed):
-    """From a homeserver that speaks the plain protocol, and has rows of facts."""
+    """The feed of a homeserver that speaks the plain protocol, and has rows of facts."""
 
 
 class NoticeStore(Protocol):
@@ -518,8 +522,11 @@ class NoticeStore(Protocol):
 
 
 class NoticeFeed(LineFeed):
-    """From a homeserver whose rows are notices: its events are in a database that we read in place,
-    and what a notice says is that they are there up to its token."""
+    """The feed of a homeserver with rows that are notices.
+
+    Its events are in a database that we read in place. A notice means that they are there up to its
+    token.
+    """
 
     def __init__(
         self, settings: LineSettings, runtime: Runtime, store: NoticeStore, sink: Sink

@@ -1,13 +1,13 @@
 """The streams of EDUs as Synapse's processes announce them, for an `EduSink`.
 
 Receipts and device lists stand in the database: only their position is followed. Presence stands
-there too, but most of it is other servers' and of no use, so its rows are taken as they come, and
-only a gap is left to the database. Typing, who is to be told of presence, and the EDUs of the
-`federation` stream only their writer has: a gap is asked of it, and when it starts anew it counts
-from 0 again.
+there too, but most of it is other servers' and of no use. So its rows are taken as they come, and
+only a gap is read from the database. Only their writer has typing, the servers to be told of
+presence, and the EDUs of the `federation` stream: a gap is asked of it. When it starts anew it
+counts from 0 again.
 
-The writer of `federation` keeps what it has for five minutes, or until every sender has said that
-it holds it. So that is said when the rows are with the sink, and not while a gap is asked for.
+The writer of `federation` keeps its rows for five minutes, or until every sender has acknowledged
+them. So they are acknowledged when they are with the sink, and not while a gap is asked for.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ IN_MEMORY = frozenset(("typing", "presence_federation", "federation"))
 FETCH_S = 60.0
 FETCHES = 4
 MAX_TYPISTS = 1000
-"""Users typing in one room; beyond, the others are not told of."""
+"""The most users typing in one room; the others are left out."""
 MAX_HOSTS = 10_000
-"""Servers that one row of presence may name; beyond, the others are not told."""
+"""The most servers that one row of presence may name; the others are left out."""
 
 Fetch = Callable[[str, str, int, int], Awaitable[Sequence[tuple[int, Json]]]]
-"""Asks a writer for missed rows: (stream, instance, after, upto). Raises NotFetched."""
+"""Ask a writer for missed rows: (stream, instance, after, upto). Raises NotFetched."""
 
 Acknowledge = Callable[[int], Awaitable[None]]
-"""Says that we hold the `federation` stream up to this token."""
+"""Acknowledge the `federation` stream up to this token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class _Missed:
 
 
 class EduStreams:
-    """The EDU streams of a Synapse. `run` does what takes time; all other calls return at once."""
+    """The EDU streams of a Synapse. `run` does the slow work; all other calls return at once."""
 
     def __init__(self, sink: EduSink, fetch: Fetch, acknowledge: Acknowledge) -> None:
         self._sink = sink
@@ -77,12 +77,12 @@ class EduStreams:
         self._held = trio.Event()
 
     def start(self, stream: str, stored: Mapping[str, int]) -> None:
-        """The positions of the writers of one of `STORED_AS`, by the database."""
+        """Set the positions of the writers of one of `STORED_AS`, from the database."""
         self._heard[stream] = HeardPositions(stored, trio.current_time())
         self._watermark(stream)
 
     def begin(self) -> None:
-        """A new connection: nothing is known until each writer has said where it stands."""
+        """Begin a new connection: no position is known until its writer has announced it."""
         self._connected.clear()
 
     def _watermark(self, stream: str) -> None:
@@ -91,7 +91,7 @@ class EduStreams:
         mark.advance(linear)
 
     def position(self, said: Position) -> None:
-        """A writer says where it stands."""
+        """Take a writer's announced position."""
         stream = said.stream
         if stream in STORED_AS:
             self._heard[stream].advance(said.instance or "", said.token, trio.current_time())
@@ -119,7 +119,10 @@ class EduStreams:
             self._held.set()
 
     def rows(self, stream: str, instance: str | None, token: int, rows: Sequence[Json]) -> bool:
-        """Rows of one token. False: its writer counts anew, and must be asked where it stands."""
+        """Take the rows of one token.
+
+        False: the writer counts anew, and its position must be asked for.
+        """
         if stream in STORED_AS:
             self._heard[stream].advance(instance or "", token, trio.current_time())
             self._watermark(stream)
@@ -153,7 +156,7 @@ class EduStreams:
         self._news.set()
 
     async def run(self) -> None:
-        """Ask for what was missed and say what we hold, for ever."""
+        """Fetch missed rows and acknowledge rows of `federation`, for ever."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._make_up_for_ever)
             nursery.start_soon(self._acknowledge_for_ever)
@@ -216,7 +219,10 @@ class EduStreams:
                 self._tell_federation(kind, data)
 
     def _tell_federation(self, kind: str, data: Mapping[str, Json]) -> None:
-        """A row of `federation`: an EDU, one with a key, or presence for certain servers."""
+        """Tell the sink of a row of `federation`.
+
+        It is an EDU, an EDU with a key, or presence for certain servers.
+        """
         match kind, data:
             case "e", {"edu_type": str(), "destination": str()}:
                 self._tell_edu(data, None)

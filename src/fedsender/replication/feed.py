@@ -1,11 +1,11 @@
 """The configured feed: Redis, push, relay or TCP.
 
 Over TCP the homeserver (or a relay) sends the facts themselves, and they are stored before the
-events position moves. Over Redis, Synapse only says how far each of its writers is: the facts are
-in the database that we share, and the position that moves is the linear one.
+events position moves. Over Redis, Synapse only announces the position of each of its writers: the
+facts are in the database that we share, and the position that moves is the linear one.
 
-Either way the sender sees a `Sink` whose `events` rises, and an operator sees a `FeedStatus`. What
-the feed cannot understand it does not skip: events stop there, with a reason in words.
+In both cases the sender sees a `Sink` with a rising `events`, and an operator sees a `FeedStatus`.
+The feed does not skip a row that it cannot understand: events stop there, with a reason in words.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ class FeedStore(SynapseStore, RelayStore, PushStore, Protocol):
 
 
 def tcp_settings(config: Config) -> LineSettings:
-    """The server of the plain protocol, and our name to it. Only our own kind has the rows of a
-    store of ours, so its limits hold. Raises ConfigError."""
+    """The server of the plain protocol, and our name to it. Raises ConfigError.
+
+    Its limits are those of our own kind: only that kind has the rows of a store of ours.
+    """
     return _line_settings(config, config.feed.tcp)
 
 
@@ -89,7 +91,7 @@ def _line_settings(config: Config, feed: TcpSection) -> LineSettings:
 
 
 def _shard(config: Config) -> Shard:
-    """Which servers we send to, of all senders' (`Config.handles`)."""
+    """The servers that we send to, as a share of all senders' (`Config.handles`)."""
     senders = config.homeserver.federation_sender_instances or (config.instance_name,)
     return Shard(senders.index(config.instance_name), len(senders))
 
@@ -119,7 +121,7 @@ def _relay_feed(
 
 
 def redis_settings(config: Config) -> RedisSettings:
-    """Which Redis, its password read from its file. Raises ConfigError."""
+    """The address of Redis and its password, read from its file. Raises ConfigError."""
     redis = config.feed.redis
     tls = _redis_tls(redis) if redis.tls else None
     address: TcpAddress | UnixAddress = TcpAddress(redis.host, redis.port)
@@ -160,7 +162,7 @@ def _redis_tls(redis: RedisFeed) -> ssl.SSLContext:
 
 
 def _tls(ca_file: Path | None, ca_directory: Path | None = None) -> ssl.SSLContext:
-    """Checks the other side's certificate by these authorities. Raises ConfigError."""
+    """A context that checks the peer's certificate by these authorities. Raises ConfigError."""
     try:
         return ssl.create_default_context(cafile=ca_file, capath=ca_directory)
     except OSError as error:
@@ -218,8 +220,8 @@ async def open_feed(
 ) -> AsyncIterator[Feed]:
     """The configured feed, running for as long as the body does.
 
-    With `shadow` it says nothing but REPLICATE. A feed that signs events does so with all `keys`.
-    Raises ConfigError; and InstanceTaken, out of the body, as soon as somebody else speaks under
+    With `shadow` it sends nothing but REPLICATE. A feed that signs events does so with all `keys`.
+    Raises ConfigError; and InstanceTaken, out of the body, as soon as another process speaks under
     our name.
     """
     feed = _make_feed(config, runtime, store, sink, keys=keys, shadow=shadow)

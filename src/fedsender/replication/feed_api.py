@@ -1,4 +1,4 @@
-"""The face of every feed: it runs, moves a sink's positions, and tells its status."""
+"""The interface of every feed: it runs, moves a sink's positions, and reports its status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Between two tries of what the database has refused."""
+"""Seconds between two tries of a request that the database has refused."""
 
 
 class MadeEduSink(Protocol):
@@ -35,18 +35,17 @@ class MadeEduSink(Protocol):
     def edu(
         self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
     ) -> None:
-        """This server is to get this EDU; a newer one of the same key takes its place."""
+        """Take an EDU for this server; a newer one of the same key replaces it."""
         ...
 
 
 class EduSink(MadeEduSink, Protocol):
     """The receiver of the sources of EDUs. All calls return at once and cannot fail.
 
-    Users of other servers are in it too; the sink knows whose are ours.
+    Users of other servers are among them; the sink knows which ones are ours.
 
     Attributes:
-        device_lists: changed devices that servers are to be told of may be read from the store up
-            to here.
+        device_lists: position up to which changed devices for servers may be read from the store.
         receipts: the same for read receipts.
     """
 
@@ -56,23 +55,23 @@ class EduSink(MadeEduSink, Protocol):
     def receipts(self) -> Watermark: ...
 
     def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
-        """These users, and no others, type in the room now; of two tokens the larger is newer."""
+        """Set the users that type in the room now; of two tokens the larger is newer."""
         ...
 
     def typing_reset(self) -> None:
-        """Tokens of typing begin anew, and so does the set of users that type."""
+        """Forget all users that type: tokens of typing begin anew."""
         ...
 
     def presence(self, state: PresenceState) -> None:
-        """The presence of a user now."""
+        """Take the presence of a user now."""
         ...
 
     def presence_missed(self, after: int, upto: int) -> None:
-        """States with after < stream id <= upto were not told, but stand in the store."""
+        """Note that states with after < stream id <= upto were missed; they stand in the store."""
         ...
 
     def presence_wanted(self, server: str, user_id: str) -> None:
-        """This server is to be told how present the user is."""
+        """Note that this server is to be told of the user's presence."""
         ...
 
 
@@ -81,7 +80,7 @@ class Sink(Protocol):
 
     Attributes:
         events: the events position: everything up to it may be read from the store.
-        edus: who is fed with what EDUs are made of.
+        edus: the receiver of the sources of EDUs.
     """
 
     @property
@@ -90,20 +89,22 @@ class Sink(Protocol):
     def edus(self) -> EduSink: ...
 
     def server_up(self, server: str) -> None:
-        """There was a sign of life of this server."""
+        """Note a sign of life of this server."""
         ...
 
     def backoff_changed(self, server: str) -> None:
-        """Another process wrote this server's row in `destinations`."""
+        """Note that another process wrote this server's row in `destinations`."""
         ...
 
     def to_device_changed(self, server: str) -> None:
-        """There are new to-device messages for this server."""
+        """Note that there are new to-device messages for this server."""
         ...
 
     def redacted(self, event_ids: Collection[str]) -> None:
-        """These are redacted, by the store, whose feed told so: perhaps by events that are not in
-        it. Said before `events` rises past what told so."""
+        """Note that these events are redacted; called before `events` rises past the redaction.
+
+        The store knows it from its feed. It may lack the redacting events.
+        """
         ...
 
 
@@ -112,8 +113,8 @@ class Feed(ABC):
 
     Attributes:
         connected: set once the homeserver's side has been reached for the first time.
-        stopped: why events have stopped for good; None while they flow.
-        metrics: where connections and rows are counted, if anywhere.
+        stopped: the reason why events have stopped for good; None while they flow.
+        metrics: the counters of connections and rows, if there are any.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -125,19 +126,19 @@ class Feed(ABC):
         self._refusal: tuple[str, float] | None = None
 
     def note_connected(self) -> None:
-        """The homeserver's side has been reached, once more."""
+        """Note that the homeserver's side has been reached once more."""
         self.connected.set()
         if self.metrics is not None:
             self.metrics.feed_connects.inc()
 
     def note_full_sync(self, reason: str, *, alarm: bool) -> None:
-        """A snapshot is asked for; `reason` must be one that we know: it becomes a label."""
+        """Count a request for a snapshot; `reason` must be a known one: it becomes a label."""
         if self.metrics is not None:
             self.metrics.full_syncs.labels(reason).inc()
             self.metrics.full_sync_alarms.inc(alarm)
 
     def note_rows(self, stream: str, rows: int = 1) -> None:
-        """So many rows came. `stream` must be one that we know: it becomes a label."""
+        """Count rows that came. `stream` must be a known one: it becomes a label."""
         if self.metrics is not None and rows:
             self.metrics.inbound_rdata.labels(stream).inc(rows)
 
@@ -152,14 +153,14 @@ class Feed(ABC):
 
     @abstractmethod
     def _status(self) -> FeedStatus:
-        """The status of the feed, as long as the database does not fail."""
+        """The status of the feed, without failures of the database."""
 
     async def insist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The answer of the store to `ask`, which is asked again for as long as the database fails.
+        """The result of `ask`, a call of the store, which is repeated while the database fails.
 
-        What it fails at passes, or is for an operator to mend, who is told by `status`; a feed that
-        gave up would wait for a restart then. One task at a time. Raises FeedError: what the
-        homeserver said cannot be stored, and never will be.
+        The fault passes, or an operator mends it, informed by `status`; a feed that gave up would
+        then wait for a restart. One task at a time. Raises FeedError for rows of the homeserver
+        that can never be stored.
         """
         pauses = Pauses(self._runtime.random, first=FIRST_PAUSE_S, longest=LONGEST_PAUSE_S)
         retrying = tenacity.AsyncRetrying(
@@ -188,8 +189,8 @@ class Feed(ABC):
     async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None:
         """Tell the homeserver's processes that we wrote this server's row in `destinations`.
 
-        `stream_id` is that of the row in the cache invalidation stream. Where no homeserver shares
-        the row there is nobody to tell, and this does nothing.
+        `stream_id` is that of the row in the cache invalidation stream. Does nothing if no
+        homeserver shares the row.
         """
         await trio.lowlevel.checkpoint()
 
@@ -198,7 +199,7 @@ class Feed(ABC):
         await trio.lowlevel.checkpoint()
 
     def stop_events(self, reason: str) -> None:
-        """Let events go no further, and say why."""
+        """Stop the events for good, with the reason."""
         if self.stopped is None:
             self.stopped = reason
             log.error("feed_stopped", reason=reason)

@@ -32,7 +32,7 @@ CONNECT_S = 30.0
 
 
 class Disconnected(Exception):
-    """The other side is not there, or not there any more; the text says why."""
+    """The peer cannot be reached, or is gone; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ RECEIVE_PIECE = 65_536
 
 
 class TooSlow(Disconnected):
-    """It did not take what was sent in time."""
+    """The peer did not take the sent bytes in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class PeerKind:
     Attributes:
         max_line: bytes in a line, both ways.
         dead_after_s: silence after which it is taken for dead, once it has sent a PING.
-        send_s: what it may take for SEND_PIECE bytes.
+        send_s: seconds in which it must take SEND_PIECE bytes.
     """
 
     max_line: int
@@ -141,7 +141,7 @@ class Wire:
     """A stream that carries commands.
 
     Several tasks may `send`; one may wait in `next_command`. After Disconnected, or a cancelled
-    `send`, it is of no more use but to be closed.
+    `send`, it can only be closed.
     """
 
     def __init__(self, stream: trio.abc.Stream, kind: PeerKind, now_ms: Callable[[], int]) -> None:
@@ -182,7 +182,7 @@ class Wire:
     async def send_file(self, file: File, pieces: AsyncIterable[bytes]) -> None:
         """Send `file` and the bytes that it announces, and nothing in between.
 
-        Raises Disconnected, and what `pieces` raises: no more can be sent then.
+        Raises Disconnected, and the errors of `pieces`: no more can be sent then.
         """
         async with self._sending:
             await self._transmit(self.encode(file))
@@ -221,7 +221,7 @@ class Wire:
         return command
 
     async def keep_alive(self) -> None:
-        """Send a PING at once and whenever nothing else was sent for a while; never returns.
+        """Send a PING at once and whenever nothing else was sent for a while; never return.
 
         Raises Disconnected.
         """
@@ -235,7 +235,7 @@ class Wire:
                 await self.send(Ping(str(self._now_ms())))
 
     async def aclose(self) -> None:
-        """Close without ado; whoever waits here gets Disconnected."""
+        """Close at once; tasks that wait on the wire get Disconnected."""
         self._torn = True
         await trio.aclose_forcefully(self._stream)
 

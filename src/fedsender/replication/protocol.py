@@ -1,22 +1,22 @@
 """The replication line protocol: its commands, their lines in both dialects, without any I/O.
 
-One command is one line: a word, a space, and fields that depend on the word. It has been spoken in
-two dialects, and both are in use:
+One command is one line: a word, a space, and fields that depend on the word. There are two
+dialects, and both are in use:
 
 - `OLD`: over TCP only. A client names a stream and the token that it has (`REPLICATE events 53`)
-  and the server sends what it missed. `RDATA events 54 <row>`, `POSITION events 54`.
+  and the server sends the missed rows. `RDATA events 54 <row>`, `POSITION events 54`.
 - `TODAY`: over Redis pub/sub, and on TCP by a bare `REPLICATE`. Streams have several writers, so
   `RDATA events master 54 <row>` and `POSITION events master 53 54` name the instance; readers fetch
-  what they missed themselves.
+  missed rows themselves.
 
 Rows that share one token are sent one after the other, all but the last with the word `batch` in
 the token's place.
 
 Each command is one frozen value. A command that names an `instance` is in today's dialect, one
-without is in the old. `_LAYOUTS` is the table of their lines: both `parse_command` and
-`format_command` go by it. A word that is not in it is `Unknown`.
+without is in the old. `_LAYOUTS` is the table of their lines, for both `parse_command` and
+`format_command`. A word that is not in it is `Unknown`.
 
-`Connection` knows where lines end: bytes go in by `receive_data`, commands come out of
+`Connection` finds the ends of lines: bytes go in by `receive_data`, commands come out of
 `next_command`, and `encode` makes the bytes of a command. An error from `next_command` is the fault
 of the peer (`BadLine`), one from `encode` is ours (`UnsendableCommand`).
 """
@@ -50,11 +50,11 @@ class Dialect(enum.Enum):
 
 
 class BadLine(ValueError):
-    """The peer sent a line that is not a command; says which word, never the row's content."""
+    """The peer sent a line that is no command; the text has its word, never the row's content."""
 
 
 class UnsendableCommand(ValueError):
-    """A command of ours that cannot be a line: a field with a space in it, or too long."""
+    """A command of ours that cannot be a line: a space in a field, or more bytes than allowed."""
 
 
 # --- commands -------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Auth:
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """The reason why its sender is about to close."""
+    """The reason for which its sender is about to close."""
 
     text: str
 
@@ -114,7 +114,7 @@ class Replicate:
 class Position:
     """A writer stands at `token`, and wrote nothing in (previous, token].
 
-    The old dialect knows neither writers (`instance` None) nor the previous token (equal then).
+    The old dialect has neither writers (`instance` None) nor the previous token (equal then).
     """
 
     stream: str
@@ -129,7 +129,7 @@ class Rdata:
 
     Attributes:
         token: None is `batch`: the token comes with a later row of the same writer.
-        size: characters of the line that it came in; 0 for one that was made here.
+        size: characters of its line; 0 for a row that was made here.
     """
 
     stream: str
@@ -149,7 +149,7 @@ class FederationAck:
 
 @dataclass(frozen=True, slots=True)
 class RemoteServerUp:
-    """There was a sign of life of this server."""
+    """A sign of life of this server."""
 
     server: str
 
@@ -184,10 +184,10 @@ MAX_SHARDS: Final = 10_000
 
 
 class Reason(enum.StrEnum):
-    """Why a position is refused, and a snapshot needed.
+    """The reason why a position is refused, and a snapshot needed.
 
     Attributes:
-        GAP: the log behind it is gone.
+        GAP: the log after it is gone.
         AHEAD: the log does not reach that far: the relay has lost its newest part.
         EPOCH: it belongs to another history.
     """
@@ -202,8 +202,7 @@ class Relay:
     """A relay's answer to a consumer's SERVER: its history, and the part of it that it holds.
 
     Attributes:
-        version: of the protocol between relay and consumer; the rest is empty if it is another one
-            than ours.
+        version: of the protocol between relay and consumer; if it is not ours, the rest is empty.
         epoch: 16 hexadecimal characters.
         first: the oldest token that the log still holds; head + 1 where it holds none.
         head: the newest durable token.
@@ -228,12 +227,12 @@ class Shard:
 
     @classmethod
     def of_text(cls, text: str) -> Shard:
-        """The shard that `str` made the text of."""
+        """The shard of a text made by `str`."""
         index, _, of = text.partition("/")
         return cls(int(index), int(of))
 
     def overlaps(self, other: Shard) -> bool:
-        """Whether some servers are in both."""
+        """Whether some servers are in both shards."""
         return (self.index - other.index) % math.gcd(self.of, other.of) == 0
 
 
@@ -264,7 +263,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A snapshot is ready, and the log behind it is kept.
+    """A snapshot is ready, and the log after it is kept.
 
     Attributes:
         id: names it in `Fetch`.
@@ -283,7 +282,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Asks for a file of a snapshot from this offset on."""
+    """A request for a file of a snapshot, from this offset on."""
 
     id: str
     file: str
@@ -292,7 +291,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """Exactly `length` bytes of the file follow: all from `offset` to its end."""
+    """The header of exactly `length` bytes of the file: all from `offset` to its end."""
 
     file: str
     offset: int
@@ -301,7 +300,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A word that means nothing to a sender or a relay; new ones appear over time."""
+    """A word without meaning for a sender or a relay; new ones appear over time."""
 
     word: str
     rest: str = field(default="", repr=False)
@@ -338,7 +337,7 @@ _INTEGER_TEXT = re.compile(r"-?[0-9]{1,19}\Z")
 
 
 class _Kind(NamedTuple):
-    """One kind of field: its value of a text, and its text of a value."""
+    """One kind of field: the functions from a text to its value, and back."""
 
     read: Callable[[str], Any]
     write: Callable[[Any], str]
@@ -419,11 +418,11 @@ def _matching(pattern: str, what: str) -> _Kind:
 
 _WORD = _Kind(str, _write_word)
 _LAST_WORD = _Kind(_read_word, _write_word)
-"""A word behind which no other field follows: a split does not find the spaces in it."""
+"""A word after which no other field follows: a split does not find the spaces in it."""
 _REST = _Kind(str, _write_rest)
 """The last field: not empty, spaces are its own."""
 _TEXT = _Kind(str, str)
-"""All of the line behind the word, which may be nothing."""
+"""The rest of the line after the word; it may be empty."""
 _INTEGER = _Kind(_read_integer, str)
 _COUNT = _Kind(_read_count, str)
 _TOKEN = _Kind(
@@ -476,7 +475,7 @@ def _layout(
 
 
 def _parser(layout: _Layout) -> Callable[[str], Command]:
-    """The function from a line behind its word to the command; it raises BadLine."""
+    """The function from the part of a line after its word to the command; it raises BadLine."""
     make, count = layout.make, len(layout.fields)
     readers = [kind.read for _, kind in layout.fields]
     if layout.fields[0][1] is _TEXT:
@@ -590,7 +589,7 @@ WORKERS_WORDS: Final = frozenset(
     {"USER_SYNC", "CLEAR_USER_SYNC", "USER_IP", "NEW_ACTIVE_TASK", "CANCEL_TASK"}
     | {"INVALIDATE_CACHE", "REMOVE_PUSHER", "SYNC"}
 )
-"""Words of a homeserver's other workers. They are `Unknown` here, and no mistake of a client."""
+"""Words of a homeserver's other workers. They are `Unknown` here, but no error of a client."""
 
 
 def _parse_replicate(rest: str) -> Replicate:
@@ -621,7 +620,7 @@ _PARSERS: Final[dict[Dialect, dict[str, Callable[[str], Command]]]] = {
 _FORMATTERS: Final[dict[type[Command], dict[bool, Callable[[Any], str]]]] = {
     Replicate: {False: _format_replicate}
 }
-"""By command, and whether it names an instance."""
+"""By command, and by whether it names an instance."""
 for _each in _LAYOUTS:
     for _dialect in _each.dialects:
         _FORMATTERS.setdefault(_each.command, {})[_dialect is _TODAY] = _formatter(_each)
@@ -630,8 +629,8 @@ for _each in _LAYOUTS:
 def parse_command(line: str, dialect: Dialect) -> Command | None:
     """The command in one line without its end; None for a blank one.
 
-    A word that is not known is `Unknown`, whatever follows. Raises BadLine, which names the word
-    and what is wrong but not the content.
+    An unknown word is `Unknown`, with any rest. Raises BadLine, which names the word and the fault
+    but not the content.
     """
     if not line.strip():
         return None
@@ -682,14 +681,14 @@ class Connection:
         self._searched = 0
 
     def receive_data(self, data: bytes) -> None:
-        """Take bytes of the peer, in any pieces; ask `next_command` until it says None."""
+        """Take bytes of the peer, in any pieces; then call `next_command` until it returns None."""
         self._buffer += data
 
     def next_command(self) -> Command | None:
         """The next command, or None when more bytes are needed. Blank lines are passed over.
 
-        Raises BadLine for a line that is too long, not UTF-8 or not a command. That line is gone
-        then; but after one that is too long nothing that follows makes sense.
+        Raises BadLine for a line that is too long, not UTF-8 or not a command. That line is
+        removed. After a line that is too long the following bytes have no meaning.
         """
         while (line := self._next_line()) is not None:
             command = parse_command(line, self.dialect)
@@ -698,7 +697,7 @@ class Connection:
         return None
 
     def take_raw(self, most: int) -> bytes:
-        """Up to `most` of the bytes that are here, as they are: those behind a `File`."""
+        """Up to `most` of the received bytes, unparsed: those that follow a `File`."""
         piece = bytes(self._buffer[:most])
         del self._buffer[:most]
         self._searched = 0
@@ -745,7 +744,7 @@ class _OpenBatch:
 
 
 class RdataBatches:
-    """Collects the rows of one token, for each stream and writer apart.
+    """Collects the rows of one token, separately for each stream and writer.
 
     Two writers' batches may come interleaved, so rows are never kept by stream alone.
 
@@ -761,7 +760,7 @@ class RdataBatches:
         self._bytes = 0
 
     def add(self, rdata: Rdata) -> tuple[int, tuple[Json, ...]] | None:
-        """The token and all its rows once the last one is here; None while it is a batch.
+        """The token and all its rows once the last one is here; None before that.
 
         Raises BadLine when a bound is passed.
         """
@@ -786,12 +785,12 @@ class RdataBatches:
         return (stream, instance) in self._open
 
     def discard(self, stream: str, instance: str | None) -> None:
-        """Forget what was collected of a batch, if anything: its rows come again."""
+        """Forget the collected rows of a batch, if there are any: they come again."""
         batch = self._open.pop((stream, instance), None)
         if batch is not None:
             self._bytes -= batch.size
 
     def clear(self) -> None:
-        """Forget all open batches: the connection that they came by is gone."""
+        """Forget all open batches: their connection is gone."""
         self._open.clear()
         self._bytes = 0

@@ -1,10 +1,10 @@
-"""The feed of a homeserver that appends to us: what it says is stored before it is answered.
+"""The feed of a homeserver that appends to us: its records are stored before they are answered.
 
 There is no log beside the store. A record's rows, its id and its token are written in one
 transaction, and requests that wait share it.
 
-Of several senders on one store one takes the appends: whoever gets the lock. The others look into
-the store ten times a second, send what is their share, and try to get the lock.
+Of several senders on one store one takes the appends: the one that gets the lock. The others read
+the store ten times a second, send their own share, and try to get the lock.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from fedsender.streams import FeedStatus, Json
 log = structlog.get_logger()
 
 MAX_RECEIPTS: Final = 10_000
-"""Receipts that wait to be stored; while there are so many, more are not taken."""
+"""The most receipts that wait to be stored; while there are so many, more are not taken."""
 MAX_NOTICES: Final = 1000
-"""Rows of typing and presence that wait to be told to other senders; what comes then is lost."""
+"""The most waiting rows of typing and presence for other senders; later ones are lost."""
 FORGET_EVERY_S: Final = 60.0
 LOOK_EVERY_S: Final = 0.1
-"""Between two looks at what another sender has stored."""
+"""Seconds between two reads of another sender's news."""
 TRY_EVERY_S: Final = 2.0
-"""Between two tries to take the appends, and two looks whether another sender does."""
+"""Seconds between two tries to take the appends, and between two checks for another taker."""
 
 
 class PushStore(AppendStore, Protocol):
@@ -66,7 +66,7 @@ class PushFeed(Feed):
     """The feed of a homeserver that appends to this sender.
 
     Attributes:
-        intake: what requests are handed to.
+        intake: the receiver of requests.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PushFeed(Feed):
 
     @property
     def epoch(self) -> str:
-        """Of the sender that takes the appends: another one each time that one begins to."""
+        """The epoch of the sender that takes the appends; each sender that begins has a new one."""
         return self._writer.epoch
 
     @property
@@ -157,7 +157,7 @@ class PushFeed(Feed):
             self._close(elsewhere)
 
     async def _follow(self) -> None:
-        """Look at what another sender stores, until it may be our turn."""
+        """Read another sender's news, until the next try to take the appends."""
         try_at = trio.current_time() + TRY_EVERY_S * self._runtime.random.uniform(0.5, 1.0)
         while trio.current_time() < try_at:
             found = await self.insist(partial(self._store.feed_news, self._place))
@@ -169,14 +169,14 @@ class PushFeed(Feed):
             await trio.sleep(LOOK_EVERY_S)
 
     def _close(self, elsewhere: Elsewhere) -> None:
-        """Take no appends; requests that wait are told."""
+        """Take no appends; waiting requests get this error."""
         if self.intake.closed is None:
             self.intake.begin_anew()
         self.intake.closed = elsewhere
         self._writer.close(elsewhere)
 
     def _learn(self, found: News) -> None:
-        """Let the sender see what another one has stored."""
+        """Let the sender see another sender's news."""
         redacted = set()
         for stream, row in found.notices:
             value = json.loads(row)
@@ -210,7 +210,7 @@ class PushFeed(Feed):
             self._writer.wake()
 
     def _tell(self, stream: str, value: Json) -> Receipt | None:
-        """Tell the sink of what is of use only now; a receipt is returned, to be stored."""
+        """Tell the sink of an ephemeral row; returns a receipt, which the caller stores."""
         if stream == SERVER_UP and isinstance(value, str):
             self._sink.server_up(value)
             return None
@@ -220,7 +220,7 @@ class PushFeed(Feed):
     # --- What is stored ---------------------------------------------------------------------------
 
     def _stored(self, records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> None:
-        """Let the sender see what was stored."""
+        """Let the sender see the stored records."""
         newest = max((token for token in answers if isinstance(token, int)), default=0)
         if newest > self.head:
             rows = stored_rows(records, answers)
@@ -243,7 +243,7 @@ class PushFeed(Feed):
                 self._sink.edus.receipts.advance(stored or 0)
 
     async def _forget(self) -> None:
-        """Let ids go that are old; what cannot be deleted now is there the next time."""
+        """Delete old ids; those that cannot be deleted now are deleted the next time."""
         if trio.current_time() < self._forget_at:
             return
         self._forget_at = trio.current_time() + FORGET_EVERY_S

@@ -1,12 +1,12 @@
 """Replication over Redis pub/sub, as Synapse with workers speaks it.
 
 Every process of a homeserver publishes to, and is subscribed to, one channel: the homeserver's
-name. One message is one command. Redis keeps nothing: what is published while we are away is lost
-to us, so a new connection begins with `Subscribed`, after which nothing is known until each writer
-has said where it stands.
+name. One message is one command. Redis keeps nothing, so messages that are published while we are
+away are lost to us. So a new connection begins with `Subscribed`. After that no position is known
+until its writer has announced it.
 
-A connection that has subscribed may not publish, so there are two. They live and die together:
-when one is lost both are made anew, and a subscriber is confirmed before anything is published.
+A connection that has subscribed may not publish, so there are two. They live and die together: when
+one is lost both are made anew. A subscriber is confirmed before anything is published.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ERROR_KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """Which Redis, and which channel: the homeserver's name as configured, port included."""
+    """The address of Redis, and the channel: the homeserver's name as configured, port included."""
 
     endpoint: Endpoint
     channel: str
@@ -78,7 +78,7 @@ class RedisSettings:
 
 @dataclass(frozen=True, slots=True)
 class Subscribed:
-    """A new connection stands; whatever was said since the last one ended was missed."""
+    """A new connection stands; all messages since the last one ended were missed."""
 
 
 class _Redis:
@@ -90,7 +90,7 @@ class _Redis:
         self._sending = trio.Lock()
 
     async def send(self, *arguments: str) -> None:
-        """Send one request; raises Disconnected. Cancelled half-way, the connection is lost."""
+        """Send one request; raises Disconnected. If cancelled half-way, the connection is lost."""
         async with self._sending:
             try:
                 with trio.fail_after(REPLY_S):
@@ -104,7 +104,7 @@ class _Redis:
                 raise
 
     async def receive(self) -> Reply:
-        """Wait for the next reply of whatever kind; raises Disconnected."""
+        """Wait for the next reply of any kind; raises Disconnected."""
         try:
             while (reply := self._replies.next_reply()) is NEED_DATA:
                 with trio.fail_after(PING_EVERY_S + REPLY_S):
@@ -121,7 +121,7 @@ class _Redis:
         return reply
 
     async def ask(self, *arguments: str) -> Reply:
-        """One request and its reply; raises Disconnected, also when Redis refuses."""
+        """Send one request and return its reply; raises Disconnected, also when Redis refuses."""
         await self.send(*arguments)
         reply = await self.receive()
         if isinstance(reply, ErrorReply):
@@ -147,10 +147,10 @@ class _Session:
 
 
 class RedisLink:
-    """Hears and says commands on a channel, and always comes back; see `open_redis_link`.
+    """A link to a channel, which always connects again; see `open_redis_link`.
 
     Attributes:
-        last_error: why the last connection ended or could not be made.
+        last_error: the reason why the last connection ended or could not be made.
     """
 
     def __init__(self, settings: RedisSettings, runtime: Runtime, nursery: trio.Nursery) -> None:
@@ -173,14 +173,14 @@ class RedisLink:
         return self._session is not None
 
     async def next(self) -> Command | Subscribed:
-        """Wait for the next command, or for a new connection, for as long as it takes."""
+        """Wait for the next command, or for a new connection, without a time limit."""
         heard: Command | Subscribed = await self._retrying(self._hear)
         return heard
 
     async def publish(self, command: Command) -> int | None:
-        """Say a command; returns how many subscribers it reached, None if there is no Redis.
+        """Publish a command; returns the number of subscribers it reached, None without Redis.
 
-        Nothing is queued: what is not said now is healed by the next POSITION. Raises
+        Nothing is queued: the next POSITION makes up for a command that was not sent. Raises
         UnsendableCommand.
         """
         line = format_command(command)
@@ -218,7 +218,7 @@ class RedisLink:
         raise gone
 
     def _command_in(self, reply: Reply) -> Command | None:
-        """The command in a message; None for what else is pushed, and for what cannot be read."""
+        """The command in a message; None for other pushed replies, or an unreadable message."""
         match reply:
             case [b"message", bytes(channel), bytes(line)]:
                 pass
@@ -274,7 +274,7 @@ class RedisLink:
             raise Disconnected("Redis did not confirm the subscription")
 
     async def _keep_alive(self, session: _Session) -> None:
-        """Own the session: both connections are closed when this ends, for whatever reason."""
+        """Own the session: both connections are closed when this ends, for any reason."""
         async with aclosing(session):
             try:
                 while True:

@@ -1,4 +1,4 @@
-"""The feed of a sender behind a relay: its log, and a snapshot where that is not enough.
+"""The feed of a sender behind a relay: its log, and a snapshot where the log is not enough.
 
     OFF → CONNECTING → HELLO → RESUMING → FOLLOWING
                                    ↓ RESYNC    ↓ RESYNC
@@ -6,12 +6,12 @@
     any error → BACKOFF → CONNECTING
 
 A record of the log is stored in one transaction together with its token, and acknowledged after
-that. While a snapshot is fetched nothing changes, and while it is taken over nothing that counts:
+that. While a snapshot is fetched nothing changes. While it is loaded nothing changes that counts:
 its last transaction moves the position.
 
 Our positions only ever rise. A history has an epoch and a base: a token of the relay plus the base
 is our stream ordering. A relay that lost its newest part, or has another history, gets a new base:
-our position. What we have already is known by event id (see `store.relay_load`).
+our position. Events that we have already are known by event id (see `store.relay_load`).
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ from fedsender.waiting import Pauses
 T = TypeVar("T")
 PARTIAL: Final = ".part"
 PIECE: Final = 2**20
-"""So much of a file is in memory before it is written."""
+"""Bytes of a file that are collected in memory before they are written."""
 TRIES: Final = 3
-"""Connections in a row that may break on one file."""
+"""Broken connections in a row at which a fetch fails."""
 RETRY_S: Final = 1.0
 
 
 class FetchFailed(Exception):
-    """The snapshot could not be fetched; the text says why. What has arrived stays."""
+    """The snapshot could not be fetched; the text gives the reason. The arrived bytes stay."""
 
 
 @dataclass(slots=True)
@@ -90,11 +90,11 @@ class Progress:
     """The progress of a fetch.
 
     Attributes:
-        files, bytes: what there is to have, without the manifest.
+        files, bytes: the totals of the snapshot, without the manifest.
         skipped: files that were here already.
         resumed: files of which a part was here.
         again: files that had to be fetched twice, because their hash was wrong.
-        fetched_bytes: what came over the network.
+        fetched_bytes: bytes that came over the network.
     """
 
     files: int = 0
@@ -112,7 +112,7 @@ class Fetcher:
 
     Attributes:
         open_wire: a new connection on which files may be asked for; raises Disconnected, BadLine.
-        parallel: at most so many of them at once.
+        parallel: the most of these connections at once.
         progress: of the fetch under way, or of the last one.
     """
 
@@ -126,7 +126,7 @@ class Fetcher:
     _failure: Exception | None = None
 
     async def fetch(self, offer: Snapshot) -> SnapshotInfo:
-        """Have all files of the offered snapshot here, checked. Raises FetchFailed."""
+        """Fetch all files of the offered snapshot and check them. Raises FetchFailed."""
         self.progress = Progress()
         self._failure = None
         try:
@@ -147,7 +147,7 @@ class Fetcher:
         return info
 
     async def clear(self) -> None:
-        """Remove everything that was fetched; raises OSError."""
+        """Remove all fetched files; raises OSError."""
         await self._in_thread(lambda: self._remove_all(set()))
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
@@ -200,7 +200,7 @@ class Fetcher:
     # --- files ------------------------------------------------------------------------------------
 
     async def _work(self, info: SnapshotInfo, connections: trio.Nursery) -> None:
-        """Fetch one file after the other over one connection, and another when that breaks."""
+        """Fetch one file after the other over one connection, or a new one if that breaks."""
         wire: Wire | None = None
         tries = 0
         while self._waiting:
@@ -240,7 +240,7 @@ class Fetcher:
         return False
 
     async def _fetch_file(self, wire: Wire, info: SnapshotInfo, file: FileInfo) -> None:
-        """The file, in one go or from where another one ended; if its hash is wrong, once more."""
+        """Fetch the file, from the end of a part that is here; with a wrong hash once more."""
         offset = await self._in_thread(partial(self._begun, file))
         self.progress.resumed += offset > 0
         for attempt in range(2):
@@ -256,7 +256,7 @@ class Fetcher:
         return self.directory / (file.name + PARTIAL)
 
     def _begun(self, file: FileInfo) -> int:
-        """The bytes of the file that are here."""
+        """The number of the file's bytes that are here."""
         path = self._partial(file)
         if path.exists() and path.stat().st_size <= file.bytes:
             return path.stat().st_size
@@ -273,7 +273,7 @@ class Fetcher:
                 await writing.flush()
 
     def _finish(self, file: FileInfo) -> bool:
-        """Whether what arrived is the file; then it gets its name."""
+        """Whether the arrived bytes are the file; if so, it gets its name."""
         path = self._partial(file)
         if _digest(path) != file.sha256:
             path.write_bytes(b"")
@@ -313,7 +313,7 @@ def _digest(path: Path) -> str:
 
 
 class _Writing:
-    """Bytes on their way to the end of a file, in larger pieces than they come."""
+    """Bytes on their way to the end of a file, written in larger pieces than they come."""
 
     def __init__(
         self, path: Path, in_thread: Callable[[Callable[[], int]], Awaitable[int]]
@@ -349,9 +349,9 @@ log = structlog.get_logger()
 FIRST_JOIN_PAUSE_S, LONGEST_JOIN_PAUSE_S = 10.0, 600.0
 ACK_EVERY_S = 1.0
 ALARM_AFTER = 3
-"""Full syncs in a row that did not end with our being level."""
+"""Number of full syncs in a row, without our being level after one, that raises an alarm."""
 NO_EPOCH = "0" * 16
-"""No relay's; asked for where our position belongs to no history of one."""
+"""An epoch of no relay; sent when our position belongs to no history of a relay."""
 
 
 class State(enum.Enum):
@@ -383,7 +383,7 @@ class RelayStore(EmbeddedStore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """A fetched snapshot, as the store takes it over."""
+    """A fetched snapshot, as the store loads it."""
 
     token: int
     history: History
@@ -394,10 +394,10 @@ class RelayFeed(EmbeddedFeed):
     """The feed of a sender behind a relay.
 
     Attributes:
-        state: where it is; `state_since` on trio's clock.
-        full_syncs: how many snapshots were asked for, by reason.
-        fruitless: how many of them, in a row, have not led to our being level.
-        alarms: how often that were `ALARM_AFTER` or more.
+        state: the present state; `state_since` on trio's clock.
+        full_syncs: number of requested snapshots, by reason.
+        fruitless: number of full syncs in a row after which we were not level.
+        alarms: number of full syncs at which `fruitless` was `ALARM_AFTER` or more.
     """
 
     first_pause_s = 1.0
@@ -484,7 +484,7 @@ class RelayFeed(EmbeddedFeed):
             await self._replicate(wire, relay)
 
     async def _replicate(self, wire: Wire, relay: Relay) -> None:
-        """Ask for what follows our position, in the words of the history that it belongs to."""
+        """Ask for the records after our position, with the token and epoch of its history."""
         token, epoch = self._token()
         self._batches.clear()
         self._turn(State.RESUMING)
@@ -507,7 +507,7 @@ class RelayFeed(EmbeddedFeed):
         return end
 
     def _check_position(self, token: int, held: int) -> None:
-        """A relay says RESYNC where we have more than it."""
+        """Check nothing: a relay sends RESYNC if our position is above its own."""
 
     def _be_level(self) -> None:
         super()._be_level()
@@ -536,7 +536,7 @@ class RelayFeed(EmbeddedFeed):
     # --- a full sync ------------------------------------------------------------------------------
 
     async def _sync(self, wire: Wire, relay: Relay, refused: Resync) -> None:
-        """Take a snapshot in place of the log. Raises Disconnected, BadLine, _SyncFailed."""
+        """Load a snapshot in place of the log. Raises Disconnected, BadLine, _SyncFailed."""
         self._level = False
         self._count_sync(relay, refused)
         self._turn(State.JOINING)

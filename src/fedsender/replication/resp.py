@@ -59,7 +59,7 @@ class ReplyReader:
         self._at = 0
 
     def receive_data(self, data: bytes) -> None:
-        """Take bytes of the server, in any pieces; ask `next_reply` until it needs more."""
+        """Take bytes of the server, in any pieces; then call `next_reply` until it needs more."""
         self._buffer += data
 
     def next_reply(self) -> Reply | Missing:

@@ -1,14 +1,13 @@
 """The server of the line protocol: its listeners, its clients, and streams to follow.
 
-Nothing is queued for a client. Each subscription is a cursor: it reads what lies between the cursor
-and the stream's position from the `StreamSource`, sends it, and waits for the position to move on.
-So a subscription has no moment at which a row could fall between "what you missed" and "what is
-new"; and a client that is too slow is cut off, comes back with its token, and gets the rest.
+Nothing is queued for a client. Each subscription is a cursor. It reads the rows between the cursor
+and the stream's position from the `StreamSource`, sends them, and waits for the position to move
+on. So no row can be lost between the missed rows and the new ones. A client that is too slow is cut
+off, connects again with its token, and gets the rest.
 
-A person with netcat is a good client: nobody is timed out before they have sent a PING.
+A person with netcat is a good client: a client that has not sent a PING is never timed out.
 
-A `Session` is one connection. What else a server can be asked for is said by a subclass of both:
-see `relay.hub`.
+A `Session` is one connection. Subclasses of both add other requests: see `relay.hub`.
 """
 
 from __future__ import annotations
@@ -66,24 +65,26 @@ from fedsender.waiting import pause_s
 log = structlog.get_logger()
 
 MAX_CONNECTIONS: Final = 256
-"""Connections that need no secret, or have given one."""
+"""The most connections that need no secret, or have given one."""
 MAX_OF_ONE: Final = 48
-"""Of these, connections that have given the same secret."""
+"""The most of these that have given the same secret."""
 MAX_PROVING: Final = 32
-"""Connections that have not yet given a secret; one more takes the place of one of them."""
+"""The most connections that have not yet given a secret; one more takes the place of one of
+them."""
 MAX_LEAVING: Final = 64
-"""Connections that are being told why they are closed; one more cuts the oldest of them short."""
+"""The most connections that are being told the reason of their end; one more cuts off the
+oldest."""
 AUTH_S: Final = 10.0
 FIRST_PENANCE_S: Final = 0.5
 LONGEST_PENANCE_S: Final = 8.0
 FAREWELL_S: Final = 1.0
 MAX_WAITING: Final = 1000
-"""Lines beside the streams (`Session.offer`) that a connection has not yet taken."""
+"""The most lines beside the streams (`Session.offer`) that a connection has not yet taken."""
 PAGE_ROWS: Final = 50
 BUSY: Final = "BUSY too many connections"
 
 Secrets = Callable[[], Mapping[str, str]]
-"""Reads the secret of each name that may connect; called in a thread, whenever one is given."""
+"""Read the secret of each name that may connect; called in a thread, each time one is given."""
 
 
 class Refused(Exception):
@@ -91,7 +92,7 @@ class Refused(Exception):
 
 
 class TooFarBehind(Exception):
-    """Raised by a `StreamSource`: the rows after that token are not to be had any more."""
+    """The rows after that token are not available any more; raised by a `StreamSource`."""
 
 
 class StreamSource(Protocol):
@@ -107,8 +108,8 @@ class StreamSource(Protocol):
     async def read(self, after: int, upto: int, limit: int) -> Sequence[Fact[Json]]:
         """The facts with after < id <= upto, oldest first: about `limit` rows, but whole facts.
 
-        Nothing means that there is no fact up to `upto`. A row that is bytes is JSON text already.
-        Raises TooFarBehind.
+        An empty result means that there is no fact up to `upto`. A row that is bytes is JSON text
+        already. Raises TooFarBehind.
         """
         ...
 
@@ -117,16 +118,15 @@ class StreamSource(Protocol):
 
 
 class Session:
-    """One connection, from the server's side: tasks that end together, and an ERROR as the last
-    word.
+    """One connection, from the server's side: tasks that end together, with a last ERROR.
 
     Attributes:
-        name: what the client calls itself.
-        peer: where it comes from, as far as shares go; see `peer_of`.
-        names: those whose secret it gave; None: any will do.
+        name: the client's name for itself.
+        peer: its origin, by which shares are counted; see `peer_of`.
+        names: the names with the secret that it gave; None: any name is accepted.
         proving: it has not yet given a secret.
-        leaving: it has been refused, and takes nobody's place.
-        over: why it has ended; None: it has not.
+        leaving: it has been refused, and takes no other connection's place.
+        over: the reason of its end; None: it has not ended.
         slow: it has ended because the client took nothing.
     """
 
@@ -150,8 +150,10 @@ class Session:
     # Its life
 
     async def run(self, refusal: str | None) -> None:
-        """From the greeting to the end, or just the refusal; raises nothing that is the client's
-        fault."""
+        """Run from the greeting to the end, or send just the refusal.
+
+        Raises no error that is the client's fault.
+        """
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._leave)
@@ -161,7 +163,7 @@ class Session:
                 self.end(refusal)
 
     def end(self, refusal: str) -> None:
-        """Stop with an ERROR, behind the line that is being sent."""
+        """Stop with an ERROR, after the line that is being sent."""
         if self._refusal is None:
             self.proving, self.leaving = False, True
             self._refusal = refusal
@@ -174,11 +176,11 @@ class Session:
         self._nursery.cancel_scope.cancel()
 
     def start(self, part: Callable[[], Awaitable[None]]) -> None:
-        """Run one of the connection's tasks; none ends but by an error, and then all do."""
+        """Run one of the connection's tasks. A task ends only by an error; then all tasks end."""
         self._nursery.start_soon(self.part, part)
 
     async def part(self, part: Callable[[], Awaitable[None]]) -> None:
-        """One of the connection's tasks, and what its errors mean."""
+        """Run one of the connection's tasks; its errors end the connection."""
         try:
             await part()
         except Disconnected as gone:
@@ -233,7 +235,7 @@ class Session:
         raise Refused("AUTH a secret is needed, before anything else")
 
     async def obey(self, command: Command) -> None:
-        """Do what the client says. Raises Refused, BadLine."""
+        """Execute a command of the client. Raises Refused, BadLine."""
         match command:
             case Ping() | Auth():
                 pass
@@ -259,7 +261,7 @@ class Session:
                 raise BadLine(f"invalid command: {type(command).__name__.upper()}")
 
     def _subscribe(self, stream: str | None, token: int | None) -> None:
-        """`REPLICATE events 53`: what was missed, POSITION, and then what comes."""
+        """`REPLICATE events 53`: send the missed rows, POSITION, and then new rows."""
         names = list(self._server.streams) if stream == "ALL" else [stream or ""]
         for name in names:
             if name not in self._server.streams:
@@ -268,7 +270,7 @@ class Session:
             self.start(partial(self._follow, name, token))
 
     def _subscribe_today(self) -> None:
-        """Bare `REPLICATE`: POSITION of every stream, then all that comes, with writers named."""
+        """Bare `REPLICATE`: send POSITION of every stream, then new rows, with writers named."""
         self.wire.speak(Dialect.TODAY)
         self._instance = self._server.instance
         for name in self._server.streams:
@@ -277,19 +279,19 @@ class Session:
                 self.start(partial(self._follow, name, None))
 
     def take_stream(self, name: str) -> None:
-        """Let nothing else of the connection follow this stream. Raises Refused."""
+        """Reserve this stream for one task of the connection. Raises Refused."""
         if name in self._subscribed:
             raise Refused(f"failed to handle replicate: already subscribed: {name}")
         self._subscribed.add(name)
 
     def leave_stream(self, name: str) -> None:
-        """It may be followed again."""
+        """Let the stream be followed again."""
         self._subscribed.discard(name)
 
     # What the client gets
 
     def offer(self, line: bytes) -> bool:
-        """Have a line sent beside the streams; False: too many wait, and this one is dropped."""
+        """Queue a line to be sent beside the streams; False: too many wait, it is dropped."""
         if len(self._lines) >= MAX_WAITING:
             return False
         self._lines.append(line)
@@ -297,7 +299,7 @@ class Session:
         return True
 
     async def _pump(self) -> None:
-        """Send what is offered; what comes meanwhile goes with the next ones."""
+        """Send the offered lines; lines that come meanwhile go with the next ones."""
         while True:
             await self._line_came.wait()
             self._line_came = trio.Event()
@@ -306,14 +308,14 @@ class Session:
             await self.wire.send_lines(lines)
 
     async def _heart(self) -> None:
-        """A PING every few seconds; on a clock of its own, whatever else is sent."""
+        """Send a PING every few seconds, on a clock of its own, beside all other lines."""
         while True:
             if beat := self.beat():
                 await self.wire.send(*beat)
             await trio.sleep(PING_EVERY_S)
 
     def beat(self) -> list[Command]:
-        """The command that is sent every few seconds."""
+        """The commands that are sent every few seconds."""
         return [Ping(str(self._server.runtime.now_ms()))]
 
     async def _follow(self, name: str, token: int | None) -> None:
@@ -363,7 +365,7 @@ class Counts:
     """Counts since the start.
 
     Attributes:
-        evicted: connections that had not given a secret, and made room for others.
+        evicted: connections without a secret that had to make room for others.
         slow: connections closed because nothing was taken.
     """
 
@@ -380,8 +382,9 @@ class LineServer(ABC, Generic[S]):
     """Talks to the connections that it is given; see `open_server`.
 
     Args:
-        secrets: for those that do not come by a Unix socket; None: on loopback none is needed.
-        kind: what clients are taken for.
+        secrets: for connections that do not come by a Unix socket; None: on loopback none is
+            needed.
+        kind: the assumed kind of the clients.
         instance: the writer that POSITION names in today's dialect.
         received: told of every client's name and command that is not about the connection.
 
@@ -417,7 +420,7 @@ class LineServer(ABC, Generic[S]):
 
     @abstractmethod
     def make_session(self, wire: Wire, *, trusted: bool) -> S:
-        """A connection."""
+        """A new session for a connection."""
 
     @property
     def clients(self) -> list[str]:
@@ -432,7 +435,7 @@ class LineServer(ABC, Generic[S]):
                 session.end("Failed to keep up")
 
     def receive(self, origin: Session, command: Command) -> None:
-        """Pass a client's command on: REMOTE_SERVER_UP to all the others, all to the owner."""
+        """Pass a client's command on: REMOTE_SERVER_UP to all other clients, all to the owner."""
         if isinstance(command, RemoteServerUp):
             self.announce(command, but=origin)
         if self._received is not None:
@@ -445,7 +448,7 @@ class LineServer(ABC, Generic[S]):
 
         Args:
             trusted: it needs no secret; others must begin with AUTH.
-            peer: where it comes from, if that is not to be asked of the stream.
+            peer: its origin; None: read from the stream.
         """
         wire = Wire(stream, self.kind, self.runtime.now_ms)
         session = self.make_session(wire, trusted=trusted)
@@ -464,20 +467,21 @@ class LineServer(ABC, Generic[S]):
             await trio.aclose_forcefully(stream)
 
     def gone(self, session: S) -> None:
-        """A connection has ended."""
+        """Note that a connection has ended."""
 
     def dismiss(self) -> None:
-        """Tell all clients that it is over; they are gone a moment later."""
+        """Tell all clients that the server ends; they are gone a moment later."""
         for session in list(self.sessions):
             session.end(self.farewell)
 
     # --- who may come in --------------------------------------------------------------------------
 
     def _make_room(self, new: Session) -> str | None:
-        """Close another connection for a new one; or the reason why the new one cannot stay.
+        """Close another connection for a new one; or return the reason to refuse the new one.
 
-        One that has yet to give a secret always gets a place: so nobody can keep others out by
-        being there. The place is that of the oldest from where the most come.
+        A connection that has yet to give a secret always gets a place. So no client can keep others
+        out by being connected. The place is taken from the oldest such connection of the origin
+        with the most.
         """
         leaving = [session for session in self.sessions if session.leaving]
         for session in leaving[:-MAX_LEAVING]:
@@ -496,7 +500,7 @@ class LineServer(ABC, Generic[S]):
         return sum(not (session.proving or session.leaving) for session in self.sessions)
 
     def let_in(self, session: Session) -> None:
-        """It has given a secret. Raises Refused."""
+        """Accept a connection that has given a secret. Raises Refused."""
         same = sum(each.names == session.names and not each.leaving for each in self.sessions)
         if same > MAX_OF_ONE or self._staying() >= MAX_CONNECTIONS:
             raise Refused(BUSY)
@@ -518,7 +522,7 @@ class LineServer(ABC, Generic[S]):
         )
 
     async def wrong_secret(self) -> None:
-        """Count it, and take the longer to say so the more there were lately."""
+        """Count a wrong secret, then wait: the longer, the more there were lately."""
         now = trio.current_time()
         if now - self._wrong_at > 10 * LONGEST_PENANCE_S:
             self._wrong_lately = 0
@@ -531,7 +535,7 @@ class LineServer(ABC, Generic[S]):
 
 
 class StreamServer(LineServer[Session]):
-    """Streams, and nothing else."""
+    """A server of streams, and of nothing else."""
 
     def make_session(self, wire: Wire, *, trusted: bool) -> Session:
         return Session(self, wire, trusted=trusted)
@@ -544,14 +548,14 @@ Listener = trio.abc.Listener[trio.abc.Stream]
 
 
 class Door(NamedTuple):
-    """A listener, and where it is: with the port that was taken, where 0 was asked for."""
+    """A listener and its address: with the port that was taken, where 0 was asked for."""
 
     listener: Listener
     address: Address
 
 
 async def listen(addresses: Sequence[Address], tls: ssl.SSLContext | None = None) -> list[Door]:
-    """Listen on all of these; TCP with `tls` if there is any.
+    """Listen on all of these addresses; on TCP with `tls` if it is given.
 
     Raises:
         CannotListen: an address is taken, or can be reached from other machines without TLS.
@@ -590,7 +594,7 @@ def _is_local(address: Address) -> bool:
 
 
 async def close(doors: Sequence[Door]) -> None:
-    """Stop listening; sockets in the file system go."""
+    """Stop listening, and remove sockets in the file system."""
     for door in doors:
         await trio.aclose_forcefully(door.listener)
         if isinstance(door.address, UnixAddress):
@@ -598,7 +602,7 @@ async def close(doors: Sequence[Door]) -> None:
 
 
 def peer_of(stream: trio.abc.Stream) -> str:
-    """The origin of a connection: its address, of IPv6 the network of 64 bits; or nothing."""
+    """The origin of a connection: its address, or the /64 network of an IPv6 one; "" if unknown."""
     below = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
     if not isinstance(below, trio.SocketStream):
         return ""
@@ -616,7 +620,7 @@ def peer_of(stream: trio.abc.Stream) -> str:
 async def open_server(server: LineServer[S], listeners: Sequence[Listener]) -> AsyncIterator[None]:
     """Serve clients until the body is left; the listeners are closed then.
 
-    Who comes by a Unix socket needs no secret. Raises ValueError if there are no secrets, and other
+    A client on a Unix socket needs no secret. Raises ValueError if there are no secrets, and other
     machines can reach a listener.
     """
     async with trio.open_nursery() as clients, trio.open_nursery() as accepting:
@@ -648,7 +652,7 @@ async def open_replication_server(
 ) -> AsyncIterator[StreamServer]:
     """Serve `streams` for as long as the body runs.
 
-    See `LineServer` for the arguments, and `open_server` for what is raised.
+    See `LineServer` for the arguments, and `open_server` for the errors.
     """
     server = StreamServer(
         server_name, streams, runtime, kind=kind, secrets=secrets, received=received

@@ -1,4 +1,4 @@
-"""Rows that were missed of streams that only their writer has: asked of it over HTTP.
+"""Missed rows of streams that only their writer has: fetched from it over HTTP.
 
 Synapse's processes answer `GET /_synapse/replication/get_repl_stream_updates/<stream>/<id>` on
 their replication listener, page by page.
@@ -25,7 +25,7 @@ MAX_ROWS = 50_000
 
 
 class NotFetched(Exception):
-    """The rows could not be had; the text says why."""
+    """The rows could not be fetched; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class Peers:
     """The homeserver's processes that can be asked.
 
     Attributes:
-        endpoints: by instance name, where each one's replication listener is.
-        secret: what they ask for, if anything.
+        endpoints: by instance name, the address of its replication listener.
+        secret: the secret that they require, if any.
     """
 
     endpoints: Mapping[str, Endpoint] = field(default_factory=dict)
@@ -92,7 +92,7 @@ async def _ask(connection: Connection, secret: str | None, target: str) -> bytes
 
 
 def _parse(body: bytes) -> tuple[list[tuple[int, Any]], int, bool]:
-    """The rows of a page, up to where it goes, and whether there is another. Raises NotFetched."""
+    """The rows of a page, the token at its end, and whether there is another. Raises NotFetched."""
     try:
         answer = orjson.loads(body)
         rows = [(int(token), row) for token, row in answer["updates"]]

@@ -1,9 +1,9 @@
 """The feed of a live Synapse: the commands of its processes over Redis.
 
-Nothing that is said carries the facts. `POSITION` and `RDATA` of `events` tell how far each writer
-is, `caches` that somebody changed a server's backoff, `to_device` that there is something for a
-server; the rest is read from the shared database. What was said while we were away shows in the
-next POSITION as a gap, and is asked of the database too.
+The commands do not carry the facts. `POSITION` and `RDATA` of `events` give each writer's position,
+`caches` the servers with a changed backoff, `to_device` the servers with new to-device messages;
+the rest is read from the shared database. Commands that were missed while we were away show in the
+next POSITION as a gap, which is read from the database too.
 """
 
 from __future__ import annotations
@@ -64,17 +64,22 @@ class SynapseStore(Protocol):
     """The questions that the feed asks Synapse's database."""
 
     async def event_writer_positions(self) -> Mapping[str, int]:
-        """For each configured writer of events, a position at which it is known to be done."""
+        """By configured writer of events, a position at which it is known to be done."""
         ...
 
     async def stream_positions(self, stream: str) -> Mapping[str, int]:
-        """By writer up to where it has stored rows of a stream, by its name in
-        `stream_positions`."""
+        """By writer the stream id up to which it has stored rows of a stream.
+
+        `stream`: its name in `stream_positions`.
+        """
         ...
 
     async def changed_backoffs(self, writer: str, after: int, upto: int) -> Sequence[str]:
-        """The servers whose backoff `writer` changed, by `cache_invalidation_stream_by_instance`
-        rows of `get_destination_retry_timings` with after < stream_id <= upto."""
+        """The servers with a backoff that `writer` changed.
+
+        Found in `cache_invalidation_stream_by_instance` rows of `get_destination_retry_timings`
+        with after < stream_id <= upto.
+        """
         ...
 
     async def changed_to_device(self, after: int, upto: int) -> Sequence[str]:
@@ -87,7 +92,7 @@ class SynapseStore(Protocol):
 
 
 class _Echoes:
-    """Commands that we have sent and not yet heard back; the channel returns all of them."""
+    """Commands that we have sent and not yet received back; the channel returns all of them."""
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, int] = OrderedDict()
@@ -98,7 +103,7 @@ class _Echoes:
             self._lines.popitem(last=False)
 
     def is_ours(self, line: str) -> bool:
-        """Whether this line is one that we said; each saying counts once."""
+        """Whether this line is one that we sent; each sent line counts once."""
         count = self._lines.pop(line, 0)
         if count > 1:
             self._lines[line] = count - 1
@@ -111,8 +116,8 @@ class SynapseFeed(Feed):
     Args:
         instance: our name, as in Synapse's `federation_sender_instances`.
         writers: the configured writers of events.
-        peers: which processes are asked for what was missed and is in no database.
-        shadow: say nothing but `REPLICATE`.
+        peers: the processes to ask for missed rows that are in no database.
+        shadow: send nothing but `REPLICATE`.
     """
 
     def __init__(
@@ -226,7 +231,7 @@ class SynapseFeed(Feed):
             await self._publish(Replicate())
 
     async def _say_position(self) -> None:
-        """Send our position in `caches`, the one stream that we write; if we ever did."""
+        """Send our position in `caches`, the one stream that we write, if we ever wrote to it."""
         last = self._last_cache_write
         if last is not None:
             await self._publish(Position("caches", self._instance, last, last))
@@ -235,7 +240,7 @@ class SynapseFeed(Feed):
         await self._publish(FederationAck(self._instance, token))
 
     async def _publish(self, command: Command) -> None:
-        """Send it if there is a connection; a lost one is healed by the next POSITION."""
+        """Send the command if there is a connection; the next POSITION makes up for a lost one."""
         if self._link is None or (self._shadow and command != Replicate()):
             return
         named = not isinstance(command, Replicate)
@@ -257,7 +262,7 @@ class SynapseFeed(Feed):
             await self._obey(heard)
 
     async def _begin(self) -> None:
-        """A new connection: nothing is known until each writer has said where it stands."""
+        """Begin a new connection: no position is known until its writer has announced it."""
         self._heard_from.clear()
         self._batches.clear()
         self._edus.begin()
@@ -266,7 +271,7 @@ class SynapseFeed(Feed):
         await self._say_position()
 
     def _is_echo(self, command: Command) -> bool:
-        """Whether we said this. Raises InstanceTaken if it is in our name, and we did not."""
+        """Whether we sent this. Raises InstanceTaken if another process sent it in our name."""
         match command:
             case RemoteServerUp():
                 return self._echoes.is_ours(format_command(command))
@@ -315,7 +320,7 @@ class SynapseFeed(Feed):
                     await self._fetch(command.stream, command.instance, known, command.token)
 
     def _take_events(self, command: Rdata) -> None:
-        """An event was written. Only the token matters, and only the last one of a batch has it."""
+        """Take an event's row. Only the token counts, and only the last row of a batch has it."""
         unknown = command.instance not in self._writers
         if unknown or (command.token is not None and command.instance in self._heard_from):
             self._advance_events(command.instance, command.token or 0)
@@ -362,7 +367,7 @@ class SynapseFeed(Feed):
                     self._sink.to_device_changed(entity)
 
     async def _fetch(self, stream: str, writer: str | None, after: int, upto: int) -> None:
-        """The rows in (after, upto] that were sent while we were not listening."""
+        """Tell the sink of the rows in (after, upto], which were sent while we did not listen."""
         if stream == "caches":
             changed = partial(self._store.changed_backoffs, writer or "", after, upto)
             for server in await self.insist(changed):
