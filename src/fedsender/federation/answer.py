@@ -1,6 +1,6 @@
 """The answer of a peer to a transaction, checked before it is used.
 
-Only the facts: what follows from them is the sender's failure table.
+It has only facts: the sender's failure table decides on their consequences.
 """
 
 import email.utils
@@ -29,13 +29,13 @@ class Answer:
 
     Attributes:
         status: HTTP status.
-        is_answer: it is one in the sense of the specification: status 200 and what `parse_answer`
-            takes.
+        is_answer: it is one in the sense of the specification: status 200 and accepted by
+            `parse_answer`.
         refused: event id and error of each PDU that the peer refused though it took the
             transaction; of those that were in it, at most 50, each error at most 200 bytes.
-        text: what the peer says went wrong, in words; "" if it says nothing.
-        retry_after_s: for how many seconds the peer asks to be left alone.
-        ms: how long the exchange took, in milliseconds, a repetition on a new connection included.
+        text: the error in the peer's words; "" if it gives none.
+        retry_after_s: seconds for which the peer asks to be left alone.
+        ms: duration of the exchange in milliseconds, a repetition on a new connection included.
         reused: it came over a connection that had carried an exchange before.
         request_bytes: size of the request's body.
         answer_bytes: size of the answer's body.
@@ -53,7 +53,7 @@ class Answer:
 
 
 def longest_answer(pdus: int) -> int:
-    """The largest answer to so many PDUs, in bytes."""
+    """The size limit of an answer to so many PDUs, in bytes."""
     return _ANSWER_BYTES + _ANSWER_BYTES_PER_PDU * pdus
 
 
@@ -87,9 +87,9 @@ def answer_of(
 
 
 def parse_answer(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
-    """The JSON of an answer to a transaction with so many PDUs; None if it is none.
+    """The JSON of an answer to a transaction with so many PDUs; None if the body is no such answer.
 
-    It is one if it is a JSON object whose `pdus` is absent or an object.
+    An answer is a JSON object with a `pdus` that is absent or an object.
     """
     document = json_object(body, pdus)
     if document is None or not isinstance(document.get("pdus", {}), dict):
@@ -100,10 +100,10 @@ def parse_answer(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
 def json_object(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
     """The JSON object in `body`; None if there is none, or it has too many parts to be parsed.
 
-    They are counted before: a parser holds the event loop until it is done, in a thread too.
+    The parts are counted first: a parser holds the event loop until it is done, in a thread too.
 
     Args:
-        pdus: how many PDUs it is an answer to; each may have some more parts.
+        pdus: number of PDUs that it answers; each may have some more parts.
     """
     if body.count(b",") + body.count(b"{") + body.count(b"[") > _PARTS + _PARTS_PER_PDU * pdus:
         return None
@@ -130,7 +130,7 @@ def retry_after_s(response: Response, now_ms: int) -> float | None:
 
 
 def _seconds_until(value: str, now_ms: int) -> float | None:
-    """From a number of seconds or an HTTP date; None if it is neither."""
+    """Seconds until the moment in `value`, a number of seconds or an HTTP date; None if neither."""
     if value.isascii() and value.isdigit():
         return float(value[:12])
     try:
@@ -161,7 +161,7 @@ def _pdu_error(result: object) -> str | None:
 
 
 def _error_text(response: Response) -> str:
-    """Errcode and error of a Matrix error, or the beginning of whatever else it is."""
+    """Errcode and error of a Matrix error, or the beginning of any other body."""
     document = json_object(response.body)
     if document is None:
         return words(response.body[:1000].decode("utf-8", errors="replace"))

@@ -1,12 +1,12 @@
-"""The federation client: one keep-alive TLS connection per destination, and what it carries.
+"""The federation client: one keep-alive TLS connection per destination, and its requests.
 
-A task that sends to a destination holds a `Peer`. Before each request it asks it to `connect`,
-which lends it a `Link`: the live connection if there is one, or else a new one. When the exchange
-is over the connection goes back to the client, where it outlives the task. There the connections
-that carry nothing stand in the order of their last use: the oldest goes when room is needed, and
-each goes when it has been idle for long, or its peer has left.
+A task that sends to a destination holds a `Peer`. Before each request it calls the peer's
+`connect`, which lends it a `Link`: on the live connection if there is one, or else on a new one.
+After the exchange the connection goes back to the client, where it outlives the task. There the
+idle connections stand in the order of their last use. The oldest is closed when room is needed.
+Each is closed when it has been idle for long, or its peer has left.
 
-Nothing here looks through the other connections to serve a request.
+No request looks through the connections of other destinations.
 """
 
 import importlib.metadata
@@ -69,9 +69,9 @@ class SendFailed(Exception):
     """A request got no whole answer.
 
     Attributes:
-        kind: how it went wrong.
+        kind: the class of the failure.
         sent: its first byte may have left, so that the peer may have acted on it.
-        text: why, in words, at most 300 characters.
+        text: the reason in words, at most 300 characters.
     """
 
     def __init__(self, kind: FailureKind, text: str, *, sent: bool) -> None:
@@ -82,41 +82,41 @@ class SendFailed(Exception):
 
 
 class Leave(Protocol):
-    """The leave that the client asks before it uses a connection, or opens one."""
+    """The permission that the client asks for before it uses a connection, or opens one."""
 
     def at_once(self) -> bool:
         """Whether a live connection may be used now."""
         ...
 
     async def place(self) -> None:
-        """Return when one may be used."""
+        """Return when a live connection may be used."""
         ...
 
     async def turn(self) -> None:
-        """Return when one may be opened for a moment."""
+        """Return when a connection may be opened for a moment."""
         ...
 
     async def handshake(self, address: str | None) -> None:
-        """Return when one may be opened and used, to that address if it is known."""
+        """Return when a connection may be opened and used, to that address if it is known."""
         ...
 
     def reached(self, address: str | None) -> None:
-        """The address that it was opened to."""
+        """Note the address that a connection was opened to."""
         ...
 
     def asked(self) -> None:
-        """A request leaves now."""
+        """Note that a request leaves now."""
         ...
 
     @property
     def hurried(self) -> bool:
-        """Whether what is to be sent goes to few servers."""
+        """Whether items for few servers wait to be sent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The counts of the client: what it has done, and what it holds.
+    """The counts of the client's actions, connections and cache entries.
 
     Attributes:
         open: connections, those being opened included.
@@ -147,7 +147,7 @@ async def open_client(
 ) -> AsyncIterator["FederationClient"]:
     """A client that sends as `server_name`, signing with `key`.
 
-    On the way out idle connections are closed and what discovery learnt is saved.
+    At the end idle connections are closed and the cache of discovery is saved.
     """
     client = FederationClient(config, runtime, server_name, key, metrics)
     cache = client.discovery.cache
@@ -202,7 +202,7 @@ class FederationClient:
 
     @asynccontextmanager
     async def peer(self, destination: str, policy: Policy, leave: Leave) -> AsyncIterator["Peer"]:
-        """The way to `destination` for one task at a time; no I/O on entry.
+        """The peer at `destination`, for one task at a time; no I/O on entry.
 
         On exit the connection, if it is fit for use, stays with the client.
         """
@@ -220,7 +220,7 @@ class FederationClient:
             return
 
     def statistics(self) -> Statistics:
-        """The counts of the client: what it has done, and what it holds."""
+        """The counts of the client's actions, connections and cache entries."""
         return Statistics(
             open=self.connections.open,
             idle=self.connections.idle,
@@ -233,7 +233,7 @@ class FederationClient:
 
 
 class Peer:
-    """The way to one destination, for one task; made by `FederationClient.peer`."""
+    """The access to one destination, for one task; made by `FederationClient.peer`."""
 
     def __init__(
         self, client: FederationClient, destination: str, policy: Policy, leave: Leave
@@ -258,8 +258,8 @@ class Peer:
         """Lend a connection for one exchange: the live one, or one that is opened now.
 
         Raises:
-            Unreachable: there is none to be had.
-            OutOfResources: we can open none, to whomever.
+            Unreachable: no connection to the server can be made.
+            OutOfResources: we can open no connection to any server.
         """
         connections = self._client.connections
         if self._held is None and connections.has(self.destination):
@@ -270,7 +270,7 @@ class Peer:
         return self._lend(self._held)
 
     def at_hand(self) -> "Link | None":
-        """The live connection, if it was in use a moment ago: there is nothing to wait for."""
+        """A link on the live connection, if it was in use a moment ago and no wait is needed."""
         connections = self._client.connections
         if self._held is None and connections.has(self.destination) and self._leave.at_once():
             self._held = connections.take_fresh(self.destination, self._opened_by)
@@ -348,7 +348,7 @@ class Peer:
                 self._client.metrics.discoveries.labels(result).inc()
 
     async def _fetch_well_known(self, host: str) -> Response:
-        """https://<host>/.well-known/matrix/server; raises ExchangeFailed."""
+        """The answer to https://<host>/.well-known/matrix/server; raises ExchangeFailed."""
         url = f"https://{host}/.well-known/matrix/server"
         try:
             with trio.fail_after(_WELL_KNOWN_S) as scope:
@@ -372,7 +372,7 @@ class Peer:
     ) -> AsyncIterator[Connection]:
         """A connection to a web server for one request; raises Unreachable, ValueError.
 
-        Waiting for the right to open it takes nothing of the time until the deadline of `scope`.
+        The wait for the right to open it does not count towards the deadline of `scope`.
         """
         client = self._client
         left_s, scope.deadline = scope.deadline - trio.current_time(), math.inf
@@ -391,8 +391,8 @@ class Link:
     """A connection lent for one exchange.
 
     Attributes:
-        sent: the first byte of the request may have left. For those who cancel an exchange; a
-            `SendFailed` says it itself.
+        sent: the first byte of the request may have left. For callers that cancel an exchange; a
+            `SendFailed` has it too.
     """
 
     def __init__(self, peer: Peer, live: Live) -> None:
@@ -410,7 +410,7 @@ class Link:
             event_ids: of the PDUs in it.
 
         Returns:
-            Whatever answer there was, of any status.
+            The answer, of any status.
 
         Raises:
             SendFailed: there is no whole answer.
@@ -433,7 +433,7 @@ class Link:
     async def _exchange(
         self, method: str, target: str, body: bytes | None, bounds: Bounds
     ) -> tuple[Response, bool]:
-        """The answer, and whether the connection it came over had been used before."""
+        """The answer, and whether its connection had been used before."""
         peer = self._peer
         if peer._held is not self._live:
             raise SendFailed("closed", "this link was used already", sent=False)

@@ -1,11 +1,12 @@
-"""Open connections, counted, and those among them that carry nothing, in the order of last use.
+"""Open connections, counted, and the idle ones among them, in the order of last use.
 
 A connection holds one of a fixed number of places from before it is opened until it is given up.
-When none is free, the connection that has been idle longest makes room; those that lately carried
-something for few servers do so last, or one message in a large room would close them all.
+When none is free, the connection that has been idle longest makes room. Connections that lately
+carried something for few servers make room last, or one message in a large room would close them
+all.
 
 Every step for a request touches the connections of its own destination and the oldest idle one,
-never all of them; only the watch, every few seconds, looks at all, with one system call.
+never all of them. Only the watch, every few seconds, looks at all, with one system call.
 """
 
 from collections.abc import AsyncIterator, Hashable
@@ -27,13 +28,13 @@ _CLOSING_S: Final = 2.0
 
 @dataclass(slots=True)
 class Live:
-    """An open connection with what it was opened for.
+    """An open connection with the settings it was opened for.
 
     Attributes:
         headers: `Host` and the like, the same for each request on it.
         opened_by: the settings it was opened under; under others it is not used.
         reused: it was idle before.
-        precious_until: until then it is closed after others (trio's clock, seconds).
+        precious_until: before this time it is closed after others (trio's clock, seconds).
     """
 
     connection: Connection
@@ -48,7 +49,7 @@ class Connections:
     """All connections of a client.
 
     Attributes:
-        opened: how many were opened so far.
+        opened: number opened so far.
     """
 
     def __init__(self, network: Network, maximum: int, idle_s: float) -> None:
@@ -66,12 +67,12 @@ class Connections:
 
     @property
     def open(self) -> int:
-        """Connections that hold a place, those being opened included."""
+        """The number of connections that hold a place, those being opened included."""
         return self._maximum - self._places.value
 
     @property
     def idle(self) -> int:
-        """Connections that carry nothing."""
+        """The number of connections that carry nothing."""
         return len(self._idle) + len(self._precious)
 
     def has(self, destination: str) -> bool:
@@ -98,7 +99,7 @@ class Connections:
         return live
 
     def take_fresh(self, destination: str, opened_by: Hashable) -> Live | None:
-        """The same, if it has been idle for so short a time that it need not be looked at."""
+        """The idle connection, if it has been idle for so short a time that no check is needed."""
         live = self._idle.get(destination) or self._precious.get(destination)
         if live is None or live.opened_by != opened_by:
             return None
@@ -108,7 +109,7 @@ class Connections:
         return self._pop(destination)
 
     def give_back(self, destination: str, live: Live) -> None:
-        """Keep a connection for later, unless it is spent or its place is waited for."""
+        """Keep a connection for later, unless it is spent or another task waits for its place."""
         if not live.connection.reusable or self._places.statistics().tasks_waiting:
             self.give_up(live)
             return
@@ -120,7 +121,7 @@ class Connections:
         self._something_to_do.set()
 
     def give_up(self, live: Live) -> None:
-        """Use a connection no more; it is closed soon."""
+        """Give up a connection and its place; it is closed soon."""
         self._places.release()
         if live.connection.reusable:
             self._unwanted.append(live.connection)
@@ -128,7 +129,7 @@ class Connections:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Room for one more connection, kept on leaving for the `Live` it was needed for.
+        """A place for one more connection; when the body ends, the new `Live` keeps it.
 
         An error gives it back.
         """
@@ -147,7 +148,7 @@ class Connections:
         self.opened += 1
 
     async def watch(self) -> None:
-        """Close, for ever, what has been idle for too long and what was closed at the far end."""
+        """Close, for ever, connections that were idle for too long or that the peer has closed."""
         while True:
             await self._close_unwanted()
             if not self.idle:
@@ -158,7 +159,7 @@ class Connections:
             await self._give_up_deserted()
 
     async def close(self) -> None:
-        """Close what is idle."""
+        """Close the idle connections."""
         for idle in (self._idle, self._precious):
             while idle:
                 self.give_up(idle.popitem()[1])

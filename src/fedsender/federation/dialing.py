@@ -1,9 +1,9 @@
 """From checked addresses to a TLS connection with a checked certificate.
 
-The address connected to is the very address that was checked against the IP ranges: nothing
-resolves a name between the check and the connect, so a DNS answer that changes cannot lead us into
-a private network. The certificate is checked for the name that the Matrix delegation ended in,
-whatever the address.
+The address connected to is the very address that was checked against the IP ranges: no name is
+resolved between the check and the connect, so a DNS answer that changes cannot lead us into a
+private network. The certificate is checked for the name that the Matrix delegation ended in, with
+any address.
 """
 
 import errno
@@ -36,8 +36,8 @@ class Unreachable(Exception):
     """No connection to a server could be made; nothing of a request has left.
 
     Attributes:
-        kind: what stood in the way.
-        text: why, in words, at most 300 characters.
+        kind: the class of the failure.
+        text: the reason in words, at most 300 characters.
     """
 
     def __init__(self, kind: UnreachableKind, text: str) -> None:
@@ -90,11 +90,11 @@ class TlsPolicy:
 
 @dataclass(slots=True)
 class Dialer:
-    """Opens connections; knows which addresses worked before.
+    """Opens connections; knows the addresses that worked before.
 
     Attributes:
-        connect_s: for how many seconds to try for a TCP connection, over all addresses.
-        handshake_s: for how many seconds the TLS handshake may go on.
+        connect_s: seconds for a TCP connection, over all addresses.
+        handshake_s: seconds for the TLS handshake.
     """
 
     network: Network
@@ -137,7 +137,7 @@ class Dialer:
             raise
 
     def worked(self, tls_name: str) -> str | None:
-        """The IP that was connected to last for this name."""
+        """The IP of the last connection for this name."""
         return self._worked.get(tls_name)
 
     def _context(self, tls: TlsPolicy) -> ssl.SSLContext:
@@ -171,7 +171,7 @@ class Dialer:
             self._prefer_ipv4 = ":" not in address[0]
 
     async def _race(self, candidates: list[Address]) -> tuple[trio.abc.Stream, Address]:
-        """The first connection to succeed, each address given a head start over the next."""
+        """The first connection to succeed; each address has a head start over the next."""
         won: list[tuple[trio.abc.Stream, Address]] = []
         failures: list[tuple[Address, OSError]] = []
 
@@ -213,7 +213,7 @@ class Dialer:
     def _refusal(
         self, candidates: Sequence[Address], failures: Sequence[tuple[Address, OSError]]
     ) -> Unreachable:
-        """Why none of `candidates` could be connected to; of some we may not know yet."""
+        """The error with each candidate's failure; one without a failure had no time left."""
         texts = [f"{ip} port {port}: {reason(error)}" for (ip, port), error in failures]
         failed = {address for address, _ in failures}
         texts += [
@@ -233,7 +233,7 @@ async def _close_all(connected: Sequence[tuple[trio.abc.Stream, Address]]) -> No
 
 
 def _timed_out(error: OSError) -> bool:
-    """Whether the system gave up waiting."""
+    """Whether the system's own wait timed out."""
     return any(
         isinstance(cause, OSError) and cause.errno == errno.ETIMEDOUT for cause in causes(error)
     )

@@ -1,9 +1,10 @@
-"""From a server name to the addresses it lives at, and the name it must prove in TLS.
+"""From a server name to its addresses, and to the name it must prove in TLS.
 
-The rules are those of the server-server API, "Resolving server names". `Resolution` holds them
-and nothing else: it asks a question, is told the answer, and ends with a `Resolved` or a reason why
-not. `Discovery` carries the questions to the DNS and to .well-known, each of them once however many
-ask, and remembers what came back, failures too: a dead server must not cost a lookup per attempt.
+The rules are those of the server-server API, "Resolving server names". `Resolution` holds them and
+nothing else: it asks a question, is told the answer, and ends with a `Resolved` or an
+`Unreachable`. `Discovery` carries the questions to the DNS and to .well-known, each of them once
+for all tasks that ask. It remembers the answers, failures too: a dead server must not cost a lookup
+per attempt.
 """
 
 import email.utils
@@ -42,7 +43,7 @@ MAX_RECORDS: Final = 20
 MAX_RECORD_BYTES: Final = 1024
 
 WELL_KNOWN_BOUNDS: Final = Bounds(body_bytes=50 * 1024, framing_bytes=16_384, headers=100)
-"""50 KiB is where other homeservers stop reading too."""
+"""Other homeservers stop reading at 50 KiB too."""
 # Server-server API, "Resolving server names": cached for 24 h by default, and for at most 48 h.
 _WELL_KNOWN_DEFAULT_S: Final = 24 * 3600.0
 _WELL_KNOWN_MIN_S: Final = 300.0
@@ -63,10 +64,10 @@ class Resolved:
     """The place of a server.
 
     Attributes:
-        host_header: what the `Host` header says.
+        host_header: the value of the `Host` header.
         tls_name: the host name or IP literal its certificate must be for (no brackets, no port).
         candidates: (IP, port) pairs to try, best first.
-        note: what went wrong on the way without ending it, for an operator; "" if nothing did.
+        note: errors on the way that did not end it, for an operator; "" if there were none.
     """
 
     host_header: str
@@ -80,7 +81,7 @@ class Resolved:
 
 @dataclass(frozen=True, slots=True)
 class AskWellKnown:
-    """Asks https://<host>/.well-known/matrix/server; returns a `Delegation`."""
+    """A question for https://<host>/.well-known/matrix/server. Its answer is a `Delegation`."""
 
     host: str
 
@@ -106,7 +107,7 @@ class Resolution:
     """
 
     question: Question | None
-    """What must be found out next; None when `result` stands."""
+    """The next question; None when `result` is known."""
 
     def __init__(
         self, server_name: str, rng: random.Random, *, fixed_address: str | None = None
@@ -116,7 +117,7 @@ class Resolution:
         self._step(None)
 
     def answer(self, answer: Answer) -> None:
-        """Take in the answer to `question`."""
+        """Take the answer to `question`."""
         self._step(answer)
 
     def result(self) -> Resolved:
@@ -199,7 +200,7 @@ class _Rules:
         return (yield from self._at(host_header, host, [(host, DEFAULT_PORT)]))
 
     def _at(self, host_header: str, tls_name: str, targets: list[tuple[str, int]]) -> _Steps:
-        """The addresses of (name or literal, port) targets, which is how every way ends."""
+        """The place with the addresses of (name or literal, port) targets: the last step always."""
         found: list[tuple[str, int]] = []
         failures: list[str] = []
         for host, port in targets:
@@ -304,7 +305,7 @@ def judge_well_known(response: Response, rng: random.Random, now_ms: int) -> Wel
 
 
 def _stated_life(response: Response, now_ms: int) -> float | None:
-    """Seconds that `Cache-Control` or `Expires` give an answer; None if they say nothing."""
+    """Seconds that `Cache-Control` or `Expires` give an answer; None without either."""
     control = (response.header(b"cache-control") or b"").decode("latin-1").lower()
     directives = [part.strip() for part in control.split(",")]
     if any(part in ("no-store", "no-cache") for part in directives):
@@ -328,16 +329,16 @@ def _stated_life(response: Response, now_ms: int) -> float | None:
 # --- asking and remembering -----------------------------------------------------------------------
 
 FetchWellKnown = Callable[[str], Awaitable[Response]]
-"""Fetches https://<host>/.well-known/matrix/server under a deadline; raises ExchangeFailed."""
+"""Fetch https://<host>/.well-known/matrix/server under a deadline; raises ExchangeFailed."""
 
 
 class Discovery:
-    """Resolves server names, remembering the answers.
+    """Resolves server names, and remembers the answers.
 
     Attributes:
         cache: answers of look-ups and .well-known files.
-        lookups: how many questions went out to the DNS.
-        well_knowns: how many .well-known requests were made.
+        lookups: number of questions to the DNS.
+        well_knowns: number of .well-known requests.
     """
 
     def __init__(
@@ -369,7 +370,7 @@ class Discovery:
 
         Args:
             fetch: makes the .well-known request, if one is needed.
-            fixed_address: "host:port" to use in place of all that is asked for.
+            fixed_address: "host:port" to use in place of the answers.
 
         Raises:
             Unreachable: dns or well_known.
@@ -389,7 +390,7 @@ class Discovery:
         return [ip for ip, _ in resolution.result().candidates]
 
     def invalidate(self, server_name: str) -> None:
-        """Ask again next time: nothing answered at the place of `server_name`."""
+        """Ask again next time: no connection to the place of `server_name` could be made."""
         self.cache.invalidate(parse_server_name(server_name)[0].lower())
 
     def forget(self, server_name: str) -> None:

@@ -1,7 +1,7 @@
 """The cache of server discovery: in memory, bounded, and in one file on disk.
 
-The file, an SQLite database, only spares a restarted daemon some ten thousand lookups. What has
-changed is written to it in small steps, and one that cannot be read is as good as none.
+The file, an SQLite database, only saves a restarted daemon some ten thousand lookups. Changes are
+written to it in small steps. A file that cannot be read is ignored.
 """
 
 import os
@@ -37,7 +37,7 @@ _SAVE_EVERY_S: Final = 60.0
 _STEP: Final = 500
 
 SRV_SERVICES: Final = ("_matrix-fed._tcp", "_matrix._tcp")
-"""The SRV records of a server, in the order to ask for them; the second is the deprecated one."""
+"""The SRV services of a server, in the order to ask for them; the second is the deprecated one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Lookup:
 
     Attributes:
         values: the records in zone file form; none when they do not exist or the lookup failed.
-        expires_at: until when to believe it, in the time of `trio.current_time()`.
-        text: why there are no values.
+        expires_at: end of its life, in the time of `trio.current_time()`.
+        text: the reason why there are no values.
         failed: there was no answer, which is not the same as "no such name".
     """
 
@@ -63,8 +63,8 @@ class WellKnown:
 
     Attributes:
         server: the delegated server name, or None if it was an error.
-        life_s: for how many seconds it holds; of an error, the first of its kind.
-        text: what the error was.
+        life_s: seconds for which it holds; of an error, the first of its kind.
+        text: the error in words.
         broken: something was served, but it cannot be used.
     """
 
@@ -80,10 +80,10 @@ class Delegation:
 
     Attributes:
         server: the delegated server name, or None while it is an error.
-        refresh_at: when to ask again, in the time of `trio.current_time()`.
-        expires_at: when to forget it.
-        failures: how many errors there were in a row.
-        text: what the error was.
+        refresh_at: time of the next request, in the time of `trio.current_time()`.
+        expires_at: time at which it is forgotten.
+        failures: number of errors in a row.
+        text: the error in words.
         broken: something was served, but it cannot be used.
     """
 
@@ -96,7 +96,7 @@ class Delegation:
 
 
 def delegation_after(previous: Delegation | None, found: WellKnown, now: float) -> Delegation:
-    """The delegation to cache once a request at `now` has found `found`."""
+    """The delegation to cache after the result `found` of a request at `now`."""
     if found.server is not None:
         return Delegation(found.server, now + _FRESH * found.life_s, now + found.life_s)
     failures = 1 if previous is None else previous.failures + 1
@@ -139,7 +139,7 @@ class DiscoveryCache:
         return self._delegations.get(host)
 
     def keep_delegation(self, host: str, delegation: Delegation) -> None:
-        """Remember until its `expires_at`."""
+        """Remember a delegation until its `expires_at`."""
         self._delegations[host] = delegation
         self._differs(_WELL_KNOWN, host)
 
@@ -148,12 +148,12 @@ class DiscoveryCache:
         return self._lookups.get((name, rdtype))
 
     def keep_lookup(self, name: str, rdtype: RecordType, lookup: Lookup) -> None:
-        """Remember until its `expires_at`."""
+        """Remember a lookup until its `expires_at`."""
         self._lookups[name, rdtype] = lookup
         self._differs(rdtype, name)
 
     def invalidate(self, host: str) -> None:
-        """Drop the lookups about `host`; a delegation is due, and stands until it is confirmed."""
+        """Drop the lookups about `host`; a delegation is asked for again, and holds meanwhile."""
         delegation = self._delegations.get(host)
         hosts = {host}
         if delegation is not None and delegation.server is not None:
@@ -177,7 +177,7 @@ class DiscoveryCache:
         return self._lookups.pop((name, rdtype), None)
 
     def forget(self, host: str) -> None:
-        """Drop everything about `host` and what it is delegated to."""
+        """Drop everything about `host` and the server it is delegated to."""
         self.invalidate(host)
         self._differs(_WELL_KNOWN, host)
         self._delegations.pop(host, None)
@@ -186,7 +186,7 @@ class DiscoveryCache:
 
     @property
     def changed(self) -> bool:
-        """Whether anything differs from the file."""
+        """Whether any entry differs from the file."""
         return bool(self._changed)
 
     def _differs(self, kind: str, name: str) -> None:
@@ -209,12 +209,12 @@ class DiscoveryCache:
         return changes
 
     def give_back(self, changes: "Changes") -> None:
-        """Take back changes that could not be written: they still differ from the file."""
+        """Mark changes that could not be written as still different from the file."""
         for kind, name in (*(row[:2] for row in changes.rows), *changes.gone):
             self._differs(kind, name)
 
     def _filed(self, kind: str, name: str, offset: float) -> "FiledDelegation | FiledLookup | None":
-        """The entries worth keeping, with times of the wall clock; a failed lookup is not."""
+        """The entry as the file has it, with times of the wall clock; None for a failed lookup."""
         if kind == _WELL_KNOWN:
             known = self._delegations.get(name)
             if known is None:
@@ -234,7 +234,7 @@ class DiscoveryCache:
         return FiledLookup(values=list(lookup.values), expires_ms=expires_ms, text=lookup.text)
 
     def take_in(self, rows: "Sequence[Row]", now_ms: int) -> None:
-        """Remember what a file holds; what has lapsed meanwhile drops out.
+        """Remember the entries of a file; those that have lapsed drop out.
 
         Raises ValidationError.
         """
@@ -342,7 +342,7 @@ def _read(path: Path, most: int) -> list[Row]:
 
 
 async def load_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
-    """Remember what `path` holds. What cannot be read is left as it is, with a line in the log."""
+    """Remember the entries of `path`. An unreadable file is left as it is, with a log line."""
     try:
         read = partial(_read, path, cache.most)
         rows = await runtime.run_sync(read, limiter=trio.CapacityLimiter(1))
@@ -355,7 +355,7 @@ async def load_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> Non
 
 
 def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
-    """Bring these changes to `path`. A failure is logged: the cache is a comfort."""
+    """Write these changes to `path`; False, with a line in the log: it failed."""
     try:
         with closing(_open(path)) as connection, connection:
             connection.executemany(
@@ -370,7 +370,7 @@ def _write(path: Path, changes: Changes, now_ms: int, most: int) -> bool:
 
 
 async def save_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
-    """Write what changed to `path`, in steps that do not keep the loop."""
+    """Write the changes to `path`, in steps that do not block the loop."""
     limiter = trio.CapacityLimiter(1)
     while cache.changed:
         now_ms = runtime.now_ms()
@@ -382,7 +382,7 @@ async def save_cache(cache: DiscoveryCache, path: Path, runtime: Runtime) -> Non
 
 
 async def keep_saved(cache: DiscoveryCache, path: Path, runtime: Runtime) -> None:
-    """Write what changed to `path` once a minute, for ever."""
+    """Write the changes to `path` once a minute, for ever."""
     while True:
         await trio.sleep(_SAVE_EVERY_S)
         await save_cache(cache, path, runtime)

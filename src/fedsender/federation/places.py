@@ -1,11 +1,11 @@
 """A bound on requests that wait for other servers at once; slow ones never hold up the rest.
 
-There are two lanes, and each request begins in the fast one. There, one that has waited for
-`PATIENCE_S` gives up its place when another wants it: it goes to the slow lane, where at most
+There are two lanes, and each request begins in the fast one. A request that has been there for
+`PATIENCE_S` gives up its place when another one wants it. It goes to the slow lane, where at most
 `PER_DOMAIN` are of one domain, or ends if there is no room. A name that was slow last time lets all
-others go first, and has no `PATIENCE_S` any more. Of those that want a place the newest goes first:
-an attack that asks for more than there is room for delays itself. While no request
-waits, none is cut short.
+others go first, and has no `PATIENCE_S` any more. Of the requests that want a place the newest goes
+first: an attack that asks for more than there is room for delays itself. While no request waits,
+none is cut short.
 """
 
 import math
@@ -32,7 +32,7 @@ class Displaced(Exception):
 
 
 class _Held:
-    """One place, or the wish for one."""
+    """A request's place, or its wait for one."""
 
     def __init__(self, host: str, *, slow: bool) -> None:
         self.slow = slow
@@ -44,7 +44,7 @@ class _Held:
 
     @property
     def due(self) -> float:
-        """When it gives up its place if another wants it, in the time of `trio.current_time()`."""
+        """The time (trio's clock) from which another request can take its place."""
         return self.since if self.slow else self.since + PATIENCE_S
 
 
@@ -77,10 +77,10 @@ class Places:
 
     @asynccontextmanager
     async def hold(self, name: str) -> AsyncIterator[None]:
-        """A place for what depends on the servers of `name`, a DNS name.
+        """A place for work that depends on the servers of `name`, a DNS name.
 
         Raises:
-            Displaced: what was inside was cancelled.
+            Displaced: the body was cancelled.
         """
         # The SRV records of a host are below it.
         host = _SERVICE.sub("", name.lower().rstrip("."))
@@ -121,7 +121,7 @@ class Places:
         return next(reversed(others or slow), None)
 
     def _call(self) -> None:
-        """Let the next one look whether there is room."""
+        """Wake the next request, which then looks for room."""
         held = self._next()
         if held is not None:
             held.called.set()
@@ -130,11 +130,11 @@ class Places:
         return min(self._fast, key=lambda each: each.due)
 
     def _room_at(self, held: _Held) -> float:
-        """When `held` has to look whether there is room; until then it is called."""
+        """The time at which `held` must look for room by itself; until then others wake it."""
         return math.inf if held.slow or self._next() is not held else self._first_due().due
 
     def _make_room(self, held: _Held) -> bool:
-        """Whether there is room in the fast lane for `held`, if need be in the place of another."""
+        """Whether there is room in the fast lane for `held`, which may displace another request."""
         if len(self._fast) < self._most_fast:
             return True
         if held.slow or trio.current_time() < (first := self._first_due()).due:

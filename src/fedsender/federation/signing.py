@@ -1,7 +1,7 @@
 """The homeserver's signing keys, and the `Authorization` header of a federation request.
 
 A request is signed as the JSON object {"content", "destination", "method", "origin", "uri"}
-(server-server API, "Request Authentication"). Its content is the transaction, whose bytes are
+(server-server API, "Request Authentication"). Its content is the transaction, with bytes that are
 canonical already: the rest of the object is written around them, and nothing is encoded twice.
 """
 
@@ -40,7 +40,7 @@ class SigningKey:
     """One Ed25519 key of our homeserver.
 
     Attributes:
-        version: what follows "ed25519:" in its key id.
+        version: the part of its key id after "ed25519:".
     """
 
     version: str
@@ -48,7 +48,7 @@ class SigningKey:
 
     @property
     def key_id(self) -> str:
-        """The name peers find the public half under, "ed25519:<version>"."""
+        """The name of the public half for peers, "ed25519:<version>"."""
         return _PREFIX + self.version
 
     def sign(self, message: bytes) -> str:
@@ -77,7 +77,7 @@ def load_signing_keys(path: Path, key_id: str | None = None) -> tuple[SigningKey
     `Authorization` header at most (RFC 9110, 5.3), and nginx answers 400 to one with two.
 
     Raises:
-        BadSigningKey: it cannot be read, or what is in it cannot be used.
+        BadSigningKey: it cannot be read, or its content cannot be used.
         OutOfReach: it cannot be read now.
     """
     try:
@@ -102,7 +102,7 @@ def parse_signing_keys(
 
     Args:
         source: names the file in errors.
-        key_id: "ed25519:<version>", of a key in one of the latter forms, which do not say it.
+        key_id: "ed25519:<version>", for a key in one of the last two forms, which have no id.
 
     Raises BadSigningKey.
     """

@@ -1,10 +1,10 @@
 """HTTP/1.1 over one keep-alive TLS connection, for federation and for nothing else.
 
-There is no pool here, on purpose: a shared pool of thousands of origins looks through all of them
+There is no pool here, on purpose. A shared pool of thousands of origins looks through all of them
 for each request, shares connections between servers that have one address, and is left with
 half-open slots after a cancellation. A `Connection` belongs to one server. It carries one exchange
-at a time and is closed after any error or cancellation, so what a request finds is either a
-connection in a known state or none.
+at a time and is closed after any error or cancellation. So a request finds either a connection in a
+known state or none.
 
 `HttpsTransport` puts such connections behind httpx, for requests where redirects and URLs matter
 more than speed. This is the only module of the daemon that imports httpx.
@@ -50,9 +50,9 @@ class Bounds:
 
     Attributes:
         body_bytes: its body.
-        framing_bytes: all else: status line, headers, chunk sizes, trailers and 1xx answers; and
-            32 bytes for each piece in which it arrives, because a piece costs work too.
-        headers: how many headers one answer may have, trailers included.
+        framing_bytes: all else: status line, headers, chunk sizes, trailers and 1xx answers; and 32
+            bytes for each piece in which it arrives, because a piece costs work too.
+        headers: the most headers in one answer, trailers included.
     """
 
     body_bytes: int
@@ -69,7 +69,7 @@ class Response:
     body: bytes
 
     def header(self, name: bytes) -> bytes | None:
-        """The first header of that (lower-case) name."""
+        """The first header with that (lower-case) name."""
         return next((value for key, value in self.headers if key == name), None)
 
 
@@ -105,7 +105,9 @@ class AnswerMemory:
 
     @contextmanager
     def reading(self) -> Iterator[Callable[[int], None]]:
-        """For the time of one answer; gives what has to be told its size whenever it has grown.
+        """Count one answer while the body runs; yields a function for its size in bytes.
+
+        The function must be called whenever the answer has grown.
 
         Raises:
             ExchangeFailed: crowded: the answer was given up.
@@ -146,11 +148,11 @@ class _Refused(Exception):
 class ResponseReader:
     """Reads one answer: bytes in, a `Response` out; no I/O.
 
-    Interim answers (1xx) and trailers are skipped. What follows the answer on the same connection
-    was not asked for: the answer stands, but the connection is not used again.
+    Interim answers (1xx) and trailers are skipped. Bytes after the answer on the same connection
+    were not asked for: the answer stands, but the connection is not used again.
 
-    A body that is longer than its bound makes a 2xx answer none. With another status it is cut
-    there: the status says what has to be known, and the body is an error page.
+    A 2xx answer with a body longer than its bound is no answer. With another status the body is cut
+    there: the status has the needed information, and the body is an error page.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -174,7 +176,7 @@ class ResponseReader:
         return len(self._body)
 
     def feed(self, data: bytes) -> None:
-        """Take in what the peer sent; raises ExchangeFailed."""
+        """Take bytes from the peer; raises ExchangeFailed."""
         self._framing += len(data) + _PIECE_BYTES
         try:
             self._parser.feed_data(data)
@@ -189,7 +191,7 @@ class ResponseReader:
             raise ExchangeFailed("protocol", text)
 
     def end(self) -> None:
-        """The peer closed; raises ExchangeFailed unless that is how the answer ends."""
+        """Note that the peer closed; raises ExchangeFailed unless the answer may end so."""
         if self.complete:
             return
         if self._headers_done and self._until_eof:
@@ -199,7 +201,7 @@ class ResponseReader:
         raise ExchangeFailed("closed", f"the server closed the connection {where}")
 
     def close(self) -> None:
-        """Read nothing more: the parser knows us, and both would wait for the garbage's search."""
+        """Drop the parser: it refers to us, and only the garbage collector would free the two."""
         del self._parser
 
     def response(self) -> Response:
@@ -289,7 +291,7 @@ class Connection:
     Attributes:
         sent: the first byte of the latest request may have left.
         heard: a byte of its answer has arrived.
-        exchanges: how many exchanges were completed on it.
+        exchanges: number of exchanges completed on it.
         reusable: another exchange may follow. False during one, and for ever after a failed one.
     """
 
@@ -315,7 +317,7 @@ class Connection:
         """Send one request and read its answer; redirects are answers like any other.
 
         The deadline is the caller's. After an error or a cancellation the connection is closed;
-        `sent` and `heard` then say how far it got.
+        `sent` and `heard` then show its progress.
 
         Raises:
             ExchangeFailed: there is no whole answer.
@@ -345,7 +347,7 @@ class Connection:
         await trio.aclose_forcefully(self.stream)
 
     async def peer_has_left(self) -> bool:
-        """Whether the peer has ended an idle connection, or sent data that nothing asked for.
+        """Whether the peer has ended an idle connection, or sent data that no request asked for.
 
         For a connection with bytes to read. False: they were a TLS session ticket, and it is fine.
         """
@@ -432,9 +434,9 @@ def words(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """Why, in words: the innermost cause that says anything.
+    """The reason of an error in words: those of its innermost cause that has any.
 
-    Stream errors say little themselves; what OpenSSL or the system said hangs behind them.
+    Stream errors have few words themselves; those of OpenSSL or the system are in their causes.
     """
     text = ""
     for cause in causes(error):
@@ -443,7 +445,7 @@ def reason(error: BaseException) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """`error` and what it was raised from, the first of several, from outside in."""
+    """`error` and its chain of causes, from the outside in; of a group the first error."""
     seen: BaseException | None = error
     for _ in range(_MAX_CAUSES):
         if seen is None:
@@ -466,7 +468,7 @@ def _own_words(error: BaseException) -> str:
 # --- httpx ----------------------------------------------------------------------------------------
 
 Lease = Callable[[str, int], AbstractAsyncContextManager[Connection]]
-"""Lends a connection that was opened to, and checked for, the host and port it is given."""
+"""Lends a connection that was opened to, and checked for, the given host and port."""
 
 
 class HttpsTransport(httpx.AsyncBaseTransport):
@@ -478,7 +480,7 @@ class HttpsTransport(httpx.AsyncBaseTransport):
         self._memory = memory
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """One exchange; raises ExchangeFailed and what `lease` raises."""
+        """Run one exchange; raises ExchangeFailed and the errors of `lease`."""
         url = request.url
         if url.scheme != "https":
             raise httpx.UnsupportedProtocol(f"{url.scheme} is not https", request=request)
@@ -514,7 +516,7 @@ async def get(
     """Fetch `url`, following a few redirects, https to https only. The deadline is the caller's.
 
     Returns:
-        The answer with those headers that say how long it holds.
+        The answer, with the headers that give its lifetime.
 
     Raises:
         ExchangeFailed: no whole answer, or a redirect that leads nowhere.
