@@ -25,7 +25,7 @@ import trio
 
 from fedsender.facts import STREAM, BadRow, EduRow, RelayRow, ToDeviceRow, parse_relay_row
 from fedsender.matrix import is_server_name
-from fedsender.replication.feed_api import EduSink, Feed, Sink
+from fedsender.replication.feed_api import MAX_TYPISTS, EduSink, Feed, Sink
 from fedsender.replication.line_stream import (
     OWN_KIND,
     Disconnected,
@@ -58,8 +58,6 @@ from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.relay_load import Handles
 from fedsender.streams import FeedStatus, Json, RedactionRow
 from fedsender.waiting import Pauses
-
-MAX_TYPISTS = 1000
 
 
 def parse_record(token: int, rows: Sequence[Json], handles: Handles) -> list[RelayRow]:

@@ -19,7 +19,7 @@ import structlog
 import trio
 
 from fedsender.matrix import is_server_name
-from fedsender.replication.feed_api import EduSink
+from fedsender.replication.feed_api import MAX_TYPISTS, EduSink
 from fedsender.replication.protocol import Position
 from fedsender.replication.stream_updates import NotFetched
 from fedsender.store.records import PresenceState
@@ -35,8 +35,6 @@ STORED_AS = {"device_lists": "device_lists_stream", "receipts": "receipts"}
 IN_MEMORY = frozenset(("typing", "presence_federation", "federation"))
 FETCH_S = 60.0
 FETCHES = 4
-MAX_TYPISTS = 1000
-"""The most users typing in one room; the others are left out."""
 MAX_HOSTS = 10_000
 """The most servers that one row of presence may name; the others are left out."""
 

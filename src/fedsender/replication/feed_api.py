@@ -29,6 +29,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Seconds between two tries of a request that the database has refused."""
 
 
+MAX_TYPISTS = 1000
+"""Users who type in one room at once; more are left out."""
+
+
 class MadeEduSink(Protocol):
     """The receiver of EDUs that the homeserver has made itself, and keeps for us alone."""
 

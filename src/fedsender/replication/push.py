@@ -237,6 +237,9 @@ class PushFeed(Feed):
         if receipts or notices:
             try:
                 stored = await self._store.store_ephemeral(receipts, notices)
+            except Elsewhere as elsewhere:
+                log.error("receipts_not_stored", count=len(receipts), reason=str(elsewhere))
+                raise
             except StoreError as error:
                 log.error("receipts_not_stored", count=len(receipts), reason=str(error))
             else:
