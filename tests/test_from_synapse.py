@@ -145,7 +145,7 @@ def test_everything_is_carried_over(tmp_path: Path) -> None:
     hs = config.homeserver
     assert (hs.kind, hs.event_writers) == ("synapse", ("ev1", "ev2"))
     assert hs.federation_sender_instances == ("fed2", "fed1")
-    assert hs.domain_whitelist == ("a.example", "b.example:8448")
+    assert config.allow == ("a.example", "b.example:8448")
     assert (hs.presence.last_active_granularity, hs.device_names) == (120.0, True)
     assert hs.presence.excluded_rooms == ("!big:hs.example",)
     redis = config.feed.redis

@@ -213,7 +213,7 @@ def test_a_long_list_is_looked_up_and_not_read_for_each_server(
     """With 5,000 globs each server took 200 ms of the loop."""
     deny = [f"*.bad{number}.example" for number in range(2_000)]
     deny += [f"bad{number}.example" for number in range(2_000)]
-    match = [{"match": name, "deny": True} for name in deny[:2_000]]
+    match = [{"match": name, "max_pdus": 1} for name in deny[:2_000]]
     config = from_values(
         {
             "server_name": "hs.example",

@@ -212,7 +212,7 @@ def test_containers(tmp_path: Path) -> None:
     assert homeserver.database == "postgresql+psycopg://synapse@pg_main/s?sslmode=prefer"
     assert homeserver.state_database == "postgresql+psycopg://synapse@pg_state/state"
     assert homeserver.event_writers == ("persister-0", "persister-1")
-    assert homeserver.domain_whitelist == ("lon.example.com",)
+    assert config.allow == ("lon.example.com",)
     assert not homeserver.presence.enabled
     assert (redis.host, redis.password_file) == ("redis_1", tmp_path / "redis.password")
     assert http.instances == {

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from tests.pipeline.worlds import US
 
 from fedsender.config import from_values
@@ -45,21 +44,12 @@ def test_only_servers_that_we_may_send_to_are_looked_at(
         {"allow": ["*.example", "matrix.?rg"]},
         {"deny": ["*.BAD.example", "[::1]:8448", "a-b.example"]},
         {"deny": ["example.com", "1.2.3.4", "*a*.b*d.example", "[0:*]"]},
-        {"homeserver": {"domain_whitelist": ["matrix.org", "example.com"]}},
+        {"allow": ["matrix.org", "example.com"]},
         {"allow": ["nobody.example"]},
         {
             "homeserver": {"federation_sender_instances": ["other", "fedsender", "third"]},
         },
-        {
-            "destinations": {
-                "defaults": {"deny": True},
-                "overrides": [
-                    {"match": "*.example", "deny": False},
-                    {"match": "a.*", "deny": True},
-                    {"match": "a.bad.example", "max_pdus": 1},
-                ],
-            }
-        },
+        {"allow": ["*.example", "a.*"], "deny": ["a.bad.example"]},
     ]
     frame = spark.createDataFrame([(name,) for name in NAMES], "server STRING")
     for each in lists:
@@ -78,15 +68,11 @@ def test_the_shard_of_a_server_is_synapses(spark: "SparkSession") -> None:
         assert [row[str(n)] for n in shards] == [shard_of(row["server"], n) for n in shards]
 
 
-@pytest.mark.parametrize("form", ["names", "overrides"])
-def test_a_list_may_have_thousands_of_names(
-    spark: "SparkSession", tmp_path: "Path", form: str
-) -> None:
+def test_a_list_may_have_thousands_of_names(spark: "SparkSession", tmp_path: "Path") -> None:
     """No plan grows with it: Spark's stack would be too small."""
     names = [f"bad{number}.example" for number in range(2_000)]
-    overrides = [{"match": name, "deny": True} for name in names]
-    lists = {"deny": names} if form == "names" else {"destinations": {"overrides": overrides}}
-    config = from_values({"server_name": US, "signing_key": "key", **lists}, directory=tmp_path)
+    values = {"server_name": US, "signing_key": "key", "deny": names}
+    config = from_values(values, directory=tmp_path)
     some = [("bad7.example",), ("good.example",), ("bad1999.example",)]
     frame = spark.createDataFrame(some, "server STRING")
     assert [row["server"] for row in intervals.sent_to(frame, config).collect()] == ["good.example"]

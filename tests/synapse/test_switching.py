@@ -244,7 +244,7 @@ async def test_handing_back_waits_for_the_daemon_and_for_what_is_in_quarantine(
             assert "handed back" in accepted.stdout
             # An operator's word that Synapse's sender will not keep.
             assert "held.example is paused here; Synapse's sender sends to it" in accepted.stdout
-            assert "allow, deny and overrides hold here alone" in accepted.stdout
+            assert "allow and deny hold here alone" in accepted.stdout
             # W2: Synapse's sender would have forgotten what this one is owed.
             ordering = await world.stream_ordering(event_id)
             assert f"{never} was never reached; LSSO is now {ordering - 1}" in accepted.stdout

@@ -154,7 +154,8 @@ class Config(Section):
     sending: Sending = Field(default_factory=Sending)
     allow: tuple[ServerPattern, ...] = Field(
         default=("*",),
-        description="Send only to servers that match one of these names or patterns.",
+        description="Send only to servers that match one of these names or patterns (Synapse's"
+        " federation_domain_whitelist).",
     )
     deny: tuple[ServerPattern, ...] = Field(
         default=(),
@@ -176,36 +177,21 @@ class Config(Section):
         return self.destinations.policy_for(server)
 
     def allows(self, server: str) -> bool:
-        """Whether anything may be sent to `server`: not us, and on the right side of every list.
+        """Whether anything may be sent to `server`: not us, allowed and not denied.
 
-        Worth remembering: this reads every list and override.
+        Worth remembering: this reads both lists.
         """
-        whitelist = self.homeserver.domain_whitelist
         return (
             server != self.server_name
-            and (whitelist is None or server in whitelist)
             and not matching(self.deny, server)
             and bool(matching(self.allow, server))
-            and not self.policy_for(server).deny
         )
 
     def lists(self) -> dict[str, Any]:
         """The lists that `allows` goes by, as values of a configuration; empty: all are allowed."""
-        allow, deny, destinations = self.allow, self.deny, self.destinations
-        whitelist = self.homeserver.domain_whitelist
-        overrides = [each for each in destinations.overrides if "deny" in each.model_fields_set]
-        forbids = deny or whitelist is not None or destinations.defaults.deny
-        if allow == ("*",) and not forbids and not any(each.deny for each in overrides):
+        if self.allow == ("*",) and not self.deny:
             return {}
-        return {
-            "allow": list(allow),
-            "deny": list(deny),
-            "homeserver": {} if whitelist is None else {"domain_whitelist": list(whitelist)},
-            "destinations": {
-                "defaults": {"deny": destinations.defaults.deny},
-                "overrides": [{"match": each.match, "deny": each.deny} for each in overrides],
-            },
-        }
+        return {"allow": list(self.allow), "deny": list(self.deny)}
 
     def handles(self, server: str) -> bool:
         """Whether `server` is ours among the federation senders, by Synapse's hash."""

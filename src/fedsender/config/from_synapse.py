@@ -198,7 +198,18 @@ class _Making:
             "destinations": destinations_of(settings, self.note),
             "metrics": self.metrics(),
         }
-        return {name: value for name, value in values.items() if value not in ({}, [], None)}
+        given = {name: value for name, value in values.items() if value not in ({}, [], None)}
+        return given | self.allowed()
+
+    def allowed(self) -> dict[str, list[str]]:
+        """The setting `allow`, where Synapse has a list; an empty one allows no server."""
+        listed = self.settings.texts("federation_domain_whitelist")
+        if listed is None:
+            return {}
+        names = [name for name in listed if is_server_name(name)]
+        if len(names) < len(listed):
+            self.note("federation_domain_whitelist", _no_names(listed))
+        return {"allow": names}
 
     # --- the homeserver ---------------------------------------------------------------------------
 
@@ -214,11 +225,6 @@ class _Making:
             "event_writers": list(roles.event_writers),
             "federation_sender_instances": list(roles.senders),
         }
-        allowed = settings.texts("federation_domain_whitelist")
-        if allowed is not None:
-            values["domain_whitelist"] = [name for name in allowed if is_server_name(name)]
-            if len(values["domain_whitelist"]) < len(allowed):
-                self.note("federation_domain_whitelist", _no_names(allowed))
         presence = self.presence()
         if presence:
             values["presence"] = presence

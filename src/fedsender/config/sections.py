@@ -80,10 +80,6 @@ class Homeserver(Section):
         description="All federation senders in Synapse's order, ours among them;"
         " [] means that we send everything.",
     )
-    domain_whitelist: tuple[ServerName, ...] | None = Field(
-        default=None,
-        description="Send to these servers only (Synapse's federation_domain_whitelist).",
-    )
     presence: Presence = Field(
         default_factory=Presence, description="How present our users are, as Synapse is set."
     )

@@ -212,9 +212,8 @@ async def _held_back(store: Store, config: Config) -> list[str]:
         word = "parked" if state.parked is not None else "paused"
         if (state.parked is not None or state.paused is not None) and config.handles(name):
             notes.append(f"{name} is {word} here; {_next(config)} sends to it")
-    denied = any(each.deny for each in config.destinations.overrides)
-    if config.deny or config.allow != ("*",) or denied:
-        notes.append(f"allow, deny and overrides hold here alone: {_next(config)} knows of none")
+    if config.lists():
+        notes.append(f"allow and deny hold here alone: {_next(config)} does not read them")
     return notes
 
 
