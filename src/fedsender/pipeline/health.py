@@ -14,6 +14,7 @@ import shutil
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,10 +91,13 @@ def health(
             writer = writer.trigger(processingTime=f"{every_seconds} seconds")
         try:
             query = writer.start()
-            try:
-                query.awaitTermination()
-            except KeyboardInterrupt:
-                query.stop()
+            # A signal that breaks into a question to Java spoils the connection for the next one.
+            with ThreadPoolExecutor(1) as waiting:
+                ended = waiting.submit(query.awaitTermination)
+                try:
+                    ended.result()
+                except KeyboardInterrupt:
+                    query.stop()
         except PySparkException as error:
             raise PipelineError(f"health: {_cause(error)}") from None
         told.servers, told.ill = file.figures()
