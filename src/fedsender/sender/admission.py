@@ -4,15 +4,16 @@ An attempt with a place may have a connection: there are never fewer connections
 place is taken when a connection is opened or a live one is used, and kept until the attempt is
 over. An attempt that waits for the right to open a connection has no place meanwhile.
 
-There are three lanes, each with places of its own: for servers whose last attempt failed, for those
-that take long to answer, and for the rest. So neither dead servers nor slow ones hold a place that
-a quick one, or one that is back, has to wait for. In the third lane, servers of which no quick
-answer is known may not have the last eighth. When others wait, a place there is for 2 s: an attempt
-that takes longer goes on in the second lane if there is room, and else it is ended and made again
+There are three lanes, each with its own places: for servers with a failed last attempt, for servers
+that take long to answer, and for the rest. So a quick server, or one that is back, never waits for
+a place that a dead or a slow server holds. In the third lane, the last eighth of the places is only
+for servers with a known quick answer. When others wait, a place there is for 2 s. An attempt that
+takes longer goes on in the second lane if there is room. Otherwise it is ended and made again
 there. So the third lane never stands still, whatever its servers were before.
 
-Every line is served by weight, in two classes: three of the first for each one of the second, and
-those of one class in turn. So the first hardly waits, and the second never starves.
+Every line has two classes: three attempts of the first are let in for each one of the second. In
+one class the order is that of arrival. So the first class hardly waits, and the second never waits
+for ever.
 """
 
 import ipaddress
@@ -31,9 +32,9 @@ from fedsender.matrix import address_of, host_and_port
 
 QUICK_S: Final = 2.0
 SLOW_S: Final = 5.0
-"""Of its last three answers, two that took longer make a server slow, two below `QUICK_S` quick."""
+"""Two of the last three answers above this make a server slow, two below `QUICK_S` quick."""
 FEW: Final = 20
-"""What goes to at most so many servers goes first."""
+"""An item for at most this number of servers goes first."""
 _REMEMBERED: Final = 65_536
 _BUSY: Final = 75
 _LEAST_BYTES: Final = 65_536
@@ -43,7 +44,7 @@ _MADE_UP_S: Final = 0.2
 
 
 class Pace:
-    """At most so many starts per second, evenly spread; waiting callers go in turn."""
+    """A limit of starts per second, evenly spread; waiting callers go in turn."""
 
     def __init__(self, per_second: float) -> None:
         self._gap = 1 / per_second
@@ -60,9 +61,9 @@ class Pace:
 
 
 LACK_S = 5.0
-"""How long nobody is attempted when we have run out of descriptors or memory for sockets."""
+"""Seconds without new attempts after we ran out of descriptors or of memory for sockets."""
 LACK_SHOWN_S = 30.0
-"""After that, without having run out again, we have enough."""
+"""Seconds after that until the lack counts as over, if it has not come again."""
 
 
 class Gate:
@@ -84,7 +85,7 @@ class Gate:
         return self._lack if trio.current_time() < self.frozen_until + LACK_SHOWN_S else None
 
     def freeze(self, lack: str) -> bool:
-        """We have run out of something that each attempt needs: let none begin for a while.
+        """Let no attempt begin for `LACK_S`: this process lacks a resource that each one needs.
 
         Returns whether this is news.
         """
@@ -117,7 +118,7 @@ class _Waiting:
     """An attempt in a line.
 
     Attributes:
-        called: it is let in, or has to look again whether it is.
+        called: set when it is let in, or has to look again whether it is.
         held_up_by: the neighbour that has its share of the lane, or None.
     """
 
@@ -173,7 +174,7 @@ class _Line:
             found.called.set()
 
     def waits(self, *, first: bool) -> bool:
-        """Whether anybody of this class does."""
+        """Whether any attempt of this class waits."""
         return bool(self._classes[not first])
 
     def add(self, leave: "Leave", waiting: _Waiting, *, ahead: bool = False) -> None:
@@ -184,19 +185,19 @@ class _Line:
             line.move_to_end(leave, last=False)
 
     def remove(self, leave: "Leave") -> None:
-        """It waits no more."""
+        """Take the attempt out of the line."""
         for line in self._classes:
             line.pop(leave, None)
 
     def hasten(self, leave: "Leave") -> None:
-        """One that waits goes to the first class."""
+        """Move an attempt that waits to the first class."""
         waiting = self._classes[1].pop(leave, None)
         if waiting is not None:
             waiting.first = True
             self.add(leave, waiting)
 
     def pop(self, *, second: bool = True) -> tuple["Leave", _Waiting] | None:
-        """Whoever is next; without `second`, of the first class."""
+        """Take out the next attempt, or None; without `second`, only one of the first class."""
         first, rest = self._classes
         line = rest if rest and second and not (first and self._turn % 4) else first
         if not line:
@@ -206,7 +207,7 @@ class _Line:
 
 
 class Turns:
-    """So many per second, evenly spread; what a busy moment made late is made up for."""
+    """Turns at a fixed rate per second, evenly spread; a delay of up to 0.2 s is made up for."""
 
     def __init__(self, per_second: float) -> None:
         self._gap_s = 1 / per_second
@@ -224,7 +225,7 @@ class Turns:
             self._line.be_watched()
 
     def hasten(self, leave: "Leave") -> None:
-        """One that waits goes to the first class."""
+        """Move an attempt that waits to the first class."""
         self._line.hasten(leave)
 
     def _serve(self) -> None:
@@ -237,8 +238,8 @@ class Turns:
 class Lane:
     """A fixed number of places, and the line of the attempts that wait for one.
 
-    With an overflow, no attempt has a place for longer than `QUICK_S` while others wait. Without
-    one, servers that have a site or an address in common have a quarter of the places at most.
+    With an overflow, no attempt keeps its place for longer than `QUICK_S` while others wait.
+    Without one, servers that share a site or an address have at most a quarter of the places.
     """
 
     def __init__(
@@ -247,9 +248,8 @@ class Lane:
         """
         Args:
             second: how many of the places the second class may have; None: all of them.
-            overflow: where attempts that have a place for long are moved when others wait; they
-                give
-                way if there is no place for them.
+            overflow: the lane to which attempts that have a place for long are moved when others
+                wait; they are ended if it has no place for them.
         """
         self._places = places
         self._second = places if second is None else second
@@ -302,7 +302,7 @@ class Lane:
             self._line.be_watched()
 
     def hasten(self, leave: "Leave") -> None:
-        """One that waits goes to the first class."""
+        """Move an attempt that waits to the first class."""
         self._line.hasten(leave)
         for each in leave.neighbours:
             held_up = self._held_up.get(each, OrderedDict())
@@ -325,12 +325,12 @@ class Lane:
         return free and (first or self._second_inside < self._second)
 
     def _neighbour(self, leave: "Leave") -> str | None:
-        """The site or address that has its share already."""
+        """The site or address of this server that has its share of places already, or None."""
         full = (each for each in leave.neighbours if self._held[each] >= self._share)
         return next(full, None)
 
     def _serve(self) -> None:
-        """Let in whoever there are places for."""
+        """Let in the attempts that there are places for."""
         self._ripen()
         while self._line:
             found = None
@@ -390,7 +390,7 @@ class Lane:
         return False
 
     def _due(self) -> float:
-        """When it is worth to look again, by trio's clock."""
+        """The time to look again, by trio's clock."""
         if self._overflow is None:
             return math.inf
         now = trio.current_time()
@@ -398,7 +398,7 @@ class Lane:
         return max(oldest + QUICK_S, now + _LOOK_EACH_S)
 
     def _ripen(self) -> None:
-        """Count those that have had their places for long."""
+        """Move attempts that have had their places for `QUICK_S` from `_fresh` to `_long`."""
         long_ago = trio.current_time() - QUICK_S
         while self._fresh:
             leave, since = next(iter(self._fresh.items()))
@@ -420,7 +420,7 @@ class Lane:
         self._serve()
 
     def _call_up(self, neighbours: tuple[str, ...]) -> None:
-        """Put as many of those held up back at the head of the line as may get in again."""
+        """Put attempts that were held up back at the head of the line, as many as may get in."""
         for each in neighbours:
             held_up = self._held_up.get(each)
             if held_up is None:
@@ -451,7 +451,7 @@ def nobody_told(waiting: bool) -> None:
 
 
 def not_now() -> bool:
-    """For an attempt that cannot be ended."""
+    """The `end` of an attempt that cannot be ended."""
     return False
 
 
@@ -459,11 +459,11 @@ class Leave:
     """The leave of one server's attempts: places, and the right to open connections.
 
     Attributes:
-        neighbours: the site and the address that it has in common with others.
+        neighbours: the server's site and address, which other servers may share.
         lane: the lane in which it has a place, or None.
-        ill: its last attempt failed.
-        lately: one of its last day was answered.
-        hurried: something waits that goes to few, or it is to be tried before others.
+        ill: whether the last attempt failed.
+        lately: whether an attempt of the last day was answered.
+        hurried: whether an item for few servers waits, or it is to be tried before others.
         told: called with True when it begins to wait for a limit of ours, with False after that.
         end: called to end the attempt, for another one later; returns False if it cannot be ended.
     """
@@ -517,7 +517,7 @@ class Leave:
         return self.lane is not None
 
     async def place(self) -> None:
-        """The same, after a wait."""
+        """Take a place, after a wait if need be."""
         if not self.at_once():
             self.told(True)
             try:
@@ -526,7 +526,7 @@ class Leave:
                 self.told(False)
 
     async def turn(self) -> None:
-        """The right to open one connection."""
+        """Wait for the right to open one connection."""
         self.told(True)
         try:
             await self._take_turn()
@@ -534,7 +534,7 @@ class Leave:
             self.told(False)
 
     async def handshake(self, address: str | None) -> None:
-        """The same, and a place; to that address, if it is known."""
+        """Wait for a place and the right to open one connection to this address (None: unknown)."""
         # What is held meanwhile, others would wait for.
         self.let_go()
         self.reached(address)
@@ -546,21 +546,21 @@ class Leave:
             self.told(False)
 
     def reached(self, address: str | None) -> None:
-        """The address that its connection leads to."""
+        """Note the address that its connection leads to; None: unknown."""
         self.neighbours = (self._site,) if address is None else (self._site, network_of(address))
 
     def asked(self) -> None:
-        """A request leaves now."""
+        """Note that a request leaves now."""
         self._asked_at = trio.current_time()
 
     # --- What the destination does ----------------------------------------------------------------
 
     def answered(self) -> None:
-        """The request was answered; how long that took says where the next ones wait."""
+        """Note that the request was answered; its duration decides the lane of the next ones."""
         self.took(trio.current_time() - self._asked_at)
 
     def took(self, seconds: float) -> None:
-        """So long it was until an answer."""
+        """Note the seconds until an answer."""
         pace = _Pace.QUICK if seconds < QUICK_S else _Pace.SLOW if seconds > SLOW_S else _Pace.FAIR
         before, (*_, older, newer) = self._known
         latest = older, newer, pace
@@ -572,7 +572,7 @@ class Leave:
         self._is_known(now, latest)
 
     def give_way(self) -> bool:
-        """End the attempt so that others have its place; the next ones are those of a slow server.
+        """End the attempt so that others have its place; the server counts as slow from now on.
 
         Returns False if it cannot be ended at this moment.
         """
@@ -587,19 +587,17 @@ class Leave:
             self._admission.known[self.server] = self._known
 
     def hasten(self) -> None:
-        """Go before others, also where it waits already."""
+        """Go before others, also in a line where it waits already."""
         self.hurried = True
         if self._line is not None and self._line is not self._admission.quick:
             self._line.hasten(self)
 
     def body_bytes(self, most: int) -> int:
-        """The size in bytes that a body may have now, at most `most`: part of the memory left for
-        all.
-        """
+        """The largest size of a body now, in bytes: a part of the memory left, at most `most`."""
         return self._admission.body_bytes(most)
 
     def carries(self, size: int) -> None:
-        """It has a body of that size in memory, until it gives its place back."""
+        """Note a body of this size in memory, in bytes, until the place is given back."""
         self._admission.bodies += size - self._bytes
         self._bytes = size
 
@@ -638,7 +636,7 @@ class Admission:
         quick, slow, ill: the lanes.
         turns: the line for new connections.
         bodies: bytes of the transactions that are under way.
-        known: what servers are, and their last three answers.
+        known: by server, its pace and the paces of its last three answers.
     """
 
     def __init__(
@@ -662,7 +660,7 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Places taken."""
+        """The number of places taken."""
         return len(self.quick) + len(self.slow) + len(self.ill)
 
     @property
@@ -671,7 +669,7 @@ class Admission:
         return self.quick.fresh >= _BUSY
 
     def leave(self, server: str) -> Leave:
-        """For the attempts at one server, one at a time."""
+        """A `Leave` for the attempts at one server, one at a time."""
         return Leave(self, server)
 
     def lane_of(self, leave: Leave) -> tuple[Lane, bool]:
@@ -684,8 +682,7 @@ class Admission:
         return self.quick, pace is _Pace.QUICK
 
     def body_bytes(self, most: int) -> int:
-        """The size in bytes that the next body may have: an eighth of what is left, so some is left
-        always.
+        """The largest size of the next body, in bytes: an eighth of the bytes left, so some remain.
 
         64 KiB are always granted: the largest event, or some dozens of common ones.
         """
@@ -693,9 +690,8 @@ class Admission:
 
 
 def site_of(server: str) -> str:
-    """The site of a server, shared by servers of one owner: the last two labels of its name, or its
-    IP.
-    """
+    """The site of a server: the last two labels of its name, or its IP. Servers of one owner share
+    it."""
     host, _ = host_and_port(server)
     if address_of(host) is not None:
         return host

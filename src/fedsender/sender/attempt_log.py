@@ -1,13 +1,13 @@
 """The attempt log: attempts under way, in a file that outlives a kill (I9).
 
-The ledger has a line for each attempt once it has ended. An attempt that a kill cuts
-off has none; so each attempt is noted here before its first byte leaves, in a slot that is
-wiped when the line is written. The next start writes a line with outcome "unknown" for each slot
-that was not. Nothing here is needed to send: a disk that takes no more is of no consequence.
+The ledger has a line for each attempt once it has ended. An attempt that a kill cuts off has none.
+So each attempt is noted here before its first byte leaves, in a slot that is wiped when the line is
+written. The next start writes a line with outcome "unknown" for each slot that was not wiped.
+Nothing here is needed to send: if the disk is full, attempts are not noted.
 
-The file stands beside the ledger's segments as `<instance>.<boot>.attempts`, mode 0600. It is
-mapped into memory, as it is written twice for each attempt and need only outlive the process: the
-disk is asked for room now and then, and for nothing else.
+The file is beside the ledger's segments as `<instance>.<boot>.attempts`, mode 0600. It is mapped
+into memory, because it is written twice for each attempt and need only outlive the process. The
+disk is only asked for room, now and then.
 """
 
 import mmap
@@ -23,10 +23,10 @@ from fedsender.ledger import Line, TransactionRecord, read_lines
 from fedsender.sender.transaction import Transaction
 
 SLOT_BYTES = 12_288
-"""Enough for 50 PDUs; what is longer is noted without its content."""
+"""Enough for 50 PDUs; a longer transaction is noted without its content."""
 MAX_SLOTS = 4096
 SLOTS_AT_ONCE = 64
-"""The file grows by so many."""
+"""The number of slots by which the file grows."""
 _LENGTH_BYTES = 4
 _EMPTY = bytes(_LENGTH_BYTES)
 
@@ -35,7 +35,7 @@ class AttemptLog:
     """The slots of this boot. Made by `open_attempt_log`."""
 
     def __init__(self, file: int | None) -> None:
-        """`file`: None where there is no room for one; then nothing is noted."""
+        """`file`: its descriptor; None if it could not be opened: then nothing is noted."""
         self._file = file
         self._map: mmap.mmap | None = None
         self._free: list[int] = []
@@ -57,7 +57,7 @@ class AttemptLog:
         return slot
 
     def end(self, slot: int | None) -> None:
-        """The ledger has the line."""
+        """Wipe the slot: the ledger has the line."""
         if slot is None or self._map is None:
             return
         at = slot * SLOT_BYTES
@@ -93,7 +93,7 @@ class AttemptLog:
 
 @contextmanager
 def open_attempt_log(directory: Path, instance: str, boot: str) -> Iterator[AttemptLog]:
-    """Slots for this boot. An end in order leaves no file: every attempt has its line."""
+    """Open slots for this boot. An orderly end leaves no file: every attempt has its line."""
     path = directory / f"{instance}.{boot}.attempts"
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     try:

@@ -1,21 +1,23 @@
 """Catch-up: the events that a destination owes, read back from the database.
 
 It takes over when memory no longer holds all owed events: at start-up, after a long outage, after a
-queue was given up. `destination_rooms` names every room whose newest event for this destination
-lies above its low-water mark (LSSO). Those rooms are taken oldest first, many per transaction:
+queue was given up. A row of `destination_rooms` names a room and the newest event in it for this
+destination. The rooms with a row above the low-water mark (LSSO) are taken oldest first, many per
+transaction:
 
-- A room's *gap* is what lies above the floor F (LSSO when the catch-up began) or above what was
-  answered in that room since, up to the row's value. F and the answered positions are in a table of
-  ours, because LSSO itself moves past events that are still owed through a newer one. As long as
-  one transaction takes all that is owed, as after most restarts, nothing is written there.
-- A small gap is sent whole and in order. Of a large one the newest event stands in for the rest
-  (the receiver fetches what lies between), or, if other servers have written since, the room's
-  forward extremities that this server may see (I6); the ledger says what they supersede. If the
-  newest event is gone or cannot be sent, the rest of the gap is sent as a small one is (I2).
+- A room's *gap* is the events up to the row's value, above the floor F (LSSO when the catch-up
+  began) or above the position answered in that room since. F and the answered positions are in a
+  table of ours, because LSSO itself moves past events that are still owed through a newer one. As
+  long as one transaction takes the whole backlog, as after most restarts, nothing is written there.
+- A small gap is sent whole and in order. Of a large one only the newest event is sent, which stands
+  in for the rest (the receiver fetches the events between). If other servers have written since,
+  the room's forward extremities that this server may see stand in (I6). The ledger names the events
+  that they supersede. If the newest event is gone or cannot be sent, the rest of the gap is sent
+  whole, as a small one is (I2).
 - LSSO follows as min(values of the rooms not done) - 1.
 
-It ends when a query that ran at or after the newest event offered finds nothing. What cannot be
-loaded is quarantined or passed, never waited for (W23).
+It ends when a query that ran at or after the newest event offered finds nothing. An event that
+cannot be loaded is quarantined or passed, never waited for (W23).
 """
 
 from collections.abc import Sequence
@@ -32,9 +34,9 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow
 
 PAGE = 50
-"""Rooms looked at for one transaction."""
+"""The number of rooms looked at for one transaction."""
 SCAN = GAP_EVENTS
-"""Events of one room read at a time."""
+"""The number of events of one room read at a time."""
 
 log = structlog.get_logger()
 
@@ -45,16 +47,16 @@ class CatchUp:
 
     Attributes:
         floor: F.
-        newest_only: LSSO was unknown when we took over, so that nothing says where gaps begin.
+        newest_only: LSSO was unknown when we took over, so that no record says where gaps begin.
         refused: events in quarantine for this destination, or answered out of turn: they are passed
             over.
         whole: gaps are sent whole whatever their size: memory gave up, but the server is well.
         answered: room -> stream ordering up to which this catch-up was answered there.
-        gap_events: how many events make a small gap.
-        stuck: by id, events that could not be loaded: passed over, too, and the caller's to
-            quarantine and to take out.
-        on_record: whether the table has F and what was answered. Until then LSSO may only pass all
-            that was owed, at once.
+        gap_events: the most events of a small gap.
+        stuck: by id, events that could not be loaded. They are passed over, too; the caller
+            quarantines them and takes them out.
+        on_record: whether the table has F and the answered positions. Until then LSSO may only pass
+            the whole backlog at once.
     """
 
     destination: str
@@ -70,10 +72,10 @@ class CatchUp:
     on_record: bool = True
 
     async def fill(self, draft: Draft, lsso: int) -> Literal["nothing", "some", "all"]:
-        """Put what is owed above `lsso` into the draft; how much of it that is.
+        """Put the events owed above `lsso` into the draft; return how much of the backlog it has.
 
-        The draft may come back without PDUs and yet with rooms done: then that progress is to be
-        written down, and the next call goes on behind it.
+        The draft may have rooms done but no PDUs. Then that progress is to be written down, and the
+        next call goes on behind it.
         """
         owed = await self.homeserver.owed_rooms(self.destination, lsso, PAGE + 1)
         if not owed:
@@ -89,7 +91,7 @@ class CatchUp:
         return "all"
 
     async def fill_suspect(self, draft: Draft, lsso: int, room_id: str) -> None:
-        """Put in what comes next in this room, if the draft is for it; it has room for one."""
+        """Put in the next PDU of this room, if the draft is for it; the draft has room for one."""
         while owed := await self.homeserver.owed_rooms(self.destination, lsso, PAGE):
             lsso = owed[-1][1]
             value = dict(owed).get(room_id)
@@ -98,8 +100,8 @@ class CatchUp:
                 return
 
     async def fill_witness(self, draft: Draft, lsso: int, room_id: str, place: int) -> None:
-        """Put in one event that the draft is for: of another room what comes next there; else one
-        of this room behind this place, which may be out of turn.
+        """Put in one event that the draft is for: the next one of another room, or else an event of
+        this room above `place`, which may be out of turn.
 
         An event that stands in for others does so out of turn, too.
         """
@@ -132,7 +134,7 @@ class CatchUp:
         return bool(draft.pdus)
 
     async def _fill_room(self, draft: Draft, room_id: str, value: int) -> bool:
-        """Put one room's gap into the draft; whether the room is done once that is answered."""
+        """Put one room's gap into the draft; return whether an answer to it completes the room."""
         after = max(self.floor, self.answered.get(room_id, self.floor))
         while after < value:
             outgoing, upto, standing_in = await self._next_of_room(room_id, after, value)
@@ -152,8 +154,8 @@ class CatchUp:
     async def _next_of_room(
         self, room_id: str, after: int, value: int
     ) -> tuple[list[Outgoing], int, bool]:
-        """The events to send of the gap (after, value]; up to where they cover it; whether they do
-        so only as a whole, by standing in for the gap."""
+        """The events to send of the gap (after, value]; the stream ordering up to which they cover
+        it; whether they stand in for the gap, and so cover it only together."""
         if not self.whole:
             small = None if self.newest_only else await self._small_gap(room_id, after, value)
             if small is not None:
@@ -174,7 +176,7 @@ class CatchUp:
         return _one_by_one(owed) if len(owed) <= self.gap_events else None
 
     async def _ours(self, rows: Sequence[EventRow]) -> list[Routed]:
-        """Those of the rows that this destination should get, and that can be sent."""
+        """The rows that this destination should get, and that can be sent."""
         routed = await self.router.route([row for row in rows if self._sendable(row)])
         self.stuck.update((item.event_id, item) for item in routed if isinstance(item, Bad))
         return [
@@ -185,8 +187,8 @@ class CatchUp:
         return row.event_id not in self.refused and row.event_id not in self.stuck
 
     async def _stand_in(self, room_id: str, after: int, value: int) -> list[Outgoing]:
-        """The event that the row names, or the newer ones that this server may see instead. None
-        of them: it is gone, or cannot be sent, and nothing says that of the rest of the gap."""
+        """The event that the row names, or instead newer ones that this server may see. Empty: the
+        event is gone or cannot be sent; the rest of the gap perhaps can."""
         supersedes = (after + 1, value)
         rows = await self.homeserver.room_events(room_id, value - 1, value, 1)
         if not rows:
@@ -237,7 +239,7 @@ class CatchUp:
 def _one_by_one(owed: Sequence[Routed]) -> list[Outgoing]:
     """The events of a gap, each for itself.
 
-    But of what came with a snapshot only the newest, which stands in for all that never came.
+    Of events that came with a snapshot only the newest: it stands in for those that never came.
     """
     outgoing: list[Outgoing] = []
     covered_above: int | None = None

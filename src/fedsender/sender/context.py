@@ -22,7 +22,7 @@ from fedsender.telemetry import Metrics
 
 
 class Announcer(Protocol):
-    """Tells the homeserver's other workers what we found out about a server."""
+    """The announcer: tells the homeserver's other workers that a server fails, or is up again."""
 
     async def publish_backoff(self, server: str, stream_id: int, now_ms: int) -> None: ...
     async def publish_server_up(self, server: str) -> None: ...
@@ -34,8 +34,8 @@ class Context:
 
     Attributes:
         connect_deadline: seconds for finding and reaching a server, all its addresses included.
-        request_timeout: seconds for one transaction, unless the destination's policy says other.
-        device_lists: up to where rows of device lists may be read.
+        request_timeout: seconds for one transaction, unless the destination's policy has its own.
+        device_lists: the stream id up to which rows of device lists may be read.
         pdu_pool: the PDUs of all queues.
         full: servers with no room in quarantine for an item that is convicted.
         troubles: loops that an error has stopped for a moment, and when (trio's clock, seconds).
@@ -66,7 +66,7 @@ class Context:
     troubles: dict[str, float] = field(default_factory=dict)
 
     def note(self, state: ServerState) -> None:
-        """This is known of a server now."""
+        """Note a server's new state: whether its quarantine is full."""
         if any(search.full for search in state.searches):
             self.full.add(state.destination)
         else:

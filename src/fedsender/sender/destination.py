@@ -1,13 +1,13 @@
-"""One remote server's life: idle, sending, waiting, catching up, put away.
+"""One remote server's destination: idle, sending, waiting, catching up, put away.
 
-The task of a destination is the only one that changes what is in flight; other tasks reach it
-through its synchronous methods. Two sequences must stay free of `await`: between the last look at
-what may be sent and the freezing of the transaction (I6), and between the decision to leave and the
+Only the task of a destination changes its transaction in flight; other tasks reach it through its
+synchronous methods. Two sequences must stay free of `await`: between the last check of the events
+that may be sent and the freezing of the transaction (I6), and between the decision to leave and the
 registry's removal of it (in `registry.py`).
 
-What an attempt changes is changed in this order. First the ledger has its line. After an answer
-the homeserver's database follows, then the frozen record goes. After a failure what is decided is
-on record before anything else is sent (I3).
+An attempt makes its changes in this order. First the ledger has its line. After an answer the
+homeserver's database follows, then the frozen record goes. After a failure the decision is on
+record before anything else is sent (I3).
 """
 
 import math
@@ -65,7 +65,7 @@ class GaveWay(Exception):
 
 
 class _Ended(Enum):
-    """Why an exchange was ended early."""
+    """The reason why an exchange was ended early."""
 
     WOKEN = "woken"
     WITHDRAWN = "withdrawn"
@@ -81,11 +81,11 @@ class Exchange:
         self._left_s = 0.0
 
     def give_up(self) -> bool:
-        """End what is under way, for another attempt; False if nothing is."""
+        """End the exchange under way, for another attempt; False if there is none."""
         return self._end(_Ended.WOKEN)
 
     def give_way(self) -> bool:
-        """End it for others; the next attempt is to wait where slow servers do."""
+        """End it for others; the next attempt is to wait in the lane of slow servers."""
         return self._end(_Ended.GAVE_WAY)
 
     def withdraw(self) -> None:
@@ -93,7 +93,7 @@ class Exchange:
         self._end(_Ended.WITHDRAWN)
 
     def wait_for_limits(self, waiting: bool) -> None:
-        """While it waits for a limit of ours, no time passes that the server has."""
+        """Stop the server's deadline while the exchange waits for a limit of ours."""
         if self._scope is None:
             return
         now = trio.current_time()
@@ -109,7 +109,7 @@ class Exchange:
         The client has a deadline for each step; waiting for our limits has none.
 
         Raises:
-            Unreachable: there is none to be had.
+            Unreachable: no connection could be made.
             GaveWay: it was ended for others.
         """
         link = peer.at_hand()
@@ -124,7 +124,7 @@ class Exchange:
     async def put(
         self, link: Link, transaction: Transaction, timeout_s: float
     ) -> tuple[Answer | None, Verdict]:
-        """Send it and hear what the server says; the answer, if there was one, and the verdict.
+        """Send the transaction; return the server's answer, or None, and the verdict.
 
         Raises:
             GaveWay: it was ended for others.
@@ -150,7 +150,7 @@ class Exchange:
 
     @contextmanager
     def _until(self, deadline: float) -> Iterator[None]:
-        """Leave the body at the deadline (trio's clock), or when it is ended; raises GaveWay."""
+        """Leave the body at the deadline (trio's clock), or when it is ended. Raises GaveWay."""
         self._ended = None
         try:
             with trio.CancelScope(deadline=deadline) as self._scope:
@@ -175,16 +175,16 @@ class Exchange:
 __all__ = ["Announcer", "Context", "Destination", "Phase"]
 
 LEAVE_AFTER_S = 300.0
-"""A longer wait than this is not waited for in memory; the registry's timer ends it."""
+"""For a longer wait than this a destination leaves memory; the registry's timer brings it back."""
 PUT_AWAY_AFTER_S = 5.0
-"""Through a longer wait than this, no large body is kept in memory."""
+"""During a longer wait than this, no large body is kept in memory."""
 PUT_AWAY_BYTES = 8192
-"""A larger body than this is not kept in memory while its server is waited for."""
+"""The size of the largest body that is kept in memory during such a wait."""
 PATIENCE_S = 5.0
-"""A wake gives an attempt so long to end by itself."""
+"""The time that a wake gives an attempt to end by itself."""
 HOUR_MS = 3_600_000
 QUARANTINE_LIMIT = 1_000
-"""So many items of one server may be taken out of the way; the next suspect is only held."""
+"""The most items of one server in quarantine; the next suspect is only held."""
 
 
 class AttemptTimer:
@@ -194,12 +194,12 @@ class AttemptTimer:
 
     - After a failure the next attempt waits for the end of the backoff, and for `MIN_GAP_SECONDS`
       at least (I5). After an answer it need not wait.
-    - A wake ends the backoff, but not that gap. One that comes in the middle of an attempt that has
-      lasted for long ends the attempt, and then the backoff of its failure.
-    - Whatever is put into the destination has its task look again at what is due.
+    - A wake ends the backoff, but not that gap. A wake during an attempt that has lasted for long
+      ends the attempt, and then the backoff of its failure.
+    - After each item that is put into the destination its task looks again for due items.
 
-    Times are Trio's, in seconds. Times on record are on the wall clock, which may be set: it
-    is read at the start and after a failure, and never says more than was meant.
+    Times are Trio's, in seconds. Times on record are on the wall clock, which may be set. It is
+    read only at the start and after a failure, and never makes a wait longer than it was set to.
 
     Attributes:
         not_before: when the next attempt may start.
@@ -216,16 +216,16 @@ class AttemptTimer:
         self._woken_in_attempt = False
 
     def _from_wall(self, at_ms: int | None) -> float:
-        """A moment of the wall clock on Trio's; None: now."""
+        """The time on Trio's clock for one on the wall clock; None: now."""
         now = trio.current_time()
         return now if at_ms is None else now + (at_ms - self._runtime.now_ms()) / 1000
 
     def answered(self) -> None:
-        """The last attempt was answered."""
+        """Note that the last attempt was answered: the next one need not wait."""
         self.not_before = trio.current_time()
 
     def failed(self) -> None:
-        """The last attempt failed at this moment."""
+        """Note that the last attempt failed now."""
         self._failed_at = trio.current_time()
 
     def back_off(self, state: ServerState) -> None:
@@ -237,21 +237,21 @@ class AttemptTimer:
         self.not_before = self._failed_at + MIN_GAP_SECONDS
 
     def wake_after_attempt(self) -> None:
-        """The attempt under way was ended by a wake: its failure is not waited for."""
+        """Note that a wake ended the attempt under way: its failure brings no backoff."""
         self._woken_in_attempt = True
 
     def take_wake(self) -> None:
-        """If a wake ended the last attempt, do not wait for its failure."""
+        """If a wake ended the last attempt, end the backoff of its failure."""
         if self._woken_in_attempt:
             self._woken_in_attempt = False
             self.hasten()
 
     def look_again(self) -> None:
-        """Something has changed that may be due."""
+        """Have the task look again: an item may be due now."""
         self._news.set()
 
     async def sleep_until(self, due: float) -> bool:
-        """Wait until this time; False: something changed before it."""
+        """Wait until this time; False: `look_again` was called before it."""
         with trio.move_on_at(due) as wait:
             await self._news.wait()
         return wait.cancelled_caught
@@ -261,19 +261,19 @@ class Destination:
     """One remote server: its state, its outbox and its transaction in flight.
 
     Attributes:
-        name: the server's.
-        policy: the configuration's, followed from the next attempt on.
+        name: the server's name.
+        policy: the configuration's policy for it, followed from the next attempt on.
         state: its health and the searches under way, as they are to be on record.
         outbox: the PDUs and EDUs that it is owed.
         frozen: the transaction that is in flight or is to be repeated, or None.
         phase, since: the task's phase, and when it began (Trio's clock, seconds).
-        gone: set when the task has left and the registry has struck it out.
+        gone: set when the task has left and the registry has removed it.
     """
 
     def __init__(
         self, name: str, policy: Policy, context: Context, state: ServerState, *, level: bool
     ) -> None:
-        """`level`: the database owes it nothing that will not be offered."""
+        """`level`: all that it is owed by the database will be offered."""
         self.name = name
         self.policy = policy
         self.state = state
@@ -311,7 +311,7 @@ class Destination:
 
     @property
     def owes(self) -> bool:
-        """Whether anything durable is left to send."""
+        """Whether it is still owed any durable item."""
         return self.has_frozen or self.outbox.owes
 
     @property
@@ -328,51 +328,51 @@ class Destination:
     # --- What is put into it: synchronous, and safe at any moment ---------------------------------
 
     def offer(self, pdu: Pdu) -> None:
-        """The fan-out has made it durable that this server is owed the PDU."""
+        """Queue a PDU that the fan-out has durably noted as owed to this server."""
         self.outbox.offer(pdu, healthy=self.state.healthy)
         self._timer.look_again()
 
     def spill(self) -> None:
-        """Give the queued PDUs up; the database knows them."""
+        """Give the queued PDUs up; catch-up reads them from the database."""
         self.outbox.spill(healthy=self.state.healthy)
         self._timer.look_again()
 
     def owe_keys(self) -> None:
-        """There may be to-device messages, or device lists, for it in the database."""
+        """Note that the database may have to-device messages, or device lists, for it."""
         self.owe_to_device()
         self.owe_device_lists()
 
     def owe_to_device(self) -> None:
-        """There are to-device messages for it in the database."""
+        """Note that the database has to-device messages for it."""
         if self.policy.edus.to_device:
             self.outbox.owe_to_device()
             self._edu_came()
 
     def owe_device_lists(self) -> None:
-        """There are changed devices or keys for it in the database."""
+        """Note that the database has changed devices or keys for it."""
         if self.policy.edus.device_lists:
             self.outbox.owe_device_lists()
             self._edu_came()
 
     def owe_redeliveries(self) -> None:
-        """There are events to send it again."""
+        """Note that there are events to send it again."""
         self.outbox.owe_redeliveries()
         self._timer.look_again()
 
     def put_receipt(self, receipt: Receipt) -> None:
-        """One of our users has read something that it is to hear of."""
+        """Queue a receipt of one of our users."""
         if self.policy.edus.receipts:
             self.outbox.receipts.put(receipt)
             self._edu_came()
 
     def put_typing(self, typing: Typing) -> None:
-        """One of our users types, or has stopped. Not worth a retry."""
+        """Queue a typing change of one of our users; dropped if the server is failing."""
         if self.policy.edus.typing and self.state.healthy:
             self.outbox.put_edu(typing.key, TYPING, typing.content(), lifetime_s=TYPING_LIFETIME_S)
             self._edu_came()
 
     def put_presence(self, state: PresenceState) -> None:
-        """It is to hear how present one of our users is."""
+        """Queue the presence of one of our users."""
         if self.policy.edus.presence:
             expires_at = trio.current_time() + PRESENCE_LIFETIME_S
             self.outbox.presence.put(state, expires_at=expires_at)
@@ -407,14 +407,12 @@ class Destination:
         return granted
 
     def hurry(self) -> None:
-        """Send early: the item put in just now goes to few servers, and goes before one that goes
-        to many.
-        """
+        """Send early: the item put in last is for few servers, and goes before those for many."""
         if self.state.healthy:
             self._leave.hasten()
 
     def _end_wait(self) -> None:
-        """An attempt at a failing server that has waited for long is given up for a fresh one."""
+        """Give up a long attempt at a failing server for a new one."""
         in_attempt = self.phase in (Phase.CONNECTING, Phase.SENDING, Phase.CATCHING_UP)
         waited = trio.current_time() - self.since
         late = in_attempt and waited > PATIENCE_S and not self.state.healthy
@@ -422,7 +420,7 @@ class Destination:
             self._timer.wake_after_attempt()
 
     def come_due(self) -> None:
-        """Its time has come, by the registry's timer on Trio's clock."""
+        """Try now: the registry's timer, on Trio's clock, says that it is due."""
         self._timer.hasten()
         self._timer.look_again()
 
@@ -439,12 +437,12 @@ class Destination:
         self._look_up()
 
     def begin_drain(self) -> None:
-        """Take nothing more on; leave after the attempt in hand."""
+        """Leave after the attempt under way."""
         self._draining = True
         self._look_up()
 
     def _look_up(self) -> None:
-        """Look again at what it may do; an attempt that only waits in a line leaves it."""
+        """Look again whether it may send; if not, withdraw an attempt that waits for a place."""
         self._timer.look_again()
         if self._held and self.phase is Phase.QUEUED and self._before is Phase.CONNECTING:
             self._exchange.withdraw()
@@ -499,7 +497,7 @@ class Destination:
     async def _wait_turn(self) -> bool:
         """Wait until there is something to send and it may be sent. False: leave.
 
-        The one place that waits, so that it is the one that knows all reasons to wait.
+        This is the only method that waits here, so that one method knows all reasons to wait.
         """
         while True:
             if self._held:
@@ -523,13 +521,13 @@ class Destination:
 
     @property
     def _due(self) -> float:
-        """When there is something that may be sent, on trio's clock; infinity: there is nothing."""
+        """The time when an item may be sent, on trio's clock; infinity: there is none."""
         if self.frozen is not None:
             return self._timer.not_before
         return min((self._due_with(kind) for kind in Kind), default=math.inf)
 
     def _due_with(self, kind: Kind) -> float:
-        """When there is something of this kind that may be sent."""
+        """The time when an item of this kind may be sent, on trio's clock; infinity: none."""
         search, pdus = self.state.search(kind), kind is Kind.PDUS
         has = self.outbox.owes_pdus if pdus else self.outbox.has_edus
         if search is None:
@@ -545,7 +543,7 @@ class Destination:
     # --- An attempt -------------------------------------------------------------------------------
 
     async def _attempt(self, peer: Peer) -> None:
-        """Connect, form or repeat a transaction, send it, and act on what comes of it."""
+        """Connect, form or repeat a transaction, send it, and act on its outcome."""
         if self.frozen is None and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
         leave, now_ms = self._leave, self._context.runtime.now_ms()
@@ -576,7 +574,7 @@ class Destination:
             peer.release()
 
     async def _next_transaction(self) -> Transaction | None:
-        """The one that is frozen, or one made now. None: there is none to send at this moment."""
+        """The frozen transaction, or one made now. None: there is none to send at this moment."""
         gate = self._context.admission.gate
         if self.frozen is None and not self._held:
             await self._coalesce()
@@ -636,7 +634,7 @@ class Destination:
     # --- What goes into a transaction -------------------------------------------------------------
 
     async def _fill(self) -> Draft:
-        """The next draft, keys first. Ephemeral EDUs take the room that is left."""
+        """Fill the next draft, keys first. Ephemeral EDUs take the room that is left."""
         draft = self._draft()
         if not self.state.searches:
             await self.outbox.fill(draft, self.policy)
@@ -651,7 +649,7 @@ class Destination:
         return draft
 
     async def _fill_with(self, kind: Kind) -> Draft:
-        """The next draft of one kind while there is a search."""
+        """Fill the next draft with one kind of item, while there is a search."""
         while True:
             draft = self._draft()
             if kind is Kind.PDUS:
@@ -675,7 +673,7 @@ class Destination:
             self.state = self.state.with_search(kind, search)
 
     async def _fill_alone(self, draft: Draft, kind: Kind, search: Search) -> None:
-        """The suspect, or a witness."""
+        """Put in the suspect, or a witness."""
         if kind is Kind.PDUS:
             await self.outbox.fill_alone(draft, self.policy, search)
         elif search.turn is Turn.AGAIN:
@@ -712,7 +710,7 @@ class Destination:
     # --- After an answer --------------------------------------------------------------------------
 
     async def _answered(self, transaction: Transaction) -> None:
-        """Move what the answer moves: the ledger has it already, so the databases may follow."""
+        """Write the answer's effects to the databases; the ledger has the answer already."""
         now_ms, before = self._context.runtime.now_ms(), self.state
         was_failing = not before.healthy
         self.state = self._searched(failure.after_success(before, now_ms), transaction)
@@ -757,7 +755,7 @@ class Destination:
         return state
 
     def _another_hour(self, before_ms: int | None, now_ms: int) -> bool:
-        """Whether that it is well is to be put down again; not of all servers at the same time."""
+        """Whether to write the state down again: once an hour, servers at different times."""
         shift = zlib.crc32(self.name.encode()) % HOUR_MS
         return before_ms is None or (before_ms + shift) // HOUR_MS != (now_ms + shift) // HOUR_MS
 
@@ -774,7 +772,7 @@ class Destination:
         self._context.ledger.settled(self.name)
 
     async def _thaw_out(self, transaction: Transaction) -> None:
-        """The transaction is over; only now may another one follow it."""
+        """End the transaction; only now may another one follow it."""
         if transaction.saved:
             await self._context.store.drop_frozen(self.name)
         self.frozen = None
@@ -805,14 +803,17 @@ class Destination:
         await self._save_state()
 
     def _unfreeze(self, transaction: Transaction) -> None:
-        """No byte of it left. One that is on record stays: an earlier attempt may have arrived."""
+        """Give up a transaction of which no byte left.
+
+        One on record, or tried before, stays: an earlier attempt may have arrived.
+        """
         if transaction.saved or transaction.attempts > 1:
             return
         self.frozen = None
         self.outbox.take_back(transaction)
 
     async def _follow(self, peer: Peer, transaction: Transaction, verdict: Verdict) -> None:
-        """Decide what becomes of a transaction that may have arrived, and do it."""
+        """Save, search or reform a transaction that failed and may have arrived."""
         now_ms = self._context.runtime.now_ms()
         edus, pdus = transaction.items_by_kind
         kinds = [kind for kind, items in ((Kind.PDUS, pdus), (Kind.EDUS, edus)) if items]
@@ -840,7 +841,7 @@ class Destination:
         return False
 
     async def _search(self, transaction: Transaction, verdict: Verdict, now_ms: int) -> None:
-        """One step of the search for the item that is at fault, if any is."""
+        """Make one step of the search for the item that is at fault, if any is."""
         self._reporter.isolated()
         edus, pdus = transaction.items_by_kind
         if edus and pdus:
@@ -873,7 +874,7 @@ class Destination:
     def _wait_for_it(
         self, state: ServerState, kind: Kind, verdict: Verdict, now_ms: int
     ) -> ServerState:
-        """When the search goes on: a few steps in a row at once, others after a growing wait (I5).
+        """Set the time of the next step: a few at once in a row, then after growing waits (I5).
 
         An answer to an item of this kind begins that anew.
         """
@@ -924,7 +925,7 @@ class Destination:
             self.frozen = None  # An operator has purged it.
 
     def _put_away(self) -> None:
-        """The bodies of all that fail at once would take more memory than all else (I7)."""
+        """Drop a large saved body during a wait: those of all failing servers are too much (I7)."""
         frozen = self.frozen
         if frozen is not None and frozen.saved and len(frozen.body) > PUT_AWAY_BYTES:
             frozen.put_away_body()
@@ -947,7 +948,7 @@ class Destination:
     # --- When the task has ended ------------------------------------------------------------------
 
     def crashed(self) -> None:
-        """A bug ended the task: back off, or it becomes a hot loop; the database knows the rest."""
+        """Back off after a bug ended the task, to avoid a busy loop; give the queued PDUs up."""
         verdict = Verdict(Outcome.FAILING, "the sender's own task crashed")
         context = self._context
         now_ms = context.runtime.now_ms()
@@ -958,7 +959,7 @@ class Destination:
         self.spill()
 
     async def write_down(self) -> None:
-        """Make durable what the task that has ended knew of its server and its transaction."""
+        """Make durable the unsaved state and transaction of a task that has ended."""
         if self._state_unsaved:
             await self._save_state()
         if self.frozen is None:

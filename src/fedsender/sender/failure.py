@@ -1,9 +1,9 @@
-"""Failure: one table of what follows from each outcome of an attempt, and the arithmetic of waits.
+"""Failure: one table of the consequences of each outcome of an attempt, and the length of waits.
 
 The receiver of a transaction answers with 200 and a JSON object; everything else is a failure of
-one of seven kinds. `RULES` says for each kind what the sender does with the server (how long it
-waits, whether the homeserver's other workers are told), and what it does with the transaction
-(whether its content may be at fault, and is then isolated).
+one of seven kinds. `RULES` has for each kind the consequences for the server (how long the sender
+waits, whether the homeserver's other workers are told) and for the transaction (whether its content
+may be at fault, and is then isolated).
 """
 
 import random
@@ -19,12 +19,12 @@ DAY_MS = 86_400_000
 MIN_GAP_SECONDS = 1.0
 """No attempt starts sooner than this after a failed one (I5)."""
 WAKE_TOKENS = 12.0
-"""A failing server may be woken this often in a row ..."""
+"""The most wakes of a failing server in a row."""
 WAKE_TOKENS_PER_DAY = 216.0
-"""... and this often a day in the long run: with our own at most 60 attempts, below 300 (I5)."""
+"""The most wakes a day in the long run: with our own at most 60 attempts, below 300 (I5)."""
 SUSPECT_AFTER = 5
 SUSPECT_AFTER_MS = 30 * 60_000
-"""So many answers 5xx or time-outs after sending, over so long, make the content a suspect."""
+"""This many answers 5xx or time-outs after sending, over this time, make the content suspect."""
 
 
 class Outcome(Enum):
@@ -41,7 +41,7 @@ class Outcome(Enum):
 
 
 class Isolate(Enum):
-    """When a failure makes the sender look for one poisonous item in the transaction."""
+    """The condition under which a failure starts the search for one poisonous item."""
 
     NEVER = "never"
     AT_ONCE = "at once"
@@ -54,9 +54,10 @@ class Rule:
     """The consequences of one kind of failure.
 
     Attributes:
-        shared: written to the homeserver's own backoff columns, for its other workers. It is also
-            how a server fails that is being restarted: one that was well lately is tried steadily.
-        first_factor: waits are this many times the configured ones.
+        shared: whether it is written to the homeserver's own backoff columns, for its other
+            workers. A server that is being restarted fails like this, too: one that was well lately
+            is tried steadily.
+        first_factor: the factor by which the configured waits are multiplied.
     """
 
     shared: bool
@@ -86,10 +87,10 @@ RULES: dict[Outcome, Rule] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One attempt's outcome, in a class and in words.
+    """One attempt's outcome, as a class and in words.
 
     Attributes:
-        retry_after_s: what the server asked for, in seconds.
+        retry_after_s: the wait that the server asked for, in seconds; None: it asked for none.
         sent: whether the request's last byte left, so that the server may have it.
     """
 
@@ -107,7 +108,7 @@ def judge_status(
 
     Args:
         is_answer: whether the body is a transaction's answer.
-        text: what the server says is wrong.
+        text: the server's own description of the error.
     """
     outcome = _outcome_of(status, is_answer, retry_after_s)
     reason = "" if outcome is Outcome.DELIVERED else f"answered {status}"
@@ -140,11 +141,12 @@ class ServerState:
 
     Attributes:
         failing_since_ms: the first failure of this streak; None: the last attempt was answered.
-        failures: in this streak.
-        next_attempt_ms: when our own timer tries again.
+        failures: the number of failures in this streak.
+        next_attempt_ms: the time of the next attempt by our own timer.
         outcome, reason: the last failure, as a class and in words.
-        stubborn, stubborn_since_ms: failures of this streak that may be the content's fault.
-        wake_tokens, wake_tokens_ms: wakes left in this server's bucket, and when that was so.
+        stubborn, stubborn_since_ms: failures of this streak that may be the content's fault, and
+            the time of the first.
+        wake_tokens, wake_tokens_ms: wakes left in this server's bucket, and the time of that count.
         shared_interval_ms: the interval last written to the homeserver's backoff columns.
         pdu_search, edu_search: the search for a poisonous item; None: there is none.
         paused: an operator's reason; None: not paused.
@@ -172,7 +174,7 @@ class ServerState:
     def wait_s(self, now_ms: int) -> float:
         """Seconds until our own timer tries again, as of now.
 
-        Never longer than was meant when it was set, whatever the wall clock did since.
+        Never longer than the wait that was set, even if the wall clock was set back since.
         """
         if self.next_attempt_ms is None or self.last_attempt_ms is None:
             return 0.0
@@ -189,7 +191,7 @@ class ServerState:
         return self.pdu_search if kind is Kind.PDUS else self.edu_search
 
     def with_search(self, kind: Kind, search: Search | None) -> "ServerState":
-        """The same, with this search."""
+        """The same state, with this search."""
         if kind is Kind.PDUS:
             return replace(self, pdu_search=search)
         return replace(self, edu_search=search)
@@ -207,7 +209,7 @@ class ServerState:
         return min(limits, default=None)
 
     def hastened(self) -> "ServerState":
-        """No search need wait."""
+        """The same state, with no search that waits."""
         pdus, edus = self.pdu_search, self.edu_search
         return replace(
             self, pdu_search=pdus and pdus.hastened(), edu_search=edus and edus.hastened()
@@ -215,7 +217,7 @@ class ServerState:
 
 
 def states_of(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, ServerState]:
-    """By server its state, from the columns that the store has of it."""
+    """The states by server, from the store's columns."""
     return {
         server: ServerState(
             **{
@@ -282,7 +284,7 @@ def after_failure(
 
 
 def after_success(state: ServerState, now_ms: int) -> ServerState:
-    """The server's health once an attempt was answered: every trace of the streak is gone."""
+    """The server's health once an attempt was answered: the streak of failures is cleared."""
     return replace(
         state,
         failing_since_ms=None,
@@ -301,8 +303,8 @@ def after_success(state: ServerState, now_ms: int) -> ServerState:
 def shared_interval_ms(state: ServerState, verdict: Verdict) -> int | None:
     """The interval to write to the homeserver's backoff columns; None: leave them as they are.
 
-    Only failures that other workers would meet too are shared, and only when the interval has at
-    least doubled, so that a long outage costs a handful of writes.
+    Only failures that other workers would have, too, are shared, and only when the interval has at
+    least doubled, so that a long outage costs few writes.
     """
     if not RULES[verdict.outcome].shared:
         return None
@@ -313,7 +315,7 @@ def shared_interval_ms(state: ServerState, verdict: Verdict) -> int | None:
 
 
 def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
-    """Spend one wake of a failing server's bucket; False: it is empty, its own timer will do."""
+    """Spend one wake of a failing server's bucket; False: it is empty, the timer must do."""
     refill = max(0, now_ms - state.wake_tokens_ms) * WAKE_TOKENS_PER_DAY / DAY_MS
     tokens = min(WAKE_TOKENS, state.wake_tokens + refill)
     granted = tokens >= 1
@@ -326,13 +328,13 @@ def take_wake(state: ServerState, now_ms: int) -> tuple[ServerState, bool]:
 def content_is_suspect(
     state: ServerState, verdict: Verdict, *, now_ms: int, searching: bool = False
 ) -> bool:
-    """Whether this failure may be the content's fault by what is known without asking the server.
+    """Whether this failure may be the content's fault, judged without a question to the server.
 
-    `Isolate.IF_STUBBORN` wants one question more: whether the server's version endpoint answers.
+    For `Isolate.IF_STUBBORN` the server's version endpoint must answer, too.
 
     Args:
-        searching: the items are of a kind that is being searched already: not each step of that
-            need take as long as it took to begin.
+        searching: whether the items are of a kind that is being searched already. A step of a
+            search needs no new half hour of failures, and no answer within a day.
     """
     match RULES[verdict.outcome].isolate:
         case Isolate.AT_ONCE:
@@ -351,11 +353,11 @@ def content_is_suspect(
 
 
 def takes_time(verdict: Verdict) -> bool:
-    """Whether the server's version has to answer before this failure can be the content's."""
+    """Whether the version endpoint has to answer before this failure can be the content's fault."""
     return RULES[verdict.outcome].isolate is Isolate.IF_STUBBORN
 
 
 def wants_probe(state: ServerState, verdict: Verdict, *, now_ms: int) -> bool:
-    """Whether to find out with an empty transaction if the server refuses us or the content."""
+    """Whether to find out by an empty transaction if the server refuses us or the content."""
     healthy = well_lately(state, now_ms)
     return RULES[verdict.outcome].isolate is Isolate.IF_HEALTHY and not healthy

@@ -1,17 +1,16 @@
-"""The fan-out: from the events stream to the events that each destination is owed, durable first
-(I1).
+"""The fan-out: from the events stream to the events owed to each destination, durable first (I1).
 
-The fan-out reads the events between its position and the watermark in chunks, routes them, and
-commits for each chunk, in one transaction of the homeserver's database, what every destination is
-owed and the new position. Only then are the PDUs offered, in stream order (I2). Nothing here waits
-for a destination: a full queue gives up and catches up from the database.
+The fan-out reads the events between its position and the watermark in chunks, and routes them. For
+each chunk it commits the events owed to every destination and the new position, in one transaction
+of the homeserver's database. Only then it offers the PDUs, in stream order (I2). It never waits for
+a destination: a full queue is given up, and the destination catches up from the database.
 
-An event that cannot be sent is quarantined with the rest of its room behind it, durable before the
-position moves past it, and the other rooms go on (W16).
+An event that cannot be sent is quarantined with the later events of its room. They are durable
+there before the position moves past them, and the other rooms go on (W16).
 
-Reading, routing or committing an event may raise again and again, for an unforeseen reason.
-After an error events are taken one by one, until the one is known that the fan-out stands at; then
-an operator can have it passed over.
+Reading, routing or committing an event may raise again and again, for an unforeseen reason. After
+an error events are taken one by one, until the event is known that the fan-out cannot pass. Then an
+operator can have it skipped.
 """
 
 import traceback
@@ -36,19 +35,19 @@ from fedsender.streams import Watermark
 log = structlog.get_logger()
 
 NEWEST = 2**63
-"""Beyond every stream ordering."""
+"""A number above every stream ordering."""
 
 
 REDACT_EVENTS = ("redact_events", "org.matrix.msc4293.redact_events")
 
 
 AlreadyOwed = Callable[[str, int], bool]
-"""Whether an event of this stream ordering was put down as owed to this server before."""
+"""Whether an event of this stream ordering was noted as owed to this server before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Standstill:
-    """The event that the fan-out cannot pass, and why in words; never the event's content."""
+    """The event that the fan-out cannot pass, and the reason in words, without its content."""
 
     event: StoredEvent
     reason: str
@@ -70,10 +69,10 @@ class FanOut:
     """The loop from the events position to the watermark.
 
     Attributes:
-        position: up to here everything is fanned out.
-        standstill: what it stands at, None while it goes on; `skipped`: what an operator had passed
-            over last.
-        handing_over: held from a commit until all that it made owed is offered.
+        position: the token up to which all events are fanned out.
+        standstill: the event that it cannot pass; None while it goes on.
+        skipped: the last event that an operator had skipped, or None.
+        handing_over: held from a commit until all PDUs of its chunk are offered.
     """
 
     def __init__(
@@ -88,9 +87,11 @@ class FanOut:
         pool: PduPool,
         already_owed: AlreadyOwed | None = None,
     ) -> None:
-        """`quarantine` makes bad events durable; `blocked_rooms`: room -> its first one.
-
-        `already_owed`: what is not to be sent again, where the position has gone back.
+        """
+        Args:
+            quarantine: makes bad events durable.
+            blocked_rooms: room -> the stream ordering of its first event in quarantine.
+            already_owed: events that are not sent again after the position has gone back.
         """
         self._homeserver = homeserver
         self._router = router
@@ -128,7 +129,7 @@ class FanOut:
             await trio.lowlevel.checkpoint()
 
     async def _step_or_stand(self, upto: int) -> None:
-        """One step; if it raises, and was for one event alone, that is what we stand at."""
+        """Make one step; if a step for a single event raises, note that event as standstill."""
         before, limit = self.position, 1 if self._one_by_one else self._chunk
         try:
             await self._step(upto, limit)
@@ -145,8 +146,10 @@ class FanOut:
         self.standstill = None
 
     async def skip(self, token: int) -> Standstill | None:
-        """Pass over the event that we stand at, if it has this token: into quarantine, with its
-        content. Returns what we stood at; None: not at this one, and nothing was done."""
+        """Put the event at the standstill into quarantine, with its content, if it has this token.
+
+        Returns the standstill; None: it is not at this token, and nothing was done.
+        """
         if self.standstill is None:
             return None  # Nobody is kept waiting for a step that is under way.
         async with self._turn:
@@ -195,14 +198,14 @@ class FanOut:
         self._downstream.fanned_out(position, len(rows), routed)
 
     def _without(self, item: Routed) -> Collection[str]:
-        """The servers of this event but for those that it was put down for before."""
+        """The servers of this event, without those for which it was noted as owed before."""
         already_owed = self._already_owed
         if already_owed is None:
             return item.servers
         return [name for name in item.servers if not already_owed(name, item.pdu.stream_ordering)]
 
     async def _sort_out(self, items: Sequence[Routed | Bad]) -> list[Routed]:
-        """The events that can go; the others, and all behind them in their rooms, to quarantine."""
+        """Quarantine the bad events and all later ones of their rooms; return the others."""
         good: list[Routed] = []
         bad: list[Bad] = []
         for item in items:
@@ -221,8 +224,8 @@ class FanOut:
         return good
 
     async def _notice_redactions(self, rows: Sequence[EventRow], told: Collection[str]) -> None:
-        """Queued PDUs that a valid redaction in these rows names, or that we were told of before
-        they were read, go out redacted from now on."""
+        """Have queued PDUs go out redacted: those that a valid redaction in these rows names, and
+        the `told` ones."""
         targets = list(told)
         for row in rows:
             if row.rejected:
@@ -243,20 +246,20 @@ class FanOut:
         self._redacted.difference_update(told)
 
     def redacted(self, event_ids: Collection[str]) -> None:
-        """The store knows of redactions of these: the next chunk sees to those that are queued."""
+        """Note that these events were redacted: the next chunk redacts those that are queued."""
         for event_id in event_ids:
             self._router.forget(event_id)
         self._redacted.update(event_ids)
 
     async def _look_at_quarantine(self) -> None:
-        """Between two chunks only, so that what one of them puts there is never overlooked."""
+        """Read the blocked rooms anew; only between two chunks, so that none is overlooked."""
         while self._looked != self._emptied:
             emptied = self._emptied
             self._blocked = await self._blocked_rooms()
             self._looked = emptied
 
     async def look_again(self) -> None:
-        """Something has left quarantine: rooms that have nothing more there are free again."""
+        """Unblock rooms with no event left in quarantine; for a call after one has left it."""
         self._emptied += 1
         if not self._turn.locked():  # Else that step or the next one looks.
             async with self._turn:
@@ -264,12 +267,12 @@ class FanOut:
 
     @property
     def blocked(self) -> Mapping[str, int]:
-        """Rooms whose events stay in quarantine -> the stream ordering of the first one."""
+        """Room with events in quarantine -> the stream ordering of the first one."""
         return self._blocked
 
 
 def _in_words(error: Exception) -> str:
-    """Why it failed. What other errors than our own say may quote the event."""
+    """The error in words. Text of errors that are not ours is left out: it may quote the event."""
     if isinstance(error, StoreError):
         return str(error)
     at = traceback.extract_tb(error.__traceback__)[-1]
@@ -277,7 +280,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _content(row: EventRow) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An event and its content; empty, where they are no objects."""
+    """An event and its content; each is empty if it is no object."""
     try:
         event = orjson.loads(row.json)
     except orjson.JSONDecodeError:
@@ -289,7 +292,7 @@ def _content(row: EventRow) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _redacts(row: EventRow) -> list[str]:
-    """The event that a redaction names: at the top level, or in content from room version 11."""
+    """The events that a redaction names: at the top level, or in content from room version 11."""
     event, content = _content(row)
     return [
         name for name in (event.get("redacts"), content.get("redacts")) if isinstance(name, str)
@@ -297,7 +300,7 @@ def _redacts(row: EventRow) -> list[str]:
 
 
 def _redacts_all(row: EventRow) -> bool:
-    """Whether a kick or ban redacts all that its target has said (MSC4293)."""
+    """Whether a kick or ban redacts all events of its target (MSC4293)."""
     if row.state_key == row.sender:
         return False
     _, content = _content(row)

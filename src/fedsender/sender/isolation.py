@@ -1,20 +1,20 @@
 """Isolation: the search for an item that makes a server refuse the transactions with it.
 
-A server that refuses a transaction may mean one item in it, all of it, or us. PDUs and EDUs are
-searched apart, so that those of one kind go on while the others are at a stop. Half as many items
+A server may refuse a transaction because of one item in it, all of it, or us. PDUs and EDUs are
+searched apart, so that items of one kind go on while the other kind is stopped. Half as many items
 are tried, then half of those, until one is left: the *suspect*. It is held: it stays owed.
 
-That it was refused alone proves nothing: a broken proxy refuses everything, and one of two backends
-half of it. A *witness* is another item of that kind that is answered when it is sent alone. Once
-there is one, lots are drawn for what goes next, the suspect or a witness: up to 10 different ones,
-then those again that were answered. If the server does not look at what it refuses, whatever it
-goes by (chance, turns, the time of day), the lots decide which item meets its refusals; and the
-suspect is convicted when they hardly ever would have had it meet as many. An answer acquits it.
+A refusal of the suspect alone proves nothing: a broken proxy refuses everything, and one of two
+backends refuses half. A *witness* is another item of that kind that is answered when it is sent
+alone. Once there is one, each next item is drawn by lot, the suspect or a witness: up to 10
+different witnesses, then those again that were answered. If the server refuses for another reason
+than the content (chance, turns, the time of day), the lots decide which item is refused. So the
+suspect is convicted when the lots would hardly ever give it so many refusals. An answer acquits it.
 
-If no witness is answered the server is at fault. Then after each wait, which grows, the suspect is
-tried, or first an empty transaction: once that is answered the suspect and one witness.
+If no witness is answered the server is at fault. Then after each wait, and waits grow, the suspect
+is tried, or first an empty transaction. Once that is answered the suspect and one witness follow.
 
-All here is pure: a `Search` and what happened make another `Search`.
+All functions here are pure: a `Search` and an outcome make another `Search`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ from random import Random
 from typing import Any
 
 WITNESSES = 10
-"""So many other items are tried before those that were answered are sent again."""
+"""The number of other items tried before those that were answered are sent again."""
 CHANCE = 1e-5
-"""A suspect is convicted when so few of all lots would have had it fail each time it was sent. If
+"""The share of all possible lots with only failures of the suspect; below it, it is convicted. If
 all witnesses are answered that takes about ten failures of it."""
 AHEAD = 100
-"""So many witnesses that were answered out of turn are remembered; others would be sent again."""
+"""The number of witnesses answered out of turn that are remembered; others would be sent again."""
 
 
 class Kind(Enum):
@@ -51,11 +51,11 @@ class Turn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A PDU or EDU, as a search knows it.
+    """A PDU or EDU in a search.
 
     Attributes:
-        mark: a PDU's event id; of an EDU, what stays the same when it is made anew.
-        room_id, place: a PDU's room, and the stream ordering behind which others of it are owed.
+        mark: a PDU's event id; an EDU's mark, which is the same when the EDU is made anew.
+        room_id, place: a PDU's room, and the stream ordering above which others of it are owed.
     """
 
     mark: str
@@ -68,23 +68,23 @@ class Search:
     """The search among the PDUs, or among the EDUs, of one server; times in ms since the epoch.
 
     Attributes:
-        limit: items in one transaction; 0: none until the server has answered without any; None:
-            as many as ever, the search is over, and only `ahead` is still of use.
-        quick: refusals of the search that no wait followed, since something was answered.
-        waits, since_ms: refusals that a wait followed, and since when.
-        set_ms, next_ms: when the last wait was set, and when it ends; None: there is none.
-        suspect: its mark; None: there is more than one item that may be it.
-        room_id, place: with a suspected PDU, where it stands.
-        turn: what goes next.
-        drawn: a lot has decided that.
-        failures: of the suspect, when a lot had it go.
-        answers, refusals: of witnesses, when a lot had them go.
-        witnesses: marks of those that were answered last, for this suspect or others before it.
-        refused: marks of those that were refused.
-        at_fault: none of the witnesses was answered.
-        asked: it has just answered an empty transaction.
-        alone: there was no other item; the next one that comes is tried at once.
-        full: the suspect is convicted, and there is no room for it in quarantine.
+        limit: the most items in one transaction; 0: none until an empty one was answered; None: no
+            limit, the search is over, and only `ahead` is still of use.
+        quick: refusals in the search that no wait followed, since the last answer to an item.
+        waits, since_ms: refusals that a wait followed, and the time of the first.
+        set_ms, next_ms: the time when the last wait was set, and its end; None: there is no wait.
+        suspect: the suspect's mark; None: more than one item may be at fault.
+        room_id, place: a suspected PDU's, as in `Item`.
+        turn: the next turn.
+        drawn: whether a lot decided the turn.
+        failures: refusals of the suspect in turns drawn by lot.
+        answers, refusals: of witnesses, in turns drawn by lot.
+        witnesses: marks of the witnesses answered last, for this suspect or earlier ones.
+        refused: marks of the other items that were refused.
+        at_fault: whether the server is at fault: no witness was answered.
+        asked: whether the server has just answered an empty transaction.
+        alone: whether there was no other item; the next one that comes is tried at once.
+        full: whether the suspect is convicted, and quarantine has no room for it.
         ahead: PDUs that were answered out of turn, as witnesses, and must not be sent again.
     """
 
@@ -122,27 +122,27 @@ class Search:
 
     @property
     def at_once(self) -> bool:
-        """Whether what goes next need not wait, because the server has just answered."""
+        """Whether the next item need not wait, because the server has just answered."""
         return self.asked and self.turn is Turn.WITNESS
 
     @property
     def convicted(self) -> bool:
-        """Whether the suspect is to be taken out of the way.
+        """Whether the suspect is to go into quarantine.
 
-        Of all ways to deal the lots, the share that has only refusals for the suspect.
+        That is so if only few of all ways to draw the lots have only refusals for the suspect.
         """
         refused = self.failures + self.refusals
         ways = comb(refused + self.answers, self.failures)
         return comb(refused, self.failures) < CHANCE * ways
 
     def wait_s(self, now_ms: int) -> float:
-        """Seconds until an item of this kind may go, and never longer than was meant."""
+        """Seconds until an item of this kind may go; never longer than the wait that was set."""
         if self.next_ms is None or self.set_ms is None:
             return 0.0
         return min(max(0, self.next_ms - now_ms), self.next_ms - self.set_ms) / 1000
 
     def waiting(self, now_ms: int, wait_s: float) -> "Search":
-        """It goes on after this wait, in seconds."""
+        """The search with this wait set, in seconds."""
         since_ms = now_ms if self.since_ms is None else self.since_ms
         return replace(
             self,
@@ -153,25 +153,25 @@ class Search:
         )
 
     def hastened(self) -> "Search":
-        """It need not wait."""
+        """The search without a wait."""
         return replace(self, set_ms=None, next_ms=None)
 
     # --- What happens -----------------------------------------------------------------------------
 
     def lives(self) -> "Search":
-        """The server has answered a transaction without any items of this kind."""
+        """The search after an answer to a transaction without any items of this kind."""
         search = replace(self, limit=1) if self.limit == 0 else self
         return replace(search, turn=Turn.SUSPECT, asked=search.at_fault) if search.asks else search
 
     def answered(
         self, marks: Sequence[str], most: int, rng: Random, *, out_of_turn: bool = False
     ) -> "Search | None":
-        """Items of this kind were answered; None: the search is over.
+        """The search after an answer to items of this kind; None: the search is over.
 
         Args:
-            most: so many items are a transaction without a limit.
+            most: the most items of a transaction without a limit.
             rng: for the lots.
-            out_of_turn: they are not to be sent again when their turn comes.
+            out_of_turn: whether the items were sent early, and are not to be sent again in turn.
         """
         ahead = self.ahead + tuple(mark for mark in marks if mark not in self.ahead)
         search = replace(
@@ -201,7 +201,7 @@ class Search:
         return None if over else replace(self, limit=limit, refused=())
 
     def acquitted(self) -> "Search":
-        """There is no suspect: it was answered, or is gone, or is in quarantine."""
+        """The search without a suspect: it was answered, or is gone, or is in quarantine."""
         return Search(
             limit=1,
             quick=self.quick,
@@ -214,15 +214,15 @@ class Search:
         )
 
     def level(self) -> "Search | None":
-        """Forget what was answered out of turn: its turn is past."""
+        """The search without `ahead`, as the turn of those PDUs is past; None: it is over."""
         return replace(self, ahead=()) if self.active else None
 
     def refused_together(self, items: int, first_suspect: int | None) -> "Search":
-        """Several items were refused as a whole: fewer are tried."""
+        """The search after a refusal of several items together: fewer are tried."""
         return replace(self, limit=fewer_items(items, first_suspect))
 
     def refused_alone(self, item: Item, rng: Random) -> "Search":
-        """One item was refused."""
+        """The search after a refusal of one item alone."""
         if self.suspect is None:
             return replace(
                 self.acquitted(),
@@ -242,7 +242,7 @@ class Search:
         return search._again(rng) if self.at_fault else search._next(rng)
 
     def _again(self, rng: Random) -> "Search":
-        """After the next wait; by lot, because a server may refuse by turns."""
+        """The search with the turn after the next wait; by lot, as a server may refuse by turns."""
         turn = rng.choice((Turn.EMPTY, Turn.SUSPECT))
         return replace(self, turn=turn, drawn=False, asked=False)
 
@@ -261,10 +261,11 @@ class Search:
         return replace(search, at_fault=True, refused=())._again(rng)
 
     def none_there(self, rng: Random, *, early: bool = False) -> "Search":
-        """There is nothing to be sent of what would be next.
+        """The search after no item was found for the next turn.
 
-        `early`: it was looked for before its wait was over, because something came. That was no
-        other item; or what comes again and again, of the same user, would have no wait at all.
+        `early`: the item was looked for before the end of its wait, because an EDU or a PDU came.
+        That was no other item. So `alone` stays False: else items that come again and again, of the
+        same user, would have no wait at all.
         """
         if self.turn is Turn.SUSPECT:
             return self.acquitted()
@@ -279,7 +280,7 @@ class Search:
 
 
 def of_json(value: Mapping[str, Any] | None) -> Search | None:
-    """The search that `dataclasses.asdict` made this of."""
+    """The search of which `dataclasses.asdict` made this value."""
     if value is None:
         return None
     known: dict[str, Any] = {**value, "turn": Turn(value["turn"])}
@@ -291,7 +292,7 @@ def of_json(value: Mapping[str, Any] | None) -> Search | None:
 def more_items(limit: int | None, most: int) -> int | None:
     """The number of items that the next transaction may carry after one of `limit` was answered.
 
-    Twice as many, until the limit is no limit any more (None); one, after none.
+    Twice as many, until no limit is left (None); one after an empty transaction.
     """
     if limit is None:
         return None
@@ -302,8 +303,8 @@ def more_items(limit: int | None, most: int) -> int | None:
 def fewer_items(items: int, first_suspect: int | None) -> int:
     """The number of items that the next transaction may carry after one of `items` was refused.
 
-    Half as many; or, if one is suspected before the others (a number that is no integer, in room
-    versions 1-5, which strict servers refuse), just those before it, so that it comes out alone.
+    Half as many. But if one is suspected first (it has a number that is no integer, in room
+    versions 1-5, which strict servers refuse), only those before it, so that it is sent alone.
     """
     if first_suspect is not None:
         return max(1, first_suspect)

@@ -11,7 +11,7 @@ from fedsender.sender.routing import Bad, Routed
 from fedsender.store.sender import Quarantined, Redelivery
 
 Refusal = tuple[str, str, str]
-"""Server ("*" if no server got it), event id (or the EDU's type), and why."""
+"""Server ("*" if no server got it), event id (or the EDU's type), and the reason."""
 
 
 class Operations:
@@ -28,9 +28,9 @@ class Operations:
     async def redeliver(
         self, pairs: Sequence[tuple[str, str]], *, released: Sequence[int] = ()
     ) -> list[Refusal]:
-        """Send these (server, event id) pairs again; those refused, each with the reason.
+        """Send these (server, event id) pairs again; return the refused ones, with the reasons.
 
-        `released`: items that leave quarantine for it, if nothing was refused.
+        `released`: items that leave quarantine for it, if no pair was refused.
         """
         routed = await self._context.router.load([event_id for _, event_id in pairs])
         accepted: list[Redelivery] = []
@@ -55,11 +55,11 @@ class Operations:
         return refused
 
     async def owe(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
-        """These (server, event id) pairs are missing from `destination_rooms`: write them there,
-        upwards only, and send them; those refused, each with the reason.
+        """Write (server, event id) pairs that are missing from `destination_rooms` there, upwards
+        only, and send them; return the refused ones, with the reasons.
 
-        They go through the redelivery lane whatever the low-water mark says: it may have passed
-        them by, or be about to.
+        They go through the redelivery lane, because the low-water mark may have passed them, or may
+        soon.
         """
         refused = await self.redeliver(pairs)
         without = {(server, event_id) for server, event_id, _ in refused}
@@ -75,7 +75,7 @@ class Operations:
         return refused
 
     async def release(self, ids: Sequence[int]) -> list[Refusal]:
-        """Try quarantined PDUs again, through the redelivery lane; those that stay, and why."""
+        """Send quarantined PDUs again, by the redelivery lane; return those that stay, and why."""
         kept: list[Refusal] = []
         for item in await self._context.store.quarantined(ids):
             kept += await self._release_one(item)
@@ -107,7 +107,7 @@ class Operations:
         await self._context.store.save_server_state(state)
 
     async def purge(self, server: str, *, force: bool = False) -> list[str]:
-        """Forget this server and all it is owed. The rooms shared with it, if they forbid that."""
+        """Forget this server and all it is owed. Returns the shared rooms, if they forbid that."""
         shared = await self._context.homeserver.rooms_shared_with(server)
         if shared and not force:
             return shared
@@ -127,7 +127,7 @@ class Operations:
         return []
 
     async def _note_purged(self, server: str) -> None:
-        """A line in the ledger that says what this server was owed."""
+        """Write the ledger's line with the range of the events that this server was owed."""
         context = self._context
         catch_up = await context.store.catch_up(server)
         lsso = catch_up.floor if catch_up else await context.homeserver.lsso(server)

@@ -1,15 +1,15 @@
 """The outbox of one server: all that it is owed, in memory, in the homeserver's database or in
 ours.
 
-Live PDUs wait in a queue. An outbox is *level* when all the PDUs it owes are in its queue, in
-stream order, or will be offered. Otherwise they are in the database, and catch-up reads them there.
+Live PDUs wait in a queue. An outbox is *level* when all the owed PDUs are in its queue, in stream
+order, or will be offered. Otherwise they are in the database, and catch-up reads them there.
 To-device messages, device lists and redeliveries are always in a database; memory only knows that
 there are some. Receipts are in memory or are a debt; typing and presence are in memory only.
 
-Its owner, the destination's task, is the only one that calls the coroutines here, one at a time.
-Two sequences must stay free of `await`: between the query that found nothing owed, the check that
-nothing was offered since, and the switch to level (else a PDU falls between the database and the
-queue); and, in the destination, between `fill` and the freezing of what it filled (I6).
+Only its owner, the destination's task, calls the coroutines here, one at a time. Two sequences must
+stay free of `await`. The first is in `_end_catch_up`: from the check that no PDU was offered since
+the query that found none owed, to the switch to level. Else a PDU is lost between the database and
+the queue. The second is in the destination: from `fill` to the freezing of the draft (I6).
 """
 
 import json
@@ -42,9 +42,9 @@ PRESENCE_USERS = 1000
 RECEIPTS = 1000
 RECEIPT_PAGE = 500
 RECEIPT_PAGES = 20
-"""So many pages are looked through for one transaction."""
+"""The most pages that are read for one transaction."""
 RESERVED_EDUS = 10
-"""So many EDUs of a transaction are kept from to-device messages while device lists wait."""
+"""The EDUs of a transaction that are kept free of to-device messages while device lists wait."""
 TO_DEVICE = "m.direct_to_device"
 
 
@@ -53,17 +53,17 @@ class Outbox:
 
     Attributes:
         destination: the server's name.
-        level: whether all the PDUs it owes are in `queue` or will be offered.
+        level: whether all the owed PDUs are in `queue` or will be offered.
         queue: live PDUs.
         ephemeral: typing.
         presence: the states of users.
         receipts: those that wait in memory, and whether more wait in the database.
-        lsso: the destination's low-water mark; None until it had to be known.
-        stored_lsso: the same as the database has it, where it may have none.
+        lsso: the destination's low-water mark; None until it was needed.
+        stored_lsso: the mark in the database; None: it has none, or was not read.
     """
 
     def __init__(self, destination: str, context: Context, *, level: bool) -> None:
-        """One that is not level was not told of all that was written for it."""
+        """`level`: False if the database may hold owed items that will not be offered."""
         self.destination = destination
         self.level = level
         self.lsso: int | None = None
@@ -88,7 +88,7 @@ class Outbox:
     # --- What is put into it: synchronous ---------------------------------------------------------
 
     def offer(self, pdu: Pdu, *, healthy: bool) -> None:
-        """The fan-out has made it durable that this server is owed the PDU."""
+        """Queue a PDU that the fan-out has durably noted as owed to this server."""
         self._news += 1
         if self.lsso is not None and pdu.stream_ordering <= self.lsso:
             return  # Catch-up saw it in the database first.
@@ -98,7 +98,7 @@ class Outbox:
     def spill(self, *, healthy: bool) -> None:
         """Give the queued PDUs up: they are owed in the database, and catch-up reads them there.
 
-        `healthy`: only memory gave up, so that no gap is too large to be sent whole.
+        `healthy`: whether only memory was short, so that no gap is too large to be sent whole.
         """
         self._news += 1
         if self.level:
@@ -108,19 +108,19 @@ class Outbox:
         self.queue.clear()
 
     def owe_keys(self) -> None:
-        """There may be to-device messages, or device lists, in the database."""
+        """Note that the database may have to-device messages, or device lists."""
         self._owes_to_device = self._owes_device_lists = True
 
     def owe_to_device(self) -> None:
-        """There are to-device messages in the database."""
+        """Note that the database has to-device messages."""
         self._owes_to_device = True
 
     def owe_device_lists(self) -> None:
-        """There are changed devices or keys in the database."""
+        """Note that the database has changed devices or keys."""
         self._owes_device_lists = True
 
     def owe_redeliveries(self) -> None:
-        """There are events to send again."""
+        """Note that there are events to send again."""
         self._owes_redeliveries = True
 
     def put_edu(
@@ -132,17 +132,17 @@ class Outbox:
         self.ephemeral.put(key, edu_type, wire, expires_at=expires_at)
 
     def take_back(self, transaction: Transaction) -> None:
-        """This transaction will not be repeated; what was in it waits again."""
+        """Let the items of this transaction wait again: it will not be repeated."""
         self._owes_to_device |= bool(transaction.record.outbox)
         self._owes_device_lists |= bool(transaction.record.device_lists)
 
     def give_back(self, draft: Draft) -> None:
-        """This draft was filled, and is not sent; what was in it waits again."""
+        """Let the items of this draft wait again: it is not sent."""
         self._owes_to_device |= any(edu.outbox_ids for edu in draft.edus)
         self._owes_device_lists |= any(edu.pokes for edu in draft.edus)
 
     def sent_ahead(self, event_ids: Iterable[str]) -> None:
-        """These were answered out of turn."""
+        """Note that these events were answered out of turn."""
         self._ahead.update(event_ids)
         if self._catch_up is not None:
             self._catch_up.refused |= self._ahead
@@ -151,7 +151,7 @@ class Outbox:
 
     @property
     def owes(self) -> bool:
-        """Whether anything durable is left to send."""
+        """Whether the server is still owed any durable item."""
         receipts = len(self.receipts) > 0 or self.receipts.debt is not None
         return self.owes_pdus or self._owes_to_device or self._owes_device_lists or receipts
 
@@ -173,7 +173,7 @@ class Outbox:
 
     @property
     def queued(self) -> int:
-        """Live PDUs that wait."""
+        """The number of live PDUs that wait."""
         return len(self.queue)
 
     @property
@@ -187,13 +187,13 @@ class Outbox:
         return len(self.ephemeral) + len(self.receipts) + len(self.presence)
 
     def expire(self) -> None:
-        """Let go of EDUs that have outlived their use."""
+        """Drop the EDUs that have expired."""
         now = trio.current_time()
         self.ephemeral.expire(now)
         self.presence.expire(now)
 
     def close(self) -> None:
-        """It leaves memory, and with it typing and presence that could not be sent."""
+        """Count typing and presence that are lost unsent, as the outbox leaves memory."""
         waiting = len(self.ephemeral) + len(self.presence)
         if waiting:
             self._count_dropped("expired", waiting)
@@ -201,7 +201,7 @@ class Outbox:
     # --- Filling a transaction --------------------------------------------------------------------
 
     async def fill(self, draft: Draft, policy: Policy) -> None:
-        """Put in what goes next, keys first; ephemeral EDUs take what room is left."""
+        """Put the next items into the draft, keys first; ephemeral EDUs take the room left."""
         pdus, edus = draft.max_pdus > 0, draft.max_edus > 0
         if edus and self._owes_to_device:
             await self._fill_to_device(draft, policy)
@@ -225,9 +225,9 @@ class Outbox:
         self.presence.fill(draft, self._context.runtime.now_ms())
 
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
-        """Put in the one PDU that is next in this search, if there is one; there is a suspect.
+        """Put in the PDU of this search's turn, if there is one; the search has a suspect.
 
-        All that is owed is in the database, and from now on it is read there.
+        The whole backlog is in the database, and from now on it is read there.
         """
         if self.level:
             self.spill(healthy=True)
@@ -255,7 +255,7 @@ class Outbox:
         await self._quarantine_stuck(catch_up)
 
     def _drop_unwanted(self, kinds: EduKinds) -> None:
-        """Kinds that the policy has switched off since they were queued."""
+        """Drop queued EDUs of the kinds that the policy has switched off."""
         if not kinds.receipts:
             self.receipts.clear()
         if not kinds.typing:
@@ -309,7 +309,7 @@ class Outbox:
                 return
 
     async def _owed_receipts(self, policy: Policy) -> tuple[list[Receipt], int] | None:
-        """Of the next page above the debt that has any, this server's; and where the page ends."""
+        """This server's receipts in the next page above the debt that has any; that page's end."""
         queue, origin = self.receipts, self._context.origin
         if not policy.edus.receipts:
             queue.clear()
@@ -356,7 +356,7 @@ class Outbox:
     # --- Catch-up ---------------------------------------------------------------------------------
 
     async def _fill_owed(self, draft: Draft, policy: Policy) -> None:
-        """Fill with what the database owes; if that is nothing, become level."""
+        """Put in the events owed in the database; if there are none, become level."""
         catch_up = await self._at_catch_up(policy)
         news = self._news
         assert self.lsso is not None
@@ -376,7 +376,7 @@ class Outbox:
         return catch_up
 
     async def caught_up(self) -> bool:
-        """Become level if a catch-up under way finds nothing more owed; whether it did."""
+        """Become level if a catch-up under way finds nothing more owed; return whether it did."""
         news = self._news
         if self._catch_up is None or self.lsso is None:
             return False
@@ -414,7 +414,7 @@ class Outbox:
         return catch_up
 
     async def _put_on_record(self, catch_up: CatchUp) -> None:
-        """Before LSSO passes what is still owed, even by an answer that we do not live to see."""
+        """Write the floor down, before an answer moves LSSO past events that are still owed."""
         assert self.lsso is not None
         # What was answered until now was all that was owed then.
         catch_up.floor = self.lsso
@@ -423,12 +423,12 @@ class Outbox:
         catch_up.on_record = True
 
     async def _floor_without_lsso(self) -> int:
-        """A server that was never reached by whoever sent before us: below all that it is owed."""
+        """The floor for a server that no sender ever reached: below all that it is owed."""
         owed = await self._context.homeserver.owed_rooms(self.destination, 0, 1)
         return owed[0][1] - 1 if owed else 0
 
     async def _end_catch_up(self, news: int) -> None:
-        """A query found nothing owed that was asked when `news` was all there was."""
+        """End the catch-up: a query found nothing owed. `news`: `_news` before that query."""
         if self._catch_up is not None and self._catch_up.on_record:
             await self._context.store.end_catch_up(self.destination)
         self._catch_up = None
@@ -455,14 +455,14 @@ class Outbox:
             self.receipts.pay(transaction.receipts_upto)
 
     async def note_progress(self, draft: Draft) -> None:
-        """Catch-up passed rooms that owe this server nothing, without anything to send."""
+        """Write down the progress of a catch-up that passed rooms with no event to send."""
         if draft.lsso is not None:
             await self._move(TransactionRecord(lsso=draft.lsso), draft.rooms_done)
 
     async def _move(
         self, record: TransactionRecord, rooms: Mapping[str, int], *, resync: bool = False
     ) -> None:
-        """Write progress down; `rooms`: with catch-up, up to where each room is dealt with."""
+        """Write progress down; `rooms`: with catch-up, room -> the stream ordering now settled."""
         if rooms and self._catch_up is None:
             # It was frozen by a catch-up that is gone, and may not be all that is owed.
             self._catch_up = await self._begin_catch_up()
@@ -486,8 +486,10 @@ class Outbox:
     # --- Quarantine -------------------------------------------------------------------------------
 
     def let_go(self, transaction: Transaction) -> bool:
-        """Typing or presence that was refused alone is not worth a search, nor a place in
-        quarantine, and goes; whether it was that."""
+        """Drop typing or presence that was refused alone; return whether it was only that.
+
+        It is worth neither a search nor a place in quarantine.
+        """
         record = transaction.record
         durable = record.pdus or record.outbox or record.device_lists
         if durable or RECEIPT in record.edus:
@@ -498,7 +500,7 @@ class Outbox:
         return True
 
     async def quarantine(self, transaction: Transaction, reason: str) -> None:
-        """Take the transaction's single item out of the way, durably, and go on behind it."""
+        """Put the transaction's single item into quarantine, durably, and go on behind it."""
         for pdu in transaction.pdus:
             await self.quarantine_pdu(Bad(pdu.event_id, pdu.room_id, pdu.stream_ordering, reason))
             if pdu.supersedes is not None and pdu.lane != "redelivery":
@@ -515,7 +517,7 @@ class Outbox:
         await self.settle(transaction, quarantined=True)
 
     async def quarantine_pdu(self, bad: Bad) -> None:
-        """Keep this PDU from this server, with a reason, until an operator decides."""
+        """Put this PDU into this server's quarantine, with a reason, until an operator decides."""
         log.error(
             "PDU quarantined",
             destination=self.destination,

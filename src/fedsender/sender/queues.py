@@ -1,9 +1,9 @@
 """The queues in memory: live PDUs of each server in stream order, and conflated EDUs. No I/O here.
 
-Each PDU is in the pool once, for however many queues it stands in. Both kinds of queue are bounded.
-A PDU queue that is full gives its PDUs up: they stay owed in the database, and catch-up reads them
-from there. Ephemeral EDUs are kept by key, the newest value replacing the one before; they leave
-when answered, or by age, and those that left unsent are counted.
+Each PDU is in the pool once, even if many queues hold it. Both kinds of queue are bounded. A full
+PDU queue gives its PDUs up: they stay owed in the database, and catch-up reads them there.
+Ephemeral EDUs are kept by key, and the newest value replaces the one before. They leave when
+answered, or by age; those that leave unsent are counted.
 """
 
 from collections import deque
@@ -16,10 +16,10 @@ from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
 
 
 class PduPool:
-    """Every PDU that a queue holds, and how those go out that were redacted since.
+    """Every PDU that a queue holds, and the redacted form of those that were redacted since.
 
-    What the last queue lets go is gone. Bounded by the bytes of the PDUs: if it overflows, whoever
-    has the oldest queued has to give its queue up.
+    A PDU leaves the pool with the last queue that held it. The pool is bounded by the bytes of its
+    PDUs: if it overflows, the queues with the oldest PDUs have to be given up.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -37,7 +37,7 @@ class PduPool:
         return len(self._pdus)
 
     def hold(self, pdu: Pdu) -> None:
-        """One more queue holds the PDU."""
+        """Count one more queue that holds the PDU."""
         holders = self._holders.get(pdu.event_id, 0)
         self._holders[pdu.event_id] = holders + 1
         if not holders:
@@ -45,7 +45,7 @@ class PduPool:
             self.bytes += len(pdu.wire)
 
     def let_go(self, pdus: Iterable[Pdu]) -> None:
-        """One queue less holds each of these PDUs."""
+        """Count one queue less for each of these PDUs."""
         for pdu in pdus:
             event_id = pdu.event_id
             holders = self._holders[event_id] - 1
@@ -59,7 +59,7 @@ class PduPool:
     def overflow(self) -> int | None:
         """The stream ordering up to which PDUs have to leave their queues; None: there is room.
 
-        A quarter more than must be, so that it is not asked for with every event that follows.
+        A quarter more than necessary leaves, so that not every further event overflows again.
         """
         excess = self.bytes - self._limit
         if excess <= 0:
@@ -74,7 +74,7 @@ class PduPool:
         return pdus[-2].stream_ordering if len(pdus) > 1 else None
 
     def sent_by(self, user_id: str, room_id: str) -> list[str]:
-        """The events of this user in this room."""
+        """The ids of this user's events in this room."""
         return [
             pdu.event_id
             for pdu in self._pdus.values()
@@ -82,12 +82,12 @@ class PduPool:
         ]
 
     def redact(self, event_id: str, redacted: Pdu) -> None:
-        """The event was redacted: it goes out like this."""
+        """Send a queued event in this redacted form."""
         if event_id in self._pdus:
             self._redacted[event_id] = redacted
 
     def as_it_goes_out(self, pdu: Pdu) -> Pdu:
-        """The PDU, or what is left of it if it was redacted since it was queued."""
+        """The PDU, or its redacted form if it was redacted since it was queued."""
         return self._redacted.get(pdu.event_id, pdu)
 
 
@@ -134,14 +134,14 @@ class PduQueue:
             draft.lsso = pdu.stream_ordering
 
     def settled(self, upto: int) -> None:
-        """Everything up to this stream ordering was answered (or quarantined) and leaves."""
+        """Remove the PDUs up to this stream ordering: they were answered, or quarantined."""
         leaving = []
         while self._pdus and self._pdus[0].stream_ordering <= upto:
             leaving.append(self._pdus.popleft())
         self._pool.let_go(leaving)
 
     def clear(self) -> int:
-        """Forget all; how many there were."""
+        """Forget all; return their number."""
         count = len(self._pdus)
         self._pool.let_go(self._pdus)
         self._pdus.clear()
@@ -159,7 +159,7 @@ class EphemeralQueue:
     """Typing for one server: newest value per key, at most `limit` keys."""
 
     def __init__(self, limit: int, count: Callable[[str, int], None]) -> None:
-        """`count` is told how many left unsent, and why: "expired", "replaced", "crowded out"."""
+        """`count` gets a reason ("expired", "replaced", "crowded out") and number of EDUs lost."""
         self._limit = limit
         self._count = count
         self._waiting: dict[Key, _Waiting] = {}
@@ -169,7 +169,7 @@ class EphemeralQueue:
         return len(self._waiting)
 
     def put(self, key: Key, edu_type: str, wire: bytes, *, expires_at: float) -> None:
-        """Wait with this EDU, in place of any other of the same key."""
+        """Queue this EDU, in place of any other of the same key."""
         self._version += 1
         if key in self._waiting:
             self._count("replaced", 1)
@@ -181,7 +181,7 @@ class EphemeralQueue:
         self._waiting[key] = _Waiting(edu, self._version, expires_at)
 
     def expire(self, now: float) -> None:
-        """Let go of what has outlived its use."""
+        """Drop the EDUs that have expired."""
         stale = [key for key, item in self._waiting.items() if item.expires_at <= now]
         for key in stale:
             del self._waiting[key]
@@ -199,7 +199,7 @@ class EphemeralQueue:
                 return
 
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
-        """These versions arrived; a newer value of the same key stays."""
+        """Remove these versions, which arrived; a newer value of the same key stays."""
         for key, version in taken:
             item = self._waiting.get(key)
             if item is not None and item.version == version:

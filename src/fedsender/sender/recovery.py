@@ -1,8 +1,8 @@
 """Recovery: the records that the last daemon, or Synapse's own worker, left behind.
 
 Before anything is sent, these questions are answered. Is the homeserver's database as we left it?
-Which answers are in the ledger that the databases did not get to know of? Which attempts were cut
-off? And which frozen transactions may still be repeated?
+Which answers are in the ledger, but not in the databases? Which attempts were cut off? And which
+frozen transactions may still be repeated?
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -23,9 +23,9 @@ from fedsender.store.sender import StoredGeneration
 T = TypeVar("T")
 
 AT_ONCE = 128
-"""So many servers are seen to side by side: their writes are committed in groups."""
+"""The number of servers handled at the same time: their writes are committed in groups."""
 PAGE = 200
-"""So many frozen transactions are read at once: what each holds may be 50 KB."""
+"""The number of frozen transactions read at once: each may hold 50 KB."""
 
 
 async def take_over(
@@ -35,13 +35,13 @@ async def take_over(
     instance: str,
     is_mine: Callable[[str], bool],
 ) -> set[str]:
-    """Answer the questions. Returns the servers with a frozen transaction that is to be repeated.
+    """Recover the records. Returns the servers with a frozen transaction that is to be repeated.
 
-    `is_mine`: whether a server belongs to this shard; others' records are left alone.
+    `is_mine`: whether a server belongs to this shard; records of other servers are left alone.
 
     All frozen transactions are void if the homeserver's database has moved without us (Synapse's
-    own worker ran, a backup was restored); one is if its server's LSSO is not what it was. Void
-    ones are discarded, each with a line in the ledger.
+    own worker ran, a backup was restored). A single one is void if its server's LSSO has changed.
+    Void ones are discarded, each with a line in the ledger.
     """
     takeover = _Recovery(store, ledger, runtime, is_mine)
     await takeover.note_cut_off(instance)
@@ -68,7 +68,7 @@ async def take_over(
 
 
 async def hand_over(store: Store, instance: str) -> None:
-    """Remember how far the homeserver's database has come: at the end, and now and then."""
+    """Save the events position of the homeserver's database: at the end, and now and then."""
     left = await store.sender.load_generation(instance)
     if left is not None:
         there = await store.homeserver.generation()
@@ -82,10 +82,10 @@ async def note_handed_over(
     position: int,
     is_mine: Callable[[str], bool],
 ) -> None:
-    """Lines that say: what is above this position, or was owed then, is another sender's to send.
+    """Write the lines: events above this position, or still owed then, are for another sender.
 
-    One for all servers. One more for each in catch-up, with its floor: its low-water mark has
-    passed events that it was owed.
+    One line is for all servers. One more is for each server in catch-up, with its floor: its
+    low-water mark has passed events that it was owed.
     """
     for name in await store.sender.catching_up():
         known = await store.sender.catch_up(name) if is_mine(name) else None
@@ -129,7 +129,7 @@ class _Recovery:
     is_mine: Callable[[str], bool]
 
     async def note_cut_off(self, instance: str) -> None:
-        """A line for each attempt that was under way when the last daemon was killed (I9)."""
+        """Write a line for each attempt that was under way when the last daemon was killed (I9)."""
         limiter = trio.CapacityLimiter(1)
         find = partial(cut_off, self.ledger.directory, instance, list(self.ledger.torn))
         lines, files = await self.runtime.run_sync(find, limiter=limiter)
@@ -141,8 +141,8 @@ class _Recovery:
             path.unlink(missing_ok=True)
 
     async def look_at_frozen(self) -> tuple[dict[str, int | None], int]:
-        """By server what LSSO was when its transaction was frozen; and the newest event in those
-        that we froze ourselves (-1: none)."""
+        """By server the LSSO when its transaction was frozen; and the stream ordering of the newest
+        event in those that we froze ourselves (-1: none)."""
         frozen: dict[str, int | None] = {}
         newest, after = -1, ""
         while page := await self.store.sender.frozen_page(after, PAGE):
@@ -157,7 +157,8 @@ class _Recovery:
     async def moved_without_us(
         self, left: StoredGeneration | None, newest_frozen: int
     ) -> str | None:
-        """Why the homeserver's database is not as we left it; None: it is, or we never had it."""
+        """The reason why the homeserver's database is not as we left it; None: it is, or we never
+        used it."""
         there = await self.store.homeserver.generation()
         if left is None:
             return None
@@ -171,10 +172,10 @@ class _Recovery:
         return None
 
     async def note_other_sender(self, left: StoredGeneration | None, newest_frozen: int) -> None:
-        """Another sender has gone on from where we left: a line says where, as a hand-back's does.
+        """Write the lines of a hand-back if another sender has gone on from our last position.
 
-        Synapse's sender puts 0 in place of the position that we wrote last. Then it is where we
-        were at the last sweep, or at what is on record as answered since.
+        Synapse's sender overwrites that position with 0. Then our position at the last sweep
+        stands for it, or the newest event on record as answered since.
         """
         if left is None:
             return
@@ -186,8 +187,10 @@ class _Recovery:
             await note_handed_over(self.store, self.ledger, self.runtime, max(known), self.is_mine)
 
     async def _newest_settled(self) -> int:
-        """The newest event that catch-ups and the ledger's last words say was answered. Not by
-        what another sender left: it may have been ahead of us."""
+        """The newest event answered by the catch-ups on record and the ledger's last words.
+
+        Records that another sender left do not count: it may have been ahead of us.
+        """
         marks = (await self.store.sender.catch_up_marks()).items()
         caught_up = (mark for name, mark in marks if self.is_mine(name))
         lines = self.ledger.last_words.values()
@@ -195,7 +198,7 @@ class _Recovery:
         return max((*caught_up, *answered), default=-1)
 
     async def note_well(self) -> None:
-        """A server that has answered since its state was written down has nothing to wait for."""
+        """End the backoff of servers that have answered since their state was written down."""
         found = failure.states_of(await self.store.sender.all_server_states()).items()
         states = {name: state for name, state in found if self.is_mine(name)}
 
@@ -207,7 +210,7 @@ class _Recovery:
         await _for_each(self.ledger.last_words.values(), note)
 
     async def settle(self, line: Mapping[str, Any]) -> None:
-        """Move what this recorded answer moves, for the first time or again."""
+        """Write the effects of this recorded answer to the databases, perhaps once more."""
         store, name = self.store, line["destination"]
         sent = TransactionRecord.from_json(line)
         rooms = sent.rooms
@@ -220,9 +223,10 @@ class _Recovery:
             await store.sender.drop_frozen(name)
 
     async def catch_up_anew(self, name: str) -> None:
-        """Forget the answers of this catch-up: the homeserver's database may not know of them, or
-        may name other events by the same numbers. But LSSO had passed what is still owed above the
-        floor.
+        """Forget the answers of this catch-up, but keep its floor.
+
+        The homeserver's database may not know of these answers, or may name other events by the
+        same numbers. But LSSO had passed events above the floor that are still owed.
         """
         lsso = await self.store.homeserver.lsso(name)
         if lsso is None:
@@ -246,10 +250,10 @@ class _Recovery:
         return valid
 
     async def _moved_since(self, name: str, before: int | None) -> str | None:
-        """Why its LSSO is not what we left, if so. `before`: when its transaction was frozen.
+        """The reason, if LSSO is no longer ours. `before`: LSSO when its transaction was frozen.
 
-        The fan-out gives a server that was owed no PDU before its first LSSO, and that one lies
-        below all that the server is owed. After an answer it does not.
+        To a server that was owed no PDU before, the fan-out gives its first LSSO, which is below
+        all that the server is owed. An LSSO after an answer is not.
         """
         lsso = await self.store.homeserver.lsso(name)
         if lsso == before:

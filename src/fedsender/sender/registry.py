@@ -36,11 +36,11 @@ NEVER = math.inf
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """One destination as it is in memory now; `why` adds what the databases know.
+    """One destination as it is in memory now; the command `why` adds the databases' records.
 
     Attributes:
-        phase: what it is doing, in words.
-        for_s: seconds since it began doing that.
+        phase: the phase, in words.
+        for_s: seconds since the phase began.
         queued: live PDUs in memory.
         retry_in_s: seconds until our own timer tries again; None: not by a timer.
         in_flight: the frozen transaction's id, if there is one in memory.
@@ -60,12 +60,12 @@ class Progress(NamedTuple):
     """The progress of the events stream; see `Registry.progress`.
 
     Attributes:
-        fanned_out: up to here it is on record which servers every event is for.
-        delivered: up to here all events were answered by all servers but those that are behind. It
-            falls when one of these answers again and has not answered for all.
-        servers: the number of servers that something was sent to, or is to be.
-        behind: so many of them are not counted on: they fail, wait for their time, are held by an
-            operator, or read what they are owed from the database.
+        fanned_out: the token up to which the servers of every event are on record.
+        delivered: the token up to which all servers but those behind have answered all events. It
+            falls when a server is no longer behind but has not answered for all events.
+        servers: the number of servers with sent items, or with items to send.
+        behind: the number of them that `delivered` does not wait for: they fail, wait for their
+            time, are held by an operator, or catch up from the database.
     """
 
     fanned_out: int
@@ -75,7 +75,7 @@ class Progress(NamedTuple):
 
 
 class Neighbour(Protocol):
-    """The listener for destinations that come and go; calls that cannot wait."""
+    """The listener for destinations that come and go; its calls are synchronous."""
 
     def entered(self, destination: Destination) -> None: ...
     def left(self, destination: Destination) -> None: ...
@@ -86,8 +86,9 @@ class Registry:
     `write_down`.
 
     Attributes:
-        unsaved: of destinations that have left with something to write down, the last by name.
-        complete: set while all that is owed and was not offered is behind, or active and not level.
+        unsaved: by name, the last destination that has left with unwritten state.
+        complete: set while each server with owed items that were not offered is behind, or active
+            and not level.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Registry:
 
     @property
     def told_of(self) -> list[str]:
-        """The servers with a failure that the homeserver was told of."""
+        """The servers with a failure in the homeserver's backoff columns."""
         return [name for name, state in self._states.items() if state.shared_interval_ms]
 
     def is_behind(self, server: str) -> bool:
@@ -131,12 +132,12 @@ class Registry:
         return server in self._behind
 
     def known(self, pattern: str) -> list[str]:
-        """Servers that are active or owe something, by glob."""
+        """The servers that are active, behind or have a record, by glob."""
         names = {*self.active, *self._behind, *self._states}
         return sorted(name for name in names if matches(pattern, name))
 
     def status(self, server: str) -> Status | None:
-        """The status of this server; None: it is idle, and owes nothing that is known of."""
+        """The status of this server; None: it is idle, and has no record."""
         destination = self.active.get(server)
         now = trio.current_time()
         if destination is not None:
@@ -162,9 +163,9 @@ class Registry:
         return Status(server, phase, 0.0, due is None, 0, wait, None, state)
 
     def progress(self, fanned_out: int) -> Progress | None:
-        """The progress of events that are fanned out up to here; None: what is owed is not known.
+        """The progress, with events fanned out up to this token; None: the backlog is not known.
 
-        It looks at the servers in memory, and at nothing else: one that is not here is level.
+        It is computed from memory alone: a server that is not there is level.
         """
         if self.draining or not self.complete.is_set():
             return None
@@ -193,15 +194,15 @@ class Registry:
         though_behind: bool = False,
         kind: Kind | None = None,
     ) -> Destination | None:
-        """The server's destination, made if it has none: the one place that activates. None: not
-        now.
+        """Return the server's destination, made if it has none; None: not now.
 
-        What must not be lost is then found in the database when its time comes.
+        After None, durable items are read from the database when the server is due. No other method
+        activates a server.
 
         Args:
-            level: the database owes it nothing that will not be offered. That is not known while
-                the registry is not complete.
-            though_behind: its time has come, or another part says so.
+            level: whether all that it is owed by the database will be offered. It counts as False
+                while the registry is not complete.
+            though_behind: whether to make it even if the server is behind.
             kind: the kind of item that has just come for it.
         """
         destination = self.active.get(server)
@@ -233,7 +234,7 @@ class Registry:
         return max(wait_s, state.wait_s(now_ms)) <= LEAVE_AFTER_S
 
     def wake(self, servers: Iterable[str], *, by_admin: bool = False) -> list[str]:
-        """Try these servers now (`notify_remote_server_up`); those that will be.
+        """Try these servers now (`notify_remote_server_up`); return those that are tried.
 
         A server that is owed nothing, or is held, is left out. A server that was woken too often
         lately is left to its own timer, unless an admin wakes it (I5).
@@ -263,7 +264,7 @@ class Registry:
         return destination is not None and destination.wake(by_admin=True)
 
     def hold(self, server: str, *, paused: str | None, parked: str | None) -> ServerState:
-        """Set or clear an operator's reasons not to send; the state to make durable."""
+        """Set or clear an operator's reasons not to send; return the state to make durable."""
         destination = self.active.get(server)
         if destination is not None:
             destination.hold(paused=paused, parked=parked)
@@ -277,7 +278,7 @@ class Registry:
         return state
 
     def forget(self, server: str) -> None:
-        """Nothing is owed to it, and nothing known of it."""
+        """Forget all that is known of this server: it is owed nothing."""
         self._behind.pop(server, None)
         self._states.pop(server, None)
         self._context.note(ServerState(server))
@@ -285,13 +286,13 @@ class Registry:
         self._frozen.discard(server)
 
     def spill_all(self) -> None:
-        """Something that is owed may not have been offered: only the database knows to whom."""
+        """Give up all queues: owed PDUs may not have been offered; the database has them all."""
         self.complete = trio.Event()
         for destination in self.active.values():
             destination.spill()
 
     def use_policies(self) -> None:
-        """They have changed: those that are active follow them, those denied until now are due."""
+        """Follow changed policies: active servers from now on; servers newly allowed become due."""
         for destination in self.active.values():
             name = destination.name
             allowed = self.policies.may_send_to(name)
@@ -303,7 +304,7 @@ class Registry:
                 self.schedule(server, min(self._behind[server], now + state.wait_s(now_ms)))
 
     def begin_drain(self) -> None:
-        """Take nothing more on."""
+        """Activate no server any more, and have the active ones leave."""
         self.draining = True
         for destination in self.active.values():
             destination.begin_drain()
@@ -311,7 +312,7 @@ class Registry:
     # --- Who leaves -------------------------------------------------------------------------------
 
     async def _supervise(self, destination: Destination) -> None:
-        """Run a destination; its failure is its own."""
+        """Run a destination; an error ends only this one."""
         try:
             await destination.run(frozen=destination.name in self._frozen)
         except Exception:
@@ -325,14 +326,14 @@ class Registry:
             self._strike(destination)
 
     async def write_down(self, destination: Destination) -> None:
-        """Make durable what an ended task knew of its transaction; a failure is its own."""
+        """Make durable the unwritten state of an ended task; an error is only logged."""
         try:
             await destination.write_down()
         except Exception:
             log.exception("transaction not written down", destination=destination.name)
 
     async def write_down_unsaved(self, server: str) -> None:
-        """The same for one that has left, unless it was purged since."""
+        """Make durable the unwritten state of a server that has left, unless it was purged."""
         destination = self.unsaved.get(server)
         if destination is not None:
             await self.write_down(destination)
@@ -362,11 +363,11 @@ class Registry:
     # --- The timer --------------------------------------------------------------------------------
 
     def put_off(self, server: str) -> None:
-        """Put it behind, with no time at which it comes back by itself."""
+        """Put this server behind, with no time at which it is due."""
         self._behind[server] = NEVER
 
     def schedule(self, server: str, at: float) -> None:
-        """Bring this server back at `at` (on trio's clock); those of one moment in this order."""
+        """Bring this server back at `at` (on trio's clock); those of one time in order of calls."""
         self._behind[server] = at
         self._rank += 1
         heapq.heappush(self._timer, (at, self._rank, server))
@@ -411,18 +412,19 @@ class Registry:
         failure_rate: Callable[[str], int] = lambda server: 0,
         alive: Collection[str] = (),
     ) -> None:
-        """At start-up: all that owe something are behind, the most useful first.
+        """Put all servers with owed items behind at start-up, the most useful first.
 
         Args:
-            lagging: servers that the homeserver's database owes events.
-            others: servers that are owed something else.
+            lagging: servers with owed events, to-device messages or device lists in the
+                homeserver's database.
+            others: servers that are owed other items.
             alive: servers that were seen since the last attempt; they need not wait.
-            rank: the operator's word on a server, the smallest first.
-            failure_rate: how much its last day speaks against a server, the smallest first.
+            rank: a server's rank by the operator's priorities, the smallest first.
+            failure_rate: a server's failures in its last day, the smallest first.
         """
 
         def usefulness(server: str) -> tuple[int, bool, int, int, bool, int, str]:
-            """The operator's word; lately healthy; waiting for keys; small backlogs."""
+            """The sort key: priority; health; last success; keys that wait; size of the backlog."""
             state, lag = self.state_of(server), lagging.get(server)
             return (
                 rank(server),

@@ -16,7 +16,7 @@ STOPPED = "the daemon stopped"
 
 
 class Reporter:
-    """One destination's voice; it decides nothing."""
+    """The reports of one destination; it decides nothing."""
 
     def __init__(self, destination: str, context: Context) -> None:
         self._destination = destination
@@ -34,10 +34,11 @@ class Reporter:
         answer: Answer | None = None,
         cut_off: str = STOPPED,
     ) -> None:
-        """The ledger's line for this attempt, before anything else is written (I9).
+        """Write the ledger's line for this attempt, before anything else is written (I9).
 
         Args:
-            verdict: None: it was cut off, as `cut_off` says.
+            verdict: None: it was cut off.
+            cut_off: the reason then.
         """
         record = TransactionRecord() if transaction is None else transaction.record
         delivered = verdict is not None and verdict.outcome is Outcome.DELIVERED
@@ -83,7 +84,7 @@ class Reporter:
             metrics.sent_edus_by_type.labels(edu_type).inc(count)
 
     def failed(self, state: ServerState, verdict: Verdict, retry_in_s: float) -> None:
-        """An attempt has failed; loud at first, then hardly ever, nor at the steps of a search."""
+        """Log a failed attempt: at level info or above only a few, and no steps of a search."""
         loud = not state.searches and state.failures in (1, 10)
         log.log(
             30 if state.failures == 3 else 20 if loud else 10,
@@ -96,7 +97,7 @@ class Reporter:
         )
 
     def ran_out(self, lack: OutOfResources) -> None:
-        """An attempt failed for a lack of our own: no server is attempted for a while."""
+        """Stop new attempts for a while: one failed for lack of a resource of our own."""
         self._context.metrics.out_of_resources.inc()
         if self._context.admission.gate.freeze(str(lack.strerror)):
             log.error(
@@ -106,18 +107,18 @@ class Reporter:
             )
 
     def well_again(self) -> None:
-        """It answers, after failures."""
+        """Log that the server answers again, after failures."""
         log.info("server answers again", destination=self._destination)
 
     def isolated(self) -> None:
-        """One step of the search for a poisonous item."""
+        """Count one step of the search for a poisonous item."""
         self._context.metrics.isolations.inc()
 
     async def backoff(self, state: ServerState, interval_ms: int | None) -> None:
         """Write the homeserver's backoff columns (Synapse's meaning) and tell its other workers.
 
         Args:
-            interval_ms: None: it is well.
+            interval_ms: the interval in milliseconds; None: the server is well.
         """
         context = self._context
         now_ms = context.runtime.now_ms()
@@ -129,7 +130,7 @@ class Reporter:
             await context.announcer.publish_backoff(self._destination, stream_id, now_ms)
 
     async def clear_backoff(self, state: ServerState) -> None:
-        """Take back what the homeserver's backoff columns say of it, whoever wrote it there."""
+        """Clear the server's backoff in the homeserver's columns, also one of another process."""
         row = await self._context.homeserver.backoff(self._destination)
         if row is not None and row.retry_interval:
             await self.backoff(state, None)

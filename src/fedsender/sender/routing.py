@@ -4,18 +4,17 @@ One function answers for the fan-out, for catch-up, for redelivery and for relea
 that all of them agree on the servers that may see an event. The rules, in the order in which they
 are asked:
 
-1. Ours to send is an event of a local user, or one that we accepted for another server and send on
-   its behalf (`send_on_behalf_of`); not a membership that was agreed elsewhere
-   (`out_of_band_membership`), not one that is to be kept back (`proactively_send` false), not a
-   rejected one, not an outlier, and not the event that creates a room (nobody is in it yet).
-2. It goes to every server with a joined user in the state *before* it: so the server of a user that
-it
-   kicks or bans gets it, and the server of a user that it lets in does not.
-3. A leave or ban set by somebody else also goes to the target's server if the target was only
+1. An event is ours to send if it is of a local user, or if we accepted it for another server and
+   send it on behalf of that server (`send_on_behalf_of`). These are left out: a membership that was
+   agreed elsewhere (`out_of_band_membership`), an event that is to be kept back (`proactively_send`
+   false), a rejected event, an outlier, and the event that creates a room (no user is in it yet).
+2. It goes to every server with a joined user in the state *before* it. So the server of a user that
+   it kicks or bans gets it, and the server of a user that it lets in does not.
+3. A leave or ban set by another user also goes to the target's server if the target was only
    invited, or was knocking: that server is not in the room and would wait for ever. (Synapse tells
    it of rescinded invites, but of neither bans nor refused knocks: W26.)
-4. Never to ourselves, to the server on whose behalf we send, or to servers of other shards or
-   outside what the operator allows.
+4. It never goes to ourselves, to the server that we send on behalf of, to servers of other shards,
+   or to servers that the operator does not allow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,10 +38,10 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import EventRow, stands_above
 
 FIRST_WAIT_S = 0.1
-"""For the servers of an event that are not known yet; then twice as long, and so on."""
+"""The first wait for an event's servers that are not known yet; each further wait is longer."""
 REMEMBERED_S = 300.0
-"""Servers that catch up ask for the same events within minutes of each other. What has been
-remembered for longer would only fill memory, slowly, up to the bound."""
+"""The time for which a route is remembered. Servers that catch up ask for the same events within
+minutes of each other; older routes would only fill memory, slowly, up to the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +55,8 @@ class Routed:
 
     @property
     def supersedes(self) -> tuple[int, int] | None:
-        """The stretch of its room that it stands in for: what came before it never reached our
-        store (`records.stands_above`). None: it is an event like any other."""
+        """The stream orderings of its room that it stands in for: the events before it never
+        reached our store (`records.stands_above`). None: it is an event like any other."""
         return None if self.mark is None else (self.mark + 1, self.pdu.stream_ordering)
 
 
@@ -77,18 +76,18 @@ class Bad:
 
 
 class _NotYet(Exception):
-    """The servers before an event could not be told; asked again, they may be."""
+    """The servers before an event are unknown, but may be known when asked again."""
 
 
 def is_ours(row: EventRow, server_name: str) -> bool:
-    """Rule 1, as far as it can be told without parsing the event."""
+    """Whether rule 1 holds, as far as can be told without parsing the event."""
     if row.rejected or row.outlier:
         return False
     return is_sent_by(server_name, row.sender, row.internal_metadata)
 
 
 def _target_outside(row: EventRow, membership_before: str | None, content: object) -> str | None:
-    """Rule 3: the server of an invited or knocking user whom this event turns away."""
+    """Rule 3: the server of an invited or knocking user that this event turns away, or None."""
     if row.type != "m.room.member" or row.state_key is None or row.state_key == row.sender:
         return None
     if membership_before not in ("invite", "knock") or not isinstance(content, Mapping):
@@ -114,7 +113,7 @@ class Router:
         *,
         cache_bytes: int,
     ) -> None:
-        """`is_mine` says of a server whether this shard may send to it (rule 4)."""
+        """`is_mine`: whether this shard may send to a server (rule 4)."""
         self._homeserver = homeserver
         self._server_name = server_name
         self._is_mine = is_mine
@@ -124,7 +123,7 @@ class Router:
         )
 
     def forget(self, event_id: str) -> None:
-        """The event has changed (it was redacted); the next question reads it anew."""
+        """Forget the route of an event that has changed (it was redacted)."""
         self._forgotten += 1
         self._routed.pop(event_id, None)
 
@@ -134,7 +133,7 @@ class Router:
         self._routed.clear()
 
     async def route(self, rows: Sequence[EventRow]) -> list[Routed | Bad]:
-        """Every row that is ours to send, in order; the others are left out."""
+        """Route every row that is ours to send, in order; leave the others out."""
         forgotten = self._forgotten
         known: dict[str, Routed | Bad] = {}
         fresh: list[EventRow] = []
@@ -189,7 +188,7 @@ class Router:
         return await self._homeserver.auth_memberships(asked) if asked else {}
 
     async def _servers_before(self, rows: Sequence[EventRow]) -> dict[str, object]:
-        """The servers of each event; what is unknown is asked again a few times, then stays so."""
+        """The servers before each event; the store is asked for unknown ones a few times."""
         found: dict[str, object] = {}
         open_rows = list(rows)
 
@@ -217,7 +216,7 @@ class Router:
         return found
 
     async def load(self, event_ids: Sequence[str]) -> dict[str, Routed | Bad]:
-        """Route the named events; those that are gone or not ours are left out."""
+        """Route the named events; leave out those that are gone or not ours."""
         rows = await self._homeserver.events_by_id(event_ids)
         ordered = sorted(rows.values(), key=lambda row: int(row.stream_ordering))
         routed = await self.route(ordered)
@@ -227,7 +226,7 @@ class Router:
 
 
 def _size(routed: Routed) -> int:
-    """About the memory that a remembered event holds, in bytes."""
+    """The approximate memory of a remembered event, in bytes."""
     return len(routed.pdu.wire) + 600 + 110 * len(routed.servers)
 
 

@@ -1,7 +1,7 @@
-"""The sender: the way in for the feed, the fan-out and the operator; `open_sender` makes it run.
+"""The sender: the interface for the feed, the fan-out and the operator; `open_sender` runs it.
 
-What is going on with each server is in the registry (`registry.py`); this module brings its parts
-together, takes over what the last daemon left, and drains at the end.
+The state of each server is in the registry (`registry.py`). This module puts the parts together,
+takes over the last daemon's records, and drains at the end.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -42,9 +42,9 @@ log = structlog.get_logger()
 FIRST_SWEEP_S = 10.0
 SWEEP_EVERY_S = 300.0
 LOAD_PATIENCE_S = 30.0
-"""At a start; who waits for us need not wait for a large database."""
+"""The longest wait for the registry at a start; with a large database, loading goes on after it."""
 WRITE_DOWN_S = 15.0
-"""After an error, to write down what is unanswered."""
+"""The time to write down unanswered transactions after an error."""
 
 
 class Sender:
@@ -86,33 +86,33 @@ class Sender:
 
     @property
     def router(self) -> Router:
-        """The rooms' and servers' side of an event."""
+        """The router of events."""
         return self.context.router
 
     @property
     def announcer(self) -> Announcer:
-        """The way to the homeserver's other workers."""
+        """The announcer to the homeserver's other workers."""
         return self.context.announcer
 
     @property
     def in_flight(self) -> int:
-        """Attempts under way."""
+        """The number of attempts under way."""
         return self.context.admission.in_flight
 
     @property
     def troubles(self) -> Mapping[str, float]:
-        """Loops that failed lately, and when (Trio's clock, seconds)."""
+        """Loops that failed lately, each with the time (Trio's clock, seconds)."""
         return self.context.troubles
 
     @property
     def full_quarantines(self) -> Collection[str]:
-        """Servers whose quarantine takes nothing more."""
+        """The servers with a full quarantine."""
         return self.context.full
 
     # --- The fan-out's side -----------------------------------------------------------------------
 
     def offer(self, server: str, pdu: Pdu) -> None:
-        """This server is owed the PDU, durably. Never waits."""
+        """Offer a PDU that is durably owed to this server. Never waits."""
         destination = self.registry.reach(server, kind=Kind.PDUS)
         if destination is not None:
             destination.offer(pdu)
@@ -121,7 +121,7 @@ class Sender:
         # Else the database remembers.
 
     def owe(self, server: str, pdu: Pdu) -> None:
-        """This server is owed the PDU, durably, and catch-up is to send it. Never waits."""
+        """Have catch-up send a PDU that is durably owed to this server. Never waits."""
         destination = self.active.get(server)
         if destination is not None:
             destination.spill()
@@ -132,7 +132,7 @@ class Sender:
             self.registry.schedule(server, trio.current_time())
 
     def hurry(self, servers: Collection[str]) -> None:
-        """The PDU offered to these just now is for them alone; if they are few, they go first."""
+        """Let these servers go first if they are few: they were just offered the same item."""
         if len(servers) <= FEW:
             for server in sorted(servers):
                 destination = self.active.get(server)
@@ -140,14 +140,14 @@ class Sender:
                     destination.hurry()
 
     def spill_before(self, stream_ordering: int) -> None:
-        """No queue may hold a PDU up to this stream ordering any longer."""
+        """Give up every queue with a PDU up to this stream ordering."""
         for destination in self.active.values():
             oldest = destination.outbox.oldest
             if oldest is not None and oldest.stream_ordering <= stream_ordering:
                 destination.spill()
 
     def fanned_out(self, position: int, events: int, routed: Sequence[Routed]) -> None:
-        """A chunk is done, and offered."""
+        """Count a chunk that was fanned out and offered; hurry events for few servers."""
         for item in routed:
             self.hurry(item.servers)
         now_ms = self.context.runtime.now_ms()
@@ -169,10 +169,10 @@ class Sender:
             )
 
     async def follow_events(self) -> None:
-        """The fan-out, until it raises: then it may have stopped between a commit and its offers.
+        """Run the fan-out until it raises: it may have stopped between a commit and its offers.
 
-        It goes on once all that is owed is taken up: whatever it offered to a server before that
-        would have the server's mark pass what was not offered (I2).
+        It goes on once each server with owed items is behind or active. A PDU offered before that
+        would let the server's mark pass PDUs that were not offered (I2).
         """
         if not self.registry.complete.is_set():
             await self.sweep()
@@ -187,11 +187,11 @@ class Sender:
     # --- The feed's side: synchronous calls that cannot fail -------------------------------------
 
     def server_up(self, server: str) -> None:
-        """There was a sign of life of this server."""
+        """Wake this server: it gave a sign of life."""
         self.registry.wake([server])
 
     def backoff_changed(self, server: str) -> None:
-        """Another process wrote this server's backoff columns; a reset means that it is back."""
+        """Look at this server's backoff columns, written by another process; a reset wakes it."""
         known = not self.registry.state_of(server).healthy or server in self.active
         if self.registry.draining:
             return  # Nobody is woken any more.
@@ -219,18 +219,18 @@ class Sender:
             self.registry.wake([server])
 
     def to_device_changed(self, server: str) -> None:
-        """There are new to-device messages for this server in the database."""
+        """Note new to-device messages for this server in the database."""
         destination = self.reach(server)
         if destination is not None:
             destination.owe_to_device()
             self.hurry([server])
 
     def redacted(self, event_ids: Collection[str]) -> None:
-        """The store knows of redactions of these, perhaps by events that it has not."""
+        """Note that these events were redacted, perhaps by events that the store does not have."""
         self.fan_out.redacted(event_ids)
 
     def reach(self, server: str) -> Destination | None:
-        """Its object, to put something into its outbox. None: not now, or not at all."""
+        """Return the server's destination, for an item to be queued; None: not now, or never."""
         if not self._policies.may_send_to(server):
             return None
         return self.registry.reach(server, kind=Kind.EDUS)
@@ -238,19 +238,19 @@ class Sender:
     # --- The operator's side ----------------------------------------------------------------------
 
     def progress(self) -> Progress | None:
-        """The progress of the events stream; None while it is not known what is owed."""
+        """The progress of the events stream; None while the backlog is not known."""
         return self.registry.progress(self.fan_out.position)
 
     def use_policies(self) -> None:
-        """The policies have changed: those that are active follow them from their next turn on."""
+        """Follow changed policies; active destinations do so from their next attempt on."""
         self.context.router.clear()
         self.registry.use_policies()
 
     # --- Its own ----------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """Take up owed items that no destination works on: after a lost hint, or a row of another
-        process.
+        """Find owed items that no destination works on: a hint was lost, or another process wrote
+        them.
         """
         for lag in await self.context.homeserver.lagging():
             destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
@@ -261,7 +261,7 @@ class Sender:
             self.reach(server)
 
     async def sweep_for_ever(self) -> None:
-        """Sweep soon after the start, when the feed tells of what is new, and now and then."""
+        """Sweep soon after the start, and then at fixed intervals."""
         await trio.sleep(FIRST_SWEEP_S)
         while True:
             await self.sweep()
@@ -269,7 +269,7 @@ class Sender:
             await trio.sleep(SWEEP_EVERY_S)
 
     async def load_registry(self, failure_rate: Callable[[str], int]) -> None:
-        """Put everything that owes something behind, the most useful first."""
+        """Put every server with owed items behind, the most useful first."""
         context = self.context
         lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
         for server in await context.store.catching_up():
@@ -291,7 +291,7 @@ class Sender:
         )
 
     async def write_down(self) -> None:
-        """Make durable what the tasks that have ended knew."""
+        """Make durable the unwritten state of the tasks that have ended."""
         # Side by side: one whose answer waits for a database that is away holds back no record.
         async with trio.open_nursery() as nursery:
             for server in list(self.registry.unsaved):
@@ -320,11 +320,11 @@ async def open_sender(
 ) -> AsyncIterator[Sender]:
     """A sender that follows `sender.events`; leaving the body drains it.
 
-    `failure_rate`: of a server, failures in its last day; servers with few are brought back first.
+    `failure_rate`: a server's failures in its last day; servers with few are brought back first.
     `already_owed`: see `FanOut`.
 
-    Draining takes at most `sending.drain`. A transaction that is then still unanswered is
-    written down, to be repeated unchanged by the next daemon (I3); so it is if the body raises.
+    Draining takes at most `sending.drain`. A transaction that is then still unanswered, or when the
+    body raises, is written down, to be repeated unchanged by the next daemon (I3).
     """
     router = Router(
         store.homeserver,
@@ -373,7 +373,7 @@ async def _running(
     failure_rate: Callable[[str], int],
     already_owed: AlreadyOwed | None,
 ) -> AsyncIterator[Sender]:
-    """The sender with its tasks; they have ended afterwards, whatever ended them."""
+    """Run the sender with its tasks; all tasks have ended when this is left."""
     states = states_of(await store.sender.all_server_states())
     sender: Sender | None = None
     try:
@@ -403,9 +403,9 @@ async def _run_loops(
     load: Callable[[], Awaitable[None]],
     task_status: trio.TaskStatus[trio.CancelScope] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """The fan-out and the timer, in a scope of their own, so that a drain can end them first.
+    """Run the fan-out and the timer in a scope of their own, so that a drain can end them first.
 
-    `load` comes before: whoever is not behind at the fan-out's first position is level.
+    `load` comes before: a server that is not behind at the fan-out's first position is level.
     """
     context = sender.context
     pace = Pace(context.sending.ramp_per_second)

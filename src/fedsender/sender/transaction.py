@@ -1,7 +1,7 @@
-"""A transaction: its contents, the bytes that leave, and what its answer moves.
+"""A transaction: its contents, the bytes that leave, and the effects of its answer.
 
-A transaction is frozen the moment it is made. Its manifest says everything that an answer has to
-move, so that one read back from the database after a restart settles like one still in memory.
+A transaction is frozen the moment it is made. Its manifest lists all effects of an answer, so that
+a transaction read back from the database after a restart settles like one still in memory.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from fedsender.store.sender import SenderStore
 
 _ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'
 Key = tuple[str, ...]
-"""What a conflated EDU is about; a newer one of the same key replaces it."""
+"""The subject of a conflated EDU; a newer one of the same key replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Edu:
         wire: `{"content": ..., "edu_type": ...}` in canonical JSON.
         outbox_ids: rows of `device_federation_outbox` that it stands for.
         pokes: rows of `device_lists_outbound_pokes` that it stands for.
-        keys: with conflated EDUs, the keys in their lane of what it says, and the versions taken.
+        keys: with conflated EDUs, the keys of its content in their queue, and the versions taken.
     """
 
     edu_type: str
@@ -41,7 +41,7 @@ class Edu:
 
     @property
     def stands(self) -> bool:
-        """Whether its answer moves anything."""
+        """Whether its answer has effects."""
         return bool(self.outbox_ids or self.pokes or self.keys)
 
     @property
@@ -77,10 +77,10 @@ class Draft:
     """A transaction being filled, within the limits that the destination's policy sets.
 
     Attributes:
-        max_items: PDUs and EDUs together; None: no limit.
-        only: the mark of all that it is for; None: of anything.
-        without: marks of what it is not for.
-        asks: it is empty, to find out whether the server answers.
+        max_items: the most PDUs and EDUs together; None: no limit.
+        only: the mark of the only item that it is for; None: any item.
+        without: marks of the items that it is not for.
+        asks: whether it is sent empty, to find out whether the server answers.
     """
 
     max_pdus: int
@@ -134,7 +134,7 @@ class Draft:
         """Add the EDU, or answer False if it must wait. One alone is never too large.
 
         Several are added together or not at all. One that this transaction is not for is passed
-        over, and does not stop those behind it. `anyway`: it belongs to what is there.
+        over, and does not stop those behind it. `anyway`: it belongs to an EDU in the draft.
         """
         if (self.only or self.without) and not self.is_for(edus[0].mark):
             return True
@@ -146,14 +146,14 @@ class Draft:
         return True
 
     def drop_catch_up(self) -> None:
-        """Take out again what a catch-up has put in."""
+        """Take the PDUs of a catch-up out again."""
         kept = [outgoing for outgoing in self.pdus if outgoing.lane != "catch_up"]
         gone = (outgoing for outgoing in self.pdus if outgoing.lane == "catch_up")
         self.bytes -= sum(len(outgoing.pdu.wire) + 1 for outgoing in gone)
         self.pdus, self.lsso, self.rooms_done = kept, None, {}
 
     def drop_outbox(self, row_id: int) -> bool:
-        """Take the EDUs of this row out again; False if they are all there is, and stay."""
+        """Take the EDUs of this row out again; False if there are no others: then they stay."""
         kept = [edu for edu in self.edus if row_id not in edu.outbox_ids]
         if self.edus and not kept:
             return False
@@ -173,17 +173,17 @@ class Transaction:
 
     Attributes:
         body: the exact bytes of the request's body.
-        record: its contents, and what an answer moves on record.
+        record: its contents, and the effects of an answer on record.
         lsso_before: the mark when it was frozen. Another value in the database means that another
-            process has sent for us since, and the transaction must not be repeated; but for the
-            first mark that we give a server that had none.
-        rooms_done: with catch-up, room -> the stream ordering answered there. Of one that was
-            read back, what its PDUs prove; catch-up looks at the rest again.
-        receipts_upto: with a debt of receipts, the stream id up to which it is paid.
+            process has sent for us since, and the transaction must not be repeated. The exception
+            is the first mark that we give a server that had none.
+        rooms_done: with catch-up, room -> the stream ordering answered there. After a restart, only
+            as far as its PDUs prove; catch-up looks at the rest again.
+        receipts_upto: with a debt of receipts, the stream id up to which an answer pays it.
         saved: whether its record is durable.
-        edu_marks: of its EDUs, one of each, once `drafted` is gone.
-        answered: its answer is on record in the ledger, and in the databases as soon as they can.
-        drafted: the live objects it was made of; gone after a restart, when only bytes are needed.
+        edu_marks: the marks of its EDUs, once `drafted` is gone.
+        answered: whether the ledger has its answer; the databases follow as soon as they can.
+        drafted: the live objects it was made of; None after a restart, when only bytes are needed.
     """
 
     id: str
@@ -211,7 +211,7 @@ class Transaction:
         return not self.body
 
     def put_away_body(self) -> None:
-        """Let go of everything but what its answer moves; its record must be durable."""
+        """Drop the body and the draft until the next attempt; its record must be durable."""
         self.edu_marks = self._marks
         self.body, self.drafted = b"", None
 
@@ -230,7 +230,7 @@ class Transaction:
 
     @property
     def items_by_kind(self) -> tuple[list[Item], list[Item]]:
-        """The EDUs; the PDUs."""
+        """The EDUs, and the PDUs."""
         items, edus = self.items, len(self._marks)
         return items[:edus], items[edus:]
 
@@ -254,13 +254,13 @@ class Transaction:
 
 
 def _item(pdu: SentPdu) -> Item:
-    """A PDU as an item. One that stands in for others has their place."""
+    """A PDU as an item. A PDU that stands in for others has their place."""
     place = pdu.stream_ordering if pdu.supersedes is None else pdu.supersedes[0] - 1
     return Item(pdu.event_id, pdu.room_id, place)
 
 
 def envelope_bytes(origin: str) -> int:
-    """Bytes of a transaction's body that are neither PDUs nor EDUs, at the most."""
+    """The most bytes of a transaction's body that are neither PDUs nor EDUs."""
     return len(_ENVELOPE) + len(canonical_json(origin)) + len(str(2**53))
 
 
@@ -307,7 +307,7 @@ def freeze(
 def thaw(
     transaction_id: str, body: bytes, manifest: Mapping[str, Any], frozen_ms: int, attempts: int
 ) -> Transaction:
-    """The transaction that a row describes. Ephemeral EDUs in it are no longer in any lane."""
+    """The transaction of a row. Its ephemeral EDUs are in no queue any more."""
     record = TransactionRecord.from_json(manifest)
     return Transaction(
         id=transaction_id,
@@ -332,10 +332,10 @@ async def settle(
     upto_ms: int | None = None,
     resync: bool = False,
 ) -> None:
-    """Write down all that an answer to this transaction moves; once more does no harm.
+    """Write down all effects of an answer to this transaction; doing so again does no harm.
 
     Args:
-        rooms: with a catch-up on record, up to where each room is dealt with.
+        rooms: with a catch-up on record, room -> the stream ordering now settled there.
         upto_ms: redeliveries that were asked for later stay, in milliseconds since the epoch; None:
             there are none.
         resync: its device lists never arrived; see `Settlement`.
@@ -361,6 +361,6 @@ class TransactionIds:
         self._count = 0
 
     def next(self) -> str:
-        """An id no transaction has had."""
+        """Return an id that no transaction has had."""
         self._count += 1
         return f"{self._boot}.{self._count}"
