@@ -2,8 +2,8 @@
 
 Updates of a user form a chain: each names in `prev_id` the one before it, so that a server that
 missed one notices, and asks for all of the user's devices (Matrix server-server API, "Device
-management"). An empty `prev_id` has the same effect. What changed several times is sent once, as it
-is now, under its newest stream id. Key updates have no place in the chain.
+management"). An empty `prev_id` has the same effect. A device that changed several times is sent
+once, with its present keys, under its newest stream id. Key updates have no place in the chain.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from fedsender.store.records import CrossSigning, Device, DeviceChanges
 
 DEVICE_LIST = "m.device_list_update"
 SIGNING_KEYS = ("m.signing_key_update", "org.matrix.signing_key_update")
-"""The second is what servers knew it as before it had a name, and some know no other."""
+"""The name in the specification, and the unstable one before it: some servers know no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class _Change:
 def compose(changes: DeviceChanges, room: int) -> list[tuple[Edu, ...]]:
     """The EDUs that go next, at most `room`: devices by stream id, then keys.
 
-    Keys are two EDUs, of which the first carries the rows of both: they leave together. Where only
-    one is left they wait; but if one is all there is, the first of the two goes alone.
+    Keys are two EDUs, of which the first carries the rows of both: they leave together. If there is
+    room for only one more, they wait. But if `room` is 1, the first of the two goes alone.
     """
     chosen: list[_Change] = []
     left = room
@@ -58,12 +58,12 @@ def compose(changes: DeviceChanges, room: int) -> list[tuple[Edu, ...]]:
 
 
 def count(changes: DeviceChanges) -> int:
-    """The number of EDUs that all of it would be."""
+    """The number of EDUs for all the changes."""
     return sum(change.edus for change in _conflated(changes))
 
 
 def _conflated(changes: DeviceChanges) -> list[_Change]:
-    """The rows by what they are about, in the order of the newest row of each."""
+    """The changes, each with all its rows, in the order of the newest row of each."""
     rows: dict[tuple[str, str | None], list[DevicePoke]] = {}
     for poke in changes.pokes:
         known = changes.cross_signing.get(poke.user_id)

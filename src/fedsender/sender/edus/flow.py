@@ -1,9 +1,9 @@
-"""From the homeserver's EDU streams to the outboxes of the servers concerned.
+"""The flow of EDUs from the homeserver's streams to the outboxes of the servers concerned.
 
-Streams that the database holds are followed by their positions alone: what is new is read from
-there, whether we heard of it, missed it, or were not running.
+Streams that the database holds are followed by their positions alone: new rows are read there, also
+if we missed the hint of them, or were not running.
 
-What can wait goes to one server after the other, at a configured pace, so that one small thing in
+Items that can wait go to one server after the other, at a configured pace, so that one receipt in
 a large room does not open thousands of connections at once.
 """
 
@@ -31,16 +31,16 @@ from fedsender.waiting import Signal, supervise
 RECEIPT_PAGE = 500
 SAVE_EVERY_S = 5.0
 LONGEST_TRICKLE_S = 30.0
-"""Nobody waits longer for its turn; a longer line moves faster."""
+"""The longest wait of a server for its turn; a longer line moves faster."""
 MAX_TRICKLING = 100_000
-"""Receipts and states that wait for their servers' turn; beyond, nothing has to wait."""
+"""The most receipts and states that wait for their servers' turn; further ones need not wait."""
 MAX_PENDING = 10_000
-"""Changes of typing, or of presence, whose servers are still to be asked for."""
+"""The most changes of typing, or of presence, with servers that are still to be asked for."""
 TYPING_SWEEP_S = 5.0
 
 
 class Registry(Protocol):
-    """The sender's face towards the flow."""
+    """The part of the sender that the flow uses."""
 
     @property
     def active(self) -> Mapping[str, Destination]: ...
@@ -53,7 +53,7 @@ class EduFlow:
     """The flow of EDUs into outboxes; the feed's `EduSink`. One task per stream.
 
     Attributes:
-        device_lists: up to where rows of changed devices may be read.
+        device_lists: the stream id up to which rows of changed devices may be read.
         receipts: the same for receipts.
         debts: for servers that are not active, the stream id above which each is owed receipts.
     """
@@ -85,7 +85,7 @@ class EduFlow:
         self._presence_news = Signal()
 
     async def load(self) -> None:
-        """Take up what was saved: before any server is reached, and before `run`."""
+        """Load the saved position and debts, before any server is reached and before `run`."""
         owed = await self._context.receipts.load(self._context.instance)
         newest = await self._context.edus.newest_receipt()
         # A first run begins now; and a database that was set back has forgotten what it said.
@@ -117,12 +117,12 @@ class EduFlow:
     # --- Servers that come and go: synchronous ----------------------------------------------------
 
     def entered(self, destination: Destination) -> None:
-        """It is active from now on."""
+        """Give a destination that becomes active its debt of receipts."""
         destination.outbox.receipts.owe(self.debts.pop(destination.name, None))
         self._unsaved.set()
 
     def left(self, destination: Destination) -> None:
-        """It is not active any more; what it is still owed waits in the database."""
+        """Note a destination's owed receipts as a debt, as it is not active any more."""
         destination.outbox.close()
         owed = destination.outbox.receipts.owed_above
         if owed is not None:
@@ -130,7 +130,7 @@ class EduFlow:
         self._unsaved.set()
 
     def forget(self, server: str) -> None:
-        """It is owed nothing any more."""
+        """Forget this server's debt of receipts."""
         self.debts.pop(server, None)
         self._unsaved.set()
 
@@ -171,7 +171,7 @@ class EduFlow:
                 self._unsaved.set()
 
     async def _servers_of(self, page: Sequence[Receipt]) -> dict[str, frozenset[str]]:
-        """By room, the servers that get receipts, from us."""
+        """By room, the servers that get receipts from us."""
         rooms = sorted({receipt.room_id for receipt in page})
         found = await self._context.homeserver.servers_now(rooms) if rooms else {}
         return {
@@ -182,7 +182,7 @@ class EduFlow:
     async def _read_events(
         self, page: Sequence[Receipt], servers: Mapping[str, frozenset[str]]
     ) -> dict[str, ReadEvent]:
-        """The events that were read, where it matters."""
+        """The events that were read, in rooms of `SMALL_ROOM` or more servers."""
         wanted = {item.event_id for item in page if len(servers[item.room_id]) >= SMALL_ROOM}
         if not wanted:
             return {}
@@ -192,7 +192,7 @@ class EduFlow:
     # --- In turn ----------------------------------------------------------------------------------
 
     def _put_off(self, item: Receipt | PresenceState, servers: Iterable[str]) -> None:
-        """Let these servers have it when their turn comes."""
+        """Give the item to each of these servers in its turn."""
         key = _key_of(item)
         for server in servers:
             if self._trickling >= MAX_TRICKLING:
@@ -215,7 +215,7 @@ class EduFlow:
             await trio.sleep(min(pace, LONGEST_TRICKLE_S / (len(self._later) + 1)))
 
     def _put_now(self, item: Receipt | PresenceState, servers: Iterable[str]) -> None:
-        """Let these servers have it before others; an older one must not come after it."""
+        """Give the item to these servers now, and drop an older one that waits for their turn."""
         key = _key_of(item)
         for server in servers:
             waiting = self._later.get(server, {})
@@ -239,13 +239,13 @@ class EduFlow:
     # --- Typing -----------------------------------------------------------------------------------
 
     def typing(self, room_id: str, users: Sequence[str], token: int) -> None:
-        """These users, and no others, type in the room now; of two tokens the larger is newer."""
+        """Note that only these users type in the room now; of two tokens the larger is newer."""
         ours = [user for user in users if self._is_ours(user)]
         self._tell_typing(self._rooms.update(room_id, ours, token, trio.current_time()))
         self._rooms_known.set()
 
     def typing_reset(self) -> None:
-        """Tokens begin anew, and so does the set of users that type."""
+        """Forget the rooms: tokens, and the sets of users that type, begin anew."""
         self._rooms.reset()
 
     def _tell_typing(self, changes: Iterable[Typing]) -> None:
@@ -286,7 +286,7 @@ class EduFlow:
     # --- Presence ---------------------------------------------------------------------------------
 
     def presence(self, state: PresenceState) -> None:
-        """The presence of a user now."""
+        """Note the presence of a user now."""
         if not self._context.presence.enabled or not self._is_ours(state.user_id):
             return
         if self._states.note(state):
@@ -297,14 +297,14 @@ class EduFlow:
             self._presence_news.set()
 
     def presence_missed(self, after: int, upto: int) -> None:
-        """States with after < stream id <= upto were not told, but stand in the store."""
+        """Have states with after < stream id <= upto read from the store: they were missed."""
         self._gap = (
             (min(after, self._gap[0]), max(upto, self._gap[1])) if self._gap else (after, upto)
         )
         self._presence_news.set()
 
     def presence_wanted(self, server: str, user_id: str) -> None:
-        """This server is to be told how present the user is."""
+        """Send this server the presence of the user."""
         enabled = self._context.presence.enabled
         if enabled and self._is_ours(user_id) and self._wants(server, "presence"):
             if len(self._wanted) >= MAX_PENDING:
@@ -316,7 +316,7 @@ class EduFlow:
     def edu(
         self, server: str, edu_type: str, content: Mapping[str, Any], key: Sequence[str] | None
     ) -> None:
-        """This server is to get this EDU; a newer one of the same key takes its place."""
+        """Send this server this EDU; a newer one of the same key takes its place."""
         destination = self._registry.reach(server)
         if destination is None:
             return
@@ -346,7 +346,7 @@ class EduFlow:
             await self._tell_wanted()
 
     async def _make_up(self, known_upto: int) -> None:
-        """Read what was missed; what was said before we began is known, and not news."""
+        """Read the missed states; those up to `known_upto`, from before our start, are not news."""
         gap = self._gap
         if gap is None:
             return
@@ -368,7 +368,7 @@ class EduFlow:
             self._put_off(state, wanting)
 
     async def _tell_wanted(self) -> None:
-        """Whoever asks for a user is told, whatever was told before."""
+        """Put the asked-for states in line, also if they were sent before."""
         wanted = set(self._wanted)
         unknown = {user for _, user in wanted if self._states.get(user) is None}
         if unknown:
@@ -405,12 +405,12 @@ class EduFlow:
 
     @property
     def _receipts_on_their_way(self) -> bool:
-        """Whether what is owed changes without a word to us: by an answer, or a turn that comes."""
+        """Whether owed receipts may change without notice: by an answer, or when a turn comes."""
         owed = (item.outbox.receipts.owed_above for item in self._registry.active.values())
         return bool(self._later) or any(above is not None for above in owed)
 
     async def save(self) -> None:
-        """Write down which receipts are still owed, if that has changed."""
+        """Write the position and the debts of receipts down, if they have changed."""
         position, debts = self._owed()
         if (position, debts) == self._saved:
             return
@@ -421,7 +421,7 @@ class EduFlow:
         self._saved = (position, debts)
 
     def _owed(self) -> tuple[int, dict[str, int]]:
-        """Up to where all is answered or is a debt; and the debts."""
+        """The stream id up to which every receipt is answered or in a debt; and the debts."""
         position, debts = self._seen, dict(self.debts)
         for waiting in self._later.values():
             ids = (item.stream_id for item in waiting.values() if isinstance(item, Receipt))

@@ -1,8 +1,8 @@
 """Presence: the changes that are sent, and their EDUs.
 
-A homeserver notes many things about a user that others need not hear. One state of each user waits
-for a server, the newest; the time since the user was active is reckoned when the EDU is made
- (Matrix server-server API, "Presence").
+A homeserver notes many changes of a user that other servers need not hear of. Only the newest state
+of each user waits for a server. The time since the user was active is computed when the EDU is made
+(Matrix server-server API, "Presence").
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from fedsender.store.records import PresenceState
 PRESENCE = "m.presence"
 STATES_PER_EDU = 50
 LIFETIME_S = 300.0
-"""A state that could not be sent for so long is not worth sending."""
+"""The age at which a state is dropped unsent."""
 MAX_USERS = 100_000
 
 
@@ -36,7 +36,7 @@ def notable(old: PresenceState | None, new: PresenceState, granularity_ms: int) 
 
 
 class PresenceStates:
-    """The last known states of our users; of many users, those heard of last."""
+    """The last known states of our users; of more than `MAX_USERS`, those used last."""
 
     def __init__(self, granularity_ms: int) -> None:
         self._granularity_ms = granularity_ms
@@ -47,14 +47,14 @@ class PresenceStates:
         return self._states.get(user_id)
 
     def note(self, state: PresenceState) -> bool:
-        """Remember the state; whether other servers should hear of it."""
+        """Remember the state; return whether other servers should hear of it."""
         old = self._states.get(state.user_id)
         self._states[state.user_id] = state
         return notable(old, state, self._granularity_ms)
 
 
 def key_of(state: PresenceState) -> Key:
-    """A newer state of the same key replaces an older one."""
+    """The key of a state; a newer state of the same key replaces an older one."""
     return (PRESENCE, state.user_id)
 
 
@@ -80,7 +80,7 @@ class _Waiting:
 class PresenceQueue:
     """The states that wait for one server: one for each user, at most `limit`.
 
-    `count` is told how many left unsent, and why: "expired", "replaced", "crowded out".
+    `count` gets a reason ("expired", "replaced", "crowded out") and number of states lost.
     """
 
     def __init__(self, limit: int, count: Callable[[str, int], None]) -> None:
@@ -93,7 +93,7 @@ class PresenceQueue:
         return len(self._waiting)
 
     def put(self, state: PresenceState, *, expires_at: float) -> None:
-        """Wait with this state, in place of any other of its user, and in that one's turn."""
+        """Queue this state, in the place of any other of its user."""
         self._version += 1
         key = key_of(state)
         if key in self._waiting:
@@ -104,7 +104,7 @@ class PresenceQueue:
         self._waiting[key] = _Waiting(state, self._version, expires_at)
 
     def expire(self, now: float) -> None:
-        """Let go of what has outlived its use."""
+        """Drop the states that have expired."""
         stale = [key for key, item in self._waiting.items() if item.expires_at <= now]
         for key in stale:
             del self._waiting[key]
@@ -116,14 +116,14 @@ class PresenceQueue:
         self._waiting.clear()
 
     def fill(self, draft: Draft, now_ms: int) -> None:
-        """Put in as many as fit; they stay until they are answered."""
+        """Put as many states as fit into the draft; they stay until they are answered."""
         items = list(self._waiting.items())
         for start in range(0, len(items), STATES_PER_EDU):
             if not draft.add_edu(_edu(items[start : start + STATES_PER_EDU], now_ms)):
                 return
 
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
-        """These versions arrived; a newer state of the same user stays."""
+        """Remove these versions, which arrived; a newer state of the same user stays."""
         for key, version in taken:
             item = self._waiting.get(key)
             if item is not None and item.version == version:

@@ -1,11 +1,12 @@
 """Receipts: the servers that get one at once, those that get it later, and the size of an EDU.
 
 In small rooms, and for events of the last minute, all servers get a receipt at once: there it shows
-that a user is present. Otherwise only the server of the event's sender does, and the others in
-turn: a room of thousands of servers would cost thousands of transactions for each message read.
+that a user is present. Otherwise only the server of the event's sender gets it at once, and the
+others in turn: in a room of thousands of servers each read message would cost thousands of
+transactions.
 
-A server's receipts wait in memory while it answers. When it does not, or when they are too many,
-they are given up for a debt: the stream id above which it is owed receipts, to be read from the
+A server's receipts wait in memory while it answers. When it fails, or when they are too many, they
+are given up for a debt: the stream id above which it is owed receipts. They are read from the
 database when it answers again. So none is lost, and memory is bounded.
 """
 
@@ -19,14 +20,14 @@ from fedsender.store.records import Receipt
 
 RECEIPT = "m.receipt"
 SMALL_ROOM = 10
-"""With fewer other servers than this, all hear at once."""
+"""In a room with fewer other servers than this, all get a receipt at once."""
 FRESH_MS = 60_000
-"""So long after an event, all hear at once who has read it."""
+"""For an event younger than this, all servers get a receipt at once."""
 RECEIPTS_PER_EDU = 200
 
 
 def key_of(receipt: Receipt) -> Key:
-    """A newer receipt of the same key replaces an older one."""
+    """The key of a receipt; a newer receipt of the same key replaces an older one."""
     thread = () if receipt.thread_id is None else (receipt.thread_id,)
     return (RECEIPT, receipt.room_id, receipt.receipt_type, receipt.user_id, *thread)
 
@@ -40,7 +41,7 @@ class ReadEvent:
 
 
 def at_once(servers: frozenset[str], event: ReadEvent | None, now_ms: int) -> frozenset[str]:
-    """Those of the servers that hear of a receipt at once; the others do in turn."""
+    """The servers that get a receipt at once; the others get it in turn."""
     if len(servers) < SMALL_ROOM:
         return servers
     if event is None:
@@ -54,10 +55,10 @@ def at_once(servers: frozenset[str], event: ReadEvent | None, now_ms: int) -> fr
 
 
 def compose(receipts: Iterable[Receipt]) -> Iterator[tuple[Edu, list[Receipt]]]:
-    """The receipts as EDUs, each with what is in it.
+    """The receipts as EDUs, each with the receipts in it.
 
-    A user has one place by room and type, so further threads of theirs go into further EDUs (Matrix
-    server-server API, "Receipts"; the threads are those of the client-server API).
+    An EDU has one place for each room, type and user, so further threads of a user go into further
+    EDUs (Matrix server-server API, "Receipts"; the threads are those of the client-server API).
     """
     edus: list[dict[Key, Receipt]] = []
     for receipt in receipts:
@@ -115,7 +116,7 @@ class ReceiptQueue:
         return self.oldest - 1
 
     def put(self, receipt: Receipt) -> None:
-        """Wait with this receipt, in place of an older one of its key."""
+        """Queue this receipt, in place of an older one of its key."""
         self._offered += 1
         if self.debt is not None:
             self.debt = min(self.debt, receipt.stream_id - 1)
@@ -128,28 +129,28 @@ class ReceiptQueue:
             self.give_up()
 
     def give_up(self) -> None:
-        """Leave what waits here to the database."""
+        """Give up the receipts that wait here for a debt."""
         self.owe(self.owed_above)
 
     def owe(self, after: int | None) -> None:
-        """The server is owed the receipts above `after`; None changes nothing."""
+        """Note a debt: the server is owed the receipts above `after`. None changes nothing."""
         if after is not None:
             self.debt = after if self.debt is None else min(after, self.debt)
             self._waiting.clear()
 
     def clear(self) -> None:
-        """The server is owed nothing of the kind."""
+        """Forget all receipts and the debt."""
         self.debt = None
         self._waiting.clear()
 
     def fill(self, draft: Draft) -> None:
-        """Put in as many as fit; they stay until they are answered."""
+        """Put as many receipts as fit into the draft; they stay until they are answered."""
         for edu, _ in compose(self._waiting.values()):
             if not draft.add_edu(edu):
                 return
 
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
-        """These arrived; a newer one of the same key stays."""
+        """Remove these receipts, which arrived; a newer one of the same key stays."""
         for key, stream_id in taken:
             item = self._waiting.get(key)
             if item is not None and item.stream_id <= stream_id:
@@ -158,25 +159,23 @@ class ReceiptQueue:
     # --- Paying a debt, page by page --------------------------------------------------------------
 
     def begin_page(self) -> int:
-        """A page above the debt is about to be read; what to give `none_found`."""
+        """Note that a page above the debt is read next; return the argument for `none_found`."""
         self._page_after = self.debt
         return self._offered
 
     def none_found(self, offered: int) -> None:
-        """There was nothing above the debt: it is paid, unless something was put here since."""
+        """End the debt, as no receipt is above it, unless a receipt was put here since."""
         if self._offered == offered:
             self.debt = None
 
     def pay(self, upto: int) -> None:
-        """The receipts of the page for this server, up to `upto`, were answered, or there were
-        none.
-        """
+        """Pay the debt up to `upto`: this server's receipts there, if any, were answered."""
         if self.debt is not None and self.debt == self._page_after:
             self.debt = self._page_after = upto
 
 
 def fill_page(draft: Draft, receipts: Sequence[Receipt], last: int) -> int:
-    """Put in receipts of a debt; the stream id up to which it is paid once they are answered.
+    """Put in receipts of a debt; return the stream id up to which an answer to them pays it.
 
     `receipts` are those for this server, ascending, of a page that ends at `last`.
     """

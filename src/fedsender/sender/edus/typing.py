@@ -1,8 +1,8 @@
-"""Typing: the users that type in each room, changes, and what must be sent again.
+"""Typing: the users that type in each room, their changes, and the typing that is sent again.
 
-A receiver forgets a typing user after a while, so it is told again and again (Matrix server-server
-API, "Typing notifications"). The homeserver names the whole set of users that type in a room each
-time that set changes; tokens say which of two sets is the newer one.
+A receiver forgets a typing user after a while, so typing is sent to it repeatedly (Matrix
+server-server API, "Typing notifications"). The homeserver names the whole set of users that type in
+a room each time that set changes. Of two sets the one with the larger token is newer.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,9 +12,9 @@ from typing import Any
 TYPING = "m.typing"
 KEEP_ALIVE_S = 40.0
 FORGET_S = 600.0
-"""A room that nothing was heard of for so long is forgotten: its users are not typing any more."""
+"""The time without news after which a room is forgotten: its users are not typing any more."""
 LIFETIME_S = 60.0
-"""A notification that could not be sent for so long is not worth sending."""
+"""The age at which a notification is dropped unsent."""
 MAX_ROOMS = 10_000
 
 
@@ -28,7 +28,7 @@ class Typing:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """A newer one of the same key replaces an older one."""
+        """The key of a change; a newer change of the same key replaces an older one."""
         return (TYPING, self.room_id, self.user_id)
 
     def content(self) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ class TypingRooms:
         return len(self._rooms)
 
     def update(self, room_id: str, users: Iterable[str], token: int, now: float) -> list[Typing]:
-        """These of our users type in the room now; what is to be told.
+        """Note our users that type in the room now; return the changes to send.
 
         An older token than the room's last one changes nothing. Beyond `MAX_ROOMS` further rooms
         are not followed.
@@ -90,5 +90,5 @@ class TypingRooms:
         return again
 
     def reset(self) -> None:
-        """The homeserver counts from 0 again, and will name all users that type."""
+        """Forget all rooms: tokens start from 0 again, and all users that type will be named."""
         self._rooms.clear()
