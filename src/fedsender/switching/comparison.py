@@ -1,16 +1,16 @@
 """Expected deliveries, compared with those that Synapse's worker has recorded; and the report.
 
-An event is written down when the shadow reads it. It is compared once the worker's own events
-position has passed it: by then `destination_rooms` must name, for every server that should get the
-event, this event or a newer one of the room, and must name this event for no other server. After
-that the servers that should get it are watched until LSSO says that they have.
+An event is noted when the shadow reads it. It is compared once the worker's own events position has
+passed it. By then `destination_rooms` must name this event, or a newer one of the room, for every
+server that should get the event. It must not name this event for another server. After that the
+servers that should get it are watched until LSSO says that they have.
 
 `Comparison` is pure: no I/O, no clock. Events beyond its bounds are counted.
 
-The report is `shadow.jsonl` in the ledger's directory, mode 0600, one JSON object per line. It is
-begun anew at a size, and the old one stays beside it. `what` is "pdu" (a PDU that we would have
-sent, and its servers), "difference" or "quarantined". Event ids and server names are in it, content
-never.
+The report is `shadow.jsonl` in the ledger's directory, mode 0600, one JSON object per line. Above a
+size a new one is begun, and the old one stays beside it. The field `what` is "pdu" (a PDU that we
+would have sent, and its servers), "difference" or "quarantined". A line may have event ids and
+server names, but never content.
 """
 
 import os
@@ -32,7 +32,7 @@ MAX_UNCOMPARED = 100_000
 MAX_UNANSWERED = 200
 MAX_SERVERS = 50_000
 LATE_S = 60.0
-"""A server that is neither failing nor told within this many seconds is called late."""
+"""A server that does not fail, and has not answered within these seconds, is called late."""
 
 Kind = Literal["not owed", "owed too", "late", "late to-device", "behind"]
 
@@ -43,7 +43,7 @@ class Stand:
 
     Attributes:
         lsso: its last successful stream ordering; None: unknown.
-        waiting: it failed, and Synapse waits before it tries again.
+        waiting: whether it failed, and Synapse waits before it tries again.
     """
 
     lsso: int | None
@@ -55,7 +55,7 @@ class Expected:
     """An event that we would have sent.
 
     Attributes:
-        servers: to whom; none: it is not ours to send.
+        servers: the servers that should get it; empty: it is not ours to send.
         target: the server of the user whose membership it sets, if it is a membership.
     """
 
@@ -71,11 +71,12 @@ class Difference:
     """A difference between the worker and us.
 
     Attributes:
-        kind: "not owed": we would have sent it, Synapse does not mean to. "owed too": the other way
-            round. "late": Synapse has had LATE_S seconds and is not waiting for the server's sake.
-            "behind": the worker has not reached an event in LATE_S seconds; it is stopped or slow.
-        server: whom it concerns; None: all.
-        because: the number of the weakness that explains it (docs/weaknesses.md); None: nothing
+        kind: "not owed": we would have sent the event, and Synapse will not. "owed too": Synapse
+            will send it, and we would not have. "late", "late to-device": unsent after LATE_S
+            seconds, while Synapse is not backing off. "behind": the worker has not reached an event
+            in LATE_S seconds; it is stopped or slow.
+        server: the server concerned; None: all.
+        because: the number of the weakness that explains it (docs/weaknesses.md); None: no weakness
             does.
     """
 
@@ -88,13 +89,13 @@ class Difference:
 
     @property
     def explained(self) -> bool:
-        """Whether an operator need not look into it: lateness is Synapse's own affair."""
+        """Whether an operator need not look into it; lateness is a matter of Synapse alone."""
         return self.because is not None or self.kind not in ("not owed", "owed too")
 
 
 @dataclass(slots=True)
 class _Unanswered:
-    """The events that a server has yet to answer: (stream ordering, seconds when it was read)."""
+    """The events that a server has yet to answer: (stream ordering, time of our reading)."""
 
     events: deque[tuple[int, float]]
     called_late: bool = False
@@ -112,19 +113,19 @@ class Comparison:
         self._late_to_device: set[str] = set()
         self._called_behind = False
         self.compared = 0
-        """Events that have been held against Synapse's tables."""
+        """The number of events compared with Synapse's tables."""
         self.passed_over = 0
-        """Events, or waits for an answer, that had to be left out for want of room."""
+        """The number of events, or of waits for an answer, beyond the bounds."""
         self.answer_s: deque[float] = deque(maxlen=10_000)
         """Seconds from our reading of an event to its server's answer, the latest ones."""
 
     @property
     def uncompared(self) -> int:
-        """Events that wait for Synapse's worker."""
+        """The number of events that wait for Synapse's worker."""
         return len(self._open)
 
     def expect(self, event: Expected, now_s: float) -> None:
-        """Write an event down; stream orderings ascend."""
+        """Note an event; stream orderings ascend."""
         if len(self._open) >= MAX_UNCOMPARED:
             self.passed_over += 1
             return
@@ -138,9 +139,9 @@ class Comparison:
         return found
 
     def behind(self, now_s: float) -> list[Difference]:
-        """Whether the worker leaves an event alone for too long, told once per episode.
+        """The difference if the worker has not reached an event for too long, once per episode.
 
-        Ask after the events that are due were taken out.
+        To be called after the due events were taken out.
         """
         called, self._called_behind = self._called_behind, False
         if not self._open or now_s - self._open[0][1] <= LATE_S:
@@ -157,8 +158,8 @@ class Comparison:
         """Compare these events with `destination_rooms`.
 
         Args:
-            owed: by room and server; a room that is not in it is gone, and nothing is owed there.
-            partial: rooms whose state Synapse has in part only.
+            owed: stream ordering by room and server; a room that is not in it was purged.
+            partial: rooms of which Synapse has only partial state.
         """
         found: list[Difference] = []
         by_id = {event.stream_ordering: event for event, _ in due}
@@ -197,11 +198,11 @@ class Comparison:
         waiting.events.append((stream_ordering, read_s))
 
     def awaited(self) -> list[str]:
-        """The servers that have yet to answer for something."""
+        """The servers that have yet to answer for an event."""
         return list(self._unanswered)
 
     def answered(self, stands: Mapping[str, Stand], now_s: float) -> list[Difference]:
-        """See how far each server is; those that are late without a reason, each told once."""
+        """Note the servers' answers; return those that are late without a reason, each once."""
         found: list[Difference] = []
         for server, stand in stands.items():
             waiting = self._unanswered.get(server)
@@ -252,11 +253,11 @@ FILE_NAME = "shadow.jsonl"
 
 @dataclass(slots=True)
 class Report:
-    """Writes the lines and keeps the counts.
+    """The report: writes the lines and keeps the counts.
 
     Attributes:
-        differences: how many, by (kind, the weakness that explains it).
-        heard: EDU facts heard of, by kind: what we would have made EDUs of.
+        differences: their number, by (kind, the weakness that explains it).
+        heard: the number of facts heard from the feed, by kind; we would have made EDUs of most.
     """
 
     directory: Path
@@ -273,7 +274,7 @@ class Report:
         return self.directory / FILE_NAME
 
     def would_send(self, events: Iterable[Expected], now_ms: int) -> None:
-        """We would have sent these."""
+        """Write the events that we would have sent."""
         lines = []
         for event in events:
             self.pdus += 1
@@ -291,7 +292,7 @@ class Report:
         self._write(lines, now_ms)
 
     def quarantined(self, events: Iterable[tuple[str, str, str]], now_ms: int) -> None:
-        """We would have put these (event id, room id, reason) into quarantine."""
+        """Write the events (id, room id, reason) that we would have put into quarantine."""
         lines = [
             {"what": "quarantined", "event_id": event_id, "room_id": room_id, "reason": reason}
             for event_id, room_id, reason in events
@@ -300,7 +301,7 @@ class Report:
         self._write(lines, now_ms)
 
     def differ(self, differences: Sequence[Difference], now_ms: int) -> None:
-        """Synapse's worker differs there."""
+        """Write the differences of Synapse's worker."""
         for difference in differences:
             self.differences[difference.kind, difference.because] += 1
             self.unexplained += not difference.explained
@@ -321,7 +322,7 @@ class Report:
         )
 
     def _write(self, lines: Sequence[dict[str, Any]], now_ms: int) -> None:
-        """Append whole lines; raises OSError. A shadow that cannot report is of no use."""
+        """Append whole lines. Raises OSError: a shadow that cannot report must end."""
         if not lines:
             return
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)

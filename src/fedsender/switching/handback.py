@@ -1,11 +1,12 @@
 """The hand-back to the next sender: items that it would not send are named before they are lost.
 
-That is Synapse's own federation sender, or the others where one of several senders leaves the list.
+The next sender is Synapse's own federation sender. Where one of several senders leaves the list, it
+is the others.
 
-Synapse's sender goes on from the tables that we kept true: the events position, who is owed which
-room, LSSO, to-device messages and device lists. It knows nothing of what stands in the sender's own
-tables. So before it may start again, three things are looked for there: events and EDUs in
-quarantine, events that are to be sent again, and transactions that left and were not answered.
+Synapse's sender goes on from the tables that we kept correct: the events position, the rooms owed
+to each server, LSSO, to-device messages and device lists. It does not read the tables of our own.
+So before it may start again, these are searched for three things: events and EDUs in quarantine,
+events that are to be sent again, and transactions that left and were not answered.
 """
 
 import os
@@ -42,9 +43,9 @@ class Findings:
     """The obstacles to a hand-back, each a sentence that names server and room.
 
     Attributes:
-        losses: what Synapse's sender would never send.
-        repeats: what it would send again under an id of its own.
-        notes: what an operator should know, and nothing to decide.
+        losses: the items that Synapse's sender would never send.
+        repeats: the transactions that it would send again under an id of its own.
+        notes: other facts for the operator, with nothing to decide.
         done: whether the sending was handed back. If not, nothing was changed.
     """
 
@@ -62,22 +63,22 @@ async def hand_back(
     accept_repeats: bool = False,
     accept_loss: bool = False,
 ) -> Findings:
-    """Leave everything as Synapse's own sender needs it, or tell the obstacles.
+    """Leave the databases as Synapse's own sender needs them, or return the obstacles.
 
-    What a killed daemon's ledger proves to be answered is written to the databases first. Then, if
-    nothing is found or what is found is accepted: unanswered transactions are given up, each with a
-    line in the ledger, and servers that were never reached get a low-water mark (LSSO) from which
-    Synapse's sender can catch up with them (W2). Quarantine stays for the day we come back.
-    Synapse's schema is not touched.
+    Answers that only a killed daemon's ledger has are written to the databases first. Then, if no
+    obstacle is found, or all are accepted, unanswered transactions are given up, each with a line
+    in the ledger. Servers that were never reached get a low-water mark (LSSO) from which Synapse's
+    sender can catch up with them (W2). Quarantine stays, in case we come back. Synapse's schema is
+    not touched.
 
     Args:
-        settings: where the databases of `config` are.
+        settings: the addresses and options of the databases of `config`.
         accept_repeats: unanswered transactions are no reason to refuse.
-        accept_loss: nothing is.
+        accept_loss: no obstacle is a reason to refuse.
 
     Raises:
         ConfigError: there is no Synapse behind this configuration, nor another sender on its list;
-            or we hold what by that list belongs to others, who cannot see it.
+            or we hold records that by that list belong to other senders, which cannot see them.
         LockHeld: the daemon is still running.
         SendersDiffer: another sender runs, by another list of senders.
         StoreError: a database is not one that we know, or of a version outside the tested range.
@@ -109,7 +110,7 @@ async def hand_back(
 async def _records(
     config: Config, settings: StoreConfig, runtime: Runtime
 ) -> AsyncIterator[tuple[Store, Ledger]]:
-    """The databases and the ledger, as the daemon has them, in its place."""
+    """Open the databases and the ledger as the daemon does, in its place."""
     boot_id = runtime.entropy(8).hex()
     async with open_store(settings, runtime) as store:
         await take_shard(store, config, boot_id)
@@ -128,7 +129,7 @@ async def _records(
 
 
 async def _quarantined(store: Store, config: Config) -> list[str]:
-    """One sentence for each server and room with something in quarantine."""
+    """One sentence for each server and room with items in quarantine."""
     counts: Counter[tuple[str, str]] = Counter()
     reasons: dict[tuple[str, str], str] = {}
     after = 0
@@ -167,7 +168,7 @@ def _next(config: Config) -> str:
 
 
 async def _unanswered(store: Store, name: str, next_sender: str) -> str:
-    """The transaction that this server may or may not have, in words."""
+    """The unanswered transaction of this server, in words."""
     record = await store.sender.load_frozen(name)
     if record is None:
         return f"{name}: a transaction is unanswered"
@@ -184,7 +185,7 @@ async def _unanswered(store: Store, name: str, next_sender: str) -> str:
 async def _settle(
     store: Store, ledger: Ledger, runtime: Runtime, config: Config, frozen: set[str]
 ) -> list[str]:
-    """Give our transactions up, and make up for what Synapse's sender cannot do; in words."""
+    """Give our transactions up, and set missing low-water marks; return the notes."""
     for name in sorted(frozen):
         await discard(store, ledger, runtime, name, DISCARDED)
     notes = []
@@ -203,9 +204,7 @@ async def _settle(
 
 
 async def _held_back(store: Store, config: Config) -> list[str]:
-    """The servers that an operator keeps us from sending to, and that Synapse's sender will send
-    to.
-    """
+    """The notes on servers that only we do not send to, because an operator said so."""
     states = states_of(await store.sender.all_server_states())
     notes = []
     for name, state in sorted(states.items()):
@@ -218,7 +217,7 @@ async def _held_back(store: Store, config: Config) -> list[str]:
 
 
 def _places(config: Config, settings: StoreConfig) -> list[Path]:
-    """The directories of ours that a hand-back writes to."""
+    """The directories that a hand-back writes to."""
     database = make_url(settings.sender_url)
     if database.get_backend_name() != "sqlite" or not database.database:
         return [config.ledger.directory]
@@ -226,16 +225,17 @@ def _places(config: Config, settings: StoreConfig) -> list[Path]:
 
 
 def owner_of(file: int) -> tuple[int, int]:
-    """User and group that an open file or directory belongs to."""
+    """The user and group that own an open file or directory."""
     found = os.fstat(file)
     return found.st_uid, found.st_gid
 
 
 def leave_to_owner(directories: Sequence[Path]) -> None:
-    """Give the files that root wrote here to the user that the daemon runs as: each directory's.
+    """Give the files that root wrote in these directories to the owner of each directory.
 
-    That user may have put anything there, and may be at it now. So what is given is what was
-    looked at, and neither what a link leads to nor a file that has another name elsewhere.
+    The daemon runs as that user, which may have put any file there, and may do so now. So each file
+    is opened, checked and given by its descriptor. A link, or a file with another name elsewhere,
+    is never given.
     """
     if os.geteuid() != 0:
         return

@@ -1,7 +1,7 @@
-"""The shadow: it follows a live Synapse whose own worker sends, and tells what it would have done.
+"""The shadow: it follows a live Synapse that sends by its own worker, and compares the deliveries.
 
-It reads with a database role that may only SELECT, listens on Redis under a name of its own, says
-nothing there but REPLICATE, and writes nothing but its report.
+It reads with a database role that may only SELECT. It listens on Redis under a name of its own, and
+sends nothing there but REPLICATE. It writes nothing but its report.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -40,12 +40,12 @@ COMPARE_EVERY_S = 5.0
 COMPARE_AT_ONCE = 1000
 LONGEST_PAUSE_S = 30.0
 STOP_PATIENCE_S = 15.0
-"""For the last comparison; a database may be away for ever."""
+"""The time for the last comparison; a database may never answer."""
 CACHE_BYTES = 16 * 1024 * 1024
 
 
 class _Hints:
-    """A sink for what a feed tells: events rise, everything else is counted."""
+    """The sink of a feed: it follows the events' watermark, and counts all other facts."""
 
     def __init__(self, report: Report) -> None:
         self.events = Watermark()
@@ -84,7 +84,7 @@ class _Hints:
 
 
 class Shadow:
-    """Reads what is new, and holds it against what Synapse's worker does with it."""
+    """The loops that read new events, and compare them with the tables of Synapse's worker."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Shadow:
         report: Report,
         start: int,
     ) -> None:
-        """`start`: the worker's events position; what is above it is looked at."""
+        """`start`: the worker's events position; only events above it are compared."""
         policies = Policies(config)
         self.comparison = Comparison(start, policies.may_send_to)
         self.report = report
@@ -138,7 +138,7 @@ class Shadow:
             self.comparison.expect(event, now_s)
 
     async def keep_comparing(self) -> None:
-        """Compare, for ever, once every few seconds."""
+        """Compare every `COMPARE_EVERY_S`, until cancelled."""
         while True:
             await self.compare()
             await trio.sleep(COMPARE_EVERY_S)
@@ -168,7 +168,7 @@ class Shadow:
 
 
 async def _insist(ask: Callable[[], Awaitable[T]]) -> T:
-    """The answer of the database to `ask`, which is asked again for as long as it fails."""
+    """The database's answer to `ask`, which is repeated as long as it fails."""
     retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception_type(StoreError),
         wait=tenacity.wait_exponential(max=LONGEST_PAUSE_S),
@@ -185,7 +185,7 @@ def _note_refusal(state: tenacity.RetryCallState) -> None:
 
 
 def _target(row: EventRow) -> str | None:
-    """The server of a user with a membership that another user sets (W26)."""
+    """The server of the user if the event is a membership set by another user (W26), or None."""
     if row.type != "m.room.member" or row.state_key is None or row.state_key == row.sender:
         return None
     try:
@@ -195,12 +195,12 @@ def _target(row: EventRow) -> str | None:
 
 
 def shadow_name(config: Config) -> str:
-    """Our name among the homeserver's processes; no other may have it."""
+    """The shadow's name among the homeserver's processes; no other process may have it."""
     return f"{config.instance_name}-shadow"
 
 
 async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
-    """Be the shadow of this configuration file until SIGTERM or SIGINT; see `run_shadow`."""
+    """Run the shadow of this configuration file until SIGTERM or SIGINT; see `run_shadow`."""
     config = load(path)
     runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
@@ -220,9 +220,9 @@ async def run_shadow(
     notifier: Notifier,
     console: Console,
 ) -> int:
-    """Follow until told to stop, then print the summary; the exit code.
+    """Follow until told to stop, then print the summary; return the exit code.
 
-    0: nothing that a weakness of Synapse does not explain. 1: there were differences.
+    0: a weakness of Synapse explains each difference. 1: there were other differences.
 
     Raises:
         ConfigError: the configuration is not one of a Synapse.
@@ -275,7 +275,7 @@ async def _refuse_to_reload(signals: Signals) -> None:
 
 
 async def _announce(feed: Feed, config: Config, notifier: Notifier) -> None:
-    """READY once something can be heard."""
+    """Notify READY once the feed is connected."""
     notifier.status("waiting for the feed to connect")
     await feed.connected.wait()
     log.info("following", worker=config.instance_name, name=shadow_name(config))
@@ -300,9 +300,9 @@ PAGE = 500
 def read_owed(
     connection: Connection, room_ids: Sequence[str], above: int
 ) -> dict[str, dict[str, int]]:
-    """By room and server the newest event owed or sent, where it is above a stream ordering.
+    """By room and server the newest event owed or sent, if its stream ordering is above `above`.
 
-    A room that exists is in the answer, if only with no server; a purged one is not.
+    A room that exists is in the answer, perhaps with no server; a purged one is not.
     """
     rooms, rows = tables.rooms, tables.destination_rooms
     found: dict[str, dict[str, int]] = {}
@@ -319,14 +319,14 @@ def read_owed(
 
 
 def read_partial_rooms(connection: Connection, room_ids: Collection[str]) -> set[str]:
-    """The rooms of these that Synapse has only partial state of."""
+    """Of these rooms, those of which Synapse has only partial state."""
     table = tables.partial_state_rooms
     wanted = sorted(room_ids)
     return set(connection.scalars(select(table.c.room_id).where(table.c.room_id.in_(wanted))).all())
 
 
 def read_stands(connection: Connection, servers: Sequence[str]) -> dict[str, Stand]:
-    """The state of each of these servers that Synapse knows."""
+    """The states of those of these servers that Synapse knows."""
     table = tables.destinations
     found: dict[str, Stand] = {}
     for start in range(0, len(servers), PAGE):
@@ -340,7 +340,7 @@ def read_stands(connection: Connection, servers: Sequence[str]) -> dict[str, Sta
 
 
 def read_oldest_to_device(connection: Connection) -> Mapping[str, int]:
-    """By server when (ms) the oldest direct-to-device message that it is owed was queued."""
+    """By server the time (ms) when the oldest direct-to-device message owed to it was queued."""
     table = tables.device_federation_outbox
     query = select(table.c.destination, func.min(table.c.queued_ts)).group_by(table.c.destination)
     return {server: queued for server, queued in connection.execute(query)}  # noqa: C416

@@ -1,10 +1,10 @@
 """Shards: when the list of federation senders changes, servers go from one sender to another.
 
-What is on record of such a server has to go with it: a frozen transaction is repeated by whoever
-sends next (I3), and what is in quarantine must not be sent by somebody who does not know of it. In
-a database that all senders share, the new owner takes it over when it starts. Elsewhere it cannot
-see it: the old one refuses to start until nothing is left, and the new one until the old one says
-so, or has handed back.
+The records of such a server have to go with it: its next sender repeats a frozen transaction (I3),
+and must not send an item that the old one has in quarantine. In a database that all senders share,
+the new owner takes the records over when it starts. Elsewhere it cannot see them: the old owner
+refuses to start until no record is left. The new owner refuses to start until the old one says so,
+or has handed back.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ log = structlog.get_logger()
 
 CHUNK: Final = 500
 PATIENCE_S: Final = 60.0
-"""For senders that start together, to come so far that they can say what they have."""
+"""The wait for senders that start at the same time to say that they have no records."""
 LOOK_EVERY_S: Final = 0.5
 
 _WORDS: Final = {
@@ -40,24 +40,25 @@ _WORDS: Final = {
     "redeliveries": "events to redeliver",
     "receipt_debts": "servers with receipts owed",
 }
-"""Tables whose rows must not be left behind. Of the others (waits, catch-ups under way) a new owner
-makes his own: it may repeat something, and loses nothing."""
+"""Tables with rows that must not be left behind. A new owner makes its own rows of the others
+(waits, catch-ups under way): it may repeat items, and loses none."""
 
 
 async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed | None:
     """Become the only sender under our instance name, and take over the records of our servers.
 
-    By another list than before our position may go back to that of a sender who was behind us; what
-    is returned knows what we had put down as owed by then. None: it does not go back.
+    With a changed list our position may go back to that of a sender that was behind us. The
+    returned function tells the events that we had noted as owed before. None: it does not go back.
 
-    Waits for a database that is away; and, by another list than before, for a minute, until other
-    senders of the list whose database we do not share say that they have nothing of our servers.
+    Waits for a database that is away. With a changed list it also waits, for up to a minute, until
+    the other senders of the list with a database of their own say that they have no records of our
+    servers.
 
-    Raises LockHeld if somebody else runs under our name; SendersDiffer if a sender runs with
-    another list, for it may still be sending to servers that are ours by this one, or does not say
-    that it has nothing of them; and ConfigError if by another list than before records would be
-    left behind where their new owner cannot see them, by us or by a sender that has gone, or events
-    that one sender has put down as owed and another has not.
+    Raises LockHeld if another process runs under our name. Raises SendersDiffer if a sender runs
+    with another list, as it may still send to servers that are ours by this one, or if a sender
+    does not say that it has no records of them. Raises ConfigError if, with a changed list, records
+    would be left where their new owner cannot see them, by us or by a sender that has gone, or if
+    one sender has noted events as owed and another has not.
     """
     me, store = config.instance_name, both.sender
     senders = config.homeserver.federation_sender_instances or (me,)
@@ -96,7 +97,7 @@ async def take_shard(both: Store, config: Config, boot_id: str) -> AlreadyOwed |
 
 
 def _left_behind(foreign: Sequence[Foreign], me: str) -> tuple[Counter[str], set[str]]:
-    """The records that we hold of other senders' servers, by owner."""
+    """The number of records that we hold of other senders' servers, by table; and the owners."""
     left: Counter[str] = Counter()
     owners: set[str] = set()
     for each in foreign:
@@ -110,11 +111,11 @@ def _left_behind(foreign: Sequence[Foreign], me: str) -> tuple[Counter[str], set
 def _old_holders(
     me: str, before: Sequence[str], there: Mapping[str, Generation], senders: Sequence[str]
 ) -> list[str]:
-    """The senders of another list than this one that may have records; [] if it is the same.
+    """The other senders of the old list that may have records; [] if the list is the same.
 
     `before`: the list by which our database was last used, if it ever was. Otherwise the
-    homeserver's knows who has sent. Synapse's own workers have no records, nor has anybody who has
-    handed back.
+    homeserver's database names the senders so far. Synapse's own workers have no records, and
+    neither has a sender that has handed back.
     """
     if before:
         same = before == list(senders)
@@ -127,7 +128,7 @@ def _old_holders(
 
 
 def _is_ours(stands: Generation) -> bool:
-    """Whether it was a fedsender that last sent under this name."""
+    """Whether the last sender under this name was a fedsender."""
     return stands.position >= 0 and stands.ours == stands.position
 
 
@@ -150,7 +151,7 @@ def _dealt_before(
 async def _refuse_what_is_out_of_sight(
     store: SenderStore, unseen: Sequence[str], server_name: str, senders: Sequence[str]
 ) -> None:
-    """`unseen`: whoever may have records of servers that are ours now, where we cannot see them."""
+    """Refuse to start while `unseen` senders may have records of our servers that we cannot see."""
     gone = [name for name in unseen if name not in senders]
     if gone:
         raise ConfigError(f"{_OUT_OF_SIGHT.format(', '.join(gone))}: {_HAND_BACK}")
@@ -178,9 +179,7 @@ _HAND_BACK: Final = (
 async def _refuse_unless_level(
     homeserver: HomeserverStore, before: Sequence[str], server_name: str
 ) -> None:
-    """Refuse while an old sender is behind: the new sender of its servers may have passed those
-    events.
-    """
+    """Refuse to start while an old sender is behind: its servers would miss the events between."""
     there = await homeserver.senders()
     far = {name: there[name].position for name in before if name in there}
     after, upto = min(far.values(), default=0), max(far.values(), default=0)
