@@ -44,7 +44,8 @@ class RelayContext:
     """The relay as the endpoints see it.
 
     Attributes:
-        relay: the context that hold the lock; None: it waits, and `waits` says for what.
+        relay: the running relay, which holds the lock; None: it waits for the lock.
+        waits: the reason then.
     """
 
     relay: "RelayDaemon | None" = None

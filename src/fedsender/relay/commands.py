@@ -94,7 +94,7 @@ def status(config: ConfigFile, as_json: AsJson = False) -> int:
 
 @app.command()
 def forget(name: str, config: ConfigFile, as_json: AsJson = False) -> int:
-    """Forget a consumer that is not connected; what was kept for it may go."""
+    """Forget a consumer that is not connected; the log kept for it may go."""
     answer = _client(config).post("relay", "forget", body={"name": name})
     if as_json:
         say_json(answer)

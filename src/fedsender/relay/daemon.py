@@ -1,6 +1,6 @@
-"""A relay put together: database, log, consumers, snapshots and connections, each as `async with`.
+"""The parts of a relay: database, log, consumers, snapshots and connections, each as `async with`.
 
-Closing runs upward: connections are told and closed, the consumers are stored, the database closes.
+At the end connections are told and closed, then the consumers are stored, then the database closes.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ log = structlog.get_logger()
 
 DATABASE: Final = "relay.sqlite3"
 LOOK_EVERY_S: Final = 2.0
-"""Between two tries to get the lock, and two looks whether it is still held."""
+"""The time between two tries to get the lock, or two checks that it is still held."""
 SAVE_S: Final = 5.0
-"""For so long the end waits for a database that is away: what is stored is safe, if older."""
+"""The longest wait at the end for a database that is away: older stored records are safe, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,15 @@ async def open_relay(
     free: Callable[[Path], int] = free_bytes,
     waits: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[RelayDaemon]:
-    """A relay without its HTTP endpoints. Waits while another one holds the database's lock.
+    """Open a relay without its HTTP endpoints. Waits while another one holds the database's lock.
 
     Args:
-        doors: where consumers come in, or what opens them once the lock is held; closed by who
-            opened them.
+        doors: the consumers' listeners, or a function that opens them once the lock is held. The
+            caller closes them.
         kind: limits of a peer, for tests.
         synchronous, faults, step, free: for simulations; see `open_relay_store`, `open_shelf`,
             `Retention`.
-        waits: told why, if another relay holds the lock, or it cannot be taken yet.
+        waits: called with the reason if another relay holds the lock, or it cannot be taken yet.
 
     Raises:
         LockHeld: another relay runs on the same SQLite.
@@ -167,7 +167,7 @@ async def _open_log(opened: RelayLog) -> AsyncIterator[RelayLog]:
 
 @asynccontextmanager
 async def _open_registry(registry: Registry) -> AsyncIterator[Registry]:
-    """The consumers, read before anything may be deleted, and stored until the end."""
+    """Keep the consumers: read before any record may be deleted, and stored until the end."""
     await registry.load()
     try:
         async with _running(registry.keep):

@@ -1,4 +1,4 @@
-"""The connections of a relay, and the words that consumers have beyond `replication.server`."""
+"""The connections of a relay, and the commands of consumers beyond `replication.server`."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ from fedsender.store.engine import StoreError
 from fedsender.streams import Fact, Json, Watermark
 
 MAX_UNACKED: Final = 1000
-"""Sent pieces whose age is known."""
+"""The most sent pieces with a known age."""
 READ_PIECE: Final = 4 * SEND_PIECE
-"""Bytes of the log that are read at once, and are all that waits in memory for a consumer."""
+"""Bytes of the log that are read at once; no more of it waits in memory for a consumer."""
 
 
 class Session(LineSession):
     """One connection.
 
     Attributes:
-        consumer: the name that it proved to be fit for a consumer; None: an observer, so far.
-        shard: which servers it says that it sends to; None: none that we know.
-        follows: it is fed as a consumer.
+        consumer: its name as a consumer; None: an observer, so far.
+        shard: the share of servers that it has named; None: it has named none.
+        follows: whether it is fed as a consumer.
         sent: the newest token that was sent.
-        level: it has been told that it has everything.
+        level: whether it was told that it has the whole log.
     """
 
     def __init__(self, hub: Hub, wire: Wire, *, trusted: bool) -> None:
@@ -82,7 +82,7 @@ class Session(LineSession):
         self._unacked: deque[tuple[int, int]] = deque(maxlen=MAX_UNACKED)
 
     def oldest_unacked_ms(self) -> int | None:
-        """When the relay took the oldest record that was sent and is not acknowledged; in ms."""
+        """The time, in ms, of the relay's taking the oldest piece sent and not acknowledged."""
         return self._unacked[0][1] if self._unacked else None
 
     async def part(self, part: Callable[[], Awaitable[None]]) -> None:
@@ -119,7 +119,7 @@ class Session(LineSession):
                 await super().obey(command)
 
     async def _greet(self, name: str) -> None:
-        """Send words beyond the plain protocol only to a client that asks for them."""
+        """Answer SERVER: only such a client gets commands beyond the plain protocol."""
         hub = self._hub
         if name != hub.server_name:
             raise Refused(f"WRONG_SERVER this is the relay of {hub.server_name}")
@@ -128,7 +128,7 @@ class Session(LineSession):
         await self.wire.send(Relay(RELAY_VERSION, hub.log.epoch, STREAM, first, head))
 
     def _be_consumer(self) -> str:
-        """The name, from a connection that may act for a consumer."""
+        """Register the connection as a consumer's, if it may be one; return the name."""
         if self.consumer is None:
             if not self._same_server:
                 raise Refused("WRONG_SERVER say which SERVER you expect")
@@ -139,7 +139,7 @@ class Session(LineSession):
         return self.consumer
 
     def _claim(self) -> str:
-        """The name, from the only connection that is fed under it."""
+        """Make this the only connection to be fed under its name; return the name."""
         name = self._be_consumer()
         owners = self._hub.owners
         if owners.get(name, self) is not self:
@@ -163,7 +163,7 @@ class Session(LineSession):
         return name
 
     async def _resume(self, token: int | None, epoch: str) -> None:
-        """`REPLICATE events 53 <epoch>`: nothing is registered before all tests have passed."""
+        """Obey `REPLICATE events 53 <epoch>`; register nothing before all checks have passed."""
         hub = self._hub
         name = self._claim()
         at = hub.log.head if token is None else token
@@ -182,7 +182,7 @@ class Session(LineSession):
         log.info("relay_consumer_follows", consumer=name, at=at, head=hub.log.head)
 
     def _note_shard(self, name: str) -> None:
-        """Have it written down with what has just been changed of this consumer."""
+        """Put the shard into the consumer's record, to be stored with the other changes."""
         if record := self._hub.registry.get(name):
             record.shard = None if self.shard is None else str(self.shard)
 
@@ -282,7 +282,7 @@ class Session(LineSession):
         self.start(partial(self._feed, at))
 
     async def _feed(self, at: int) -> None:
-        """Send what follows this token, until it is not there any more."""
+        """Send the log behind this token, until the next record is deleted."""
         hub = self._hub
         try:
             await self._send_log(hub.log.cursor(at))
@@ -317,7 +317,7 @@ class Session(LineSession):
 log = structlog.get_logger()
 
 HUNG_S: Final = 15.0
-"""A commit that takes longer is taken for one that never ends."""
+"""A commit that takes longer is treated as one that never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,10 +325,10 @@ class HubSettings:
     """The settings of consumers: their secrets, and the kind of their peers.
 
     Attributes:
-        secret_files: by consumer, read whenever somebody gives a secret, so that each can be
+        secret_files: by consumer, read whenever a client gives a secret, so that each can be
             changed at any time.
         kind: limits of a peer.
-        fetch_bytes_per_s: for all files together; 0: no limit.
+        fetch_bytes_per_s: the limit for all files together; 0: no limit.
     """
 
     server_name: str
@@ -337,7 +337,7 @@ class HubSettings:
     fetch_bytes_per_s: int = 0
 
     def read_secrets(self) -> dict[str, str]:
-        """The secrets by consumer, but for those with a file that cannot be read."""
+        """The secrets by consumer, without those in a file that cannot be read."""
         secrets = {}
         for name, path in self.secret_files.items():
             try:
@@ -352,11 +352,11 @@ class RelayCounts(Counts):
     """Counts since the start.
 
     Attributes:
-        resyncs: positions refused to consumers, by why.
-        refused: other requests, by why.
-        full_syncs: snapshots handed out, by why.
-        stale_acks: acknowledgements of what was acknowledged before.
-        dropped_rows: ephemeral rows that found too many waiting.
+        resyncs: positions refused to consumers, by reason.
+        refused: other requests refused, by reason.
+        full_syncs: snapshots handed out, by reason.
+        stale_acks: acknowledgements below an earlier one, or of a consumer that is not fed.
+        dropped_rows: ephemeral rows dropped because too many waited for a consumer.
     """
 
     resyncs: Counter[str] = field(default_factory=Counter)
@@ -407,7 +407,7 @@ class Hub(LineServer[Session]):
     """The connections.
 
     Attributes:
-        owners: by name the connection that may be fed under it.
+        owners: consumer's name -> the only connection that may be fed under it.
     """
 
     farewell = "STOPPING the relay shuts down"
@@ -456,11 +456,11 @@ class Hub(LineServer[Session]):
         self.retention.look()
 
     def hung(self) -> bool:
-        """A commit hangs: the relay must not look healthy."""
+        """Whether a commit hangs, so that the relay must not look healthy."""
         return self.log.committing_s() > HUNG_S
 
     def publish(self, row: Ephemeral) -> None:
-        """Send an ephemeral row to every consumer that is fed; one that lags does without."""
+        """Send an ephemeral row to every consumer that is fed, except to those that lag."""
         if row.stream == SERVER_UP:
             line = b"REMOTE_SERVER_UP %b\n" % row.value.encode()
         else:
@@ -471,7 +471,7 @@ class Hub(LineServer[Session]):
                 self.counts.dropped_rows += 1
 
     def overlaps(self) -> Iterator[str]:
-        """Consumers that are known and say that they send to the same servers, a sentence each."""
+        """One sentence for each pair of known consumers with shards that overlap."""
         shards = [(one.name, Shard.of_text(one.shard)) for one in self.registry if one.shard]
         for (name, shard), (other, others) in combinations(shards, 2):
             if shard.overlaps(others):
@@ -481,7 +481,7 @@ class Hub(LineServer[Session]):
                 )
 
     async def throttled(self, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-        """The same pieces, no faster than all files together may be."""
+        """Yield the same bytes, slowed down to the limit for all files together."""
         rate = self._fetch_bytes_per_s
         async for piece in pieces:
             # Little at a time: any byte is a sign of life, and others wait for their turn.

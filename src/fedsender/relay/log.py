@@ -1,8 +1,8 @@
 """The log of the `events` stream: a table of the relay's database, and its newest part in memory.
 
-A token is given to a record in the transaction that stores it, and nobody hears of the record
-before that is durable. Readers are cursors: one that is level reads what is in memory, once for all
-of them, and one that is behind reads the table piece by piece.
+A token is given to a record in the transaction that stores it. No reader gets the record before
+that is durable. Readers are cursors: those that are level share the records in memory, and those
+that are behind read the table piece by piece.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fedsender.store.relay import DamagedLog, LogBounds, LogRecord, RelayStore
 from fedsender.streams import Watermark
 
 TAIL_BYTES: Final = 8 * 2**20
-"""So much of the log is in memory, for all who follow it."""
+"""The size of the log's part in memory, in bytes, for all readers."""
 MAX_TAIL: Final = 20_000
 
 
 class Collected(Exception):
-    """The position that was asked for is not in the log.
+    """The requested position is not in the log.
 
     Attributes:
-        first, head: the range that is.
+        first, head: the oldest and newest token that are.
     """
 
     def __init__(self, first: int, head: int) -> None:
@@ -47,7 +47,7 @@ class Piece:
 
     Attributes:
         last: the token of the last one; the cursor's position if there are none.
-        ms: when the relay took the last one, in ms since the epoch; 0 if there are none.
+        ms: the time of storing the last one, in ms since the epoch; 0 if there are none.
     """
 
     lines: bytes
@@ -56,14 +56,14 @@ class Piece:
 
 
 class RelayLog:
-    """The log of a relay that holds the lock, and what its intake writes to.
+    """The log of a relay that holds the lock, with the writer for its intake.
 
     Attributes:
-        writer: stores what is appended.
-        moved: the head, for who waits for it to move.
-        epoch: which number line the newest tokens are on; 16 hex digits.
+        writer: stores appended records.
+        moved: the watermark of the head.
+        epoch: the epoch of the newest tokens; 16 hex digits.
         first: the oldest token in the log; head + 1 if there is none.
-        bytes: of the log's lines.
+        bytes: the size of the log's lines.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class RelayLog:
         return self.moved.value
 
     def shared_upto(self, epoch: str) -> int | None:
-        """The last token that this log has in common with that epoch; None: it is not known."""
+        """The last token that this log shares with that epoch; None: the epoch is not known."""
         return self.head if epoch == self.epoch else self._shared.get(epoch)
 
     # --- appending --------------------------------------------------------------------------------
 
     @property
     def refusing(self) -> str | None:
-        """Why appends are refused; None: they are taken."""
+        """The reason why appends are refused; None: they are taken."""
         return self._refusing
 
     @refusing.setter
@@ -109,12 +109,12 @@ class RelayLog:
         self.writer.closed = None if why is None else Full(why)
 
     def committing_s(self) -> float:
-        """For how many seconds something has been waiting to become durable; 0 if nothing is."""
+        """The seconds since the commit under way began; 0 if there is none."""
         since = self._store.appending_since
         return 0.0 if since is None else trio.current_time() - since
 
     async def run(self) -> None:
-        """Store what is appended, for ever. Raises Elsewhere: another relay has taken over."""
+        """Store appended records, for ever. Raises Elsewhere: another relay has taken over."""
         try:
             while True:
                 await self.writer.news()
@@ -123,7 +123,7 @@ class RelayLog:
             self.writer.close(Full("the relay is stopping"))
 
     def _take(self, records: Sequence[NewRecord], answers: Sequence[int | Exception]) -> None:
-        """Take records that were just stored into memory; consumers may be told of them."""
+        """Take records that were just stored into memory, and advance the head to them."""
         now_ms = self._runtime.now_ms()
         head = self.head
         for record, token in zip(records, answers, strict=True):
@@ -146,7 +146,7 @@ class RelayLog:
     # --- reading ----------------------------------------------------------------------------------
 
     def cursor(self, after: int) -> Cursor:
-        """A reader that has everything up to `after`. Raises Collected, above the head too."""
+        """A reader that has all records up to `after`. Raises Collected, above the head too."""
         if not self.first - 1 <= after <= self.head:
             raise Collected(self.first, self.head)
         return Cursor(self, after)
@@ -154,7 +154,7 @@ class RelayLog:
     async def read(self, after: int, max_bytes: int) -> list[LogRecord]:
         """The records behind a token, up to `max_bytes`, but at least one.
 
-        An empty list: there is nothing. Raises Collected, StoreError.
+        An empty list: there is none. Raises Collected, StoreError.
         """
         head = self.head
         await trio.lowlevel.checkpoint()
@@ -184,7 +184,7 @@ class RelayLog:
     # --- keeping house ----------------------------------------------------------------------------
 
     async def drop_through(self, token: int) -> None:
-        """Let the log begin behind this token. Raises StoreError."""
+        """Delete the log up to this token. Raises StoreError."""
         # Nobody is offered what may be gone.
         self.first = self.writer.first = max(self.first, min(token + 1, self.head))
         while self._tail and self._tail[0].token < self.first:
@@ -195,7 +195,7 @@ class RelayLog:
 
 
 class Cursor:
-    """A reader's place in the log.
+    """A reader's position in the log.
 
     Attributes:
         position: the last token that was read.

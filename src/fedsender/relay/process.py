@@ -1,4 +1,4 @@
-"""The relay as a process: its directory, its listeners, its endpoints, and what signals ask for."""
+"""The relay as a process: its directory, its listeners, its endpoints and its signals."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fedsender.telemetry import configure_logging
 log = structlog.get_logger()
 
 STOP_S = 30.0
-"""For the last connections, and a snapshot in the making."""
+"""The time at a stop for the last connections, and for a snapshot in the making."""
 
 
 def load_config(path: Path) -> Config:
-    """The configuration of a relay; raises ConfigError, also for files that it names."""
+    """Load the configuration of a relay. Raises ConfigError, also for files that it names."""
     config = load(path, signs=False)
     problems = config.file_problems("relay", "admin")
     missing = config.relay.missing()
@@ -52,9 +52,9 @@ async def run(
     runtime: Runtime | None = None,
     notifier: Notifier | None = None,
 ) -> int:
-    """Run the relay of this configuration file until SIGTERM or SIGINT; its exit code.
+    """Run the relay of this configuration file until SIGTERM or SIGINT; return its exit code.
 
-    Raises: what `open_relay`, `listen` and `serve_app` raise, and ConfigError for the file itself.
+    Raises the errors of `open_relay`, `listen` and `serve_app`, and ConfigError for the file.
     """
     config = load_config(path)
     runtime = runtime or real_runtime()
@@ -127,9 +127,9 @@ class _Run:
     """One run of the command.
 
     Attributes:
-        tls: of the consumers' listeners.
-        context: what the admin endpoint reaches.
-        endpoints: that are served now.
+        tls: the TLS context of the consumers' listeners.
+        context: the relay as the admin endpoint sees it.
+        endpoints: the endpoints that are served now.
     """
 
     path: Path
@@ -141,12 +141,12 @@ class _Run:
     endpoints: list[Admin] = field(default_factory=list)
 
     def waits(self, why: str) -> None:
-        """The lock cannot be taken yet."""
+        """Note the reason why the lock cannot be taken yet."""
         self.context.waits = why
         self.ready()
 
     def ready(self) -> None:
-        """Say that what was begun is done, and what we are."""
+        """Notify READY with the status: the relay's server, or that it waits for the lock."""
         relay = self.context.relay
         waiting = "waiting for the lock of the database"
         self.notifier.ready(waiting if relay is None else f"relay of {relay.config.server_name}")
@@ -155,7 +155,7 @@ class _Run:
 async def _serve(
     run: _Run, config: Config, open_doors: Callable[[], Awaitable[Sequence[Door]]]
 ) -> None:
-    """Wait for the lock, and serve until told to stop. Raises what `open_relay` raises."""
+    """Wait for the lock, and serve until told to stop. Raises the errors of `open_relay`."""
     doors: list[Door] = []
 
     async def opened() -> Sequence[Door]:
@@ -201,7 +201,10 @@ async def _open_intake(run: _Run, relay: RelayDaemon) -> AsyncIterator[None]:
 
 
 async def _reload_when_told(run: _Run) -> None:
-    """On SIGHUP read tokens and certificates again, and how to log. Secrets are always fresh."""
+    """On SIGHUP read tokens, certificates and the logging's settings again.
+
+    Secrets are read at each use.
+    """
     notifier, limiter = run.notifier, trio.CapacityLimiter(1)
     while True:
         await run.signals.told_to_reload()

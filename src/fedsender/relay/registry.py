@@ -1,14 +1,14 @@
 """The consumers, their positions, and the part of the log that is kept for them.
 
-A consumer's *pin* is the token up to which it holds everything durably: what follows stays in the
-log for it. A consumer that was handed a snapshot also holds the log behind that. What is kept for
-nobody's good ends by time: a consumer that is away for too long, or that the disk had no room for,
-is `LOST` until it takes a snapshot, and forgotten after a week. Only time counts in which the relay
-runs, by a clock that nobody sets.
+A consumer's *pin* is the token up to which it holds all records durably: later records stay in the
+log for it. For a consumer that was handed a snapshot the log behind the snapshot is also kept. This
+ends by time: a consumer that is away for too long, or that the disk had no room for, is `LOST`
+until it takes a snapshot, and forgotten after a week. Only the relay's running time counts, by a
+clock that cannot be set.
 
 The records are in the relay's database, never in the log: tokens are for facts only. A stored pin
-may be older than the truth, which keeps more than is needed and is safe; a record that appears,
-goes or changes its state is written at once.
+may be older than the real one, which keeps more than is needed and is safe. A record that is new,
+removed or changes its state is written at once.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ log = structlog.get_logger()
 
 SAVE_EVERY_S: Final = 1.0
 AWAY_STEP_MS: Final = 60_000
-"""So often it is stored for how long a consumer has been away."""
+"""The step in which a consumer's time away is stored."""
 LOST_KEPT_S: Final = 7 * 86_400.0
-"""For how long an operator can see that a consumer was given up."""
+"""The time away after which a lost consumer is forgotten; until then an operator can see it."""
 
 ERROR_LENGTH: Final = 200
 _NAME: Final = re.compile(r"[a-z0-9_.-]{1,64}\Z")
 
 
 def is_consumer_name(name: str) -> bool:
-    """Whether a consumer may be called so."""
+    """Whether this may be a consumer's name."""
     return _NAME.match(name) is not None
 
 
 class TooManyConsumers(Exception):
-    """There is no room for one more; an operator can forget one."""
+    """The registry is full; an operator can forget a consumer."""
 
 
 class Connected(Exception):
@@ -64,7 +64,7 @@ class Registry:
     """The consumers of one log.
 
     Attributes:
-        failing: why they could not be stored the last time; None: they could.
+        failing: the reason why the last attempt to store them failed; None: it did not.
     """
 
     def __init__(self, store: RelayStore, runtime: Runtime, terms: Terms) -> None:
@@ -87,17 +87,17 @@ class Registry:
         return self._consumers.get(name)
 
     def connected(self, name: str) -> bool:
-        """Whether there is a connection that gave this name."""
+        """Whether any connection has this name."""
         return self._connections[name] > 0
 
     # --- what consumers do ------------------------------------------------------------------------
 
     def connect(self, name: str) -> None:
-        """A connection gave this name; it does not lapse while there is one."""
+        """Count a connection with this name; a consumer does not lapse while it has one."""
         self._connections[name] += 1
 
     def disconnect(self, name: str, *, followed: bool, error: str | None) -> None:
-        """A connection that gave this name is gone."""
+        """Note the end of a connection with this name."""
         self._connections[name] -= 1
         if not self._connections[name]:
             del self._connections[name]
@@ -112,14 +112,14 @@ class Registry:
             self._changed(name)
 
     def seen(self, name: str) -> None:
-        """It gave a sign of life."""
+        """Note a sign of life."""
         if consumer := self._consumers.get(name):
             consumer.last_seen_ms = self._runtime.now_ms()
             consumer.away_ms = 0
             self._stale.add(name)
 
     def resume(self, name: str, token: int) -> None:
-        """Its position was accepted: the pin is exactly there, even if it was higher before.
+        """Set the pin to an accepted position, even if it was higher before.
 
         Raises TooManyConsumers for a new one.
         """
@@ -131,7 +131,7 @@ class Registry:
         self._changed(name)
 
     def hand(self, name: str, snapshot: str, token: int, reason: str) -> None:
-        """It was handed a snapshot. What it has acknowledged is remembered beside it.
+        """Note that it was handed a snapshot; its acknowledged position stays on record.
 
         Raises TooManyConsumers for a new one.
         """
@@ -147,12 +147,12 @@ class Registry:
             raise TooManyConsumers(f"there are {len(self._consumers)} consumers already")
 
     def acked(self, name: str) -> int | None:
-        """Note the position that it last acknowledged."""
+        """The position that it last acknowledged; None: there is none."""
         consumer = self._consumers.get(name)
         return None if consumer is None else consumer.acked
 
     def ack(self, name: str, token: int, first: int) -> None:
-        """It holds everything up to `token`, which is no less than before.
+        """Note that it holds all records up to `token`, which is no less than before.
 
         Args:
             first: the oldest token in the log.
@@ -164,7 +164,7 @@ class Registry:
         self.seen(name)
 
     def lose_feed(self, name: str) -> None:
-        """Its position went out of the log while it was connected."""
+        """Note that its position was deleted from the log while it was connected."""
         if consumer := self._consumers.get(name):
             consumer.following = False
             consumer.lost = True
@@ -181,7 +181,7 @@ class Registry:
         self._changed(name)
 
     def expire(self) -> None:
-        """Let go of what lapsed: whoever is connected does not."""
+        """Take snapshots, pins and records from consumers that were away for too long."""
         now = trio.current_time()
         since_ms, self._looked_at = round((now - self._looked_at) * 1000), now
         for consumer in list(self._consumers.values()):
@@ -214,7 +214,7 @@ class Registry:
                 self._changed(consumer.name)
 
     def overtake(self, first: int) -> list[Consumer]:
-        """The log begins at `first` now: consumers that needed more are lost; returns them."""
+        """Mark the consumers that need the log before `first` as lost; return them."""
         lost = []
         for consumer in self._consumers.values():
             handed, acked = consumer.handed, consumer.acked
@@ -230,18 +230,18 @@ class Registry:
         return lost
 
     def floor(self) -> int | None:
-        """The lowest pin; None: no consumer holds anything."""
+        """The lowest pin; None: there is no pin."""
         return min(
             (one.pin for one in self._consumers.values() if one.pin is not None), default=None
         )
 
     def holder(self) -> Consumer | None:
-        """The consumer with the lowest pin."""
+        """The consumer with the lowest pin, or None."""
         pinning = [one for one in self if one.pin is not None]
         return min(pinning, key=lambda one: one.pin or 0, default=None)
 
     def edu_floor(self) -> int:
-        """Up to here every consumer has every EDU: also those that are to take a snapshot."""
+        """The token up to which every consumer has every EDU, also those that need a snapshot."""
         return min((one.acked or 0 for one in self._consumers.values()), default=0)
 
     def _patience_s(self, consumer: Consumer) -> float:
@@ -263,7 +263,7 @@ class Registry:
         self._urgent.set()
 
     async def keep(self) -> None:
-        """Store what has changed, again and again, until cancelled."""
+        """Store changed records repeatedly, until cancelled."""
         while True:
             with trio.move_on_after(SAVE_EVERY_S):
                 await self._urgent.wait()
@@ -272,7 +272,7 @@ class Registry:
                 await trio.sleep(SAVE_EVERY_S)
 
     async def save(self) -> None:
-        """Store what has changed. A failure is logged, and tried again."""
+        """Store changed records. A failure is logged, and the records are stored later."""
         async with self._saving:
             if not self._stale:
                 return
@@ -290,11 +290,11 @@ class Registry:
                 self.failing = None
 
     async def close(self) -> None:
-        """Store all of it, and for how long each has been away."""
+        """Store all records, with each consumer's time away."""
         self.expire()
         self._stale |= self._consumers.keys()
         await self.save()
 
     async def load(self) -> None:
-        """Read those that are stored. Raises StoreError."""
+        """Read the stored records. Raises StoreError."""
         self._consumers = {one.name: one for one in await self._store.consumers()}

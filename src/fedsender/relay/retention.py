@@ -1,9 +1,9 @@
 """Retention: the part of the log that may be deleted, and when.
 
-The log begins behind what every consumer holds and what is old enough. When it is larger than it
-may be, or the disk nearly full, its oldest records go whoever needs them: the database says in sum
-what they said, so whoever lost its place can always take a snapshot. When even that makes no room,
-nothing more is taken in until there is some.
+A record is deleted when every consumer holds it and it is old enough. When the log is larger than
+its cap, or the disk is nearly full, the oldest records go even if a consumer needs them. The
+database has the state that they led to, so a consumer that lost its position can always take a
+snapshot. If even that makes no room, no appends are taken until there is some.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ log = structlog.get_logger()
 
 EVERY_S: Final = 10.0
 AT_LEAST_S: Final = 1.0
-"""Between two looks, however much is acknowledged."""
+"""The least time between two looks, however much is acknowledged."""
 TIDY_EVERY_S: Final = 60.0
 JUMP_S: Final = 60.0
-"""A wall clock that gains so much between two looks was set ahead."""
+"""A wall clock that gains more than this between two looks was set ahead."""
 DAY_S: Final = 86_400.0
 EDU_SHARE: Final = 8
-"""EDUs that some consumer may lack may take this part of `log_cap`."""
+"""The part of `log_cap`, as 1 / this, for EDUs that some consumer may lack."""
 
 
 def free_bytes(directory: Path) -> int:
-    """Bytes of this directory's disk that are free; raises OSError."""
+    """The free bytes of this directory's disk. Raises OSError."""
     return shutil.disk_usage(directory).free
 
 
@@ -48,8 +48,8 @@ class Limits:
     """The bounds of the log.
 
     Attributes:
-        keep_min_s: a record stays for so long, whoever has it.
-        log_cap: bytes of the log, at most.
+        keep_min_s: seconds for which a record stays, even if all consumers have it.
+        log_cap: the most bytes of the log.
         disk_reserve: bytes of the disk that stay free.
     """
 
@@ -62,13 +62,13 @@ class Retention:
     """Deletes the log that no consumer needs, and makes room.
 
     Args:
-        free: says how many bytes of a directory's disk are free.
+        free: returns the free bytes of a directory's disk.
 
     Attributes:
-        overtaken: how often a consumer lost its place.
-        dropped_edus: for which there was no room, though some consumer may lack them; `dropping`:
-            the last look had to drop some.
-        failing: why the last look came to nothing; None: it did not.
+        overtaken: the number of times that a consumer lost its position.
+        dropped_edus: EDUs dropped for lack of room, though some consumer may lack them.
+        dropping: whether the last look had to drop some.
+        failing: the reason why the last look failed; None: it did not.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class Retention:
         self._jumped_at = float("-inf")
 
     def look(self) -> None:
-        """Something moved: look soon."""
+        """Have it look soon: a position has changed."""
         self._kicked.set()
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Look repeatedly, until cancelled."""
         while True:
             try:
                 await self.expire()
@@ -117,7 +117,7 @@ class Retention:
                 await self._kicked.wait()
 
     async def expire(self) -> None:
-        """One look; raises OSError, StoreError."""
+        """Look once: delete, and make room. Raises OSError, StoreError."""
         self._watch_the_clock()
         self._registry.expire()
         # Also those of whom it could not be stored before we were started again.
@@ -143,7 +143,7 @@ class Retention:
         await self._store.give_pages_back()
 
     def _clock_says(self) -> float:
-        """The wall clock against Trio's, in seconds."""
+        """The wall clock minus Trio's, in seconds."""
         return self._runtime.now_ms() / 1000 - trio.current_time()
 
     def _watch_the_clock(self) -> None:
@@ -153,9 +153,7 @@ class Retention:
             log.warning("relay_clock_jumped", seconds=round(self._clock - before))
 
     def _clock_jumped_within(self, seconds: float) -> bool:
-        """Whether the clock was set ahead within `seconds`, so that ages look greater than they
-        are.
-        """
+        """Whether the clock was set ahead in the last `seconds`, so that ages seem too large."""
         return trio.current_time() < self._jumped_at + seconds
 
     async def _expendable(self) -> int:
@@ -196,11 +194,11 @@ class Retention:
             self._log.refusing = why
 
     async def _short_by(self) -> int:
-        """Bytes that must go: to be below the cap, and to leave the reserve."""
+        """The bytes that must go, to be below the cap and to leave the reserve."""
         return max(self._log.bytes - self._limits.log_cap, await self._reserve_short_by())
 
     async def _reserve_short_by(self) -> int:
-        """Bytes that the database's disk lacks to the reserve; one elsewhere is not ours to see."""
+        """The bytes that SQLite's disk lacks to the reserve; 0 for another kind of database."""
         directory = self._store.directory
         if directory is None:
             return 0

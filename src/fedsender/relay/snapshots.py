@@ -1,8 +1,8 @@
 """The snapshots, and the making of new ones: one at a time, shared by all consumers that wait.
 
 A snapshot is made when a consumer asks for one: a read of the database in one transaction, written
-to files, from which any number of consumers fetch it. One that is young enough, and behind which
-the log still has everything, is handed out again. One that is not whole is removed, and made anew.
+to files, from which any number of consumers fetch it. It is handed out again while it is young
+enough and the log has all records behind it. A damaged one is removed, and made anew.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ log = structlog.get_logger()
 T = TypeVar("T")
 DIRECTORY: Final = "snap"
 SHARED_S: Final = 60.0
-"""For so long a snapshot that was read is taken for whole without being read again."""
+"""The time after a check in which a snapshot counts as whole without another check."""
 PIECE: Final = 256 * 1024
-"""Bytes of a file that are read at once."""
+"""The bytes of a file that are read at once."""
 
 
 class SnapshotFailed(Exception):
-    """No snapshot could be made; says why."""
+    """No snapshot could be made; the text has the reason."""
 
 
 class Stopped(Exception):
@@ -54,11 +54,11 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Makings:
-    """Counts of the makings.
+    """Counts of the snapshots made.
 
     Attributes:
-        seconds: the last one took.
-        failing: why the last one came to nothing.
+        seconds: the time that the last one took.
+        failing: the reason why the last one failed; None: it did not.
     """
 
     made: int = 0
@@ -69,7 +69,7 @@ class Makings:
 
 @dataclass(slots=True)
 class _Flight:
-    """A snapshot in the making. `above`: its token will be this one or a newer one."""
+    """A snapshot in the making. `above`: the lowest token that it may have."""
 
     above: int
     done: trio.Event = field(default_factory=trio.Event)
@@ -81,8 +81,8 @@ class Snapshots:
     """The snapshots; see `open_shelf`.
 
     Attributes:
-        snapshots: those there are, oldest first.
-        makings: for the status.
+        snapshots: the snapshots on disk, oldest first.
+        makings: counts for the status.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Snapshots:
         return await self._runtime.run_sync(job, limiter=self._limiter)
 
     def find(self, name: str) -> SnapshotInfo | None:
-        """The snapshot of this id."""
+        """The snapshot of this id, or None."""
         return next((info for info in self.snapshots if info.id == name), None)
 
     @property
@@ -128,7 +128,7 @@ class Snapshots:
     # --- making -----------------------------------------------------------------------------------
 
     async def offer(self) -> SnapshotInfo:
-        """A snapshot that is whole and joins on to the log. Raises SnapshotFailed."""
+        """Return a whole snapshot that the log continues, or make one. Raises SnapshotFailed."""
         # One at a time: what one removes, no other looks at meanwhile, or makes in its place.
         async with self._looking:
             for info in reversed(list(self.snapshots)):
@@ -145,7 +145,7 @@ class Snapshots:
         return upto is not None and self._log.first - 1 <= info.token <= upto
 
     async def make(self) -> SnapshotInfo:
-        """A snapshot of all that the log says by now. Raises SnapshotFailed."""
+        """Make a snapshot of the log's present state. Raises SnapshotFailed."""
         flight = self._flight
         if flight is None:
             flight = self._flight = _Flight(self._log.head)
@@ -190,7 +190,7 @@ class Snapshots:
         self._stopping = True
 
     async def _is_whole(self, info: SnapshotInfo) -> bool:
-        """Whether all its files are what the manifest says; read again now and then."""
+        """Whether all its files match the manifest; they are read at most every `SHARED_S`."""
         if trio.current_time() - self._read_at.get(info.id, float("-inf")) < SHARED_S:
             return True
         try:
@@ -213,14 +213,14 @@ class Snapshots:
             self._fetched[name] -= 1
 
     async def size(self, info: SnapshotInfo, file: str) -> int:
-        """Bytes of one of its files; raises KeyError for a name that is none of them, OSError."""
+        """The size of one of its files, in bytes. Raises OSError, and KeyError for another name."""
         path = info.path(file)
         return await self._in_thread(lambda: path.stat().st_size)
 
     async def pieces(
         self, info: SnapshotInfo, file: str, offset: int, size: int
     ) -> AsyncGenerator[bytes, None]:
-        """The bytes of a file from `offset` to `size`; raises OSError."""
+        """Yield the bytes of a file from `offset` to `size`. Raises OSError."""
         path = info.path(file)
         while offset < size:
             piece = await self._in_thread(
@@ -234,7 +234,7 @@ class Snapshots:
     # --- clearing away ----------------------------------------------------------------------------
 
     async def expire(self) -> None:
-        """Remove those that are neither the newest nor wanted by anybody; raises OSError."""
+        """Remove old snapshots that no consumer was handed or fetches. Raises OSError."""
         handed = {one.handed.snapshot for one in self._registry if one.handed is not None}
         for info in self.snapshots[:-1]:
             if info.id not in handed and not self._fetched[info.id]:
@@ -247,7 +247,7 @@ class Snapshots:
             await self._in_thread(partial(shutil.rmtree, info.directory, ignore_errors=True))
 
     async def load(self) -> None:
-        """Find what there is, and remove what is not a snapshot of this log; raises OSError."""
+        """Find the snapshots of this log, and remove all other directories. Raises OSError."""
         found = await self._in_thread(partial(list_snapshots, self._root))
         self.snapshots = sorted(
             (info for info in found if self._log.shared_upto(info.epoch) is not None),
@@ -266,7 +266,7 @@ def _read_at(path: Path, offset: int, length: int) -> bytes:
 
 
 def list_snapshots(root: Path) -> list[SnapshotInfo]:
-    """The directories below `root` that are named by a manifest. Blocks; raises OSError."""
+    """The snapshots below `root`: directories that their manifest names. Blocks; raises OSError."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = []
     for directory in sorted(root.iterdir()):
@@ -281,7 +281,7 @@ def list_snapshots(root: Path) -> list[SnapshotInfo]:
 
 
 def _verify(info: SnapshotInfo) -> None:
-    """Read all of it. Raises BadSnapshot, OSError."""
+    """Check all files against the manifest. Raises BadSnapshot, OSError."""
     for name, expected in [
         (MANIFEST, info.sha256),
         *((file.name, file.sha256) for file in info.files),
@@ -305,11 +305,11 @@ async def open_shelf(
     shared_s: float,
     step: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Snapshots]:
-    """The snapshots below `directory`; one that is being made when the body ends is given up.
+    """Open the snapshots below `directory`; the end of the body gives up one in the making.
 
     Args:
-        shared_s: for so long a snapshot is handed out before another one is made.
-        step: called now and then by what makes a snapshot, for simulations.
+        shared_s: the age up to which a snapshot is handed out again, in seconds.
+        step: called now and then while a snapshot is made, for simulations.
 
     Raises OSError.
     """

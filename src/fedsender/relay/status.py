@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 HELD_S: Final = 30.0
-"""A writer that has reserved a place for longer is worth a word."""
+"""The age, in seconds, from which an uncompleted reservation is a problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class ConsumerStatus:
     """One consumer.
 
     Attributes:
-        shard: which servers it says that it sends to, as index/number; None: it does not say.
-        pin: what follows this token is kept for it; None: nothing is.
-        acked: what it last said it holds; None: it never did.
+        shard: the share of servers that it has named, as index/number; None: it has named none.
+        pin: the token behind which the log is kept for it; None: no log is.
+        acked: the token that it last acknowledged; None: it never did.
         sent: the newest token that it was sent on this connection; None: it is not fed.
-        lag_tokens, lag_bytes: what it does not hold; bytes are those in the log, about.
-        lag_s: the age of the oldest record that it does not hold, in seconds, about.
-        seen_s: since its last connection ended, in seconds; 0 while there is one.
-        full_syncs: snapshots that it was handed, by why.
+        lag_tokens, lag_bytes: the tokens, and about the bytes of the log, that it does not hold.
+        lag_s: about the age of the oldest record that it does not hold, in seconds.
+        seen_s: seconds since its last connection ended; 0 while there is one.
+        full_syncs: the number of snapshots that it was handed, by reason.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Status:
 
     Attributes:
         first, head: the oldest and the newest token of the log.
-        cap_used: the log's part of what it may be.
-        oldest_pin: the lowest pin, and `held_by` who has it.
-        problems: what is wrong, one sentence each.
+        cap_used: the log's size as a part of its cap.
+        oldest_pin, held_by: the lowest pin, and its consumer; None: there is none.
+        problems: the problems, one sentence each.
     """
 
     server_name: str
@@ -95,12 +95,12 @@ class Status:
     problems: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """The status as plain values."""
         return asdict(self)
 
 
 async def status_of(relay: RelayDaemon) -> Status:
-    """The relay as it is now. Raises StoreError."""
+    """The relay's status now. Raises StoreError."""
     log, hub, registry, snapshots = relay.log, relay.hub, relay.registry, relay.snapshots
     holder, counts = registry.holder(), hub.counts
     now = relay.runtime.now_ms()
@@ -200,7 +200,7 @@ def problems(relay: RelayDaemon) -> Iterator[str]:
 
 
 class RelayMetrics:
-    """The same as Prometheus reads it. Labels are bounded: by `max_consumers`, and by us."""
+    """The status as Prometheus reads it. Labels are bounded: by `max_consumers`, and by us."""
 
     def __init__(self) -> None:
         self._of_status = _OfStatus()
@@ -209,7 +209,7 @@ class RelayMetrics:
         ProcessCollector(registry=self._registry)
 
     async def exposition(self, relay: RelayDaemon | None) -> bytes:
-        """Everything as text; nothing of the log while it waits, or the database is away."""
+        """All metrics as text; those of the log only while the relay and its database answer."""
         self._of_status.status = None
         if relay is not None and relay.store.trouble is None:
             with suppress(StoreError):

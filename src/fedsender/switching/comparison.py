@@ -56,7 +56,7 @@ class Expected:
 
     Attributes:
         servers: the servers that should get it; empty: it is not ours to send.
-        target: the server of the user whose membership it sets, if it is a membership.
+        target: the server of the user, if it is a membership that another user sets.
     """
 
     event_id: str
