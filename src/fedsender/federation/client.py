@@ -200,17 +200,9 @@ class FederationClient:
         if metrics is not None:
             metrics.connections.set_function(lambda: self.connections.open)
 
-    @asynccontextmanager
-    async def peer(self, destination: str, policy: Policy, leave: Leave) -> AsyncIterator["Peer"]:
-        """The peer at `destination`, for one task at a time; no I/O on entry.
-
-        On exit the connection, if it is fit for use, stays with the client.
-        """
-        peer = Peer(self, destination, policy, leave)
-        try:
-            yield peer
-        finally:
-            peer.release()
+    def peer(self, destination: str, policy: Policy, leave: Leave) -> "Peer":
+        """The peer at `destination`, for one task at a time, which enters it with `async with`."""
+        return Peer(self, destination, policy, leave)
 
     def forget(self, destination: str) -> None:
         """Drop the cached discovery of a server that is said to be up again."""
@@ -253,6 +245,13 @@ class Peer:
         self._ranges = IPRanges(config.ip_deny, config.ip_allow)
         self._opened_by = (self._address, self._tls)
         self._held: Live | None = None
+
+    async def __aenter__(self) -> "Peer":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Give the connection back to the client, if there is one."""
+        self.release()
 
     async def connect(self) -> "Link":
         """Lend a connection for one exchange: the live one, or one that is opened now.

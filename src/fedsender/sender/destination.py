@@ -267,7 +267,6 @@ class Destination:
         outbox: the PDUs and EDUs that it is owed.
         frozen: the transaction that is in flight or is to be repeated, or None.
         phase, since: the task's phase, and when it began (Trio's clock, seconds).
-        gone: set when the task has left and the registry has removed it.
     """
 
     def __init__(
@@ -281,7 +280,6 @@ class Destination:
         self.frozen: Transaction | None = None
         self.phase = Phase.IDLE
         self.since = trio.current_time()
-        self.gone = trio.Event()
         self._context = context
         self._timer = AttemptTimer(state, context.runtime)
         self._exchange = Exchange()

@@ -112,8 +112,7 @@ class Operations:
         if shared and not force:
             return shared
         await self.hold(server, paused=None, parked="being purged")
-        while server in self._registry.active:
-            await self._registry.active[server].gone.wait()
+        await self._registry.left(server)
         # A drain would write down what it left.
         self._registry.unsaved.pop(server, None)
         # What becomes owed is either purged with the rest, and the ledger says so, or offered to a

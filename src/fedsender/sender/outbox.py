@@ -82,7 +82,7 @@ class Outbox:
         # Offers and spills, counted: what a question to the database may not know of yet.
         self._news = 0
         self._news_seen = 0
-        self._ahead: set[str] = set()
+        self._ahead: frozenset[str] = frozenset()
         self._catch_up: CatchUp | None = None
 
     # --- What is put into it: synchronous ---------------------------------------------------------
@@ -143,7 +143,7 @@ class Outbox:
 
     def sent_ahead(self, event_ids: Iterable[str]) -> None:
         """Note that these events were answered out of turn."""
-        self._ahead.update(event_ids)
+        self._ahead = self._ahead.union(event_ids)
         if self._catch_up is not None:
             self._catch_up.refused |= self._ahead
 
@@ -436,7 +436,7 @@ class Outbox:
         if self._news == news:
             self.level = True
             self._spilled_in_health = False
-            self._ahead.clear()
+            self._ahead = frozenset()
 
     async def _quarantine_stuck(self, catch_up: CatchUp) -> None:
         for bad in list(catch_up.stuck.values()):

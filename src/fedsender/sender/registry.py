@@ -99,6 +99,7 @@ class Registry:
         neighbour: Neighbour,
     ) -> None:
         self.active: dict[str, Destination] = {}
+        self._leaving: dict[str, trio.Event] = {}
         self.unsaved: dict[str, Destination] = {}
         self.complete = trio.Event()
         self.draining = False
@@ -332,6 +333,11 @@ class Registry:
         except Exception:
             log.exception("transaction not written down", destination=destination.name)
 
+    async def left(self, server: str) -> None:
+        """Return once the server has no destination; the caller has held it before."""
+        while server in self.active:
+            await self._leaving.setdefault(server, trio.Event()).wait()
+
     async def write_down_unsaved(self, server: str) -> None:
         """Make durable the unwritten state of a server that has left, unless it was purged."""
         destination = self.unsaved.get(server)
@@ -342,7 +348,8 @@ class Registry:
         name, state = destination.name, destination.state
         del self.active[name]
         self._neighbour.left(destination)
-        destination.gone.set()
+        if (leaving := self._leaving.pop(name, None)) is not None:
+            leaving.set()
         if state == ServerState(name):
             self._states.pop(name, None)
         else:
