@@ -12,7 +12,7 @@ import yaml
 from tests.benchmarks import relay
 from typer.core import TyperGroup
 
-from fedsender import bench, limits, runtime
+from fedsender import bench, limits, tls
 from fedsender.admin import access, http1
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Ledger, Sending
@@ -119,10 +119,10 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f"{answer._PARTS:,} of the characters `[` `{{` `,` and {answer._PARTS_PER_PDU} more",
         f"{bounds.framing_bytes // kib} KiB in all and {bounds.headers} headers;"
         f" {transport._PIECE_BYTES} bytes are counted for each piece",
-        f"{runtime.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
-        f" {runtime.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
-        f"{runtime.MAX_TLS_BYTES // kib} KiB of TLS without data between two requests;"
-        f" {runtime.TLS_PIECE_BYTES} bytes are counted for each piece",
+        f"{tls.MAX_HANDSHAKE_CPU_S * 1000:.0f} ms of CPU time (usual: 4) or"
+        f" {tls.MAX_HANDSHAKE_BYTES // kib} KiB of certificates",
+        f"{tls.MAX_TLS_BYTES // kib} KiB of TLS without data between two requests;"
+        f" {tls.TLS_PIECE_BYTES} bytes are counted for each piece",
         f"{transport._COUNTED_BYTES // mib} MiB over all connections, beyond the first"
         f" {transport._UNCOUNTED_BYTES // kib} KiB of each",
         f"`federation.request_timeout` ({federation.request_timeout:.0f} s)",

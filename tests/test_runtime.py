@@ -133,25 +133,3 @@ async def test_hosts_file_goes_before_the_dns(
             assert (await network.resolve("b.example", "AAAA", [address])).values == ("::9",)
             hosts.unlink()
             assert (await network.resolve("b.example", "A", [address])).values == ("192.0.2.1",)
-
-
-async def test_readable_streams_are_those_with_news() -> None:
-    listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    port = listeners[0].socket.getsockname()[1]
-    network = RealNetwork()
-    async with listeners[0]:
-        clients, servers = [], []
-        for _ in range(3):
-            clients.append(await network.open_tcp("127.0.0.1", port))
-            servers.append(await listeners[0].accept())
-        await servers[0].send_all(b"news")
-        await servers[1].aclose()
-        for quiet in clients[:2]:
-            assert isinstance(quiet, trio.SocketStream)
-            await trio.lowlevel.wait_readable(quiet.socket)
-        other, _ = trio.testing.memory_stream_pair()
-        assert network.readable([*clients, other]) == clients[:2]
-        await clients[0].aclose()
-        assert network.readable(clients) == [clients[1]]
-        for stream in [*clients, *servers]:
-            await stream.aclose()

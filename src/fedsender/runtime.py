@@ -10,6 +10,7 @@ import ipaddress
 import os
 import random
 import select
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,6 +29,7 @@ import trio
 from dns.nameserver import Do53Nameserver
 
 from fedsender.config.document import OUR_LACK
+from fedsender.tls import TlsStream
 
 T = TypeVar("T")
 
@@ -36,23 +38,6 @@ RecordType = Literal["A", "AAAA", "SRV"]
 
 MAX_DNS_BYTES = 4096
 """More records than any server needs. To parse 64 KiB takes up to a second of the loop."""
-
-
-MAX_HANDSHAKE_CPU_S = 0.05
-"""The usual groups take 4 ms, those of 8,192 bits 130."""
-
-
-MAX_HANDSHAKE_BYTES = 32_768
-"""The usual chains of certificates take 5 KiB; 100 KiB of chosen keys, 390 ms of the loop."""
-
-
-MAX_TLS_BYTES = 49_152
-"""What TLS takes for itself between two requests: usually 2 KiB of session tickets, and most of a
-record of 16 KiB until it is whole."""
-
-
-TLS_PIECE_BYTES = 32
-"""Counted for each piece that completes nothing, because a piece costs work too."""
 
 
 class NameNotFound(Exception):
@@ -121,8 +106,8 @@ class Network(Protocol):
         """
         ...
 
-    def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
-        """The streams whose peers have sent data or have closed; never blocks."""
+    def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        """The idle TLS streams whose peers have closed, or sent unasked data; never blocks."""
         ...
 
 
@@ -201,71 +186,6 @@ class _Nameserver(Do53Nameserver):
             return response
 
 
-class MeteredTls(ssl.SSLObject):
-    """One end of a TLS connection that may take only so much of the loop's time for no data.
-
-    In TLS 1.3 the server chooses the group of the handshake, and with that its cost; Python 3.11
-    can forbid none. After it, the server may send session tickets and key updates without end, and
-    records in single bytes: a reader of the data sees none of that.
-    """
-
-    cpu_s = staticmethod(time.thread_time)
-    _spent_s = 0.0
-    _handshake_bytes = 0
-    _idle_bytes = 0
-    _incoming: ssl.MemoryBIO
-
-    @classmethod
-    def _create(cls, incoming: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> "MeteredTls":
-        made: MeteredTls = super()._create(incoming, *args, **kwargs)  # type: ignore[misc]
-        made._incoming = incoming
-        return made
-
-    def do_handshake(self) -> None:
-        """Go on with it; raises ssl.SSLError, and BrokenResourceError if it has cost too much."""
-        there = self._incoming.pending
-        # Before it is read: a long chain of certificates is read in one go.
-        if self._handshake_bytes + there > MAX_HANDSHAKE_BYTES:
-            raise trio.BrokenResourceError(
-                f"a handshake of more than {MAX_HANDSHAKE_BYTES} bytes, or in tiny pieces"
-            )
-        began = self.cpu_s()
-        try:
-            super().do_handshake()
-        finally:
-            self._handshake_bytes += there - self._incoming.pending + TLS_PIECE_BYTES
-            self._spent_s += self.cpu_s() - began
-            if self._spent_s > MAX_HANDSHAKE_CPU_S:
-                raise trio.BrokenResourceError(
-                    f"the handshake took {self._spent_s * 1000:.0f} ms of CPU time,"
-                    f" more than {MAX_HANDSHAKE_CPU_S * 1000:.0f}"
-                )
-
-    def read(self, *args: Any, **kwargs: Any) -> bytes:
-        """Some data; raises ssl.SSLError, and BrokenResourceError after too much that is none."""
-        there, data = self._incoming.pending, b""
-        try:
-            data = super().read(*args, **kwargs)
-            return data
-        except ssl.SSLWantReadError:
-            there += TLS_PIECE_BYTES
-            raise
-        finally:
-            self._without_data(there - self._incoming.pending - len(data))
-
-    def write(self, data: Any) -> int:
-        """Encrypt it, and let the peer begin anew; raises ssl.SSLError."""
-        self._idle_bytes = 0
-        return super().write(data)
-
-    def _without_data(self, size: int) -> None:
-        self._idle_bytes += size
-        if self._idle_bytes > MAX_TLS_BYTES:
-            raise trio.BrokenResourceError(
-                f"more than {MAX_TLS_BYTES} bytes of TLS without data, or tiny pieces"
-            )
-
-
 class RealNetwork:
     """Sockets and resolver of the operating system, TLS of the standard library."""
 
@@ -287,11 +207,13 @@ class RealNetwork:
     async def start_tls(
         self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
     ) -> trio.abc.Stream:
-        # https_compatible: peers close without close_notify, and waiting for theirs would hang us.
-        tls = trio.SSLStream(
-            stream, context, server_hostname=server_hostname, https_compatible=True
-        )
-        await tls.do_handshake()
+        assert isinstance(stream, trio.SocketStream)
+        tls = TlsStream(socket.socket(fileno=stream.socket.detach()), context, server_hostname)
+        try:
+            await tls.do_handshake()
+        except BaseException:
+            tls.close()
+            raise
         return tls
 
     async def resolve(
@@ -337,15 +259,15 @@ class RealNetwork:
             self._hosts = (stamp, _read_hosts(_HOSTS_FILE))
         return self._hosts[1].get((name.rstrip(".").lower(), rdtype), ())
 
-    def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
-        by_descriptor: dict[int, trio.abc.Stream] = {}
+    def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+        by_descriptor: dict[int, TlsStream] = {}
         poll = select.poll()
         for stream in streams:
-            below = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
-            if isinstance(below, trio.SocketStream) and below.socket.fileno() >= 0:
-                by_descriptor[below.socket.fileno()] = stream
-                poll.register(below.socket.fileno(), select.POLLIN)
-        return [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
+            if isinstance(stream, TlsStream) and stream.socket.fileno() >= 0:
+                by_descriptor[stream.socket.fileno()] = stream
+                poll.register(stream.socket, select.POLLIN)
+        news = [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
+        return [stream for stream in news if stream.deserted()]
 
 
 def our_lack(error: object) -> OutOfResources | None:

@@ -35,6 +35,7 @@ from fedsender.federation.client import (
 )
 from fedsender.runtime import RealNetwork
 from fedsender.testing.clock import inline
+from fedsender.tls import TlsStream
 
 T = TypeVar("T")
 
@@ -238,20 +239,20 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
             await send(peer)
         live = next(iter(client.connections._idle.values()))
         stream = live.connection.stream
-        assert isinstance(stream, trio.SSLStream)
-        await trio.lowlevel.wait_readable(stream.transport_stream.socket)
+        assert isinstance(stream, TlsStream)
+        await trio.lowlevel.wait_readable(stream.socket)
 
         live.idle_since -= 10
-        assert await client.connections.take(NAME, live.opened_by) is None
+        assert client.connections.take(NAME, live.opened_by) is None
         assert client.statistics().open == 0
 
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
             assert not (await send(peer)).reused
         live = next(iter(client.connections._idle.values()))
         stream = live.connection.stream
-        assert isinstance(stream, trio.SSLStream)
-        await trio.lowlevel.wait_readable(stream.transport_stream.socket)
-        await client.connections._give_up_deserted()
+        assert isinstance(stream, TlsStream)
+        await trio.lowlevel.wait_readable(stream.socket)
+        client.connections._give_up_deserted()
         assert client.statistics().idle == 0
     assert client.statistics().repeated == 0
 

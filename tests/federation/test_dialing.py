@@ -7,7 +7,6 @@ import ssl
 import time
 from base64 import encodebytes
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,8 @@ from fedsender.federation.dialing import (
 )
 from fedsender.federation.transport import Connection
 from fedsender.limits import MAX_CONNECTING
-from fedsender.runtime import MeteredTls, RealNetwork
+from fedsender.runtime import RealNetwork
+from fedsender.tls import MeteredTls
 
 DEFAULT = IPRanges(Federation().ip_deny, Federation().ip_allow)
 ANY = IPRanges()
@@ -378,85 +378,6 @@ async def test_handshake_that_cost_too_much_of_our_time_is_refused(
     assert isinstance(failure, Unreachable)
     assert failure.kind == "tls"
     assert re.search(r"the handshake took \d+ ms of CPU time, more than 50", failure.text)
-
-
-class Ends:
-    """Both ends of a TLS connection; what the server sends arrives in pieces."""
-
-    def __init__(self, directory: Path, tickets: int, piece: int, names: int = 99) -> None:
-        authority = Authority(directory)
-        self._piece = piece
-        self._to_us, self._to_it = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._from_it = ssl.MemoryBIO()
-        context = authority.context("d.example", *(f"d{each}.example" for each in range(names)))
-        context.num_tickets = tickets
-        self.it = context.wrap_bio(self._to_it, self._from_it, server_side=True)
-        ours = TlsPolicy(authority.file).context()
-        self.we = ours.wrap_bio(self._to_us, self._to_it, server_hostname="d.example")
-
-    def shake_hands(self) -> None:
-        """Raises BrokenResourceError."""
-        for end in (self.we, self.it, self.we, self.it):
-            with suppress(ssl.SSLWantReadError):
-                end.do_handshake()
-            while end is self.it and self._arrives():
-                with suppress(ssl.SSLWantReadError):
-                    self.we.do_handshake()
-                    break
-
-    def _arrives(self) -> bool:
-        return bool(self._to_us.write(self._from_it.read(self._piece)))
-
-    def read(self) -> bytes:
-        """All that we can read; raises BrokenResourceError."""
-        data = bytearray()
-        while self._arrives():
-            with suppress(ssl.SSLWantReadError):
-                while more := self.we.read(65_536):
-                    data += more
-        return bytes(data)
-
-
-@pytest.mark.parametrize("piece", [536, 1460, 65_536])
-def test_answer_of_any_size_is_read_in_usual_pieces(tmp_path: Path, piece: int) -> None:
-    ends = Ends(tmp_path, tickets=8, piece=1460)
-    ends.shake_hands()
-    for size in (1, 1000, 270_000):
-        ends.we.write(b"a request")
-        sent = bytes(size)
-        for start in range(0, size, 16_384):
-            ends.it.write(sent[start : start + 16_384])
-        ends._piece = piece
-        assert ends.read() == sent
-
-
-_TOO_MUCH = "more than 49152 bytes of TLS without data, or tiny pieces"
-
-
-def test_session_tickets_without_end_are_refused(tmp_path: Path) -> None:
-    """Each takes 10 us of the loop, and a server can send them for as long as it likes."""
-    ends = Ends(tmp_path, tickets=500, piece=1460)
-    ends.shake_hands()
-    with pytest.raises(trio.BrokenResourceError, match=_TOO_MUCH):
-        ends.read()
-
-
-def test_record_in_tiny_pieces_is_refused(tmp_path: Path) -> None:
-    ends = Ends(tmp_path, tickets=0, piece=1460)
-    ends.shake_hands()
-    ends.it.write(bytes(16_384))
-    ends._piece = 1
-    with pytest.raises(trio.BrokenResourceError, match=_TOO_MUCH):
-        ends.read()
-
-
-@pytest.mark.parametrize(("names", "piece"), [(99, 1), (4000, 1460), (4000, 65_536)])
-def test_handshake_that_is_long_or_in_tiny_pieces_is_refused(
-    tmp_path: Path, names: int, piece: int
-) -> None:
-    ends = Ends(tmp_path, tickets=0, piece=piece, names=names)
-    with pytest.raises(trio.BrokenResourceError, match="a handshake of more than 32768 bytes, or"):
-        ends.shake_hands()
 
 
 async def test_tls_1_2_still_works(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from fedsender.federation.transport import (
     words,
 )
 from fedsender.runtime import RealNetwork
+from fedsender.tls import TlsStream
 
 NAME = "b.example"
 BOUNDS = Bounds(body_bytes=10_000, framing_bytes=4_000, headers=50)
@@ -235,32 +236,6 @@ async def test_long_body_arrives_whole_and_the_connection_stays(tmp_path: Path) 
         await connection.close()
 
 
-class Pieces(trio.abc.Stream):
-    """Notes the size of every write, and answers the first read."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        self.sizes.append(len(data))
-
-    async def wait_send_all_might_not_block(self) -> None: ...
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        return response()
-
-    async def aclose(self) -> None: ...
-
-
-async def test_writes_are_pieces_of_at_most_16_kib() -> None:
-    stream = Pieces()
-    await Connection(stream).exchange(
-        "PUT", "/", [], b"x" * 100_000, bounds=BOUNDS, memory=AnswerMemory()
-    )
-    assert max(stream.sizes) == 16_384
-    assert sum(stream.sizes) > 100_000
-
-
 async def test_an_exchange_leaves_nothing_to_search_for(tmp_path: Path) -> None:
     """Its objects go at once; those of a thousand exchanges would fill memory until the search."""
 
@@ -288,7 +263,7 @@ async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -
     async with serving(authority.context(NAME), answering(response())) as server:
         connection = await dial(authority, server)
         await put(connection)
-        assert not await connection.peer_has_left()
+        assert RealNetwork().deserted([connection.stream]) == []
         # Looking did no harm.
         assert (await put(connection)).status == 200
         await connection.close()
@@ -296,10 +271,9 @@ async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -
         connection = await dial(authority, server)
         await put(connection)
         with trio.fail_after(60):
-            assert isinstance(connection.stream, trio.SSLStream)
-            await trio.lowlevel.wait_readable(connection.stream.transport_stream.socket)
-            assert RealNetwork().readable([connection.stream]) == [connection.stream]
-            assert await connection.peer_has_left()
+            assert isinstance(connection.stream, TlsStream)
+            await trio.lowlevel.wait_readable(connection.stream.socket)
+            assert RealNetwork().deserted([connection.stream]) == [connection.stream]
         await connection.close()
 
 

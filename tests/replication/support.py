@@ -178,7 +178,7 @@ class HandNetwork:
     ) -> Records:
         raise NameNotFound(name, ttl_s=0)
 
-    def readable(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
+    def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
         return []
 
 

@@ -263,7 +263,7 @@ class Peer:
         connections = self._client.connections
         if self._held is None and connections.has(self.destination):
             await self._leave.place()
-            self._held = await connections.take(self.destination, self._opened_by)
+            self._held = connections.take(self.destination, self._opened_by)
         if self._held is None:
             self._held = await self._open()
         return self._lend(self._held)

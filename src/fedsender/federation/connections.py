@@ -82,7 +82,7 @@ class Connections:
     def _pop(self, destination: str) -> Live | None:
         return self._idle.pop(destination, None) or self._precious.pop(destination, None)
 
-    async def take(self, destination: str, opened_by: Hashable) -> Live | None:
+    def take(self, destination: str, opened_by: Hashable) -> Live | None:
         """The idle connection of `destination`, unless its peer has left or settings changed."""
         live = self._pop(destination)
         if live is None:
@@ -91,10 +91,9 @@ class Connections:
             self.give_up(live)
             return None
         live.reused = True
-        stream = live.connection.stream
-        if trio.current_time() - live.idle_since < _FRESH_S:
-            return live
-        if self._network.readable([stream]) and await self._deserted(live):
+        fresh = trio.current_time() - live.idle_since < _FRESH_S
+        if not fresh and self._network.deserted([live.connection.stream]):
+            self.give_up(live)
             return None
         return live
 
@@ -156,7 +155,7 @@ class Connections:
                 continue
             await trio.sleep(_LOOK_EVERY_S)
             self._give_up_old()
-            await self._give_up_deserted()
+            self._give_up_deserted()
 
     async def close(self) -> None:
         """Close the idle connections."""
@@ -172,27 +171,12 @@ class Connections:
             while idle and next(iter(idle.values())).idle_since <= oldest:
                 self.give_up(idle.pop(next(iter(idle))))
 
-    async def _give_up_deserted(self) -> None:
+    def _give_up_deserted(self) -> None:
         waiting = {**self._idle, **self._precious}
         names = {live.connection.stream: name for name, live in waiting.items()}
-        for stream in self._network.readable(list(names)):
-            name = names[stream]
-            live = self._idle.get(name) or self._precious.get(name)
-            if live is not None and live.connection.stream is stream:
-                self._pop(name)
-                if not await self._deserted(live):
-                    self.give_back(name, live)
-
-    async def _deserted(self, live: Live) -> bool:
-        """Whether the peer has left a connection; if so, or if in doubt, it is given up."""
-        try:
-            if not await live.connection.peer_has_left():
-                return False
-        except BaseException:
-            self.give_up(live)
-            raise
-        self.give_up(live)
-        return True
+        for stream in self._network.deserted(list(names)):
+            if (live := self._pop(names[stream])) is not None:
+                self.give_up(live)
 
     async def _close_unwanted(self) -> None:
         while self._unwanted:

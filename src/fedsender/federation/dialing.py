@@ -21,7 +21,8 @@ from cachetools import LRUCache
 from fedsender.config.values import IPRanges
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.limits import MAX_CONNECTING
-from fedsender.runtime import MeteredTls, Network, OutOfResources, our_lack
+from fedsender.runtime import Network, OutOfResources, our_lack
+from fedsender.tls import MeteredTls
 
 UnreachableKind = Literal["dns", "refused", "timeout", "tls", "blocked", "well_known"]
 Address = tuple[str, int]

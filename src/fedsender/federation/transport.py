@@ -25,13 +25,9 @@ import trio
 Header = tuple[bytes, bytes]
 FailureKind = Literal["timeout", "closed", "protocol", "too_large", "crowded"]
 
-# What a TLS record holds. Larger writes make OpenSSL's buffer, which never shrinks, grow with them.
-_WRITE_BYTES: Final = 16_384
 # Above this, a peer that answers 413 at once and closes may reset the connection while we still
 # write; we then listen while writing. Smaller bodies fit into the kernel's socket buffers.
 _LISTEN_WHILE_WRITING_BYTES: Final = 262_144
-# How long to look at an idle connection that has something to read.
-_GOODBYE_S: Final = 0.05
 _MAX_CAUSES: Final = 8
 _TARGET: Final = re.compile(r"/[!-~]*", re.ASCII)
 # The headers that say how the body is to be read.
@@ -346,18 +342,6 @@ class Connection:
         self.reusable = False
         await trio.aclose_forcefully(self.stream)
 
-    async def peer_has_left(self) -> bool:
-        """Whether the peer has ended an idle connection, or sent data that no request asked for.
-
-        For a connection with bytes to read. False: they were a TLS session ticket, and it is fine.
-        """
-        with trio.move_on_after(_GOODBYE_S):
-            # Neither an end nor unasked-for data leaves a connection that one could trust.
-            with suppress(trio.BrokenResourceError):
-                await self.stream.receive_some(1)
-            return True
-        return False
-
     async def _converse(
         self, head: bytes, body: bytes, reader: ResponseReader, grown: Callable[[int], None]
     ) -> None:
@@ -389,12 +373,7 @@ class Connection:
 
     async def _write(self, head: bytes, body: bytes) -> None:
         self.sent = True
-        if len(head) + len(body) <= _WRITE_BYTES:
-            await self.stream.send_all(head + body)
-            return
-        whole = memoryview(head + body)
-        for start in range(0, len(whole), _WRITE_BYTES):
-            await self.stream.send_all(whole[start : start + _WRITE_BYTES])
+        await self.stream.send_all(head + body)
 
     async def _read(self, reader: ResponseReader, grown: Callable[[int], None]) -> None:
         while not reader.complete:

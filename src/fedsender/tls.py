@@ -1,0 +1,301 @@
+"""TLS over a socket: bytes in and out of OpenSSL's memory, with as few steps of Trio as possible.
+
+`trio.SSLStream` runs over any stream, with a lock and several checkpoints for each piece. Here the
+stream is a socket of ours, which is asked only when OpenSSL has nothing left to say: half the CPU
+time for each exchange.
+
+OpenSSL does not read from the socket itself. A peer that sends key updates without end would keep
+it in one call for ever; from memory it takes only the bytes that it was given, which are counted.
+"""
+
+import operator
+import socket
+import ssl
+import time
+from contextlib import suppress
+from typing import Any, Final
+
+import trio
+
+MAX_HANDSHAKE_CPU_S = 0.05
+"""The usual groups take 4 ms, those of 8,192 bits 130."""
+
+
+MAX_HANDSHAKE_BYTES = 32_768
+"""The usual chains of certificates take 5 KiB; 100 KiB of chosen keys, 390 ms of the loop."""
+
+
+MAX_TLS_BYTES = 49_152
+"""The bytes of TLS without data between two requests: usually 2 KiB of session tickets, and most of
+a record of 16 KiB until it is whole."""
+
+
+TLS_PIECE_BYTES = 32
+"""Counted for each piece that completes nothing, because a piece costs work too."""
+
+# The data of one record. Larger writes make OpenSSL's buffers, which never shrink, grow with them.
+_RECORD_BYTES: Final = 16_384
+# One whole record, with its header and its seal.
+_RECEIVE_BYTES: Final = _RECORD_BYTES + 512
+_NOTHING: Final = memoryview(b"")
+
+
+class MeteredTls(ssl.SSLObject):
+    """One end of a TLS connection that may take only so much of the loop's time for no data.
+
+    In TLS 1.3 the server chooses the group of the handshake, and with that its cost; Python 3.11
+    can forbid none. After it, the server may send session tickets and key updates without end, and
+    records in single bytes: a reader of the data sees none of that.
+    """
+
+    cpu_s = staticmethod(time.thread_time)
+    _spent_s = 0.0
+    _handshake_bytes = 0
+    _idle_bytes = 0
+    _incoming: ssl.MemoryBIO
+
+    @classmethod
+    def _create(cls, incoming: ssl.MemoryBIO, *args: Any, **kwargs: Any) -> "MeteredTls":
+        made: MeteredTls = super()._create(incoming, *args, **kwargs)  # type: ignore[misc]
+        made._incoming = incoming
+        return made
+
+    def do_handshake(self) -> None:
+        """Go on with it; raises ssl.SSLError, and BrokenResourceError if it has cost too much."""
+        there = self._incoming.pending
+        # Before it is read: a long chain of certificates is read in one go.
+        if self._handshake_bytes + there > MAX_HANDSHAKE_BYTES:
+            raise trio.BrokenResourceError(
+                f"a handshake of more than {MAX_HANDSHAKE_BYTES} bytes, or in tiny pieces"
+            )
+        began = self.cpu_s()
+        try:
+            super().do_handshake()
+        finally:
+            self._handshake_bytes += there - self._incoming.pending + TLS_PIECE_BYTES
+            self._spent_s += self.cpu_s() - began
+            if self._spent_s > MAX_HANDSHAKE_CPU_S:
+                raise trio.BrokenResourceError(
+                    f"the handshake took {self._spent_s * 1000:.0f} ms of CPU time,"
+                    f" more than {MAX_HANDSHAKE_CPU_S * 1000:.0f}"
+                )
+
+    def read(self, *args: Any, **kwargs: Any) -> bytes:
+        """Some data; raises ssl.SSLError, and BrokenResourceError after too much that is none."""
+        there, data = self._incoming.pending, b""
+        try:
+            data = super().read(*args, **kwargs)
+            return data
+        except ssl.SSLWantReadError:
+            there += TLS_PIECE_BYTES
+            raise
+        finally:
+            self._without_data(there - self._incoming.pending - len(data))
+
+    def write(self, data: Any) -> int:
+        """Encrypt it, and let the peer begin anew; raises ssl.SSLError."""
+        self._idle_bytes = 0
+        return super().write(data)
+
+    def _without_data(self, size: int) -> None:
+        self._idle_bytes += size
+        if self._idle_bytes > MAX_TLS_BYTES:
+            raise trio.BrokenResourceError(
+                f"more than {MAX_TLS_BYTES} bytes of TLS without data, or tiny pieces"
+            )
+
+
+class TlsStream(trio.abc.Stream):
+    """A client's end of a TLS connection, for at most one task that sends and one that receives.
+
+    A cancelled `receive_some` has lost nothing. A cancelled `send_all` leaves half a record behind:
+    the stream is then broken. An end of the connection without the goodbye of TLS is an end, as
+    most HTTP servers close so. Closing says no goodbye and waits for nothing.
+
+    Attributes:
+        socket: the connected socket, not blocking; it belongs to the stream.
+    """
+
+    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_hostname: str) -> None:
+        """Raises ssl.SSLError or ValueError: the server name can be no server's."""
+        self.socket = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming, self._outgoing, server_hostname=server_hostname
+        )
+        self._unsent = _NOTHING
+        self._sending = self._receiving = False
+        self._broken = self._ended = False
+
+    async def do_handshake(self) -> None:
+        """Shake hands; raises trio.BrokenResourceError, with the error of TLS as its cause."""
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                await self._flush()
+                await trio.lowlevel.wait_readable(self.socket)
+                self._take_in()
+            except ssl.SSLError as error:
+                with suppress(trio.BrokenResourceError):
+                    self._send_now()  # The alert, which tells the peer the reason.
+                raise self._break(error) from error
+            else:
+                return await self._flush()
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        """Send all of it.
+
+        Raises:
+            trio.BrokenResourceError: the connection is broken, or an earlier call was cancelled.
+            trio.ClosedResourceError: it is closed on this side.
+            trio.BusyResourceError: another task is sending.
+        """
+        self._check_sending()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._sending = True
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._tls.write(rest[:_RECORD_BYTES]) :]
+                await self._flush()
+        except ssl.SSLError as error:
+            raise self._break(error) from error
+        except BaseException:
+            self._broken = True
+            raise
+        finally:
+            self._sending = False
+
+    async def wait_send_all_might_not_block(self) -> None:
+        """Return once the kernel has room; raises as `send_all`."""
+        self._check_sending()
+        self._sending = True
+        try:
+            await trio.lowlevel.wait_writable(self.socket)
+        finally:
+            self._sending = False
+
+    async def receive_some(self, max_bytes: int | None = None) -> bytes:
+        """Some data, or b"" at the end.
+
+        Raises:
+            trio.BrokenResourceError: the connection is broken, or its TLS is.
+            trio.ClosedResourceError: it is closed on this side.
+            trio.BusyResourceError: another task is receiving.
+        """
+        if max_bytes is not None and operator.index(max_bytes) < 1:
+            raise ValueError("max_bytes must be >= 1")
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving")
+        self._check_open()
+        most = _RECORD_BYTES if max_bytes is None else max_bytes
+        self._receiving = True
+        try:
+            if self._incoming.pending or self._tls.pending() or self._ended:
+                await trio.lowlevel.checkpoint()
+                data = self._read(most)
+            else:
+                data = None
+            while data is None:
+                await trio.lowlevel.wait_readable(self.socket)
+                self._take_in()
+                data = self._read(most)
+            return data
+        finally:
+            self._receiving = False
+
+    def deserted(self) -> bool:
+        """Whether an idle connection has ended, is broken, or has data that no request asked for.
+
+        Session tickets and key updates that have come are taken in. Never blocks.
+        """
+        try:
+            while self._take_in():
+                if self._read(1) is not None:
+                    return True
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close at once, without a goodbye."""
+        if self.socket.fileno() >= 0:
+            trio.lowlevel.notify_closing(self.socket)
+            self.socket.close()
+
+    async def aclose(self) -> None:
+        """Close at once, without a goodbye; a checkpoint."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+    def _check_open(self) -> None:
+        if self.socket.fileno() < 0:
+            raise trio.ClosedResourceError("closed on this side")
+
+    def _check_sending(self) -> None:
+        if self._sending:
+            raise trio.BusyResourceError("another task is sending")
+        self._check_open()
+        if self._broken:
+            raise trio.BrokenResourceError("the connection broke before")
+
+    def _break(self, error: OSError) -> trio.BrokenResourceError | trio.ClosedResourceError:
+        """The error for the caller; nothing can be sent from here on.
+
+        Data that the peer sent before can still be received: it may say the reason.
+        """
+        self._broken = True
+        if self.socket.fileno() < 0:
+            return trio.ClosedResourceError("closed on this side")
+        return trio.BrokenResourceError(str(error))
+
+    def _take_in(self) -> bool:
+        """Move bytes from the socket to OpenSSL; False: there are none now."""
+        try:
+            data = self.socket.recv(_RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise self._break(error) from error
+        if data:
+            self._incoming.write(data)
+        else:
+            self._incoming.write_eof()
+        return True
+
+    def _read(self, most: int) -> bytes | None:
+        """Data from OpenSSL, b"" at the end, or None: it needs more bytes of the peer."""
+        if self._ended:
+            return b""
+        try:
+            return self._tls.read(most)
+        except ssl.SSLWantReadError:
+            return None
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            self._ended = True
+            return b""
+        except ssl.SSLError as error:
+            raise self._break(error) from error
+        finally:
+            if self._outgoing.pending:
+                # The answer to a key update. That it cannot be sent shows to the task that sends.
+                with suppress(trio.BrokenResourceError):
+                    self._send_now()
+
+    async def _flush(self) -> None:
+        while not self._send_now():
+            await trio.lowlevel.wait_writable(self.socket)
+
+    def _send_now(self) -> bool:
+        """Give the kernel what it takes of OpenSSL's bytes; whether it took all."""
+        try:
+            while self._unsent or self._outgoing.pending:
+                self._unsent = self._unsent or memoryview(self._outgoing.read())
+                # An empty view would hold the whole record that it was cut from.
+                self._unsent = self._unsent[self.socket.send(self._unsent) :] or _NOTHING
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            raise self._break(error) from error
+        return True

@@ -1,0 +1,344 @@
+"""The stream under every federation request: TLS over a socket, bounded and cancellable."""
+
+import gc
+import shutil
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+from tests.federation.servers import NAME, Authority, serving
+
+import fedsender.runtime
+from fedsender.federation.dialing import TlsPolicy
+from fedsender.runtime import RealNetwork
+from fedsender.tls import MeteredTls, TlsStream
+
+VERSIONS = pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+
+
+Ends = tuple[TlsStream, "trio.SSLStream[trio.SocketStream]"]
+
+
+class Polite(TlsStream):
+    """With the checkpoint in each `send_all` that Trio asks for and ours leaves to the kernel."""
+
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await trio.lowlevel.checkpoint()
+        await super().send_all(data)
+
+
+async def connect(directory: Path, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> Ends:
+    """Our stream and a server's, which is Trio's own, over a socket of loopback."""
+    authority = Authority(directory)
+    theirs = authority.context(NAME)
+    theirs.maximum_version = version
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener, trio.open_nursery() as nursery:
+        raw = await RealNetwork().open_tcp("127.0.0.1", listener.socket.getsockname()[1])
+        server = trio.SSLStream(
+            await listener.accept(), theirs, server_side=True, https_compatible=True
+        )
+        nursery.start_soon(server.do_handshake)
+        ours = TlsPolicy(authority.file).context()
+        stream = await RealNetwork().start_tls(raw, ours, NAME)
+    assert isinstance(stream, TlsStream)
+    return stream, server
+
+
+@asynccontextmanager
+async def two_ends(
+    directory: Path, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
+) -> AsyncIterator[Ends]:
+    """The same, closed after the body."""
+    stream, server = await connect(directory, version)
+    try:
+        yield stream, server
+    finally:
+        stream.close()
+        await trio.aclose_forcefully(server)
+
+
+@VERSIONS
+async def test_it_keeps_the_contract_of_a_stream(
+    tmp_path: Path, version: ssl.TLSVersion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trio's own checks: closed, broken, busy and cancelled, in each direction."""
+    monkeypatch.setattr(fedsender.runtime, "TlsStream", Polite)
+    with trio.fail_after(60):
+        await trio.testing.check_two_way_stream(partial(connect, tmp_path, version), None)
+
+
+@VERSIONS
+async def test_megabytes_go_both_ways_at_once(tmp_path: Path, version: ssl.TLSVersion) -> None:
+    size = 3_000_000
+
+    async def send(stream: trio.abc.Stream) -> None:
+        await stream.send_all(bytes(size))
+
+    async def receive(stream: trio.abc.Stream) -> None:
+        got = 0
+        while got < size:
+            got += len(await stream.receive_some())
+        assert got == size
+
+    with trio.fail_after(60):
+        async with two_ends(tmp_path, version) as ends, trio.open_nursery() as nursery:
+            for end in ends:
+                nursery.start_soon(send, end)
+                nursery.start_soon(receive, end)
+
+
+async def test_cancelled_send_breaks_it_and_what_came_can_still_be_read(tmp_path: Path) -> None:
+    async with two_ends(tmp_path) as (stream, server):
+        await server.send_all(b"413, and the reason")
+        with trio.move_on_after(0.2) as cut:
+            await stream.send_all(bytes(20_000_000))
+        assert cut.cancelled_caught
+        with pytest.raises(trio.BrokenResourceError):
+            await stream.send_all(b"more")
+        assert await stream.receive_some() == b"413, and the reason"
+
+
+async def test_cancelled_receive_has_lost_nothing(tmp_path: Path) -> None:
+    async with two_ends(tmp_path) as (stream, server):
+        with trio.move_on_after(0.05) as cut:
+            await stream.receive_some()
+        assert cut.cancelled_caught
+        await server.send_all(b"late")
+        assert await stream.receive_some(2) == b"la"
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await stream.receive_some()
+        assert await stream.receive_some() == b"te"
+
+
+async def test_end_without_a_goodbye_is_an_end_and_half_a_record_waits(tmp_path: Path) -> None:
+    async with two_ends(tmp_path) as (stream, server):
+        await server.send_all(b"last words")
+        raw = server.transport_stream
+        server._ssl_object.write(b"never whole")
+        record = server._outgoing.read()
+        await raw.send_all(record[: len(record) // 2])
+        assert await stream.receive_some() == b"last words"
+        # A peer that stalls in mid-record is cut by the caller's deadline.
+        with trio.move_on_after(0.05) as cut:
+            await stream.receive_some()
+        assert cut.cancelled_caught
+        await raw.aclose()
+        assert await stream.receive_some() == b""
+        assert await stream.receive_some() == b""
+
+
+@VERSIONS
+async def test_idle_connection_is_judged_by_a_tls_read(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """Session tickets are no news. An end, and data that no request asked for, are."""
+    async with two_ends(tmp_path, version) as (stream, server):
+        network = RealNetwork()
+        if version is ssl.TLSVersion.TLSv1_3:
+            # Trio's server keeps its tickets for its first answer; most servers do not.
+            tickets, server._delayed_outgoing = server._delayed_outgoing, None
+            assert tickets
+            await server.transport_stream.send_all(tickets)
+            await trio.lowlevel.wait_readable(stream.socket)
+        assert network.deserted([stream]) == []
+        await server.send_all(b"answer")
+        assert await stream.receive_some() == b"answer"
+        assert network.deserted([stream]) == []
+        await server.send_all(b"unasked")
+        await trio.lowlevel.wait_readable(stream.socket)
+        assert network.deserted([stream]) == [stream]
+    async with two_ends(tmp_path, version) as (stream, server):
+        await server.transport_stream.aclose()
+        await trio.lowlevel.wait_readable(stream.socket)
+        assert RealNetwork().deserted([stream]) == [stream]
+        stream.close()
+        assert RealNetwork().deserted([stream]) == []
+
+
+async def test_refused_certificate_is_told_to_the_server(tmp_path: Path) -> None:
+    """By an alert, which its operator finds in the log, and not by a connection that breaks."""
+    heard: list[BaseException] = []
+    left = trio.Event()
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        try:
+            await stream.receive_some()
+        except trio.BrokenResourceError as error:
+            heard.append(error)
+        left.set()
+
+    authority = Authority(tmp_path)
+    async with serving(authority.context("other.example"), converse) as server:
+        raw = await RealNetwork().open_tcp("127.0.0.1", server.port)
+        with pytest.raises(trio.BrokenResourceError, match="certificate verify failed"):
+            await RealNetwork().start_tls(raw, TlsPolicy(authority.file).context(), NAME)
+        with trio.fail_after(60):
+            await left.wait()
+    assert "alert" in str(heard[0].__cause__).lower()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
+async def test_key_updates_are_taken_and_answered(tmp_path: Path) -> None:
+    """A server may renew its keys, and ask us to renew ours, between any two records."""
+    authority = Authority(tmp_path)
+    pem = tmp_path / "server.pem"
+    authority._ca.issue_cert(NAME).private_key_and_cert_chain_pem.write_to_path(str(pem))
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    port = listener.socket.getsockname()[1]
+    await listener.aclose()
+    process = await trio.lowlevel.open_process(
+        ["openssl", "s_server", "-accept", f"127.0.0.1:{port}", "-cert", str(pem)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with trio.fail_after(60):
+            while True:
+                with suppress(OSError):
+                    raw = await RealNetwork().open_tcp("127.0.0.1", port)
+                    break
+                await trio.sleep(0.05)
+            stream = await RealNetwork().start_tls(raw, TlsPolicy(authority.file).context(), NAME)
+            # "k": renew the server's keys; "K": both ends'.
+            for command in (b"k\n", b"K\n", b"K\n"):
+                await process.stdin.send_all(command)
+                data: bytes | bytearray = b""
+                while not data:
+                    # Read together with the command, it would be taken for a part of it.
+                    await process.stdin.send_all(b"data\n")
+                    with trio.move_on_after(0.3):
+                        data = await stream.receive_some()
+                assert data == b"data\n"
+                await stream.send_all(b"answer to " + command)
+                printed = bytearray()
+                while b"answer to " + command not in printed:
+                    printed += await process.stdout.receive_some()
+            await stream.aclose()
+    finally:
+        process.kill()
+        await process.wait()
+
+
+async def test_a_record_holds_at_most_16_kib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger writes make OpenSSL's buffers, which never shrink, grow with them."""
+    sizes: list[int] = []
+
+    def write(_: MeteredTls, data: bytes) -> int:
+        sizes.append(len(data))
+        return len(data)
+
+    monkeypatch.setattr(MeteredTls, "write", write)
+    async with two_ends(tmp_path) as (stream, _):
+        await stream.send_all(bytes(100_000))
+    assert max(sizes) == 16_384
+    assert sum(sizes) == 100_000
+
+
+async def test_closing_leaves_nothing_behind(tmp_path: Path) -> None:
+    """No object waits for Python's search for cycles; thousands of connections come and go."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with two_ends(tmp_path) as (stream, _):
+            tls = stream._tls
+            del stream
+        # Ours, the local variable and `getrefcount`'s own.
+        assert sys.getrefcount(tls) <= 4
+    finally:
+        gc.enable()
+
+
+# --- the bounds, without a network ----------------------------------------------------------------
+
+
+class Handshake:
+    """Both ends of a TLS connection; what the server sends arrives in pieces."""
+
+    def __init__(self, directory: Path, tickets: int, piece: int, names: int = 99) -> None:
+        authority = Authority(directory)
+        self._piece = piece
+        self._to_us, self._to_it = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._from_it = ssl.MemoryBIO()
+        context = authority.context("d.example", *(f"d{each}.example" for each in range(names)))
+        context.num_tickets = tickets
+        self.it = context.wrap_bio(self._to_it, self._from_it, server_side=True)
+        ours = TlsPolicy(authority.file).context()
+        self.we = ours.wrap_bio(self._to_us, self._to_it, server_hostname="d.example")
+
+    def shake_hands(self) -> None:
+        """Raises BrokenResourceError."""
+        for end in (self.we, self.it, self.we, self.it):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+            while end is self.it and self._arrives():
+                with suppress(ssl.SSLWantReadError):
+                    self.we.do_handshake()
+                    break
+
+    def _arrives(self) -> bool:
+        return bool(self._to_us.write(self._from_it.read(self._piece)))
+
+    def read(self) -> bytes:
+        """All that we can read; raises BrokenResourceError."""
+        data = bytearray()
+        while self._arrives():
+            with suppress(ssl.SSLWantReadError):
+                while more := self.we.read(65_536):
+                    data += more
+        return bytes(data)
+
+
+@pytest.mark.parametrize("piece", [536, 1460, 65_536])
+def test_answer_of_any_size_is_read_in_usual_pieces(tmp_path: Path, piece: int) -> None:
+    ends = Handshake(tmp_path, tickets=8, piece=1460)
+    ends.shake_hands()
+    for size in (1, 1000, 270_000):
+        ends.we.write(b"a request")
+        sent = bytes(size)
+        for start in range(0, size, 16_384):
+            ends.it.write(sent[start : start + 16_384])
+        ends._piece = piece
+        assert ends.read() == sent
+
+
+_TOO_MUCH = "more than 49152 bytes of TLS without data, or tiny pieces"
+
+
+def test_session_tickets_without_end_are_refused(tmp_path: Path) -> None:
+    """Each takes 10 us of the loop, and a server can send them for as long as it likes."""
+    ends = Handshake(tmp_path, tickets=500, piece=1460)
+    ends.shake_hands()
+    with pytest.raises(trio.BrokenResourceError, match=_TOO_MUCH):
+        ends.read()
+
+
+def test_record_in_tiny_pieces_is_refused(tmp_path: Path) -> None:
+    ends = Handshake(tmp_path, tickets=0, piece=1460)
+    ends.shake_hands()
+    ends.it.write(bytes(16_384))
+    ends._piece = 1
+    with pytest.raises(trio.BrokenResourceError, match=_TOO_MUCH):
+        ends.read()
+
+
+@pytest.mark.parametrize(("names", "piece"), [(99, 1), (4000, 1460), (4000, 65_536)])
+def test_handshake_that_is_long_or_in_tiny_pieces_is_refused(
+    tmp_path: Path, names: int, piece: int
+) -> None:
+    ends = Handshake(tmp_path, tickets=0, piece=piece, names=names)
+    with pytest.raises(trio.BrokenResourceError, match="a handshake of more than 32768 bytes, or"):
+        ends.shake_hands()
