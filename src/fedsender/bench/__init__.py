@@ -1,6 +1,6 @@
-"""The figures: what a transaction, a burst, a restart and a waiting server cost.
+"""The figures: the cost of a transaction, a burst, a restart and a waiting server.
 
-`fedsender bench NAME` prints one JSON object on one line. What is measured is the process it runs
+`fedsender bench NAME` prints one JSON object on one line. The measured process is the one it runs
 in, with the daemon's core in it and nothing else: the homeserver and the receiving servers are
 processes of their own on loopback. TLS is on, certificates are checked, the store is a real one.
 CPU time is user and system time of all threads of the measured process.
@@ -73,7 +73,7 @@ def run_bench(
     Args:
         servers, events, rounds: its size, in place of the one its figure is quoted at.
         database: URL of an empty PostgreSQL database, where the benchmark can use one.
-        profile: where to write what cProfile saw of the event loop's thread. Figures of such a run
+        profile: the file for cProfile's record of the event loop's thread. Figures of such a run
             are only good for comparing its parts.
     """
     options = Options(

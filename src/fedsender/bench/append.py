@@ -1,4 +1,4 @@
-"""Appends over HTTP: how many records become durable in a second, and how long an append takes.
+"""Appends over HTTP: how many records become durable in a second, and the time of one append.
 
 The daemon is the measured process, with feed.kind push. Its fan-out reads what is stored, and finds
 events of another server, which it does not send. The homeserver is a process of its own, which

@@ -43,7 +43,7 @@ async def restart(options: Options) -> dict[str, Any]:
     """A start with all servers lagging by `events` messages of one room that they are all in.
 
     Of 100 servers 95 answer, 3 refuse connections, and 2 accept them and never answer. It ends when
-    each has been tried; nobody had failed before, so that nothing tells good servers from bad.
+    each has been tried. No server had failed before, so that nothing tells good servers from bad.
     """
     refusing, silent = options.servers * 3 // 100, options.servers * 2 // 100
     groups = [
@@ -84,7 +84,7 @@ async def restart(options: Options) -> dict[str, Any]:
 
 
 async def _fill(stage: Stage, messages: int) -> None:
-    """What an earlier daemon has left: a room with everybody, and messages that nobody got."""
+    """The state that an earlier daemon has left: a room with all servers, and undelivered messages."""
     runtime = stage.runtime
     room = Room(0, signer(stage.seed), runtime.now_ms())
     tokens: list[tuple[int, Sequence[FeedRow]]] = [
@@ -104,7 +104,7 @@ async def _fill(stage: Stage, messages: int) -> None:
 
 
 async def _all_attempted(stage: Stage, daemon: Daemon, meter: Meter) -> dict[str, float]:
-    """Seconds until all who answer had their first transaction, and until all were tried."""
+    """Seconds until all servers that answer had their first transaction, and until all were tried."""
     answering, refusing, silent = stage.groups
     healthy_s = 0.0
     with trio.move_on_after(PATIENCE_SECONDS):

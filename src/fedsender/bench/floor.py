@@ -1,4 +1,4 @@
-"""The floor: what a signed transaction costs if there is no sender around it.
+"""The floor: the cost of a signed transaction without a sender around it.
 
 A keep-alive TLS exchange with the same receivers, of the same size both ways, on Trio's own
 streams, and one Ed25519 signature. Nothing is parsed, kept, retried or written down.

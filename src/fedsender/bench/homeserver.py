@@ -29,13 +29,13 @@ def encode_seed(seed: bytes) -> str:
 
 
 def signer(encoded_seed: str) -> Signer:
-    """What the homeserver signs its events with."""
+    """The key with which the homeserver signs its events."""
     key = Ed25519PrivateKey.from_private_bytes(b64decode(encoded_seed))
     return Signer(SERVER_NAME, KEY_ID, key)
 
 
 class Room:
-    """A room of a local user, who talks."""
+    """A room with a local user that sends messages."""
 
     def __init__(self, number: int, signer: Signer, now_ms: int) -> None:
         self.creator = f"@creator:{SERVER_NAME}"
@@ -89,7 +89,7 @@ class History:
         return self._facts[start : min(upto - self._first, start + limit)]
 
     def add(self, *rows: object) -> None:
-        """One more token; nobody sees it before `publish`."""
+        """One more token; it is not visible before `publish`."""
         token = self._first + len(self._facts) + 1
         self._facts.append(Fact("master", token, rows))
 
@@ -100,7 +100,7 @@ class History:
 
 
 class Homeserver:
-    """Rooms that do not change, and what is said in them."""
+    """Rooms that do not change, and the messages in them."""
 
     def __init__(self, nursery: trio.Nursery, runtime: Runtime) -> None:
         self._nursery = nursery

@@ -1,9 +1,9 @@
-"""What `fedsender run` holds in memory: at rest, for a server, for a connection.
+"""The memory of `fedsender run`: at rest, for a server, for a connection.
 
 The daemon runs in a process of its own, as an operator starts it, and its resident memory is read
-from outside. What is asked per server and per connection is a difference between two moments of
-one process, after as many of the same kind: what is only needed once does not count, be it code
-or the databases' page caches.
+from outside. The figures per server and per connection are differences between two moments of one
+process, the first after as many of the same kind. So memory that is needed only once, such as code
+or the databases' page caches, does not count.
 """
 
 import subprocess
@@ -62,13 +62,13 @@ async def _bare_imports_kb() -> int:
 
 
 async def _connections(options: Options) -> tuple[int, dict[str, Any]]:
-    """At rest, and what one server with a live connection takes after one full transaction."""
+    """The memory at rest, and of one server with a live connection after one full transaction."""
     # A pace at which few transactions are under way at once: theirs is not the memory asked for.
     return await _growth(options.servers, options.events, {})
 
 
 async def _idle_servers(servers: int) -> tuple[int, dict[str, Any]]:
-    """What one server takes that was sent something, is waited for, and has no connection."""
+    """The memory of one server that got a transaction, has a task, and has no connection."""
     settings: dict[str, dict[str, Any]] = {
         "federation": {"max_connections": 20},
         "sending": {
@@ -113,7 +113,7 @@ async def _say(stage: Stage, room: int, messages: int, servers: int) -> dict[str
 
 
 async def _settle() -> None:
-    """Until what follows the last answer is over."""
+    """Wait until the work after the last answer is over."""
     await trio.sleep(SETTLE_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""What is read off a process and a machine, and how rounds become one figure."""
+"""Readings of a process and a machine, and the way from rounds to one figure."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ import trio
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The size of a benchmark; what an event is, and a round, is for each to say.
+    """The size of a benchmark; each benchmark defines its own event and round.
 
     Attributes:
         database: URL of an empty PostgreSQL database, for those that can use one; None: SQLite.
@@ -29,7 +29,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What something took: this process's CPU time, all threads, user and system; and time."""
+    """The cost of a stretch: this process's CPU time, all threads, user and system; and time."""
 
     cpu_s: float
     wall_s: float
@@ -43,7 +43,7 @@ class Meter:
         self._wall = trio.current_time()
 
     def read(self) -> Usage:
-        """What was taken so far."""
+        """The cost so far."""
         return Usage(_cpu_s() - self._cpu, trio.current_time() - self._wall)
 
 

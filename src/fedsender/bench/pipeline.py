@@ -1,8 +1,8 @@
-"""The data pipeline's figures: a made-up homeserver's lake and ledger (`pipeline_input`), and what
-each job takes of it on two cores, in one session as `fedsender pipeline run` has it.
+"""The data pipeline's figures: a made-up homeserver's lake and ledger (`pipeline_input`), and the
+cost of each job on two cores, in one session as `fedsender pipeline run` has it.
 
-What the jobs find is known beforehand; `broken` names what came out otherwise, or that Java and
-Python together took more memory than a small box has.
+The jobs' results are known beforehand. `broken` names each result that differs, and says so if Java
+and Python together took more memory than a small box has.
 """
 
 import os
@@ -28,7 +28,7 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 async def pipeline(options: Options) -> dict[str, Any]:
-    """What the jobs take; `events` and `servers` of `Options` are the input's."""
+    """The cost of the jobs; `events` and `servers` of `Options` are the input's."""
     # Spark's own scratch files go where the input is, which can be a disk of its own (TMPDIR).
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
@@ -90,7 +90,7 @@ def _jobs(
     meter: "_Jobs",
     directory: Path,
 ) -> dict[str, Any]:
-    """Run each; what they found."""
+    """Run each job; their results."""
     told = ingest.Ingested()
     with meter.job("ledger"):
         ingest.read_ledger(spark, lake, config.ledger.directory, steps, told)
@@ -122,7 +122,7 @@ def _jobs(
 
 
 def _broken(figures: dict[str, Any], made: Made) -> list[str]:
-    """What should not have come out."""
+    """The wrong results, in words."""
     found = []
     if figures["differences"] or figures["destination_rooms"] != made.destination_rooms:
         found.append(f"rebuild: {made.destination_rooms} rows and no difference were to be found")
@@ -134,7 +134,7 @@ def _broken(figures: dict[str, Any], made: Made) -> list[str]:
 
 
 class _Jobs:
-    """What each job takes, read off the processes and off Spark's own books."""
+    """The cost of each job, read off the processes and off Spark's own records."""
 
     def __init__(self, spark: "SparkSession") -> None:
         context = spark.sparkContext

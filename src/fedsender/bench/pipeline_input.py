@@ -6,11 +6,11 @@ leaves, or one that had left comes back, every fifty events; of its state there 
 hundred changes, as Synapse keeps it. The large room's events are spread evenly among the others'.
 
 The ledger begins late: with as many pairs of event and server as there are events, nearly all of
-them the large room's. What became of those is known, so that the jobs' answers can be checked: of a
+them the large room's. The fate of those is known, so that the jobs' answers can be checked: of a
 hundred servers one is failing and is still owed the second half, one was caught up and got one
 event for the first half; of a thousand other pairs one is missing.
 
-How many pairs of event and server it is if somebody spells them out is in `Made`.
+`Made` has the number of pairs of event and server.
 """
 
 import os
@@ -99,7 +99,7 @@ _ROWS: Final = 500_000
 
 @dataclass(slots=True)
 class Made:
-    """What the input is, and what the jobs must find.
+    """The size of the input, and the results that the jobs must have.
 
     Attributes:
         pairs: of event and server that should get it.
@@ -142,7 +142,7 @@ def make(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> Made:
 
 
 class _LargeRoom:
-    """The large room's state groups, and who was in it when."""
+    """The large room's state groups, and its members over time."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -152,7 +152,7 @@ class _LargeRoom:
         self._since = dict.fromkeys(range(shape.servers), 1)
         self._members: list[tuple[int, int, bool]] = []
         self.spans: list[tuple[int, int, int]] = []
-        """(server, first, last) in stream orderings: what should come out."""
+        """(server, first, last) in stream orderings: the expected result."""
         self.pairs = 0
 
     def run(self) -> Iterator[tuple[schemas.LakeTable, "pyarrow.Table"]]:
@@ -389,7 +389,7 @@ def _write_ledger(
 
 
 def _lines(pdus: "DataFrame", shape: Shape) -> "DataFrame":
-    """One attempt for what came within a short time for one server, as JSON in `value`."""
+    """One attempt with the events of a short time for one server, as JSON in `value`."""
     pdu = f"struct(at, concat('$event', at, ':{US}') AS event_id, room_id, lane, supersedes)"
     entry = "named_struct('event_id', p.event_id, 'room_id', p.room_id,"
     entry += " 'stream_ordering', p.at, 'lane', p.lane, 'supersedes', p.supersedes)"

@@ -1,7 +1,7 @@
 """The receiving servers of a benchmark, in a process of their own.
 
 Thousands of names, each an address of 127.0.0.0/8 with a port, on a few listening sockets. They do
-what a receiver must do and little more, so that on two cores it is the sender that is busy: PDUs
+the duties of a receiver and little more, so that on two cores it is the sender that is busy: PDUs
 are counted by a member that each has once, and one transaction of `verify_every` is held against
 every rule, its signature included. Only transactions that overlap are always noticed.
 """
@@ -34,14 +34,14 @@ from fedsender.testing.rules import (
 
 NAMES_PER_CERTIFICATE = 100
 FLOOR = SEND + "floor"
-"""What is sent there is not counted, not checked, and answered at once."""
+"""A request to this path is not counted, not checked, and answered at once."""
 _PDU = b'"auth_events":'
 _STAMP = re.compile(rb'"sent_us":([0-9]+)')
 
 
 @dataclass(slots=True)
 class Totals:
-    """What all of them together were sent.
+    """The requests that all of them together got.
 
     Attributes:
         servers: how many got any transaction, answered or not.
@@ -219,7 +219,7 @@ class Receivers:
     # --- orders -----------------------------------------------------------------------------------
 
     async def tell(self) -> Order:
-        """What there was so far."""
+        """The counts so far."""
         delays, self.delays_us = self.delays_us, []
         return {**asdict(self.totals), "delays_us": delays, "broken": self.broken}
 

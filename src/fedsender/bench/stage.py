@@ -1,4 +1,4 @@
-"""What a benchmark is played on: receiving servers, a homeserver, and the daemon's core.
+"""The surroundings of a benchmark: receiving servers, a homeserver, and the daemon's core.
 
 The core is the real one, as `fedsender run` opens it, in the process that is measured; only the
 admin endpoint is left out. The others are processes of their own.
@@ -41,18 +41,18 @@ Rooms = Callable[[Sequence[str]], list[list[str]]]
 
 
 def one_room(names: Sequence[str]) -> list[list[str]]:
-    """Everybody in one room."""
+    """All servers in one room."""
     return [list(names)]
 
 
 @dataclass(slots=True)
 class Stage:
-    """See the module.
+    """The running processes of a benchmark.
 
     Attributes:
         seed: of the homeserver's signing key, encoded.
         groups: the names of the receiving servers, in the order they were asked for.
-        ca_file: who signed their certificates.
+        ca_file: the certificate of the authority that signed theirs.
         values: the daemon's configuration, as YAML would give it.
     """
 
@@ -88,7 +88,7 @@ class Stage:
             yield daemon
 
     async def until(self, *, seconds: float, pdus: int = 0, servers: int = 0) -> Order:
-        """What the receivers got, once it is so much.
+        """The receivers' counts, once they have reached these numbers.
 
         Raises:
             BenchFailed: it was not, in so many seconds.

@@ -14,13 +14,13 @@ from fedsender.testing.children import BenchFailed, Order
 
 DELIVERY_SECONDS = 600.0
 WARM_UP = {"sending": {"handshakes_per_second": 500}}
-"""Connections are not what is measured here; they are to stand soon."""
+"""Many handshakes a second: connections are not measured here."""
 TRICKLE_PER_SECOND = 40
 FLOOR_EXCHANGES = 500
 
 
 async def _warm_up(stage: Stage, daemon: Daemon) -> None:
-    """Connections to everybody, and every code path run."""
+    """Open connections to all servers, and run every code path once."""
     for message in range(1, 4):
         await stage.homeserver.ask("say", count=1)
         await stage.until(seconds=DELIVERY_SECONDS, pdus=message * len(stage.names))
@@ -161,9 +161,9 @@ def _costs(prefix: str, usage: Usage, transactions: int, pdus: int) -> dict[str,
 async def latency(options: Options) -> dict[str, Any]:
     """`events` messages, 20 a second, from the making of the event to its transaction's arrival.
 
-    That is a little more than what is asked: the homeserver's signing of the event, and its sending
-    of the line, are in it. Beside it: how long a bare exchange takes, and to make a page durable,
-    which happens twice on the way.
+    That is a little more than the daemon's share: the homeserver's signing of the event and its
+    sending of the line are in it. Beside it: the time of a bare exchange, and of making a page
+    durable, which happens twice on the way.
     """
     async with (
         open_stage([Servers(options.servers)], settings=WARM_UP) as stage,

@@ -44,8 +44,8 @@ ADMIN_CONNECTIONS = 30
 START_SECONDS = 60.0
 COMPLETE_SECONDS = 120.0
 MOST_P99_S, MOST_OWN_MIB, MOST_STEP_S = 2.0, 256, 0.25
-"""What the run is held against: latency to honest servers, the daemon's own memory, and CPU time
-of the event loop between two waits."""
+"""The limits of the run: latency to honest servers, the daemon's own memory, and CPU time of the
+event loop between two waits."""
 _LONGEST_STEP = re.compile(rb"^fedsender_loop_longest_step_seconds(?:{[^}]*})? ([0-9.e+-]+)$", re.M)
 
 ADMIN_ATTACKS = (
@@ -63,11 +63,11 @@ ADMIN_ATTACKS = (
 
 @dataclass(slots=True)
 class _Run:
-    """What takes part, and what was measured.
+    """The participants of the run, and its measurements.
 
     Attributes:
         due: deliveries to honest servers that were asked for.
-        said: event id -> Trio's clock, in seconds, when it happened.
+        said: event id -> the event's time on Trio's clock, in seconds.
         latencies: of each delivery to an honest server, in seconds.
         own_kb: the daemon's own memory at its largest.
         moved: something has arrived.
@@ -88,7 +88,7 @@ class _Run:
     moved: trio.Event = field(default_factory=trio.Event)
 
     def say(self, room: Room) -> None:
-        """Somebody says something in the room."""
+        """Send a message in the room."""
         step: Step = self.homeserver.say(room, room.creator)
         self.said[step.event.event_id] = trio.current_time()
         self.due += len(step.servers & self.receivers.servers.keys())
@@ -216,7 +216,7 @@ async def _talk(run: _Run, seconds: float) -> None:
 
 
 async def _wait_until_complete(run: _Run) -> None:
-    """Until each honest server has what it should get, or has waited for it for long."""
+    """Wait until each honest server has all its events, or has waited for them for long."""
     with trio.move_on_after(COMPLETE_SECONDS):
         while len(run.latencies) < run.due:
             run.moved = trio.Event()

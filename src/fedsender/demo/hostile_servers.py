@@ -54,7 +54,7 @@ class Hostile:
         """Nothing is counted before it is there in whole."""
 
     def request_ended(self, request: Request, status: int | None) -> None:
-        """Nobody asks how it went."""
+        """No task asks for its outcome."""
 
     def reply_to(self, request: Request) -> Reply:
         """The attack."""

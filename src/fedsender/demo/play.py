@@ -107,7 +107,7 @@ class Plot:
     evict_at: int | None = None
 
     def server(self, role: str) -> str:
-        """Who plays this part."""
+        """The servers that play this part."""
         return next(name for name, part in self.roles.items() if part == role)
 
 
@@ -172,10 +172,10 @@ MAX_SERVERS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `fedsender demo` was asked for.
+    """The options of `fedsender demo`.
 
     Attributes:
-        events: how many things happen once the rooms are there.
+        events: the number of events after the rooms are made.
         hostile: three hostile servers for each one, for so many `seconds`; rooms and events are
             that run's own.
         keep: a directory to leave everything in; None: it goes at the end.
@@ -253,11 +253,11 @@ def _directory(keep: Path | None) -> Iterator[Path]:
 
 @dataclass(slots=True)
 class _Run:
-    """Everything that takes part in one run.
+    """All participants of one run.
 
     Attributes:
         stage: a room with every server in it where nothing happens by chance; chaos only.
-        kicks: (server, event id) of those who lost a room while they were away.
+        kicks: (server, event id) of the servers that lost a room while they were away.
         kills: Trio times at which the daemon was killed; kills_ms: the same by the wall clock.
     """
 
@@ -295,7 +295,7 @@ class _Run:
         return [daemon.directory for daemon in self.daemons.each.values()]
 
     def ledger(self) -> Ledger:
-        """What the senders' ledgers say so far."""
+        """The content of the senders' ledgers so far."""
         segments = [
             segment
             for directory in self.directories()
@@ -545,7 +545,7 @@ def _summarize(run: _Run, final: Verdict, exit_code: int, seconds: float) -> Sum
 
 
 def _kicked_away(run: _Run) -> int:
-    """How many of those who lost a room while they were away have learned of it."""
+    """The number of servers that lost a room while they were away and have learned of it."""
     servers = run.receivers.servers
     return sum(event_id in servers[name].received for name, event_id in run.kicks)
 

@@ -32,7 +32,7 @@ LONGEST_SOCKET_PATH = 100
 
 
 class DaemonDied(Exception):
-    """The daemon's process ended when nobody had asked it to; the text ends with its last lines."""
+    """The daemon's process ended unasked; the text ends with its last lines."""
 
 
 def write_secret(path: Path, text: str) -> None:
@@ -43,7 +43,7 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def write_signing_key(directory: Path, seed: bytes, server_name: str = SERVER_NAME) -> Signer:
-    """Write `signing.key` as Synapse does; who signs with it."""
+    """Write `signing.key` as Synapse does; its signing key."""
     encoded = b64encode(seed).rstrip(b"=").decode()
     write_secret(directory / "signing.key", f"ed25519 {KEY_VERSION} {encoded}\n")
     key = Ed25519PrivateKey.from_private_bytes(seed)
@@ -70,7 +70,7 @@ def socket_in(directory: Path, name: str) -> Path:
 
 
 def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Mapping[str, Any]:
-    """What `config.yaml` says. Waits are short, within what the daemon allows.
+    """The content of `config.yaml`. Waits are short, within what the daemon allows.
 
     Files are named relative to the directory, so that it can be moved.
     """
@@ -100,7 +100,7 @@ class DaemonProcess:
     """A daemon in a process of its own, which may be killed and started again.
 
     Attributes:
-        log_file: what it says on standard error, over all starts.
+        log_file: its standard error, over all starts.
         starts: how often it was started.
         ended: the process that was started last is gone.
     """
@@ -174,7 +174,7 @@ class DaemonProcess:
         await self.ask("POST", "/_fedsender/admin/v1/notify_remote_server_up", body)
 
     async def ask(self, method: str, target: str, body: bytes = b"") -> bytes:
-        """What the admin endpoint answers, head included.
+        """The answer of the admin endpoint, head included.
 
         Raises:
             DaemonDied: it does not answer with 200.

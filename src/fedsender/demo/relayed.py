@@ -34,12 +34,12 @@ BATCH = 50
 POLL_SECONDS = 0.2
 LEVEL_SECONDS = 60.0
 KEPT_BYTES = 256 * 1024
-"""What the relay keeps of its log: as little as it can be told to."""
+"""The relay's retention: the shortest that it accepts."""
 
 
 @dataclass(slots=True)
 class Relayed:
-    """What stands between homeserver and senders in such a run.
+    """The relay between homeserver and senders in such a run.
 
     Attributes:
         cut_off: the sender that is away; None: none is.
@@ -147,7 +147,7 @@ def _shard_configuration(
 async def open_relayed(
     homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
 ) -> AsyncIterator[Relayed]:
-    """Relay and senders, running; what happens at the homeserver is told to the relay.
+    """Relay and senders, running; the homeserver's events are told to the relay.
 
     Raises:
         DaemonDied: (in a group) one of them ended by itself while the body ran.

@@ -1,9 +1,9 @@
 """The verdict of a demo run and its report, for people or as one JSON object per line.
 
-The verdict: every event reached every server it should, and no other. Three witnesses are compared:
-the homeserver, which knows who should get what; the receiving servers, which know what arrived; and
-the daemon's ledger, which must name, for each event that never arrived, the newer event that stood
-in for it.
+The verdict is good if every event reached every server that should get it, and no other. Three
+witnesses are compared: the homeserver, which knows the servers of each event; the receiving
+servers, which know the arrived events; and the daemon's ledger, which must name, for each event
+that never arrived, the newer event that stood in for it.
 """
 
 import sqlite3
@@ -28,7 +28,7 @@ from fedsender.testing.rooms import Step
 
 DELIVERED = "delivered"
 WITNESS = "witness"
-"""The lane of what went out of turn, to find out whose fault a refusal was."""
+"""The lane of items that went out of turn, in the search for a refused item."""
 KILL_WINDOW_S = 2.0
 """So long before a kill an answer may have left, or be in the ledger, and yet not be known after:
 the ledger comes first, the database a moment (on a busy disk, a long one) later."""
@@ -48,17 +48,17 @@ class Claim:
 
 @dataclass(slots=True)
 class Ledger:
-    """What the ledger says, put in order.
+    """The content of the ledger, by kind.
 
     Attributes:
         lines: how many attempts there are.
-        claims: (server, room id) -> what stood in for what there.
-        caught_up: (server, room id) of which events were sent whole by catch-up.
-        delivered: server -> (event id, milliseconds since the epoch, lane) of what was answered,
-            with repeats.
+        claims: (server, room id) -> the events that stood in for others there.
+        caught_up: (server, room id) of the rooms in which catch-up sent every event.
+        delivered: server -> (event id, milliseconds since the epoch, lane) of the answered events,
+        with repeats.
         answered: (server, transaction id) of every answered attempt.
-        witnesses: (server, event id) of what went out of turn, to find out whose fault a refusal
-            was.
+        witnesses: (server, event id) of the events that went out of turn in the search for a
+        refused item.
     """
 
     lines: int = 0
@@ -98,7 +98,7 @@ def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the events that one server should get."""
+    """The fate of the events that one server should get."""
 
     due: int = 0
     delivered: int = 0
@@ -110,10 +110,10 @@ class Verdict:
     """The outcome of a run.
 
     Attributes:
-        missing: what did not arrive and is not superseded, in words.
+        missing: the events that did not arrive and are not superseded, in words.
         wrong: everything else that must not be, in words.
         large_gaps: (server, room) pairs where newer events stood in for older ones.
-        small_gaps: pairs where catch-up sent what was missed event by event.
+        small_gaps: pairs where catch-up sent the missed events one by one.
     """
 
     servers: dict[str, Tally] = field(default_factory=dict)
@@ -146,7 +146,8 @@ def judge(
     kills_ms: Sequence[int] = (),
     loaded: Collection[str] = (),
 ) -> Verdict:
-    """Hold what arrived, and what the ledger says, against what should have arrived.
+    """Compare the arrived events, and the ledger's content, with the events that should have
+    arrived.
 
     Args:
         gap_events: a gap of at most so many events in one room must have been sent whole.
@@ -175,7 +176,8 @@ def judge(
 def _settle(
     due: Iterable[Step], server: ReceivingServer, ledger: Ledger, tally: Tally, verdict: Verdict
 ) -> set[tuple[str, Claim]]:
-    """Count what arrived and what is superseded; returns the claims that needed believing."""
+    """Count the arrived and the superseded events; returns the claims for which only the ledger
+    speaks."""
     used: set[tuple[str, Claim]] = set()
     for step in due:
         event_id, room_id = step.event.event_id, step.event.room_id
@@ -208,7 +210,7 @@ def _too_small(
 
 
 def _not_for(server: ReceivingServer, by_id: Mapping[str, Step]) -> list[str]:
-    """What arrived where it should not have."""
+    """Events that arrived at servers that should not get them."""
     found = []
     for event_id, pdu in server.received.items():
         step = by_id.get(event_id)
@@ -232,7 +234,7 @@ def _out_of_order(server: ReceivingServer, by_id: Mapping[str, Step], ledger: Le
 
 
 def _sent_again(server: str, ledger: Ledger, kills_ms: Sequence[int]) -> list[str]:
-    """Events with two recorded answers: what was answered once must not be sent again."""
+    """Events with two recorded answers: an answered event must not be sent again."""
     seen: dict[str, int] = {}
     found = []
     for event_id, ms, lane in ledger.delivered.get(server, ()):
@@ -250,11 +252,11 @@ def _just_before(moment: float, kills: Iterable[float]) -> bool:
 
 
 def unrecorded(receivers: Receivers, ledger: Ledger, kills: Sequence[float]) -> list[str]:
-    """Answers that the ledger does not know of.
+    """Answers that are missing in the ledger.
 
     Args:
         kills: Trio times at which the daemon was killed; an answer that left just before one may
-            have met nobody.
+        not have been read.
     """
     found = []
     for server in receivers.servers.values():
@@ -267,9 +269,8 @@ def unrecorded(receivers: Receivers, ledger: Ledger, kills: Sequence[float]) -> 
 
 
 def still_owed(directory: Path) -> list[str]:
-    """What the daemon's databases say is not done, once it has ended and everything arrived.
-
-    Whatever stands here would be sent again after the next start.
+    """The unfinished items in the daemon's databases, after its end and the last arrival. Each of
+    them would be sent again after the next start.
     """
     rows = _rows(
         directory / "homeserver.sqlite3",
@@ -305,7 +306,7 @@ class Summary:
         cpu_s: user and system seconds of all the daemon's processes.
         max_rss_mb: the largest of them at its largest, in MiB.
         exit_code: of the daemon.
-        complaints: what was wrong, by kind, in words.
+        complaints: the faults by kind, in words.
     """
 
     events: int
@@ -357,7 +358,7 @@ class Summary:
 
 @dataclass(slots=True)
 class PartTally:
-    """What became of all servers that play the same part."""
+    """The results of all servers that play the same part."""
 
     servers: int = 0
     due: int = 0
@@ -427,12 +428,12 @@ class Report:
                 )
 
     def advance(self, events: int, of_events: int, delivered: int, due: int) -> None:
-        """How far it has come; what is superseded counts as delivered."""
+        """The progress; superseded events count as delivered."""
         self._progress.update(self._events, completed=events, total=of_events)
         self._progress.update(self._deliveries, completed=delivered, total=due)
 
     def conclude(self, summary: Summary, parts: Mapping[str, PartTally]) -> None:
-        """The tables, and what was wrong."""
+        """The tables, and the faults."""
         self._progress.stop()
         if self._as_json:
             for part, tally in parts.items():
