@@ -24,8 +24,8 @@ _M_ARENA_MAX: Final = -8
 def use_few_arenas() -> bool:
     """Bound the number of glibc's arenas for new threads; False: this is another C library.
 
-    What the environment says (MALLOC_ARENA_MAX) it would say to every process that is started
-    here; this holds for ours alone, however it was started.
+    The variable MALLOC_ARENA_MAX of the environment would hold for every process that is started
+    here. This bound holds for ours alone, however it was started.
     """
     mallopt = _of_c_library("mallopt")
     # musl has the name nowhere, and says no by 0 where it has it.
@@ -35,8 +35,8 @@ def use_few_arenas() -> bool:
 async def give_memory_back(run_sync: RunSync) -> None:
     """Once a minute, give the system the free pages in the middle of the arenas; for ever.
 
-    Takes a few ms of a thread, in which who allocates may wait. Returns where the C library is
-    another one, which has no need of it.
+    Takes a few ms of a thread, in which other threads may wait for memory. Returns where the C
+    library is another one, which has no need of it.
     """
     trim = _of_c_library("malloc_trim")
     if trim is None:

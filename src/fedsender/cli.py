@@ -1,9 +1,9 @@
-"""The command line. Commands that ask or tell a daemon go through its admin endpoint.
+"""The command line. Commands for a running daemon go through its admin endpoint.
 
 Exit codes: 0 done, 1 it ran and found something wrong, 2 usage or configuration; of pipeline jobs
-also 75, another one is at work (`fedsender.pipeline.commands`). Whatever a user
-can get wrong is one line on standard error. Each command imports what it needs when it runs, so
-that none waits for the others' imports.
+also 75, another one is at work (`fedsender.pipeline.commands`). Each mistake that a user can make
+is one line on standard error. Each command imports what it needs when it runs, so that none waits
+for the others' imports.
 """
 
 import importlib
@@ -77,7 +77,7 @@ def _complain(text: str, code: int) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """Say in words what a command met; what no operator can put right is raised again."""
+    """Print a command's error in one line. An error that no operator can put right is raised again."""
     found = _leaves(error)
     codes = [_code_of(each) for each in found]
     if None in codes:
@@ -269,7 +269,7 @@ def hand_back(
         bool, typer.Option("--accept-loss", help="Although something will never be sent.")
     ] = False,
 ) -> int:
-    """With the daemon stopped: leave the sending to who comes next, or say what is lost."""
+    """With the daemon stopped: hand the sending over to the next sender, or list the loss."""
     import trio
 
     from fedsender.config import load
@@ -310,7 +310,7 @@ def config_check(
         str | None, typer.Option(metavar="NAME", help="Print what holds for this server.")
     ] = None,
 ) -> int:
-    """Say what is wrong with a configuration, with the line."""
+    """Check a configuration: each error with its line."""
     from fedsender.config import load
     from fedsender.federation.signing import load_signing_keys
     from fedsender.matrix import is_server_name
@@ -364,7 +364,7 @@ def config_from_synapse(
         ),
     ] = None,
 ) -> int:
-    """Print a configuration for a live Synapse; on standard error, what it leaves out."""
+    """Print a configuration for a live Synapse; the settings that it leaves out, on standard error."""
     from fedsender.config.from_synapse import from_synapse, write_secrets
 
     made = from_synapse(files, instance=instance, secrets=secrets, state=state, admin=admin)

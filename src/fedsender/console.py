@@ -43,7 +43,7 @@ def say_json(value: object) -> None:
 
 
 def show(table: "Table") -> None:
-    """Print a table, whose cells are `display.plain`."""
+    """Print a table; its cells are `display.plain`."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -3,7 +3,7 @@
 Closing runs upward: the admin endpoint stops answering, the feed stops taking in, the sender
 drains, connections close, the databases close. READY goes to systemd when configuration, key, store
 and admin stand and the feed has connected, or 30 s have passed: a homeserver that is down is no
-reason not to deliver what is already owed.
+reason to hold back the backlog.
 """
 
 import errno
@@ -57,12 +57,13 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 GARBAGE_AFTER = (10_000, 5, 5)
-"""So many new objects take a few MB at most; and what has outlived that is looked through again
-before it becomes a quarter of a million."""
+"""The number of new objects before a collection: they take a few MB at most. Objects that outlive
+it are searched again before they are a quarter of a million."""
 FEED_PATIENCE_S = 30.0
 LOCK_RENEWAL_S = 5.0
 WRITE_DOWN_S = 15.0
-"""After the drain, to write down what is unanswered; a database may be away for ever."""
+"""Seconds after the drain to write down unanswered transactions; a database may be away for ever.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
 
     0: stopped, and all is stored. 1: stopped without having stored everything.
 
-    Raises: what `open_core` and `open_admin` raise, and ConfigError for the file itself.
+    Raises: The errors of `open_core` and `open_admin`, and ConfigError for the file itself.
     """
     config = load(path)
     problems = config.file_problems()
@@ -389,10 +390,10 @@ async def _reload_when_told(
 
 
 async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> str:
-    """Take over what can change while running: policies, allow and deny lists, the log, the tokens
-    and the append endpoint's certificate.
+    """Take over the settings that can change while running: policies, allow and deny lists, the
+    log, the tokens and the append endpoint's certificate.
 
-    A file that cannot be used changes nothing. Returns what to tell the operator.
+    A file that cannot be used changes nothing. Returns the answer for the operator.
     """
 
     def read() -> Config:

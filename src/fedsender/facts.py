@@ -127,7 +127,7 @@ class Outdated(ValueError):
     """A record has the servers of rooms as of a token, and there are later rows. It was not stored.
 
     Attributes:
-        rooms: what is stored of these rooms, of the first of them.
+        rooms: the stored servers of the first of these rooms.
         others: how many more there are.
     """
 
@@ -255,12 +255,13 @@ def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row:
 
 
 class Preparation:
-    """A record on its way to be `Prepared`, row by row, so that others have their turn in between.
+    """A record on its way to be `Prepared`, row by row, so that other tasks have their turn in
+    between.
 
     Args:
         count: how many rows it has. Raises BadRow.
-        complete: makes of a row as it came the one whose meaning counts. The text is of what came,
-            so that what comes again is known by it.
+        complete: completes a row as it came. The text is of the row as it came, so that the same
+        row is recognised when it comes again.
     """
 
     def __init__(self, count: int, complete: Callable[[Json], Json] = lambda row: row) -> None:
@@ -436,7 +437,7 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
 
 
 def id_of(value: Json, what: str) -> str:
-    """An id of the Matrix specification. Raises BadRow, which calls it `what`."""
+    """An id of the Matrix specification. Raises BadRow, with `what` as its name."""
     return _text(value, what, MAX_ID_BYTES)
 
 
@@ -461,7 +462,7 @@ def _number(value: Json, what: str) -> None:
 
 
 def token_of(value: Json, what: str) -> int:
-    """A token, or 0 for what was before the first. Raises BadRow, which calls it `what`."""
+    """A token, or 0 for the time before the first. Raises BadRow, with `what` as its name."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_BIGINT:
         raise BadRow(f"{what} is not a token")
     return value

@@ -122,7 +122,7 @@ class DevicePoke(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransactionRecord:
-    """The contents of a transaction, and so all that an answer to it moves.
+    """The contents of a transaction, and so everything that its answer changes.
 
     The same record is stored with a frozen transaction, noted while an attempt is under way, and
     written in the ledger's line. So an answer is settled in one way, also after a restart.
@@ -131,7 +131,7 @@ class TransactionRecord:
         edus: how many EDUs of each type it carries.
         outbox: rows of `device_federation_outbox` that it carries, by stream id.
         device_lists: rows of `device_lists_outbound_pokes` that it carries, or that were conflated
-            into what it carries. Only the names, not the changes.
+        into its EDUs. Only the names, not the changes.
         lsso: the low-water mark that an answer proves, or None.
     """
 
@@ -192,13 +192,13 @@ class Line:
         destination: the server, or `EVERY_SERVER`.
         attempt: 1 for a transaction's first attempt; 0 when there was no transaction yet, because
             the server could not even be reached.
-        record: what the transaction carried.
+        record: the contents of the transaction.
         outcome: a word of `sender.failure.Outcome`, or "unknown" (cut off by the daemon's end), or
             one of `NOTES`.
         lsso: the low-water mark that this answer proves, if any; of `handed_over` and `purged`,
             the stream ordering above which the server was owed events.
         position: of a note, the events position at which it holds.
-        refused: event id -> the receiver's error, for PDUs that a 200 said no to; at most 50, each
+        refused: event id -> the receiver's error, for PDUs that a 200 refused; at most 50, each
             error at most 200 bytes.
         took_ms: milliseconds from the first byte to the outcome.
         reused: whether it went over a connection that had carried a transaction before.
@@ -221,7 +221,7 @@ class Line:
 
 
 class Counter(Protocol):
-    """What counts lines that could not be written."""
+    """The counter of lines that could not be written."""
 
     def inc(self, amount: float = 1) -> None: ...
 
@@ -230,7 +230,7 @@ class Ledger:
     """The open segment and the rule for the next one. Not for more than one task at a time.
 
     Attributes:
-        lines: how many have been written, for those who wait for the next one.
+        lines: the number of written lines, for tasks that wait for the next one.
     """
 
     def __init__(
@@ -369,7 +369,7 @@ class Ledger:
             self.closed.set()
 
     def close_torn(self) -> None:
-        """What the last daemon's open segments say is in the databases now: close them."""
+        """Close the last daemon's open segments: the databases have their content now."""
         close_torn_segments(self.torn)
         self.torn, self.last_words = [], {}
 
@@ -382,7 +382,7 @@ class Ledger:
             self._close_settled()
 
     def close(self) -> None:
-        """Close what is settled. The rest stays open, for the next start to settle."""
+        """Close the settled segments. The rest stays open, for the next start to settle."""
         self._roll()
         if self._waiting:
             log.warning("answers stay unsettled until the next start", servers=len(self._unsettled))

@@ -21,7 +21,7 @@ MAX_CONNECTING: Final = 1000
 """Connections that are being opened to several addresses of their servers at once; beyond, each
 server has one address tried at a time."""
 _CONNECTION_BYTES: Final = MIB // 4
-"""Some 50 KB of it in the common case; the rest for what is on its way."""
+"""Bytes for one connection: usually about 50 KB; the rest is for items on their way."""
 _OTHER_BYTES: Final = 1024 * MIB
 """100 MB at rest, and 4 to 10 KB for each server that is known."""
 _CONSUMER_FILES: Final = 16
@@ -30,7 +30,7 @@ _CONSUMER_BYTES: Final = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds that are far from what is needed, unless something is wrong.
+    """Bounds far above the need of a sound daemon.
 
     Attributes:
         files: file descriptors.
@@ -63,7 +63,7 @@ def of_relay(relay: Relay) -> Limits:
 def raise_file_limit(files: int) -> bool:
     """See to it that this process may open so many files; False: the system does not let us.
 
-    That is in the log then. It does not end the daemon: who has enough with fewer goes on.
+    That is in the log then. It does not end the daemon: fewer may be enough.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = files if hard == resource.RLIM_INFINITY else min(files, hard)

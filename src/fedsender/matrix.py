@@ -87,9 +87,9 @@ _SERVER_NAME: Final = re.compile(
 def parse_server_name(text: str) -> tuple[str, int | None]:
     """Split a server name into its host and its port, or None where it names no port.
 
-    Follows the grammar of the Matrix appendix "Server name". An IPv6 literal comes back without
-    its brackets (so a host with a colon in it is one). A host whose last label is a number must be
-    a complete IPv4 address: no top-level domain is a number, and system resolvers read "127.1" or
+    Follows the grammar of the Matrix appendix "Server name". An IPv6 literal comes back without its
+    brackets (so a host with a colon in it is one). A host with a number as its last label must be a
+    complete IPv4 address: no top-level domain is a number, and system resolvers read "127.1" or
     "2130706433" as addresses.
 
     Raises:
@@ -205,7 +205,7 @@ def _looked_up(
 
 
 def server_of(mxid: str) -> str:
-    """The server an identifier belongs to: what follows its first colon, as it stands.
+    """The server of an identifier: the text after its first colon, unchanged.
 
     Raises:
         ValueError: it has no such part (room ids of version 12 have none).
@@ -279,7 +279,7 @@ class _Survey:
 
 
 def _survey(value: object) -> _Survey:
-    """Look at every node once, level by level; raises ValueError for what is no JSON."""
+    """Look at every node once, level by level; raises ValueError for a value that is no JSON."""
     fractions = big_integers = False
     nesting = 0
     level: list[Any] = [value]
@@ -378,7 +378,8 @@ def event_id_of(event: Mapping[str, Any], version: RoomVersion) -> str:
 
 
 def hashed(event: Mapping[str, Any], version: RoomVersion) -> tuple[JsonObject, bytes]:
-    """The event with the hash of its content, and without signatures; and what those have to cover.
+    """The event with the hash of its content, and without signatures; and the bytes that those have
+    to cover.
 
     Server-server API, "Adding hashes and signatures to outgoing events".
 
@@ -427,7 +428,7 @@ class Pdu:
         stream_ordering: its place in the homeserver's events stream.
         room_version: identifier of its room's version.
         wire: canonical JSON, as peers get it.
-        sender: the user id, whose server may differ from ours (joins through us).
+        sender: the user id; its server may differ from ours (joins through us).
         state_key: None for a message event.
         fractional: it holds a number that strict canonical JSON forbids (room versions 1-5 only);
             some servers refuse a whole transaction for one.
@@ -453,8 +454,8 @@ def make_pdu(
 ) -> tuple[Pdu, JsonObject]:
     """Parse and check one stored event and make it ready to send.
 
-    `unsigned` shrinks to what peers may see, an `event_id` that the format has no place for goes
-    away, and the reference hash must be the event's id.
+    `unsigned` shrinks to the members that peers may see, an `event_id` that the format has no place
+    for goes away, and the reference hash must be the event's id.
 
     Returns:
         The PDU, and the parsed event it was made from, for rules that look into it.
@@ -488,7 +489,7 @@ def make_redacted_pdu(
 
 
 def _parse(json_text: str | bytes, version: RoomVersion) -> tuple[JsonObject, _Survey]:
-    """The event, its `unsigned` reduced, and what numbers it holds; raises BadEvent."""
+    """The event, its `unsigned` reduced, and the kind of its numbers; raises BadEvent."""
     try:
         event = orjson.loads(json_text)
         _reduce(event, version)
@@ -518,7 +519,7 @@ _KEPT_UNSIGNED: Final = ("replaces_state", "invite_room_state", "knock_room_stat
 
 
 def _reduce(event: object, version: RoomVersion) -> None:
-    """Take out, in place, what a homeserver keeps with an event and peers must not see."""
+    """Take out, in place, the members that a homeserver keeps with an event and peers must not see."""
     if type(event) is not dict:
         raise BadEvent("event is not a JSON object")
     stored = event.pop("unsigned", None)

@@ -107,7 +107,7 @@ class Network(Protocol):
         ...
 
     def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
-        """The idle TLS streams whose peers have closed, or sent unasked data; never blocks."""
+        """The idle TLS streams with peers that have closed, or sent unasked data; never blocks."""
         ...
 
 
@@ -133,8 +133,8 @@ class Runtime:
     """The clock, randomness, threads and sockets of a running daemon.
 
     Attributes:
-        now_ms: the wall clock, in milliseconds since the epoch. For what is written down; what is
-            only waited for uses `trio.current_time()`.
+        now_ms: the wall clock, in milliseconds since the epoch. For records; waits use
+        `trio.current_time()`.
         random: jitter and sampling. Never used for transaction ids.
         entropy: random bytes of the operating system, for transaction ids and boot ids.
         run_sync: the thread seam.
@@ -149,7 +149,7 @@ class Runtime:
 
 
 class _Nameserver(Do53Nameserver):
-    """A DNS server whose answers may be no longer than `MAX_DNS_BYTES`."""
+    """A DNS server with a bound on its answers, `MAX_DNS_BYTES`."""
 
     async def async_query(
         self,
@@ -338,7 +338,7 @@ async def listen_tcp(host: str, port: int) -> list[trio.SocketListener]:
 
 
 async def listen_unix(path: Path, mode: int = 0o600) -> trio.SocketListener:
-    """Listen on a Unix socket that only our user may open, or whom `mode` lets.
+    """Listen on a Unix socket that only our user may open, unless `mode` allows more.
 
     A socket file without a listener is replaced. Raises OSError (EADDRINUSE if there is a
     listener).

@@ -1,4 +1,4 @@
-"""Snapshots: all that a sender must know that has none of the log, as of one token.
+"""Snapshots: the state at one token, for a sender that has nothing of the log.
 
 A snapshot is a directory of files and a manifest that names each with its size and SHA-256. It
 never changes. Files are written first, the manifest last, and then the directory gets its name:
@@ -9,8 +9,8 @@ fetched again. A file is lines of JSON, one array for each row, compressed with 
 Tables, each cut into 16 parts by a hash of the room (of the destination for `edus`, of the target
 for `redactions`). The rows of a room stand together in each of its tables:
 
-- `hosts`: who is in which room (`left_token` NULL), since after `joined_token`; and who was in it
-  up to and with `left_token`, with the newest event that this server was to get until then.
+- `hosts`: the servers in each room (`left_token` NULL), since after `joined_token`; and those that
+  were in it up to and with `left_token`, with the newest event that each was to get until then.
 - `heads`: the newest event of the homeserver's own per room.
 - `events`: the `pdu` rows of the events that the two name.
 - `edus`: the durable EDUs that some consumer may not have.
@@ -35,7 +35,7 @@ import orjson
 
 MANIFEST: Final = "manifest.json"
 UNFINISHED: Final = ".unfinished"
-"""What a directory's name ends with until it is a snapshot."""
+"""The ending of a directory's name until it is a snapshot."""
 FORMAT: Final = 2
 PARTS: Final = 16
 MAX_MANIFEST_BYTES: Final = 2**20
@@ -111,7 +111,7 @@ class SnapshotInfo:
     """A finished snapshot.
 
     Attributes:
-        token: it holds what the log said up to and with this one.
+        token: the last token of the log that it includes.
         files: without the manifest; `bytes` is the sum of theirs.
         sha256: of the manifest, in hexadecimal.
     """
@@ -229,7 +229,7 @@ def _is_hex(text: str, digits: int) -> bool:
 
 
 def file_name(table: str, part: int, digest: str) -> str:
-    """The name of a file by what is in it."""
+    """The name of a file, with the hash of its content."""
     return f"{table}-{part:02d}-{digest[:16]}.jsonl.gz"
 
 
@@ -237,7 +237,7 @@ def file_name(table: str, part: int, digest: str) -> str:
 
 
 _GZIP: Final = 31
-"""What zlib calls a window of 32 KiB in gzip's format; its header then holds no time."""
+"""The code of zlib for a window of 32 KiB in gzip's format; its header then holds no time."""
 
 
 def _compressor() -> Any:
@@ -355,9 +355,9 @@ def write_snapshot(
     Args:
         root: the directory of all snapshots.
         now_ms: milliseconds since the epoch, when it is made.
-        check: called again and again; what it raises ends the making.
+        check: called again and again; its errors end the making.
 
-    Raises OSError, and what `check` and `tables` raise; then nothing was made.
+    Raises OSError, and the errors of `check` and `tables`; then nothing was made.
     """
     directory = root / snapshot_id(tables.token, tables.epoch)
     unfinished = directory.with_name(directory.name + UNFINISHED)

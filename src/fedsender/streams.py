@@ -8,10 +8,10 @@ So there are two positions:
 - a writer's own: the largest id at or below which that writer has nothing left to complete;
 - the *linear* one: the largest id at or below which no writer has.
 
-`IdGenerator` is the writers' side and knows what is in flight. `StreamPositions` is a reader's
-side and knows only what the writers announced. `Watermark` is how a position is handed from one
-task to another, and the `*Row` values are what the `events` stream carries to a sender that cannot
-look into the homeserver's database.
+`IdGenerator` is the writers' side and knows what is in flight. `StreamPositions` is a reader's side
+and knows only the announced ids. `Watermark` is how a position is handed from one task to another,
+and the `*Row` values are what the `events` stream carries to a sender that cannot look into the
+homeserver's database.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import trio
 
 Json = Any
-"""What JSON parses to; rows stay untyped until their parser reads them."""
+"""A value of JSON; rows stay untyped until their parser reads them."""
 
 R = TypeVar("R")
 
@@ -42,7 +42,7 @@ class UnknownWriter(ValueError):
 
 
 class Watermark:
-    """A position that only rises, and those who wait for it to rise.
+    """A position that only rises, and the tasks that wait for it.
 
     A thousand advances while a reader was busy are one position to it. So there is no queue that
     could grow, and a reader never delays the writer.
@@ -91,7 +91,7 @@ class Moved:
 
 
 class IdGenerator(Generic[R]):
-    """Gives out the ids of one stream to its writers and says what may be announced.
+    """Gives out the ids of one stream to its writers, and the facts that may be announced.
 
     All ids come from one sequence, which goes on from `position`: everything at or below it is
     taken as complete and announced.
@@ -133,8 +133,8 @@ class IdGenerator(Generic[R]):
     def complete(self, stream_id: int, rows: Sequence[R] = ()) -> list[Fact[R] | Moved]:
         """Mark `stream_id` as done with `rows` (none: it failed, or says nothing).
 
-        Returns what its writer may announce now, each fact once, in id order, and last a `Moved`
-        if the newest ids have no rows. Raises KeyError if the id is not in flight.
+        Returns the facts that its writer may announce now, each fact once, in id order, and last a
+        `Moved` if the newest ids have no rows. Raises KeyError if the id is not in flight.
         """
         writer = self._in_flight.pop(stream_id)
         self._completed.add(stream_id)

@@ -163,7 +163,7 @@ SystemCallFilter=@system-service
 SystemCallFilter=~@privileged @resources
 SystemCallErrorNumber=EPERM
 """
-"""What is the same for every unit: the end of [Service]."""
+"""The common end of [Service] of every unit."""
 
 _USER_OF_ITS_OWN: Final = """\
 # A user that exists while the service runs; `--user NAME` makes a unit for one of yours (Synapse's
@@ -313,7 +313,7 @@ def unit_text(
     Args:
         executable: the installed command, an absolute path outside /home.
         credentials_directory: where the administrator keeps the files named in `CREDENTIALS`.
-        user: the user that it runs as, who can read all files that the configuration names; None:
+        user: the user that it runs as, which can read all files that the configuration names; None:
             a user that systemd makes for the run, and hands the secrets to.
         name: of the unit, of its directories below /var/lib and /run, and of a user of its own. Two
             units of one host need two names.
@@ -363,7 +363,7 @@ def pipeline_units_text(
     name: str = "fedsender",
 ) -> str:
     """A service for `pipeline run` and its timer, one after the other; arguments as those of
-    `unit_text`, of the daemon whose ledger it reads."""
+    `unit_text`, of the daemon with the ledger that it reads."""
     return _unit(
         _PIPELINE_UNITS,
         name,

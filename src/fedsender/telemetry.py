@@ -1,7 +1,7 @@
 """Telemetry: the log and all metrics.
 
 Logs are structlog events, one line each, on standard error. Metrics are declared here and nowhere
-else, in a registry per daemon, so that many daemons can live in one process. Those whose names
+else, in a registry per daemon, so that many daemons can live in one process. Those with names that
 begin with `synapse_` are read by Synapse's dashboards and rules, and mean here what they mean
 there.
 """
@@ -140,7 +140,7 @@ class _Lines:
 
 
 class _LibraryHandler(logging.Handler):
-    """Writes what libraries log through the standard library."""
+    """Writes the log lines of libraries that use the standard library's logging."""
 
     def __init__(self, lines: _Lines) -> None:
         super().__init__()

@@ -288,7 +288,7 @@ class TlsStream(trio.abc.Stream):
             await trio.lowlevel.wait_writable(self.socket)
 
     def _send_now(self) -> bool:
-        """Give the kernel what it takes of OpenSSL's bytes; whether it took all."""
+        """Give the kernel as many of OpenSSL's bytes as it takes; whether it took all."""
         try:
             while self._unsent or self._outgoing.pending:
                 self._unsent = self._unsent or memoryview(self._outgoing.read())

@@ -11,7 +11,7 @@ log = structlog.get_logger()
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 CALM_S = 120.0
-"""What has run for so long has got over its last error."""
+"""Seconds after which a task without a new error counts as recovered."""
 
 
 class Signal:

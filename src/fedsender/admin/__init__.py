@@ -2,7 +2,7 @@
 
 `serving` listens; `access` is the only way in (token, sizes, deadlines); `app` puts the endpoints
 together: `endpoints` (ours), `synapse_endpoints` (those that Synapse has, too), `probes` (health,
-readiness, metrics). `client` is what the command line uses.
+readiness, metrics). `client` is for the command line.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The only way in: who may ask, how much may be sent, how long it may take.
+"""The only way in: the token, and the bounds on size and time of a request.
 
 Without a token in the configuration only health, readiness and metrics answer. With one, every
 other path needs it, OpenAPI's description included.
@@ -134,9 +134,9 @@ class Doorkeeper:
 def _names_this_machine(scope: Scope) -> bool:
     """Whether the request was meant for us, by its Host header.
 
-    A web page can have its own name resolve to 127.0.0.1 and then read what its browser is
-    answered; but the browser still says that name here. None comes to a Unix socket, and none
-    inside TLS, where it has looked for the name in our certificate.
+    A web page can have its own name resolve to 127.0.0.1 and then read the answers that its browser
+    gets; but the browser still says that name here. None comes to a Unix socket, and none inside
+    TLS, where it has looked for the name in our certificate.
     """
     server = scope.get("server")
     if scope.get("scheme") == "https" or server is None or server[1] is None:

@@ -16,10 +16,11 @@ DESCRIBED = [Security(HTTPBearer(auto_error=False, description="The text of admi
 
 
 def new_app(title: str, summary: str, openapi_url: str, context: object) -> FastAPI:
-    """An application without endpoints, whose every error is one of `refusal`.
+    """An application without endpoints; each of its errors is one of `refusal`.
 
     Args:
-        context: what its endpoints reach, as `app.state.context`; None: it can only be described.
+        context: the objects that its endpoints use, as `app.state.context`; None: it can only be
+        described.
     """
     app = FastAPI(
         title=title,

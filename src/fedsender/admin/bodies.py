@@ -27,7 +27,7 @@ _LONGEST = 500
 
 
 class Error(BaseModel):
-    """What every refused request is answered with."""
+    """The answer to every refused request."""
 
     errcode: str = Field(description="Machine-readable, as in the Matrix specification.")
     error: str = Field(description="One sentence for people.")

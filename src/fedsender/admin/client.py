@@ -133,7 +133,7 @@ class AdminClient:
 
 
 def _next_step(error: Exception) -> str:
-    """What to do when there is no answer."""
+    """The advice for a request without an answer."""
     if isinstance(error, PermissionError):
         return "only the daemon's user and root may ask it: run the command as one of them"
     if isinstance(error, FileNotFoundError | ConnectionRefusedError):

@@ -1,6 +1,6 @@
-"""The operator's commands: what they ask and tell a running daemon, and how that is printed.
+"""The operator's commands: their requests to a running daemon, and the printed answers.
 
-All of them go through the admin endpoint, whose address and token stand in the configuration.
+All of them go through the admin endpoint. Its address and token stand in the configuration.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ Ids = Annotated[list[int], typer.Argument(metavar="ID...", min=1)]
 
 
 class Mistake(Exception):
-    """What the user must change; the text is one line."""
+    """A mistake that the user must mend; the text is one line."""
 
 
 def _client(config: Path) -> "AdminClient":
@@ -92,7 +92,7 @@ def why(server: str, config: ConfigFile, as_json: AsJson = False) -> int:
 
 @app.command()
 def trace(event_id: str, config: ConfigFile, as_json: AsJson = False) -> int:
-    """Say what became of an event at every server."""
+    """Print the fate of an event at every server."""
     from fedsender.admin import display
 
     answer = _client(config).get("trace", event_id)
@@ -115,7 +115,7 @@ def quarantine_list(
     server: Annotated[str | None, typer.Option(metavar="NAME", help="Of this one only.")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """List what is in quarantine."""
+    """List the items in quarantine."""
     from fedsender.admin import display
 
     entries = _client(config).pages("quarantine", "items", destination=server, limit=1000)
@@ -206,7 +206,7 @@ def pause(
     reason: Reason = None,
     as_json: AsJson = False,
 ) -> int:
-    """Send nothing to servers for now; what they are owed is kept."""
+    """Send nothing to servers for now; their backlog is kept."""
     return _hold(config, "pause", servers, pattern, reason, as_json)
 
 
@@ -218,7 +218,7 @@ def park(
     reason: Reason = None,
     as_json: AsJson = False,
 ) -> int:
-    """Give servers up until somebody says otherwise."""
+    """Give servers up until `unpark`."""
     return _hold(config, "park", servers, pattern, reason, as_json)
 
 
@@ -301,7 +301,7 @@ def owe(
     config: ConfigFile,
     as_json: AsJson = False,
 ) -> int:
-    """Write what servers are owed into destination_rooms, upwards only, and send it."""
+    """Write the rooms that servers are owed into destination_rooms, upwards only, and send them."""
     client = _client(config)
     accepted = 0
     refused: list[Any] = []

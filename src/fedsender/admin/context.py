@@ -1,4 +1,4 @@
-"""What the endpoints can reach."""
+"""The objects that the endpoints use."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -20,7 +20,7 @@ class Summary:
     """One destination in a list; times in milliseconds since the epoch.
 
     Attributes:
-        state: what it is doing, in words.
+        state: its activity, in words.
         behind: whether it is owed anything.
         rooms_owed: rooms with an event that it has not answered for.
         owes_keys: to-device messages or device lists wait.
@@ -53,7 +53,7 @@ class Page:
 
     Attributes:
         total: on all pages.
-        next_from: what to ask for next; null: this was the last page.
+        next_from: the `from` of the next page; null: this was the last page.
     """
 
     destinations: tuple[Summary, ...]
@@ -62,7 +62,7 @@ class Page:
 
 
 async def is_known(context: AdminContext, server: str) -> bool:
-    """Whether anything was ever to be sent to this server, as far as anybody remembers."""
+    """Whether any record shows that an item was ever to be sent to this server."""
     if context.sender.registry.status(server) is not None:
         return True
     return await context.homeserver.backoff(server) is not None
@@ -102,7 +102,7 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
 async def list_page(
     context: AdminContext, *, behind: bool, after: str, limit: int, pattern: str
 ) -> Page:
-    """Up to `limit` destinations whose names come behind `after`."""
+    """Up to `limit` destinations with names behind `after`."""
     lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
     owed = {
         *lagging,
@@ -153,7 +153,7 @@ async def _summary(context: AdminContext, name: str, lag: Lagging | None, owed: 
 
 
 def state_in_words(context: AdminContext, name: str, status: Status | None, *, owed: bool) -> str:
-    """What is happening to a destination, in one or a few words."""
+    """The activity of a destination, in one or a few words."""
     if not context.config.allows(name):
         return "not allowed"
     if not context.config.handles(name):

@@ -1,4 +1,4 @@
-"""What the command line prints of the endpoint's answers: tables for people, lines for scripts."""
+"""The endpoint's answers, as the command line prints them: tables for people, lines for scripts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def many(number: int, thing: str) -> str:
-    """`number` of a thing whose plural takes an s: "1 room", "2 rooms"."""
+    """`number` of a thing; its plural takes an s: "1 room", "2 rooms"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
@@ -135,7 +135,7 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
 
 
 def trace_facts(answer: Answer) -> list[str]:
-    """What is to be said of an event before its servers are listed."""
+    """The facts of an event before the list of its servers."""
     said = [
         f"{answer['type']} by {answer['sender']} in {answer['room_id']},"
         f" stream ordering {answer['stream_ordering']}, {lasting(answer['age_s']) or '?'} ago"
@@ -150,7 +150,7 @@ def trace_facts(answer: Answer) -> list[str]:
 
 
 def fates(entries: Sequence[Answer]) -> Table:
-    """What became of an event, server by server."""
+    """The fate of an event, server by server."""
     table = new_table("SERVER", "OUTCOME", "WHEN", "TRANSACTION", "FAILED", "MORE")
     for entry in entries:
         table.add_row(
@@ -165,7 +165,7 @@ def fates(entries: Sequence[Answer]) -> Table:
 
 
 def quarantine(entries: Iterable[Answer]) -> Table:
-    """What was taken out of the way."""
+    """The items in quarantine."""
     table = new_table("ID", "SERVER", "WHAT", "EVENT", "ROOM", "SINCE", "REASON")
     for entry in entries:
         table.add_row(
@@ -181,7 +181,7 @@ def quarantine(entries: Iterable[Answer]) -> Table:
 
 
 def policy(lines: Iterable[Line]) -> Table:
-    """What holds for one server, and which line of the configuration set it."""
+    """The settings for one server, each with the line of the configuration that sets it."""
     table = new_table("SETTING", "VALUE", "SET BY")
     for line in lines:
         table.add_row(plain(line.field), plain(line.value), plain(line.source))

@@ -57,7 +57,7 @@ Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="Entries on a page, 
 
 @dataclass(frozen=True, slots=True)
 class Woken:
-    """Who will be tried now; and who will not, each with the reason."""
+    """The servers that will be tried now; and those that will not, each with the reason."""
 
     woken: list[str]
     left_alone: dict[str, str]
@@ -150,7 +150,7 @@ class NotSent:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Items that left the quarantine to be sent again; and what will not be sent."""
+    """Items that left the quarantine to be sent again; and those that will not be sent."""
 
     released: list[int]
     kept: list[int]
@@ -203,7 +203,7 @@ async def _present(context: AdminContext, ids: Sequence[int]) -> list[int]:
 
 @router.post("/quarantine/release", summary="Send quarantined PDUs after all")
 async def release(request: Ids, context: Reach) -> Released:
-    """They go through the redelivery lane. What still cannot be sent, and EDUs, stay."""
+    """They go through the redelivery lane. Items that still cannot be sent, and EDUs, stay."""
     ids = await _present(context, request.ids)
     refused = await context.sender.operations.release(ids)
     kept = [item.id for item in await context.store.quarantined(ids)]
@@ -222,7 +222,7 @@ async def drop(request: Ids, context: Reach) -> Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """The event that was passed over, and what the fan-out stood at."""
+    """The event that was passed over, and the position of the fan-out."""
 
     token: int
     event_id: str
@@ -260,7 +260,7 @@ class Held:
 
 @router.post("/pause", summary="Send nothing to these servers for now")
 async def pause(request: ServersWithReason, context: Reach) -> Held:
-    """What they are owed is kept; `resume` lets it go. Survives restarts."""
+    """Their backlog is kept; `resume` sends it. Survives restarts."""
     return await _hold(context, request, "paused")
 
 

@@ -43,13 +43,13 @@ LACK_SECONDS: Final = 1.0
 GRACE_SECONDS: Final = 3.0
 """In a drain, for the requests that are under way."""
 _READ_BYTES: Final = HEAD_BYTES // 2
-"""So much is read at once; h11 bounds by the same what is not complete yet."""
+"""The most bytes of one read; h11 has the same bound for an incomplete request."""
 _PIECE_BYTES: Final = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an endpoint takes on.
+    """The bounds of an endpoint.
 
     Attributes:
         body_bytes: of one request.
@@ -79,10 +79,10 @@ class Gone(OSError):
 
 
 class Malformed(Gone):
-    """The client does not send what we understand as HTTP/1.1.
+    """The client does not send valid HTTP/1.1.
 
     Attributes:
-        status: what it is answered, if there is no answer yet.
+        status: of the answer, if there is none yet.
     """
 
     def __init__(self, text: str, status: int) -> None:
@@ -100,14 +100,15 @@ async def serve_http(
     most: int,
     tls: Callable[[], ssl.SSLContext | None] = lambda: None,
 ) -> AsyncIterator[None]:
-    """Answer whoever connects until the body is left; after that for `GRACE_SECONDS` at most.
+    """Answer all clients until the body is left; after that for `GRACE_SECONDS` at most.
 
     Args:
         load: gives the application. It is called for every request.
-        most: connections at once. One more takes the place of the one whose client has kept us
-            waiting the longest. While there is none, it waits in the system's queue, and every
-            answer is its connection's last: nobody can keep others out by asking without end.
-        tls: what we prove ourselves with, asked for each connection; None: HTTP comes in clear.
+        most: connections at once. One more takes the place of the one with the client that has
+            kept us waiting the longest. While there is none, it waits in the system's queue, and
+            every answer is its connection's last: no client can keep others out by asking without
+            end.
+        tls: gives the context with our certificate, for each connection; None: HTTP comes in clear.
     """
     open_connections: set[_Connection] = set()
     places = trio.Semaphore(most)
@@ -181,7 +182,7 @@ class _Door(trio.abc.Listener[trio.SocketStream]):
                 return stream
 
     async def _place(self) -> None:
-        """Take a place: a free one, or that of who has kept us waiting for too long."""
+        """Take a place: a free one, or that of a client that has kept us waiting for too long."""
         while True:
             if not self._places.value and self._connections:
                 longest = min(self._connections, key=lambda each: each.waits_since)
@@ -199,9 +200,8 @@ class _Connection:
     """One connection: requests and their answers, one after the other.
 
     Attributes:
-        scope: what it runs in.
-        waits_since: when it became the client's turn to do something; trio's clock, seconds.
-            Infinite: it is ours.
+        scope: its cancel scope.
+        waits_since: when it became the client's turn; trio's clock, seconds. Infinite: it is ours.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class _Connection:
         return True
 
     async def _event(self) -> object:
-        """What the client sends next, as h11 has it; raises Malformed."""
+        """The client's next event, as h11 has it; raises Malformed."""
         try:
             while (event := self._wire.next_event()) is h11.NEED_DATA:
                 self._wire.receive_data(bytes(await self._stream.receive_some(_READ_BYTES)))
@@ -318,7 +318,7 @@ class _Connection:
         return self._wire.their_state not in (h11.SEND_BODY, h11.ERROR)
 
     async def _refuse(self, malformed: Malformed) -> None:
-        """Answer what cannot be handed to the application, if there is still an answer to give."""
+        """Answer a request that cannot be handed to the application, if it has no answer yet."""
         if self._wire.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         body = f"{malformed}\n".encode()
@@ -361,7 +361,7 @@ class _Connection:
 
 
 def _check(request: h11.Request) -> None:
-    """Raises Malformed for what h11 allows and nobody who means well sends."""
+    """Raises Malformed for a request that h11 allows and no honest client sends."""
     if request.http_version not in (b"1.0", b"1.1"):
         raise Malformed("HTTP/1.1 is all that is spoken here", 505)
     if not request.target.startswith(b"/"):

@@ -1,4 +1,4 @@
-"""What machines ask without a token: alive, ready, metrics."""
+"""The endpoints for machines, without a token: alive, ready, metrics."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ from fedsender.telemetry import EXPOSITION_TYPE, Metrics
 router = APIRouter(tags=["probes"])
 
 TROUBLE_S: Final = 90.0
-"""What has not failed again for so long has got over it; retries are at most 30 s apart."""
+"""Seconds without a new failure after which a task counts as recovered; retries are at most 30 s
+apart."""
 
 NAMED: Final = 5
 """So many servers are named in a warning."""
@@ -104,7 +105,7 @@ async def ready(context: Reach) -> Response:
 
 
 def _warnings(sender: Sender) -> Iterator[str]:
-    """What somebody has to look at though all goes on, one sentence each."""
+    """The problems that need an operator though the daemon goes on, one sentence each."""
     full = sorted(sender.full_quarantines)
     if full:
         named = ", ".join(full[:NAMED]) + (" and others" if len(full) > NAMED else "")

@@ -52,11 +52,11 @@ class Admin:
         return self._token
 
     def tls(self) -> ssl.SSLContext | None:
-        """What a connection that begins now is given proof with; None: HTTP comes in clear."""
+        """The TLS context of a connection that begins now; None: HTTP comes in clear."""
         return self._tls
 
     async def read_files(self) -> None:
-        """Read the files of token and TLS (again); raises ConfigError and keeps what it has."""
+        """Read the files of token and TLS (again); raises ConfigError, and keeps the old ones."""
         path, make_tls = self._token_file, self._make_tls
 
         def read() -> tuple[str | None, ssl.SSLContext | None]:
@@ -81,11 +81,11 @@ async def serve_app(
     """The application, answering until the body is left.
 
     Args:
-        make_app: makes the application, in a worker thread, once somebody wants it.
-        name: what it is called in the log and in errors.
-        bounds: what it takes on, if that is not what an operator's endpoint does.
-        make_tls: reads what a TCP listener proves itself with; may raise ConfigError.
-        socket_mode: of a Unix socket: who may open it.
+        make_app: makes the application, in a worker thread, at the first request.
+        name: its name in the log and in errors.
+        bounds: its bounds, if they differ from those of an operator's endpoint.
+        make_tls: reads the certificate and key of a TCP listener; may raise ConfigError.
+        socket_mode: the permissions of a Unix socket.
 
     Raises:
         ConfigError: the token's file cannot be read, or those of TLS cannot be used.
@@ -130,7 +130,7 @@ class _Once:
         self._made: ASGIApp | None = None
 
     async def get(self) -> "ASGIApp":
-        """The application; the first one who asks waits for its imports."""
+        """The application; the first request waits for its imports."""
         async with self._lock:
             if self._made is None:
                 self._made = await self._runtime.run_sync(

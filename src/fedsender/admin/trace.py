@@ -1,7 +1,7 @@
-"""What became of one event at every server: from the ledger, both databases and memory.
+"""The fate of one event at every server: from the ledger, both databases and memory.
 
 The ledger is read newest first, so that the last word on a server is met first, and only back to
-when the event came in. What it does not say, the databases do, in fewer words.
+when the event came in. The databases know the rest, in fewer words.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,7 +36,7 @@ _SLACK_MS = 10 * 60_000
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What became of the event at one server; times in milliseconds since the epoch.
+    """The fate of the event at one server; times in milliseconds since the epoch.
 
     Attributes:
         outcome: delivered, superseded, refused, quarantined, given up (dropped from quarantine),
@@ -61,7 +61,7 @@ class Trace:
     """One event.
 
     Attributes:
-        sent_by_us: whether this server sends it to anybody.
+        sent_by_us: whether this server sends it at all.
         reason: why not, if not.
         fanned_out: whether the fan-out has passed it.
         ledger_complete: whether the ledger was read back to when the event came in.
@@ -83,7 +83,7 @@ class Trace:
 
 @dataclass(slots=True)
 class Found:
-    """What ledger lines say of one event, gathered newest first."""
+    """The ledger's lines of one event, gathered newest first."""
 
     event_id: str
     room_id: str
@@ -189,7 +189,7 @@ async def _read_ledger(context: AdminContext, event: EventRow, found: Found) -> 
 
 
 async def trace(context: AdminContext, event_id: str) -> Trace | None:
-    """What became of this event; None: the homeserver has no such event."""
+    """The fate of this event; None: the homeserver has no such event."""
     event = (await context.homeserver.events_by_id([event_id])).get(event_id)
     if event is None:
         return None

@@ -56,8 +56,8 @@ class LastError:
 
     Attributes:
         outcome: the class of the failure.
-        meaning: what that class stands for.
-        reason: what happened.
+        meaning: the meaning of that class.
+        reason: of this failure, in words.
     """
 
     outcome: str
@@ -106,12 +106,12 @@ class Why:
     """Everything about one destination; times (`_ts`) in milliseconds since the epoch.
 
     Attributes:
-        state: what it is doing, in words.
+        state: its activity, in words.
         since_ts: since when, where that is known.
         summary: all of it in one sentence.
         isolating: items per transaction while a poisonous one is looked for.
-        held: suspects, one sentence each: what is known of it, and why it is still owed.
-        settings: what the configuration says of this server beyond the defaults.
+        held: suspects, one sentence each: its record, and why it is still owed.
+        settings: the configuration of this server beyond the defaults.
         health: its last day, by the data pipeline; null: not known, or known too long ago.
     """
 
@@ -138,7 +138,7 @@ class Why:
 
 
 async def explain(context: AdminContext, server: str) -> Why | None:
-    """What is known of this server; None: nothing."""
+    """All that is known of this server; None: nothing."""
     if not await is_known(context, server):
         return None
     row = await context.homeserver.backoff(server)
@@ -273,7 +273,7 @@ def _sentence(
     next_ts: int | None,
     now_ms: int,
 ) -> str:
-    """One sentence for somebody who is in a hurry."""
+    """The summary in one sentence."""
     if words == "not allowed":
         return f"The configuration forbids sending to it; {waits}."
     if words == "another sender's":
@@ -296,7 +296,7 @@ def _sentence(
 
 
 def _held(state: ServerState) -> Iterator[str]:
-    """What each search for a poisonous item has come to."""
+    """The state of each search for a poisonous item."""
     for kind in Kind:
         search = state.search(kind)
         if search is None or search.suspect is None:

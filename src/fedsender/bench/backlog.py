@@ -84,7 +84,7 @@ async def restart(options: Options) -> dict[str, Any]:
 
 
 async def _fill(stage: Stage, messages: int) -> None:
-    """The state that an earlier daemon has left: a room with all servers, and undelivered messages."""
+    """The state that an earlier daemon has left: a room with all servers, and messages."""
     runtime = stage.runtime
     room = Room(0, signer(stage.seed), runtime.now_ms())
     tokens: list[tuple[int, Sequence[FeedRow]]] = [
@@ -104,7 +104,7 @@ async def _fill(stage: Stage, messages: int) -> None:
 
 
 async def _all_attempted(stage: Stage, daemon: Daemon, meter: Meter) -> dict[str, float]:
-    """Seconds until all servers that answer had their first transaction, and until all were tried."""
+    """Seconds until all answering servers had a transaction, and until all were tried."""
     answering, refusing, silent = stage.groups
     healthy_s = 0.0
     with trio.move_on_after(PATIENCE_SECONDS):
