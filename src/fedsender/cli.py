@@ -77,7 +77,7 @@ def _complain(text: str, code: int) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """Print a command's error in one line. An error that no operator can put right is raised again."""
+    """Print a command's error in one line; an error that no operator can mend is raised again."""
     found = _leaves(error)
     codes = [_code_of(each) for each in found]
     if None in codes:
@@ -364,7 +364,7 @@ def config_from_synapse(
         ),
     ] = None,
 ) -> int:
-    """Print a configuration for a live Synapse; the settings that it leaves out, on standard error."""
+    """Print a configuration for a live Synapse; on standard error, the settings left out."""
     from fedsender.config.from_synapse import from_synapse, write_secrets
 
     made = from_synapse(files, instance=instance, secrets=secrets, state=state, admin=admin)

@@ -519,7 +519,7 @@ _KEPT_UNSIGNED: Final = ("replaces_state", "invite_room_state", "knock_room_stat
 
 
 def _reduce(event: object, version: RoomVersion) -> None:
-    """Take out, in place, the members that a homeserver keeps with an event and peers must not see."""
+    """Take out, in place, the members of an event that only its homeserver may see."""
     if type(event) is not dict:
         raise BadEvent("event is not a JSON object")
     stored = event.pop("unsigned", None)

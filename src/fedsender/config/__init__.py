@@ -116,7 +116,7 @@ class _Contradictory(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PolicyLine:
-    """One setting that holds for a server, and who set it: `file:line`, or `default`."""
+    """One setting that holds for a server, and its origin: `file:line`, or `default`."""
 
     field: str
     value: object
@@ -233,7 +233,7 @@ class Config(Section):
         return None if self._document is None else self._document.source(location)
 
     def file_problems(self, *sections: str) -> list[str]:
-        """What is wrong with files of secrets and certificates, one line each; before a start.
+        """The errors in files of secrets and certificates, one line each; before a start.
 
         Args:
             sections: only in these; without any, in all.
@@ -247,7 +247,7 @@ class Config(Section):
     def server_tls(
         self, *section: str, renewed: ssl.SSLContext | None = None
     ) -> ssl.SSLContext | None:
-        """What the listener of a section proves itself with; None: it speaks no TLS.
+        """The TLS context of a section's listener; None: it speaks no TLS.
 
         The section has `certificate_file` and `private_key_file`. With `renewed` these are read
         into a context that is in use, for the handshakes to come. Raises ConfigError.
@@ -265,7 +265,8 @@ class Config(Section):
         return context
 
     def warnings(self, *sections: str) -> list[str]:
-        """What can be used and is not safe, one line each; sections as for `file_problems`."""
+        """The settings that can be used and are not safe, one line each; sections as for
+        `file_problems`."""
         clear = ((("feed", *place), text) for place, text in self.feed.warnings())
         return [
             self.problem(location, text)
@@ -488,11 +489,11 @@ _KEPT: Final = ("sender_database", "discovery_cache")
 
 
 LEAST_SECRET: Final = 16
-"""Characters of a token or secret that nobody finds by trying."""
+"""Characters of a token or secret that cannot be found by trying."""
 
 
 def problems_with_files(section: Section) -> Iterator[tuple[Location, str]]:
-    """What is wrong with the files that this section names, each with the place of its setting.
+    """The errors in the files that this section names, each with the place of its setting.
 
     Raises:
         OutOfReach: there is no telling now.
@@ -559,7 +560,8 @@ def _files(value: object, at: Location) -> Iterator[tuple[Location, Path]]:
 
 def _check_directory(path: Path) -> None:
     """Raises ConfigError where files cannot be made in it. If it is not there yet, it may be made
-    before a start, by somebody else: a service manager makes what `fedsender systemd-unit` names.
+    before a start, by another program: a service manager makes the directories that `fedsender
+    systemd-unit` names.
     """
     there = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if not there.is_dir():

@@ -32,7 +32,7 @@ class ConfigError(Exception):
     """The configuration cannot be used.
 
     Attributes:
-        problems: one line each, `file:line:column: key: what is wrong`.
+        problems: one line each, `file:line:column: key: the error`.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -164,7 +164,7 @@ _NUMBER_TAGS: Final = frozenset(f"tag:yaml.org,2002:{kind}" for kind in ("int", 
 
 @dataclass(slots=True)
 class _Walk:
-    """From nodes to values, noting places and collecting what is wrong."""
+    """From nodes to values, noting places and collecting the errors."""
 
     file: str
     problems: list[str] = field(default_factory=list)

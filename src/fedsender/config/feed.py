@@ -1,4 +1,4 @@
-"""How the homeserver tells us what is new: the settings of the feed."""
+"""The feed, by which the homeserver tells us its news: its settings."""
 
 from pathlib import Path
 from typing import Literal
@@ -59,7 +59,7 @@ def _tls_contradictions(tls: bool, unix: bool, ca_file: Path | None) -> Contradi
 
 
 class RelayFeed(TcpFeed):
-    """Following a relay, with snapshots for what its log does not hold any more."""
+    """Following a relay, with snapshots for the part that its log does not hold any more."""
 
     address: Address = Field(
         default=TcpAddress("127.0.0.1", 9093),
@@ -78,13 +78,13 @@ class RelayFeed(TcpFeed):
     )
 
     def contradictions_in_use(self) -> Contradictions:
-        """What is wrong only where a relay is followed."""
+        """The errors that only a followed relay can have."""
         if isinstance(self.address, TcpAddress) and self.secret_file is None:
             yield ("secret_file",), "must be set: only a Unix socket is followed without a secret"
 
 
 def _in_clear(host: str) -> bool:
-    """Whether what goes there without TLS can be read on the way."""
+    """Whether traffic without TLS can be read on the way there."""
     return host != "localhost" and not is_loopback(host)
 
 
@@ -132,15 +132,14 @@ class RedisFeed(Section):
             yield ("username",), "needs a password_file"
 
     def warnings(self) -> Contradictions:
-        """What is not safe."""
+        """The unsafe settings."""
         clear = self.path is None and not self.tls and _in_clear(self.host)
         if self.password_file is not None and clear:
             yield ("password_file",), f"goes to {self.host} in clear: use tls, or a tunnel"
 
 
 class HttpFeed(Section):
-    """Synapse's replication listeners, which are asked for what was missed and is in no
-    database."""
+    """Synapse's replication listeners, which are asked for missed rows that are in no database."""
 
     instances: dict[InstanceName, HttpAddress] = Field(
         default_factory=dict,
@@ -159,7 +158,7 @@ class HttpFeed(Section):
             yield ("ca_file",), "has no use without an https:// address"
 
     def warnings(self) -> Contradictions:
-        """What is not safe."""
+        """The unsafe settings."""
         hosts = {
             each.address.host
             for each in self.instances.values()
@@ -171,7 +170,7 @@ class HttpFeed(Section):
 
 
 class PushFeed(Section):
-    """The homeserver appends what is new, over HTTP, and we store it before we answer."""
+    """The homeserver appends its news over HTTP, and we store them before we answer."""
 
     listen: ListenAddress = Field(
         default=UnixAddress(Path("/run/fedsender/append.sock")),
@@ -205,7 +204,7 @@ class PushFeed(Section):
 
 
 class Feed(Section):
-    """How the homeserver tells us what is new."""
+    """The way in which the homeserver tells us its news."""
 
     kind: Literal["push", "tcp", "redis", "relay"] = Field(
         default="tcp",
@@ -223,7 +222,7 @@ class Feed(Section):
     )
 
     def warnings(self) -> Contradictions:
-        """What is not safe in what is in use."""
+        """The unsafe settings among those in use."""
         if self.kind == "redis":
             yield from ((("redis", *place), text) for place, text in self.redis.warnings())
             yield from ((("http", *place), text) for place, text in self.http.warnings())

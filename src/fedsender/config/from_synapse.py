@@ -1,8 +1,8 @@
 """A configuration of ours from Synapse's files: `fedsender config from-synapse`.
 
-What it prints is checked as any configuration is. What could not be carried over is said, setting
-by setting; no value of a secret is: the configuration names a file for each, which is Synapse's own
-where it has one.
+The printed configuration is checked as any other. Settings that could not be carried over are
+named, one by one. No secret's value is printed: the configuration names a file for each, which is
+Synapse's own where it has one.
 """
 
 import os
@@ -68,11 +68,11 @@ class Secret:
 
 @dataclass(slots=True)
 class Converted:
-    """The configuration as YAML, and what is to be said about it.
+    """The configuration as YAML, and the notes about it.
 
     Attributes:
-        notes: what could not be carried over, or must be done, one line each.
-        secrets: those whose files somebody has to write.
+        notes: settings that could not be carried over, and steps that must be done, one line each.
+        secrets: those with files that the operator has to write.
     """
 
     text: str = ""
@@ -88,15 +88,15 @@ def from_synapse(
     state: Path | None = None,
     admin: str | None = None,
 ) -> Converted:
-    """What these files say, as a configuration of ours.
+    """The settings of these files, as a configuration of ours.
 
     Args:
         files: Synapse's, or directories of them, in the order in which Synapse is given them.
         instance: the federation sender to be, where the files leave a choice.
         secrets: the directory for files with secrets; None: that of the configuration.
         state: the directory of all that the daemon writes; None: that of the configuration.
-        admin: where the admin endpoint listens, with a token of its own; None: as by default, where
-            without a token it only says how it is.
+        admin: where the admin endpoint listens, with a token of its own; None: the default, which
+        without a token has only health and metrics.
 
     Raises:
         ConfigError: one of them cannot be used, or it is not a Synapse that we can send for.
@@ -138,7 +138,8 @@ def write_secrets(secrets: Sequence[Secret]) -> None:
 
 
 def _kept_in(state: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """What the daemon writes, below one directory: all that its unit lets it write to."""
+    """The files that the daemon writes, below one directory: the only one that its unit lets it
+    write to."""
     return {
         "sender_database": str(state / "fedsender.sqlite3"),
         "federation": values.get("federation", {})
@@ -336,7 +337,7 @@ class _Making:
     # --- what is left out -------------------------------------------------------------------------
 
     def say_what_is_left_out(self) -> None:
-        """Note what has nothing like it here, and what stands in files that nobody has written."""
+        """Note the settings without a counterpart here, and the files that are not written yet."""
         settings = self.settings
         for name, text in _NOTHING_LIKE_IT.items():
             if settings.values.get(name):
@@ -366,13 +367,13 @@ class _Making:
 
 
 def _no_names(texts: Sequence[str]) -> str:
-    """Which of these are no server names, and so are nobody's."""
+    """Those of these that are no server names."""
     found = [repr(text[:100]) for text in texts if not is_server_name(text)]
     return f"left out, no server names: {', '.join(found[:10])}{' ...' if found[10:] else ''}"
 
 
 def _served(settings: Settings) -> set[str]:
-    """What the worker's own listeners serve, as far as they are as Synapse wants them."""
+    """The resources of the worker's own listeners, as far as they are as Synapse wants them."""
     found: set[str] = set()
     for listener in _dicts(settings.values.get("worker_listeners")):
         for resource in _dicts(listener.get("resources")):

@@ -1,9 +1,8 @@
-"""What one destination may cost and how it is treated: defaults, and overrides by name or pattern.
+"""The limits and the treatment of one destination: defaults, and overrides by name or pattern.
 
 Overrides are applied in the order of the file, a later one wins, setting by setting. `backoff` is
-the exception: it is taken as a whole from the last override that has one (what that leaves out
-comes from the defaults), so that every back-off that can take effect is checked when the file is
-loaded.
+the exception: it is taken as a whole from the last override that has one (its missing settings come
+from the defaults), so that every back-off that can take effect is checked when the file is loaded.
 """
 
 import math
@@ -27,7 +26,7 @@ _DAY: Final = 86_400.0
 
 
 Contradictions = Iterator[tuple[Location, str]]
-"""What values get wrong together, as (place below the section, sentence)."""
+"""The errors of values in combination, as (place below the section, sentence)."""
 
 
 class Section(BaseModel):
@@ -88,7 +87,7 @@ class Backoff(Section):
     )
 
     def contradictions(self) -> Iterator[tuple[str, str]]:
-        """What these values get wrong together, as (setting, sentence)."""
+        """The errors of these values in combination, as (setting, sentence)."""
         if not self.first <= self.ceiling_healthy <= self.ceiling <= self.ceiling_dead:
             yield "", "first <= ceiling_healthy <= ceiling <= ceiling_dead does not hold"
         attempts = self.daily_attempts()
@@ -243,7 +242,7 @@ class Destinations(Section):
         return policy.model_copy(update=changes)
 
     def settings_for(self, server: str) -> Iterator[tuple[str, object, Sequence[Location]]]:
-        """Every setting that holds for `server`: its name, its value, who may have set it.
+        """Every setting that holds for `server`: its name, its value, its possible places.
 
         The last item lists places below `destinations`, strongest first; the first of them that
         the file has is the one that set the value.
@@ -257,7 +256,7 @@ class Destinations(Section):
             yield ".".join(path), value, (*places, ("defaults", *path))
 
     def contradictions(self) -> Iterator[tuple[Location, str]]:
-        """What these values get wrong together, as (place, sentence)."""
+        """The errors of these values in combination, as (place, sentence)."""
         for _, text in self.defaults.backoff.contradictions():
             yield ("defaults", "backoff"), text
         for index, override in enumerate(self.overrides):

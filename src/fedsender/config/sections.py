@@ -35,7 +35,7 @@ GIB: Final = 2**30
 
 
 class Presence(Section):
-    """Who of our users is online."""
+    """The presence of our users."""
 
     enabled: bool = Field(default=True, description="Whether other servers are told at all.")
     last_active_granularity: Seconds = Field(
@@ -49,7 +49,7 @@ class Presence(Section):
 
 
 class Homeserver(Section):
-    """Whose events are sent, and where they are read."""
+    """The homeserver: its events are sent, and here is where they are read."""
 
     kind: Literal["embedded", "synapse"] = Field(
         default="embedded",
@@ -308,7 +308,7 @@ class Admin(Section):
 
 
 class Metrics(Section):
-    """What Prometheus reads."""
+    """The metrics, for Prometheus."""
 
     per_destination: tuple[ServerName, ...] = Field(
         default=(),
@@ -318,7 +318,7 @@ class Metrics(Section):
 
 
 class Log(Section):
-    """What is logged, on standard error."""
+    """The log, on standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="debug, info, warning or error."
@@ -498,7 +498,7 @@ class Relay(Section):
             yield ("listen", number), "is no loopback IP, so certificate_file must be set"
 
     def missing(self) -> str | None:
-        """What must be set to run the relay, and is not; None: nothing."""
+        """The missing settings for a relay; None: there are none."""
         if self.intake_token_file is None:
             return "intake_token_file"
         return None

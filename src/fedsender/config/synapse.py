@@ -1,8 +1,8 @@
 """Synapse's configuration: its YAML files as Synapse reads them, and the settings that concern us.
 
 Later files replace whole top-level settings of earlier ones, as several `-c` of Synapse do, and a
-directory stands for all `*.yaml` in it, in the order of their names. Errors name the file and the
-setting and say what it must be, but never what it is: secrets stand there.
+directory stands for all `*.yaml` in it, in the order of their names. Errors name the file, the
+setting and the values that it may have, but never its value: secrets stand there.
 
 `roles_of` finds which process does which work; `federation_of` and `destinations_of` give our
 sections of the same settings; `databases_of` gives the URLs of the databases, without a password.
@@ -66,7 +66,7 @@ class Settings:
         return f"{self.at}.{name}" if self.at else name
 
     def wrong(self, name: str, must: str) -> ConfigError:
-        """The error for a setting: `must` says what it must be."""
+        """The error for a setting: `must` is the rule for its value."""
         return ConfigError(f"{self.source(name)}: {self.name_of(name)}: {must}")
 
     def section(self, name: str) -> "Settings":
@@ -217,7 +217,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _place(error: Exception) -> str:
-    """Where it is. What PyYAML says of it may quote the file, and is not told."""
+    """The place of the error. PyYAML's own text may quote the file, and is left out."""
     mark = (
         error.problem_mark or error.context_mark
         if isinstance(error, yaml.MarkedYAMLError)
@@ -248,10 +248,11 @@ class Roles:
     """Which of Synapse's processes sends, writes events and answers over HTTP.
 
     Attributes:
-        instance: whose place we take.
+        instance: the sender that we replace.
         senders: all federation senders, in Synapse's order.
         event_writers: the processes that write events.
-        peers: where those are that have what is in no database, by their names on the wire.
+        peers: the addresses of the processes with rows that are in no database, by their names on
+        the wire.
     """
 
     instance: str
@@ -261,7 +262,7 @@ class Roles:
 
 
 def roles_of(settings: Settings, wanted: str | None, notes: list[str]) -> Roles:
-    """Raises ConfigError. What an operator has to do is added to `notes`."""
+    """Raises ConfigError. Steps for the operator are added to `notes`."""
     senders = _names(settings, "federation_sender_instances")
     instance = _instance(settings, senders, wanted)
     if senders in (None, (MAIN,)):
@@ -322,7 +323,7 @@ def _instance(settings: Settings, senders: tuple[str, ...] | None, wanted: str |
 
 
 def _refuse_other_duties(settings: Settings, instance: str) -> None:
-    """Raise ConfigError where the process whose place we take does what we do not."""
+    """Raise ConfigError where the process that we replace does work that we do not."""
     writers = settings.section("stream_writers")
     for name in writers.values:
         if instance in (writers.texts(name) or ()):
@@ -336,7 +337,7 @@ def _refuse_other_duties(settings: Settings, instance: str) -> None:
 
 
 def _peers(settings: Settings, writers: Settings, notes: list[str]) -> dict[str, str]:
-    """The addresses of those who have typing, presence and the stream called `federation`."""
+    """The addresses of the processes with typing, presence and the stream called `federation`."""
     instances = settings.section("instance_map")
     asked = {MAIN, *(_names(writers, "typing") or ()), *(_names(writers, "presence") or ())}
     peers: dict[str, str] = {}
@@ -393,7 +394,7 @@ MAX_MORE_CA_FILES: Final = 100
 MAX_OVERRIDES: Final = 10_000
 
 Note = Callable[[str, str], None]
-"""Says of a setting what became of it."""
+"""Notes the fate of a setting."""
 
 
 def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
@@ -651,7 +652,7 @@ HostAndPort = tuple[str | None, int | None, dict[str, str | tuple[str, ...]]]
 
 
 def _host_and_port(args: Settings, host: str | None, port: str | None) -> HostAndPort:
-    """Host, port and what of the two has to go into the query of a URL."""
+    """Host, port, and the part of the two that has to go into the query of a URL."""
     hosts = (host or "").split(",")
     ports = (port or "").split(",")
     numbers = [_port(args, text) for text in ports]

@@ -219,7 +219,7 @@ class IPRanges:
     allowed: tuple[IpNetwork, ...] = ()
 
     def permit(self, address: str) -> bool:
-        """Whether `address` may be connected to. What is no plain IP address may not."""
+        """Whether `address` may be connected to. A text that is no plain IP address may not."""
         try:
             return "%" not in address and all(
                 self._permit(ip) for ip in _led_to(ipaddress.ip_address(address))

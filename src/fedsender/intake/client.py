@@ -64,8 +64,8 @@ class Refused(Exception):
 
 
 class NotTrusted(Exception):
-    """What listens at the address does not prove in TLS that it is who should; trying again would
-    not help: the address or `ca_file` is wrong, or the certificate."""
+    """The listener at the address does not prove in TLS that it is the right one; trying again
+    would not help: the address or `ca_file` is wrong, or the certificate."""
 
 
 class ReservationLost(Refused):
@@ -141,7 +141,7 @@ class ServersOutdated(Refused):
     """Later rows are about the servers of rooms that were read `as_of` an older token.
 
     Attributes:
-        rooms: what is stored of these rooms, of the first of them.
+        rooms: the stored servers of the first of these rooms.
     """
 
     def __init__(self, status: int, errcode: str, error: str, rooms: Sequence[RoomServers]) -> None:
@@ -183,11 +183,11 @@ class IntakeClient:
     async def at(
         cls, addresses: str | Sequence[str], token: str, *, ca_file: str | None = None
     ) -> AsyncIterator[IntakeClient]:
-        """The client of what listens at `host:port`, `https://host:port` or `unix:/path`: a relay,
+        """The client of the listener at `host:port`, `https://host:port` or `unix:/path`: a relay,
         or a sender, or at several addresses senders that share a store.
 
         Args:
-            token: as it stands in its file; what is white around it is no part of it.
+            token: as it stands in its file; white space around it is no part of it.
             ca_file: certificates to trust there; None takes the system's.
 
         Raises ValueError for an address or a token that is none, and OSError for the file.
@@ -202,7 +202,7 @@ class IntakeClient:
     async def append(
         self, rows: Sequence[Json], *, id: str | None = None, reservation: str | None = None
     ) -> int | None:
-        """Append one record; its token. Raises what `append_all` raises.
+        """Append one record; its token. Raises the errors of `append_all`.
 
         Args:
             id: without one a random one is used, good for the retries of this call only.
@@ -238,7 +238,7 @@ class IntakeClient:
     async def set_servers(
         self, rooms: Mapping[str, Collection[str]], *, as_of: int | None = None
     ) -> None:
-        """Say which servers are in each of the rooms: these and no others, for what follows.
+        """Tell the servers of each of the rooms: these and no others, for later events.
 
         In one record, or in several if there are more rooms than one holds.
 
@@ -307,7 +307,7 @@ class IntakeClient:
         return _known(Position, await self._until_done("position", None))
 
     def outcomes(self, after: str | None = None) -> AsyncIterator[Outcomes]:
-        """For ever: what became of events since this cursor; None: since the oldest that is kept.
+        """The outcomes of events since this cursor, for ever; None: since the oldest that is kept.
 
         Iterating raises OutcomesLost, Refused.
         """
@@ -396,7 +396,7 @@ def _distrust(error: BaseException | None) -> str | None:
 
 
 def _known(kind: type[T], said: Mapping[str, Any]) -> T:
-    """`said` without what only a newer daemon says."""
+    """`said` without the members that only a newer daemon sends."""
     names = kind.__dataclass_fields__  # type: ignore[attr-defined]
     return kind(**{name: said[name] for name in names if name in said})
 

@@ -148,9 +148,9 @@ async def append(request: Appends, intake: Reach) -> Response:
     After anything but a 200, or none, some may be there: send the same again, with the same ids.
     409 FEDSENDER_RESERVATION_GONE: reserve again. 409 FEDSENDER_ID_REUSED: an id came with other
     rows before. 409 FEDSENDER_SERVERS_OUTDATED: rooms have later rows than `as_of`; nothing of the
-    record is stored, and `rooms` has what is stored of the first of them, `others` counts the rest.
-    503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later (Retry-After).
-    503 FEDSENDER_ELSEWHERE: `instance` takes the appends, of several senders.
+    record is stored, and `rooms` has the stored servers of the first of them, `others` counts the
+    rest. 503 FEDSENDER_FULL, _BUSY, _WAITING (for a place before it), _DISK: try later
+    (Retry-After). 503 FEDSENDER_ELSEWHERE: `instance` takes the appends, of several senders.
     """
     appends = [Append(each.id, each.rows, each.reservation) for each in request.appends]
     epoch = intake.recorder.epoch
@@ -193,7 +193,7 @@ async def position(request: Request, intake: AnyReach) -> Response:
     servers have answered to events, but `behind` of them: they fail, wait, or are held by an
     operator. It says nothing of EDUs: to-device messages, device lists and keys may still wait.
 
-    What is not known is null: the last four while the sender begins, and of a relay. `first` is the
+    Unknown values are null: the last four while the sender begins, and of a relay. `first` is the
     oldest token in a relay's log.
     """
     recorder, feedback = intake.recorder, request.app.state.feedback
@@ -244,8 +244,9 @@ async def outcomes(
 
 @router.get("/rooms/{room_id:path}", summary="Which servers are in a room, as far as it was said")
 async def room(room_id: str, intake: Reach) -> Response:
-    """`{"epoch": "...", "room_id": "!r:hs.example", "token": 17, "servers": [...]}`: who gets the
-    room's next event, and the token of the last `hosts` or `servers` row about it. 404: none came.
+    """`{"epoch": "...", "room_id": "!r:hs.example", "token": 17, "servers": [...]}`: the servers
+    that get the room's next event, and the token of the last `hosts` or `servers` row about it.
+    404: none came.
     """
     found = await _taken(lambda: intake.recorder.room_servers(id_of(room_id, "room id")))
     if found is None:

@@ -172,7 +172,7 @@ class Feedback:
     """The answers to `position` and `outcomes`.
 
     Attributes:
-        progress: says how far the sender is; None while it does not know what it owes.
+        progress: says how far the sender is; None while it does not know its backlog.
     """
 
     def __init__(

@@ -1,13 +1,13 @@
 """The intake: one order for several writers, and each append once, however often it is sent.
 
 A homeserver with several writers *reserves* a place in the stream before it works and *completes*
-it with what came of it (seed: streams). Places are given tokens in the order in which they were
-reserved, so what comes later in that order waits for what is still being worked on; a place that
-nobody completes lapses, or one dead writer would hold all. Who reserves nothing is put behind
-whatever was reserved before.
+it with the result (seed: streams). Places are given tokens in the order in which they were
+reserved, so later places wait for earlier ones that are not complete. A place that is not completed
+lapses, or one dead writer would hold all. An append without a place comes after all places reserved
+before it.
 
-A place lives in memory: after a restart of the relay it is gone, and its writer reserves again.
-What was appended is known by the caller's id, which the log keeps.
+A place lives in memory: after a restart of the relay it is gone, and its writer reserves again. An
+append is recognised by the caller's id, which the log keeps.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Place:
 
 
 class Call:
-    """One call that appends: the tokens so far, and what it waits for."""
+    """One call that appends: the tokens so far, and the records that it waits for."""
 
     __slots__ = ("done", "error", "left", "tokens")
 
@@ -124,7 +124,7 @@ class Call:
         self.done.set()
 
     async def tokens_when_durable(self) -> list[int]:
-        """Wait for its records; raises what made one of them fail."""
+        """Wait for its records; raises the error of the first that failed."""
         if self.left:
             await self.done.wait()
         else:
@@ -185,7 +185,7 @@ class Signer(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An append on its way: what it is, and what came of it once its turn has come."""
+    """An append on its way: its rows, and its result once its turn has come."""
 
     key: bytes
     record: Prepared
@@ -202,7 +202,7 @@ class Intake:
     """The intake of a homeserver's appends.
 
     Args:
-        publish: hands what is of use only now to whoever is connected; returns at once.
+        publish: hands rows that are of use only now to the connected clients; returns at once.
         signer: completes events, which come without hashes and signatures then.
     """
 
@@ -229,7 +229,7 @@ class Intake:
         """Why nothing is taken here; None: it is."""
 
     def begin_anew(self) -> None:
-        """Forget all places; what waits for one is told to come again."""
+        """Forget all places; appends that wait for one are told to come again."""
         # A place of an earlier life must not be taken for one of ours.
         self._life = self._runtime.entropy(6).hex()
         self._places = IdGenerator[_Held](0, (_WRITER,))
@@ -307,7 +307,7 @@ class Intake:
     ) -> tuple[list[int | None], list[JsonObject | None]]:
         """The same with a signer, and the event of each record as it is stored (`Signer.stored`).
 
-        None for a record without one. Raises what `append` raises.
+        None for a record without one. Raises the errors of `append`.
         """
         assert self.signer is not None
         checked = await self._check(appends)
@@ -422,7 +422,7 @@ class Intake:
         return (await held.call.tokens_when_durable())[0]
 
     def ephemeral(self, rows: Sequence[tuple[str, Json]]) -> None:
-        """Hand on what is of use only now. Raises BadRow; then nothing was handed on."""
+        """Hand on rows that are of use only now. Raises BadRow; then nothing was handed on."""
         checked = [prepare_ephemeral(stream, row) for stream, row in rows]
         for each in checked:
             self.publish(each)

@@ -38,7 +38,7 @@ class EventSigner:
     def complete(self, row: Json) -> Json:
         """A row as a store takes it: an event of ours has hash, signatures and id.
 
-        Its event id may be None before, and so may the room id of a create event whose id that is.
+        Its event id may be None before, and so may the room id of a create event, which is that id.
         Raises BadRow for an event that could not be sent.
         """
         match row:

@@ -1,7 +1,7 @@
 """The writer of appended records: they wait in one queue, and are stored in groups.
 
-While one group is being stored the next one collects, so a commit is shared by all who came
-meanwhile, and nobody waits for a timer.
+While one group is being stored the next one collects, so a commit is shared by all records that
+came meanwhile, and no record waits for a timer.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = structlog.get_logger()
 
 GROUP_RECORDS: Final = 1024
 GROUP_BYTES: Final = 2**20
-"""What one transaction takes, at most, or one record: others that write wait for it."""
+"""The most rows of one transaction, or of one record: other writers wait for it."""
 WAITING_BYTES: Final = 32 * 2**20
-"""Rows that wait for a transaction; who brings more waits before they are taken."""
+"""The most rows that wait for a transaction; a caller with more waits before they are taken."""
 
 Stored = Callable[[Sequence[NewRecord], Sequence[int | Exception]], None]
 
@@ -44,14 +44,14 @@ class Writer:
     """The `Recorder` of an intake.
 
     Attributes:
-        epoch: of whoever takes the appends; 16 hex digits.
+        epoch: of the taker of the appends; 16 hex digits.
         first: the oldest token that a consumer can still ask for; None: nothing is sent on.
         head: the newest stored token.
-        closed: why nothing is taken; None: it is.
+        closed: the reason why appends are refused; None: they are taken.
 
     Args:
-        stored: told of each group that was stored, and what became of each record: its token, or
-            why it was not stored. It is called before those who wait are told.
+        stored: called with each stored group, and the result of each record: its token, or the
+            reason why it was not stored. It is called before the waiting tasks are told.
     """
 
     def __init__(self, store: AppendStore, stored: Stored) -> None:
@@ -200,7 +200,7 @@ class _Queue:
         return bool(self._items([(key, record)])[0].callers)
 
     def _items(self, records: Sequence[tuple[bytes, Prepared]]) -> list[_Item]:
-        """For each record what waits already, or a new item. Raises KeyReused."""
+        """For each record the item that waits already, or a new one. Raises KeyReused."""
         found: list[_Item] = []
         fresh: dict[bytes, _Item] = {}
         for key, record in records:
@@ -239,9 +239,8 @@ class _Queue:
         self._made_room(size)
 
     def fail(self, error: Exception) -> None:
-        """Nothing that waits will be stored.
-
-        All of it, because what was brought later must not come in before what is brought again.
+        """Refuse all waiting records. All of them, because later ones must not come in before
+        earlier ones that are sent again.
         """
         self.answer([error] * len(self._queue))
 

@@ -1,9 +1,10 @@
 """The data pipeline: proof of delivery, on Spark, from a laptop to a cluster.
 
-`ingest` brings what a homeserver and the ledger know into a lake of Parquet files (`lake`,
+`ingest` brings the rows of a homeserver and of the ledger into a lake of Parquet files (`lake`,
 `schemas`); every other job is a read of the lake, transforms from DataFrame to DataFrame, and a
-write. Who should get which event is never spelt out per event and server: it is kept as intervals
-of stream orderings per room and server (`intervals`), and the ledger is held against those.
+write. The servers that should get an event are never spelt out per event and server: they are kept
+as intervals of stream orderings per room and server (`intervals`), and the ledger is held against
+those.
 
 Nothing of the daemon imports this package, and Spark is imported by functions, when a job runs.
 """
@@ -26,7 +27,7 @@ def latest_ms() -> int:
 
 
 class PipelineError(Exception):
-    """A job cannot go on; the text names the file, table or setting and what to do about it."""
+    """A job cannot go on; the text names the file, table or setting and the remedy."""
 
 
 class Busy(PipelineError):

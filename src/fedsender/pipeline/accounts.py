@@ -66,7 +66,7 @@ class Gap:
     """While another sender had the stream: the events in (after, upto].
 
     Attributes:
-        ms: when it was handed over. What was answered before that is proven to be ours.
+        ms: when it was handed over. Events that were answered before that are proven to be ours.
         upto: None: it has the stream still.
         floors: server -> above which it was owed events, where its low-water mark does not say so.
     """
@@ -84,7 +84,7 @@ class Ownership:
     Attributes:
         began: the lowest position at which it took the stream over; None: nothing says so.
         lists: [lists as JSON, first event, last event] while these forbade servers.
-        purged: what was given up so.
+        purged: the ranges that were given up so.
     """
 
     began: int | None = None
@@ -195,8 +195,8 @@ def _config_of(lists: str, config: Config) -> Config:
 
 
 def _handed_over(gaps: Sequence[Gap], attempts: "DataFrame", spans: "DataFrame") -> "DataFrame":
-    """server, first, last, kind: what each server was owed at a hand-over, up to its end: all above
-    the highest low-water mark that one of our answers had proven by then."""
+    """server, first, last, kind: each server's backlog at a hand-over, up to its end: all above the
+    highest low-water mark that one of our answers had proven by then."""
     from pyspark.sql import functions as F  # noqa: N812
 
     moments = F.from_json(F.lit(json.dumps([gap.ms for gap in gaps])), "ARRAY<BIGINT>")
@@ -259,8 +259,8 @@ def placed(events: "DataFrame", since: datetime.date | None = None) -> "DataFram
     """room_id, stream_ordering, event_id, day, place (1 for the first of its room).
 
     The day is that on which the homeserver received the event, not after today, and never before
-    that of an event ahead of it in the room, so that a day is a range of places too. What is before
-    `since` has no place.
+    that of an event ahead of it in the room, so that a day is a range of places too. Events before
+    `since` have no place.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -320,8 +320,8 @@ def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
     """The begins and ends of ranges of stream orderings (first, last: null is no end), as places:
     server, room_id, kind, lo, n (1 or -1).
 
-    `stretches` needs no more than the ends, so nobody has to find out which belong together: one
-    pass over each room, in order. What has no event of ours in it ends where it begins.
+    `stretches` needs no more than the ends, so it is not needed which belong together: one pass
+    over each room, in order. A range without an event of ours ends where it begins.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -358,7 +358,7 @@ def answers(pdus: "DataFrame") -> "DataFrame":
     stream_ordering, kind.
 
     Of every table here the ledger is the largest, so it goes over the wire once, as few columns,
-    spread by what `points` looks its events up by.
+    spread by the key with which `points` looks its events up.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -557,8 +557,8 @@ class Accounts:
         return self._lake.frame(self._spark, table)
 
     def _stood_in(self) -> "DataFrame":
-        """server, room_id, first, last, by, ms, refused, kind: what an event of catch-up stood in
-        for, or would have, had its server not refused it."""
+        """server, room_id, first, last, by, ms, refused, kind: the events that an event of catch-up
+        stood in for, or would have, had its server not refused it."""
         from pyspark.sql import functions as F  # noqa: N812
 
         return self._pdus.where("outcome = 'delivered' and supersedes_from is not null").select(
@@ -576,7 +576,7 @@ class Accounts:
 
     def _before_ledger(self) -> "DataFrame":
         """The ledger begins where it says that the stream became ours, or with the first event that
-        was live in it: what is older may have been delivered before there was one."""
+        was live in it: older events may have been delivered before there was one."""
         from pyspark.sql import functions as F  # noqa: N812
 
         columns = ("lane", "stream_ordering")
@@ -596,8 +596,8 @@ class Accounts:
 
     def _owed(self) -> "DataFrame":
         """The deliveries that the databases still owe: a room with a newest event for a server
-        above the low-water mark is owed from that mark on, or, in catch-up, from what was
-        answered."""
+        above the low-water mark is owed from that mark on, or, in catch-up, from the last answered
+        event."""
         from pyspark.sql import functions as F  # noqa: N812
 
         rooms = self._table(schemas.DESTINATION_ROOMS)
@@ -720,7 +720,7 @@ class Accounts:
         )
 
     def missing(self, found: "DataFrame") -> "DataFrame":
-        """Each that is missing, and what led there, as far as anything is on record."""
+        """Each missing event, and the records that explain it, if there are any."""
         from pyspark.sql import functions as F  # noqa: N812
 
         gone = events_of(found.where("fate = 'missing'"), self.places)

@@ -55,7 +55,7 @@ class Audited:
         expected: pairs of event and server.
         counts: fate -> pairs.
         unknown_hosts: events whose servers cannot be told, which are in no other figure.
-        shown: the first of what is missing, as dictionaries.
+        shown: the first of the missing events, as dictionaries.
     """
 
     upto: int
@@ -95,7 +95,7 @@ def audit(
     *,
     since: datetime.date | None = None,
 ) -> Audited:
-    """Look at every pair of event and server, and leave what was found in the lake.
+    """Look at every pair of event and server, and leave the findings in the lake.
 
     Args:
         since: the first day of events to look at.
@@ -154,7 +154,7 @@ def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
 
 
 def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: Steps) -> Repaired:
-    """Hand what is missing to the daemon, which sends it again by its own rules: only to servers
+    """Hand the missing events to the daemon, which sends them again by its own rules: only to servers
     that may see the event, in its own time, with a line in the ledger.
 
     Args:
@@ -162,7 +162,7 @@ def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: 
         total: how many pairs there are.
 
     Raises:
-        PipelineError: the daemon cannot be asked; what it has accepted stays so.
+        PipelineError: the daemon cannot be asked; pairs that it has accepted stay accepted.
     """
     told = Repaired()
     client = AdminClient.of(config)
@@ -208,10 +208,10 @@ def _oldest(places: "DataFrame") -> int | None:
 def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int | None) -> Known:
     """The ledger's lines: from the lake, and from segments that it has not read.
 
-    What is not in the lake is read here and now: the daemon goes on writing.
+    Segments that are not in the lake are read here and now: the daemon goes on writing.
 
     Args:
-        oldest: of PDUs only what was sent of events from this stream ordering on, or stands in for
+        oldest: of PDUs only the events from this stream ordering on, and those that stand in for
             them. Not by time: the homeserver's clock and the ledger's may be any distance apart.
 
     Raises:
@@ -285,7 +285,7 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
 
 
 def accept(lake: Lake, rows: list[dict[str, Any]]) -> None:
-    """Put these rows in place of what was accepted before."""
+    """Put these rows in place of those accepted before."""
     import pyarrow as pa
 
     with lake.commit() as commit:

@@ -34,9 +34,9 @@ def job(
 ) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
     """The parts of a job: a Spark session, the lake, the configuration, and its display.
 
-    Errors of the pipeline become what the command line shows; it exits with 1, with 2 for usage,
-    or with 75 where another job works on the lake.
-    SIGTERM ends it as Ctrl-C does: what is not committed is taken back, and Java ends.
+    Errors of the pipeline become errors of the command line; it exits with 1, with 2 for usage, or
+    with 75 where another job works on the lake. SIGTERM ends it as Ctrl-C does: uncommitted work is
+    taken back, and Java ends.
     """
     from fedsender.config import load
     from fedsender.pipeline.lake import open_lake
@@ -81,7 +81,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 @app.command()
 def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
-    """Bring what is new in the homeserver's database and the ledger into the lake."""
+    """Bring new rows of the homeserver's database and of the ledger into the lake."""
     from fedsender.pipeline.ingest import ingest as run
 
     with job("ingest", config, create=True) as (spark, lake, loaded, steps):
@@ -116,7 +116,7 @@ def rebuild(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Compute who should have got what, and from it destination_rooms."""
+    """Compute the servers that should have got each event, and from them destination_rooms."""
     from fedsender.pipeline import rebuild as module
 
     _check_target("--write", write)
@@ -177,7 +177,7 @@ def audit(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Hold what should have been delivered against what the ledger proves."""
+    """Compare the deliveries that should have been with those that the ledger proves."""
     from fedsender.pipeline import audit
     from fedsender.pipeline import audit as module
 
@@ -241,7 +241,7 @@ def health(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Find out from the ledger which servers are well; the daemon reads what comes of it."""
+    """Find out from the ledger which servers are well; the daemon reads the result."""
     from fedsender.pipeline import health as module
 
     with job("health", config) as (spark, lake, loaded, steps):
@@ -262,7 +262,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say what other senders would have to do, and which servers would move."""
+    """Show the load of other numbers of senders, and the servers that would move."""
     from fedsender.pipeline import plan as module
 
     try:

@@ -57,7 +57,7 @@ def health(
     *,
     every_seconds: float | None = None,
 ) -> Absorbed:
-    """Take up what is new in the ledger.
+    """Take up new lines of the ledger.
 
     Args:
         every_seconds: go on until interrupted, looking that often; None: until nothing is new.
@@ -130,7 +130,7 @@ def _lines(spark: "SparkSession", ledger: Path) -> "DataFrame":
 
 
 def windows(lines: "DataFrame") -> "DataFrame":
-    """server, hour_ms and what `windows` of the file has, the maps as JSON."""
+    """server, hour_ms and the columns of the file's `windows`, the maps as JSON."""
     from pyspark.sql import functions as F  # noqa: N812
 
     delivered = F.col("outcome") == "delivered"
@@ -178,7 +178,7 @@ def windows(lines: "DataFrame") -> "DataFrame":
 
 def streaks(lines: "DataFrame") -> "DataFrame":
     """Attempts of one server in a row that went alike: server, well, first_ms, last_ms, attempts,
-    first_outcome, last_outcome. What says nothing about the server is passed over."""
+    first_outcome, last_outcome. Attempts that tell nothing about the server are passed over."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -209,7 +209,7 @@ def streaks(lines: "DataFrame") -> "DataFrame":
 
 class HealthFile:
     """The SQLite file and the checkpoint that belongs to it: one is worth nothing without the
-    other, so what has lost its other half is begun anew."""
+    other, so a half without its other half is begun anew."""
 
     def __init__(self, path: Path, checkpoint: Path) -> None:
         self.path = path

@@ -2,7 +2,8 @@
 
 Each step commits by itself, so that a job that is killed goes on where it was; run twice, it
 changes nothing. Events come first, up to the position that the fan-out had then; whatever is read
-after them can only know more. The last step derives from all of it who should get what.
+after them can only know more. The last step derives from all of it the servers that should get each
+event.
 """
 
 from collections.abc import Iterable, Iterator
@@ -51,7 +52,7 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
     """Bring new rows into the lake, and derive the servers that should get each event.
 
     Raises:
-        PipelineError: a source cannot be read; what was committed before stays.
+        PipelineError: a source cannot be read; earlier commits stay.
     """
     told = Ingested()
     homeserver = config.homeserver
@@ -124,7 +125,7 @@ def _append_parts(commit: Commit, table: schemas.LakeTable, rows: "pyarrow.Table
 
 
 def _batches(pages: Iterable["pyarrow.Table"]) -> Iterator["pyarrow.Table"]:
-    """Pages, put together to what is worth a commit and a file."""
+    """Pages, put together until they are worth a commit and a file."""
     import pyarrow as pa
 
     waiting: list[pyarrow.Table] = []

@@ -2,8 +2,8 @@
 
 The rules are the fan-out's (`sender.routing`), applied to whole tables. Servers in the room come
 from Synapse's state groups or from the embedded store's own intervals. Single events add
-exceptions, the sparse part: servers that an event kicked, uninvited or let in, the server on whose
-behalf it is sent, and servers that the feed names beyond its room's.
+exceptions, the sparse part: servers that an event kicked, uninvited or let in, the server for which
+it is sent, and servers that the feed names beyond its room's.
 
 All of it is arithmetic with *changes*: a server is in a room from a change on, and out from the
 next. An exception is two of them, and two at one place are none.
@@ -61,7 +61,7 @@ def shard_of(server: "Column", shards: int) -> "Column":
 
 
 def sent_to(rows: "DataFrame", config: Config) -> "DataFrame":
-    """The rows whose `server` this sender may send to, by the daemon's own word.
+    """The rows with a `server` that this sender may send to, by the daemon's own word.
 
     It is asked once for each server; of servers there are some ten thousand at most.
     """
@@ -243,7 +243,7 @@ def server_counts(
 
 
 def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame":
-    """Behind a branch, each user that had an entry in it is again what they were where it began.
+    """Behind a branch, each user that had an entry in it has again the membership of its beginning.
 
     Where several branches end at one place, the outermost is the strongest.
     """
@@ -372,7 +372,7 @@ def ours(spark: "SparkSession", lake: Lake) -> "DataFrame":
 
 
 def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFrame", "DataFrame"]:
-    """`intervals` and `unknown_hosts`, from what was ingested."""
+    """`intervals` and `unknown_hosts`, from the ingested rows."""
     from pyspark.sql import functions as F  # noqa: N812
 
     events = lake.frame(spark, schemas.EVENTS).where(F.col("ours") & F.col("bad").isNull())
@@ -463,7 +463,8 @@ def from_state_groups(
 def _swapped(placed: "DataFrame", counts: "DataFrame") -> "DataFrame":
     """A membership event has the state *after* it: its own entry is taken back.
 
-    A server whose user it removes was in before it; one whose only user it brings was not.
+    A server with a user that it removes was in before it; one with an only user that it brings was
+    not.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -570,7 +571,7 @@ def _narrowing(events: "DataFrame") -> "DataFrame":
 
 
 def strongest(exceptions: "DataFrame", server_name: str) -> "DataFrame":
-    """room_id, stream_ordering, server, gets: what holds where several rules speak."""
+    """room_id, stream_ordering, server, gets: the result where several rules apply."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return (
@@ -633,7 +634,7 @@ def union(intervals: "DataFrame") -> "DataFrame":
 
 
 def with_exceptions(intervals: "DataFrame", exceptions: "DataFrame") -> "DataFrame":
-    """The intervals, and at the exceptions' events what those say."""
+    """The intervals, and at the exceptions' events the exceptions."""
     from pyspark.sql import functions as F  # noqa: N812
 
     spans = intervals.select("room_id", "server", "first", "last", F.lit(True).alias("has")).hint(

@@ -3,12 +3,12 @@
     MANIFEST.json                  the files of every table, and up to where each source was read
     LOCK                           held by the one job that writes
     events/part=0/00000003-000.parquet, attempts/day=2026-01-31/..., intervals/..., ...
-    staging/                       what a job has begun and not committed
+    staging/                       files that a job has begun and not committed
 
-A job writes files that nobody reads yet, flushes them to the disk, and then renames a new manifest
-over the old one: all that it did becomes visible in that instant, or nothing does. What a killed
-job left behind is not in the manifest, and the next job that writes removes it. Files that a
-commit replaces stay for an hour, for readers that began before it.
+A job writes files that no job reads yet, flushes them to the disk, and then renames a new manifest
+over the old one: all that it did becomes visible in that instant, or nothing does. Files that a
+killed job left behind are not in the manifest, and the next job that writes removes them. Files
+that a commit replaces stay for an hour, for readers that began before it.
 
 Files are read by their names, never by listing a directory, so a lake with a file missing is an
 error and not a smaller answer.
@@ -61,7 +61,7 @@ class Manifest:
     """The manifest of a commit: immutable once it is on disk.
 
     Attributes:
-        server_name: whose lake it is.
+        server_name: the homeserver of the lake.
         positions: source -> up to where it was read.
         dropped: [path, when it was replaced in ms] of files that may go.
     """
@@ -132,7 +132,7 @@ def flush(path: Path) -> None:
 
 STAGING: Final = "staging"
 RELAY: Final = "relay"
-"""Where what a relay told is kept (`relay_source`)."""
+"""The file for the records of a relay (`relay_source`)."""
 KEEP_DROPPED_MS: Final = 3_600_000
 # A run every hour makes small files; that many of one part are put together, up to a size.
 SMALL_BYTES: Final = 16 * 2**20
@@ -260,7 +260,7 @@ class Lake:
         return sum(len(crowd) for _, crowd in crowds)
 
     def _sweep(self) -> None:
-        """Remove what killed jobs left, and what was replaced long ago."""
+        """Remove the files that killed jobs left, and those that were replaced long ago."""
         now_ms = real_runtime().now_ms()
         old = [path for path, ms in self.manifest.dropped if ms + KEEP_DROPPED_MS < now_ms]
         self.manifest.dropped = [item for item in self.manifest.dropped if item[0] not in old]
@@ -276,7 +276,7 @@ class Lake:
 def empty_frame(spark: "SparkSession", table: LakeTable) -> "DataFrame":
     """No rows of a table; made without a Python worker, which `createDataFrame` would start.
 
-    Spark sees that nothing can be in it, and leaves out of a plan what only works on that.
+    Spark sees that nothing can be in it, and leaves out of a plan the steps that only work on that.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -322,7 +322,7 @@ class Commit:
         self._manifest.positions[source] = position
 
     def clear(self, table: LakeTable) -> None:
-        """The table's rows are replaced by what this commit writes."""
+        """The table's rows are replaced by those of this commit."""
         files = self._manifest.tables.pop(table.name, [])
         self._dropped += [file.path for file in files]
 
@@ -366,7 +366,7 @@ class Commit:
         self._adopt(table, path, sum(file.rows for file in files), part)
 
     def append_frame(self, table: LakeTable, frame: "DataFrame") -> int:
-        """Add what a Spark job comes to; how many rows that were.
+        """Add the result of a Spark job; its number of rows.
 
         The frame must have the table's columns. Its files are those of its partitions (and of the
         table's parts): repartition it before.

@@ -1,4 +1,4 @@
-"""`fedsender pipeline plan`: what another number of senders, or other names for them, would do.
+"""`fedsender pipeline plan`: the effect of another number of senders, or of other names for them.
 
 A server belongs to the sender that its name's hash picks from `federation_sender_instances`; the
 hash knows only how many there are, so the names' order matters and their spelling does not. The

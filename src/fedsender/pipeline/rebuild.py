@@ -1,4 +1,4 @@
-"""`fedsender pipeline rebuild`: what `destination_rooms` should hold, and where it does not.
+"""`fedsender pipeline rebuild`: the rows that `destination_rooms` should have, and the differences.
 
 The newest event of ours that each server should get in each room, from the intervals and the events
 alone; held against the table as the last ingest found it. Rows above the position that the lake
@@ -48,8 +48,8 @@ class Differences:
 def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
     """destination, room_id, stream_ordering: the newest event that each server should get.
 
-    No event is joined with a server: what an interval needs to know of its room's events is the
-    newest one up to its end, and that is one pass over both, in order.
+    No event is joined with a server: an interval needs only the newest of its room's events up to
+    its end, and that is one pass over both, in order.
 
     Args:
         events: room_id, stream_ordering of events of ours.
@@ -188,7 +188,7 @@ def summed_up(expected: "DataFrame", differing: "DataFrame") -> Differences:
 
 
 def write_owed(differing: "DataFrame", path: Path) -> int:
-    """Write what servers are owed and `destination_rooms` does not say, for `fedsender owe`.
+    """Write the owed rooms that `destination_rooms` lacks, for `fedsender owe`.
 
     One JSON object a line: server, room_id, stream_ordering, event_id. Upwards only: rows that are
     ahead or unexpected are left alone. Returns the number of lines; the file appears whole.

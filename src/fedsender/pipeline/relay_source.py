@@ -50,7 +50,7 @@ from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
 EXPIRED: Final = "expired"
-"""The position up to which `expire` removed what there was."""
+"""The position up to which `expire` removed rows."""
 
 _events, _json, _exceptions = tables.events, tables.event_json, tables.event_servers
 _stays = tables.room_servers
@@ -61,7 +61,7 @@ _stays = tables.room_servers
 
 def take_over(engine: Engine, sender: Source, instance: str, after: int, upto: int) -> int:
     """Copy events, and servers' stays in rooms, with after < stream ordering <= upto; how many
-    events. What is there already stays. Begun again, it comes to the same."""
+    events. Rows that are there already stay. Begun again, it comes to the same."""
     taken = 0
     query = select(_events).where(_events.c.stream_ordering <= upto)
     for page in sender.pages(query, [_events.c.stream_ordering], [after]):
@@ -159,7 +159,7 @@ def end_all_stays(connection: Connection, upto: int) -> None:
 def expire(engine: Engine, instance: str, upto: int) -> None:
     """Remove the rows that the lake has: all up to and with `upto`.
 
-    Invitations and knocks stay: who is turned away later is found out by them.
+    Invitations and knocks stay: later rejections are found by them.
     """
     membership = sa.case(
         (
@@ -215,7 +215,7 @@ def open_relay_source(
 ) -> Iterator[tuple[Source, Followed]]:
     """The records of the relay with this database, as a homeserver's database to ingest from.
 
-    If the body ends well, what the lake has got is removed from there.
+    If the body ends well, the rows that the lake has are removed from there.
 
     Args:
         sender: the store of the sender that is looked at; up to its position the relay is read.
@@ -328,7 +328,7 @@ class _Follower:
         upto: int,
         told: Followed,
     ) -> None:
-        """Have what the relay's log does not begin with any more."""
+        """Copy the rows that the relay's log does not hold any more."""
         epoch = epochs[-1][0]
         with self.engine.begin() as connection:
             at = max(base, positions.feed_position(connection))
@@ -348,7 +348,7 @@ class _Follower:
             told.from_sender += take_over(self.engine, self.sender, self.instance, at, begin)
 
     def _keep(self, base: int, at: int, upto: int) -> None:
-        """Events that the relay still has of what went: the sender must have had them, too."""
+        """The oldest events that the relay still has: the sender must have had them, too."""
         after = at - base
         while kept := self.relay.read(partial(read_kept, after=after, limit=RECORDS_AT_ONCE)):
             after = kept[-1].token

@@ -2,7 +2,7 @@
 
 Spark sums up; it returns points of a curve, the worst servers and the first missing events, each
 bounded in number. The page needs nothing else: no network, no script, inline SVG. It holds the
-figures too, so that the next one at the same place can say what has changed since.
+figures too, so that the next one at the same place can show the changes since.
 """
 
 import json
@@ -57,8 +57,8 @@ class Figures:
         owed: server -> age -> events that it is owed.
         worst: the servers whose attempts failed most: server, attempts, failed, p90, outcome.
         illnesses: server, began_ms, ended_ms (null: it goes on), attempts, outcome.
-        fates: what became of pairs of event and server; empty: no audit was made.
-        missing: the first of what the audit missed.
+        fates: fate -> pairs of event and server; empty: no audit was made.
+        missing: the first of the events that the audit missed.
     """
 
     server_name: str
@@ -170,7 +170,7 @@ def _failed() -> "Column":
 
 
 def _p(q: int) -> "Column":
-    """A percentile of what deliveries took, in ms."""
+    """A percentile of the deliveries' times, in ms."""
     from pyspark.sql import functions as F  # noqa: N812
 
     took = F.when(F.col("outcome") == "delivered", F.col("took_ms"))
@@ -469,8 +469,8 @@ def _curves(figures: Figures, named: Sequence[tuple[str, str, str]], *, quiet: i
     """Lines over time, with a scale that begins at nothing.
 
     Args:
-        named: of each line its figure, what it is called, and its colour.
-        quiet: what a step without attempts has; None: nothing, and the line is broken there.
+        named: of each line its figure, its name, and its colour.
+        quiet: the value of a step without attempts; None: nothing, and the line is broken there.
     """
     if not figures.series:
         return "<p>The ledger has no attempts.</p>"

@@ -3,15 +3,15 @@
 A column's type is written as Spark's DDL has it. Stream orderings are the homeserver's; times in
 columns named `*ms` or `*_ts` are milliseconds since the epoch, and `day` is the UTC day of `ms`.
 
-Who should get what is said by two tables alone:
+Two tables alone have the servers that should get each event:
 
     an event with `ours` in `events` should be sent to a server if and only if a row of `intervals`
     with its room and that server has first <= stream_ordering and (last is null or
     stream_ordering <= last)
 
 `intervals` of one room and server never overlap. They already hold every exception (kicked and
-uninvited servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own name; what
-an operator's lists forbid is not taken out: see `servers.sent_to`.
+uninvited servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own name;
+servers that an operator's lists forbid are not taken out: see `servers.sent_to`.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ FATES: Final = (
     "accepted",
     "missing",
 )
-"""What can have become of an event at a server that should get it (`coverage`)."""
+"""The possible fates of an event at a server that should get it (`coverage`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LakeTable:
     Attributes:
         columns: name -> Spark's type.
         required: columns that are never null.
-        part: the column by whose value its files are kept apart; None: by commit alone.
+        part: the column with the value by which its files are kept apart; None: by commit alone.
         key: columns that name a row; the row of the newest commit stands. () where rows are never
             written twice.
     """

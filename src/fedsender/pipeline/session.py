@@ -222,7 +222,7 @@ def _java(log: Path, *, wanted: bool) -> Iterator[None]:
 
 
 def write_wrapper(home: Path, java: Path, log: Path) -> None:
-    """Make `home` a JAVA_HOME whose `java` is the wrapper of the real one."""
+    """Make `home` a JAVA_HOME with a `java` that is the wrapper of the real one."""
     (home / "bin").mkdir()
     wrapper = home / "bin" / "java"
     wrapper.write_text(_WRAPPER.format(java=_quoted(java), log=_quoted(log)))

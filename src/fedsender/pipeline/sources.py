@@ -94,7 +94,7 @@ class Source:
 
 @contextmanager
 def open_source(url: str, name: str) -> Iterator[Source]:
-    """A database to read; `name` is what errors call it.
+    """A database to read; `name` is its name in errors.
 
     Raises:
         PipelineError: there is no such database.
@@ -330,7 +330,7 @@ def state_member_pages(
     """`state_members` of the groups with after < number <= upto.
 
     Args:
-        source: the main database, which knows what a membership event says.
+        source: the main database, which has the membership events.
         state: where the state groups are.
     """
     table = tables.state_groups_state.c
@@ -349,8 +349,8 @@ def state_member_pages(
 def room_server_pages(source: Source, after: int) -> Iterator["pyarrow.Table"]:
     """`room_servers` that changed above a token.
 
-    A full sync ends stays at the token that was reached, which may be this one, and begins those
-    of a new history there. What one has stored that has not ended does not count.
+    A full sync ends stays at the token that was reached, which may be this one, and begins those of
+    a new history there. Rows of a full sync that has not ended do not count.
     """
     table, upto = tables.room_servers.c, positions.counting_upto()
     left = sa.case((table.left <= upto, table.left)).label("left")
