@@ -154,7 +154,7 @@ def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
 
 
 def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: Steps) -> Repaired:
-    """Hand the missing events to the daemon, which sends them again by its own rules: only to servers
+    """Hand the missing events to the daemon, which sends them by its own rules: only to servers
     that may see the event, in its own time, with a line in the ledger.
 
     Args:

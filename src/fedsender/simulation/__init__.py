@@ -1,10 +1,10 @@
 """The whole daemon on a virtual clock, in a hostile world.
 
-Nothing in the daemon is replaced but what it takes from outside: its clock is trio's mock clock,
-which jumps whenever all tasks wait; its network is in memory; its threads are function calls.
-Around it stand a homeserver with rooms that users join and leave, hundreds of remote servers that
-refuse, stall, lie, vanish for days and come back, an operator, full disks, crashes at every kind
-of commit point. One seed decides everything, and the same seed gives the same run.
+Nothing in the daemon is replaced but its inputs from outside: its clock is trio's mock clock, which
+jumps whenever all tasks wait; its network is in memory; its threads are function calls. Around it
+stand a homeserver with rooms that users join and leave, hundreds of remote servers that refuse,
+stall, lie, vanish for days and come back, an operator, full disks, crashes at every kind of commit
+point. One seed decides everything, and the same seed gives the same run.
 
 The expected deliveries are worked out a second time, by the simulation itself: the servers that
 must get each event (`homeserver`) and its fate (`observations`). `checks` holds the invariants

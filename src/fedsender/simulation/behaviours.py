@@ -48,7 +48,7 @@ class Mode(Enum):
 
     @property
     def processes(self) -> bool:
-        """Whether a server that behaves so takes in what it gets."""
+        """Whether a server that behaves so takes in its transactions."""
         return self in _PROCESSING
 
 
@@ -116,7 +116,7 @@ class Character:
         long: whether troubles may last for a great part of the run.
         picky: the status with which it refuses a transaction for one poisonous PDU; 0: never.
         moves: it changes its address when it comes back.
-        attack: what it answers when it is hostile; None: it never is.
+        attack: its answers when it is hostile; None: it never is.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """The checks of the invariants I1-I10, independent of the sender's code.
 
-Each reads what the daemon has done: every line of the ledger, every commit of its databases, every
+Each reads the daemon's traces: every line of the ledger, every commit of its databases, every
 transaction on the wire, its memory from time to time, each start, and at last the healed world.
 """
 
@@ -21,7 +21,7 @@ from fedsender.testing.clock import EPOCH_MS, now_ms
 from fedsender.testing.rooms import Step
 
 LOOKS_S = (5.0, 60.0, 300.0)
-"""So long after a start it is looked at: the last time everybody must have been tried."""
+"""Seconds from a start to its check: by then all servers must have been tried."""
 PER_SERVER_S = 2.0
 """The last look waits so much longer for each server there is: dead ones share the slow lane."""
 
@@ -64,7 +64,7 @@ class MemoryChecks:
         self._observed = observed
 
     def look(self, daemon: Daemon) -> None:
-        """Compare what there is with what there may be."""
+        """Compare the daemon's memory with its bounds."""
         sender, observed = daemon.sender, self._observed
         counts = observed.counts
         servers = len(observed.views.of)
@@ -104,7 +104,7 @@ class LedgerChecks:
         self._observed = observed
 
     def catch_up(self) -> None:
-        """Read what is new."""
+        """Read the new lines."""
         observed = self._observed
         if observed.disk is None:
             return
@@ -211,7 +211,7 @@ _MESSAGE_ID: Final = re.compile(r'"message_id": ?"([^"]+)"')
 
 
 class CommitChecks:
-    """Compares what was committed with what it should mean."""
+    """Compares the committed rows with their meaning."""
 
     def __init__(self, observed: Observations, ledger: LedgerChecks) -> None:
         self._observed = observed
@@ -240,14 +240,14 @@ class CommitChecks:
             self._note_quarantine(disk)
 
     def restored(self, disk: Disk) -> None:
-        """The databases are what they were long ago."""
+        """The databases are as they were long ago."""
         self._observed.orderings.back_to(disk.base())
         self._outbox = disk.outbox()
         self._fed_upto = disk.feed_position()
         self._quarantine = {item.id: item for item in disk.quarantine()}
 
     def _note_quarantine(self, disk: Disk) -> None:
-        """An operator may empty it before anybody asks."""
+        """An operator may empty it before this check."""
         now = {item.id: item for item in disk.quarantine()}
         for item in disk.quarantine():
             if item.id not in self._quarantine:
@@ -266,8 +266,8 @@ class CommitChecks:
             self._observed.views.of[item.destination].quarantined.add(thing)
 
     def _check_guilt(self, item: QuarantinedItem) -> None:
-        """For one server stands in quarantine what that server always refuses, and nothing that
-        it refused because it was ill."""
+        """For one server the quarantine has the items that this server always refuses, and none
+        that it refused because it was ill."""
         observed, event_id = self._observed, item.event_id
         if item.destination is None or event_id is None:
             return
@@ -384,7 +384,7 @@ class CommitChecks:
 def stand_ins_of(observed: Observations, server: str, happening: Step) -> list[Step]:
     """The event that a snapshot had in its place: the newest of the room that the server is to get.
 
-    It may be one that nobody can send.
+    It may be one that cannot be sent.
     """
     found = []
     for after, upto in observed.skipped:
@@ -398,8 +398,8 @@ def stand_ins_of(observed: Observations, server: str, happening: Step) -> list[S
 def is_stood_in_for(observed: Observations, view: ServerView, happening: Step) -> bool:
     """Whether the event that a snapshot had in its place is in quarantine.
 
-    That it could not be sent is on record; what it stood for is not here. One that nobody can send
-    an operator may have given up since.
+    The record says that it could not be sent; the events that it stood for are not here. An
+    operator may have given up an event that cannot be sent.
     """
     disk = observed.disk
     assert disk is not None
@@ -420,7 +420,7 @@ def message_id(text: str) -> str:
 
 
 class FinalChecks:
-    """Counts what is still missing, and says so in the end."""
+    """Counts the missing events, and reports them in the end."""
 
     def __init__(self, observed: Observations) -> None:
         self._observed = observed
@@ -491,9 +491,9 @@ class FinalChecks:
 
 
 MIN_GAP_S = 0.998
-"""One second, less what is lost in rounding to milliseconds."""
+"""One second, less the rounding to milliseconds."""
 SETTLED_S = 10.0
-"""Longer than any database here takes to say what a transaction is formed by."""
+"""Longer than any database here takes for the queries of a transaction."""
 REQUEST_S = 60.0
 """One attempt, all its connections included, takes no longer: `federation.request_timeout`."""
 MAY_BE_CONTENT = (400, 401, 403, 413)
@@ -506,7 +506,7 @@ class WireChecks:
         self._observed = observed
         self._ledger = ledger
         self.at_point: Callable[[str], None] = lambda _point: None
-        """Called when something has been seen, for those who let the daemon die there."""
+        """Called after each observation, for scenarios that kill the daemon there."""
 
     def _view(self, server: str) -> ServerView:
         return self._observed.views.of[server]
@@ -593,7 +593,8 @@ class WireChecks:
     # --- what the daemon's end does to it ---------------------------------------------------------
 
     def crashed(self) -> None:
-        """A life was cut off: what it had tried once and not recorded may come under a new id."""
+        """A life was cut off: a transaction that it had tried once and not recorded may come under
+        a new id."""
         observed = self._observed
         for view in observed.views.of.values():
             view.unlined = 0
@@ -615,7 +616,7 @@ class WireChecks:
         view.unanswered = None
 
     def drained(self) -> None:
-        """A life has ended in order: what is unanswered must be on record."""
+        """A life has ended in order: unanswered transactions must be on record."""
         observed = self._observed
         assert observed.disk is not None
         for view in observed.views.of.values():
@@ -773,7 +774,7 @@ def _is_alone_on_trial(attempt: Attempt) -> bool:
 
 
 def _assume_recorded(view: ServerView, pdus: Sequence[Step]) -> None:
-    """The line that would say what the PDUs stand for cannot be written."""
+    """The line with the events that the PDUs stand for cannot be written."""
     for pdu in pdus:
         view.recorded.add(pdu.event_id)
         view.superseded.setdefault(pdu.room_id, []).append((0, pdu.token))

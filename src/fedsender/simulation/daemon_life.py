@@ -1,8 +1,8 @@
 """The daemon's lives: each begins on the files that the one before left, and may end at any commit.
 
-A crash is what `kill -9` does: in one instant the files are as they are, every connection ends, and
-nothing that the old daemon does from then on is seen by anybody. So its directory is copied at that
-instant, the copy is where the next life begins, and the old life may unwind as it likes.
+A crash is a `kill -9`: in one instant the files are as they are, every connection ends, and
+nothing that the old daemon does from then on is seen. So its directory is copied at that instant,
+the copy is where the next life begins, and the old life may unwind as it likes.
 """
 
 import os
@@ -35,7 +35,7 @@ COMMIT_POINTS = tuple(
     for moment in ("before", "after")
 )
 SPEAKER: ContextVar[Observations | None] = ContextVar("SPEAKER", default=None)
-"""In the tasks of a daemon: what is gathered about it."""
+"""In the tasks of a daemon: its observations."""
 WIRE_POINTS = ("request began", "request arrived", "answer leaves")
 SLOW_DATABASE_S = 0.05
 
@@ -129,7 +129,7 @@ class Life:
         self._stop = trio.Event()
 
     async def live(self) -> None:
-        """From start to end, however it ends. Raises what ends it and should not."""
+        """From start to end, however it ends. Raises an error that ends it and should not."""
         observed = self._observed
         observed.life, observed.alive = self.number, True
         observed.disk = Disk(self.directory, observed.orderings)
@@ -156,7 +156,7 @@ class Life:
         return round(total)
 
     def _bury(self, error: BaseException) -> None:
-        """Let go of a crash and what came with it; raise everything else."""
+        """Let go of a crash and its errors; raise everything else."""
         if not self.crashed:
             raise error
         if isinstance(error, BaseExceptionGroup):

@@ -28,7 +28,7 @@ from fedsender.testing.rooms import Homeserver
 SECRET_CONTENT = "for-your-device-only"
 FULL = "/dev/full"
 GRACE_S = 5.0
-"""For so long after, what depends on a line that was lost may still be written down."""
+"""Seconds after which records that depend on a lost line may still be written."""
 
 
 class Replication:
@@ -174,7 +174,7 @@ class Operator:
         self.ask(do)
 
     def release(self) -> None:
-        """Try everything in quarantine again, and give up what is malformed."""
+        """Try everything in quarantine again, and give up malformed items."""
         observed = self._observed
         if observed.disk is None or not observed.disk.ready():
             return
@@ -203,7 +203,7 @@ class Operator:
     async def send_to_device(self) -> None:
         """A local client sends twice to a remote device; the second gets the lower stream id.
 
-        Ids are given before messages are stored, and not everybody is equally fast.
+        Ids are given before messages are stored, and not every writer is equally fast.
         """
         server, number = self._server(), self._messages
         self._messages += 2
@@ -319,7 +319,7 @@ class Backup:
         self._observed.trace.note("backup")
 
     def put_back(self, directory: Path) -> None:
-        """No daemon runs: the databases become what they were, and what was seen since is void."""
+        """No daemon runs: the databases become as they were, and later observations are void."""
         self.wanted = False
         observed = self._observed
         had = -1 if observed.disk is None else observed.disk.feed_position()

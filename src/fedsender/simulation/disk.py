@@ -32,7 +32,7 @@ class Orderings:
     """The meaning of a sender's stream orderings: tokens of its homeserver.
 
     Behind a relay a history that a sender did not know is counted on from where the sender was, its
-    base; what the sender has already it knows by its id.
+    base; the sender knows the events that it has by their ids.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Disk:
         self._connections.clear()
 
     def committed(self, database: str) -> None:
-        """Something was committed: what was remembered of that database is stale."""
+        """A commit was made: the cache of that database is stale."""
         if database == "sender":
             self._quarantine = None
 
@@ -144,7 +144,7 @@ class Disk:
         return {name: self._token(mark) for name, mark in self._rows(HOMESERVER, query)}
 
     def owed(self, room_id: str) -> dict[str, int]:
-        """Per destination what it is owed of this room."""
+        """Per destination its backlog of this room."""
         query = "SELECT destination, stream_ordering FROM destination_rooms WHERE room_id = ?"
         rows = self._rows(HOMESERVER, query, room_id)
         return {name: self._token(ordering) for name, ordering in rows}
@@ -158,7 +158,7 @@ class Disk:
         return self._token(int(rows[0][0])) if rows else 0
 
     def newest_owed(self) -> int:
-        """The newest event that anybody is owed."""
+        """The newest event that any server is owed."""
         rows = self._rows(HOMESERVER, "SELECT max(stream_ordering) FROM destination_rooms")
         return self._token(int(rows[0][0] or 0))
 

@@ -27,7 +27,7 @@ STUBBORN = 5
 
 @dataclass(slots=True)
 class Unanswered:
-    """A transaction that may have arrived and got no answer: it must be what comes next.
+    """A transaction that may have arrived and got no answer: it must come next.
 
     Attributes:
         times: how many attempts it has had.
@@ -43,13 +43,13 @@ class ServerView:
 
     Attributes:
         honest: it is one of the few in a hostile world.
-        owed: what it should get, in stream order; `tokens` are their tokens.
+        owed: the events that it should get, in stream order; `tokens` are their tokens.
         answered: events in transactions that it answered.
         messages_answered: the same for to-device messages.
         recorded: events that a line of the ledger says it has, or would if the disk took it.
-        proven: those of them whose line is there.
+        proven: those of them with a line that is there.
         superseded: room -> [from, to] ranges that a line says something newer stands for.
-        refused: events that it said no to in a proper answer.
+        refused: events that it refused in a proper answer.
         mark: the last successful stream ordering, as last committed.
         flight: the attempt under way.
         last: the newest attempt that is over.
@@ -106,9 +106,8 @@ class ServerView:
         self.tokens.append(happening.token)
 
     def go_back(self, mark: int, repeats: Unanswered | None) -> None:
-        """The databases were restored; `repeats` is on record in them as what comes next.
-
-        What is known to have arrived stays known: the server was not restored.
+        """The databases were restored; `repeats` is on record in them as the next transaction.
+        Arrived events stay known: the server was not restored.
         """
         self.mark, self.unanswered = mark, repeats
         self.proven.clear()
@@ -129,14 +128,14 @@ class ServerView:
 
 
 class ServerViews:
-    """All servers; keeps up with what the homeserver does."""
+    """All servers; keeps up with the homeserver."""
 
     def __init__(self, names: list[str]) -> None:
         self.of = {name: ServerView(name) for name in names}
         self._known = 0
 
     def take_in(self, history: list[Step]) -> None:
-        """Note what has happened since the last time."""
+        """Note the events since the last time."""
         for happening in history[self._known :]:
             if happening.sendable:
                 for server in happening.servers:
@@ -181,18 +180,18 @@ class Observations:
         life: counts the daemon's lives.
         alive: one is being lived.
         disk: its files; None before the first.
-        orderings: what the daemon's stream orderings mean.
+        orderings: the meaning of the daemon's stream orderings.
         position: the events position as last committed.
         skipped: the (after, upto] of which a relay gave the daemon no more than a snapshot.
         given_back: from where to where the feed's position went at each restore.
-        unsent: the events that were ever in quarantine for everybody.
+        unsent: the events that were ever in quarantine for all servers.
         secrets: texts that may stand in no log line and in no line of the ledger.
         disk_full: the ledger takes no lines at present.
         crashed_at: when lives were cut off, in the last 24 h.
         calm_since: when (virtual seconds) nothing ailed the daemon itself any more.
         latencies: of PDUs that honest servers of a hostile world answered, in seconds from the
             fan-out to the answer, both in calm times.
-        counts: what happened, for the report.
+        counts: of events, for the report.
         on_violation: called with each.
     """
 
@@ -246,7 +245,7 @@ class Observations:
         self.on_violation(violation)
 
     def check_secrets(self, where: str, text: bytes) -> None:
-        """I10: no secret in what people read."""
+        """I10: no secret in texts that people read."""
         for secret in self.secrets:
             if secret in text:
                 self.fail("I10", f"a secret in {where}: {text[:200]!r}")

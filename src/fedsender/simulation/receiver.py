@@ -47,7 +47,7 @@ class Contents:
     """A transaction's contents.
 
     Attributes:
-        pdus: what each PDU is about.
+        pdus: the event of each PDU.
         pruned: ids of the events that came redacted.
         messages: the ids of the to-device messages.
     """
@@ -184,8 +184,8 @@ class Site:
 
     Attributes:
         host: the host part of its name.
-        delegated: what its .well-known says; None: it has none.
-        targets: host names whose addresses are its own.
+        delegated: the content of its .well-known; None: it has none.
+        targets: host names with its own addresses.
         ports: where it listens.
         addresses: an IPv4, or an IPv6 and an IPv4.
     """
@@ -203,7 +203,7 @@ class RemoteServer:
     """One homeserver.
 
     Attributes:
-        mood: how it treats what comes.
+        mood: how it treats transactions.
         seen: events it has taken in -> when first.
         messages: to-device messages it has taken in -> how often.
         poison: events that it takes in no transaction, be it picky or not.

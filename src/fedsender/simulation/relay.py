@@ -38,10 +38,10 @@ CALL_S = 30.0
 
 
 class RelayHomeserver:
-    """See the module.
+    """The relay's homeserver: several writers that append, and send again after an error.
 
     Attributes:
-        quiet: nothing new is written any more; what is under way goes on.
+        quiet: nothing new is written any more; writes under way go on.
         busy: records that are not yet answered.
     """
 
@@ -181,7 +181,7 @@ CONSUMERS: Final[Mapping[str, ConsumerBehaviour]] = {
 
 
 class RelayWorld:
-    """See the module."""
+    """A relay, its homeserver and its consumers, and the checks over all of them."""
 
     def __init__(self, seed: int, home: Path) -> None:
         self.views = RelayViews()
@@ -261,7 +261,7 @@ class RelayReport:
     """One run.
 
     Attributes:
-        trace: a hash of what happened; the same seed gives the same one.
+        trace: a hash of its events; the same seed gives the same one.
     """
 
     seed: int
@@ -319,7 +319,7 @@ def simulate_relay(seed: int, days: float = DAYS, *, stop_at: str | None = None)
 
 
 def _logging_to(views: RelayViews) -> AbstractContextManager[None]:
-    """Let no log line out, and take what should never be said for a bug."""
+    """Let no log line out, and take a line that should never be for a bug."""
 
     def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
         name = event.get("event")

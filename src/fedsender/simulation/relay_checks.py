@@ -28,12 +28,12 @@ KEPT_VIOLATIONS = 50
 
 @dataclass
 class History:
-    """The records of an epoch, as far as anybody was told of them.
+    """The records of an epoch, as far as any party was told of them.
 
     Attributes:
         records: the id of the record of each token.
         tokens: the same the other way round.
-        newest: the largest token that anybody was told of.
+        newest: the largest token that any party was told of.
         shared: earlier epochs, each with the last token that it has in common with this one, as far
             as that is known to the relay.
     """
@@ -83,12 +83,12 @@ class RelayViews:
     Attributes:
         is_durable: whether this token stands for this record in the relay's database.
         rows: the rows of each record that was ever sent in, by its id; and when they were.
-        audience: the servers that are to get the event of a record, by its id, where that is not
-            to be read from the rows.
+        audience: the servers that are to get the event of a record, by its id, where the rows do
+        not have them.
         answered: the token of those that were answered 200.
-        standings: what each consumer has that follows the relay in good faith.
+        standings: the records of each consumer that follows the relay in good faith.
         given_up: the records that an older copy of the relay's directory has not.
-        counts: what happened, for the report.
+        counts: of events, for the report.
         on_violation: called with each.
     """
 
@@ -155,7 +155,7 @@ class RelayViews:
         self.answered[record] = token
 
     def begin(self, relay: RelayDaemon, epochs: Sequence[str], *, restored: bool) -> None:
-        """The relay has started: what anybody was told of must be there.
+        """The relay has started: the records that any party was told of must be there.
 
         Args:
             epochs: that the relay knows, oldest first.
@@ -182,14 +182,14 @@ class RelayViews:
     # --- consumers --------------------------------------------------------------------------------
 
     def fed(self, name: str, epoch: str, token: int, *, joined: bool) -> None:
-        """A consumer has stored what it was told, up to this token."""
+        """A consumer has stored its records up to this token."""
         standing = self.standings.setdefault(name, Standing())
         standing.epoch, standing.token = epoch, token
         standing.newest = max(standing.newest, token)
         standing.fed_at, standing.joined = trio.current_time(), joined
 
     def joins(self, name: str, epoch: str, token: int) -> None:
-        """A consumer takes a snapshot: what there was before anybody knew of it, it never gets."""
+        """A consumer takes a snapshot: it never gets the records from before it."""
         standing = self.standings[name]
         if standing.epoch:
             return
@@ -197,7 +197,7 @@ class RelayViews:
             standing.messages.add(record)
 
     def went_back(self, name: str) -> None:
-        """A consumer was restored: until it has said so, nothing is known of what it has."""
+        """A consumer was restored: until it has said so, its records are unknown."""
         self.standings[name].fed_at = float("-inf")
 
     def token_of(self, standing: Standing) -> int | None:
@@ -251,7 +251,8 @@ class RelayViews:
     # --- at the end -------------------------------------------------------------------------------
 
     def check_answered(self) -> None:
-        """Each record that was answered 200 is there, once, but for what was given up openly."""
+        """Each record that was answered 200 is there, once, but for those that were given up
+        openly."""
         history = self.present
         for record, token in self.answered.items():
             if record not in self.given_up and history.tokens.get(record) != token:
@@ -401,7 +402,7 @@ class RelayChecks:
     def _needs(self, relay: RelayDaemon, name: str, last: int) -> bool:
         """Whether a consumer that was here lately has not got all up to this token.
 
-        By what it has itself: what the relay knows of it may be wrong.
+        By its own records: those of the relay may be wrong.
         """
         standing, known = self._views.standings[name], relay.registry.get(name)
         away_s = trio.current_time() - standing.fed_at

@@ -1,7 +1,7 @@
 """A sender's side of the simulated relay: the real feed, and a store that only remembers.
 
-The store's transactions and what is done to fetched files are steps, so that a crash comes before
-and after each of them; what it holds is checked as it comes in.
+The store's transactions and the changes of fetched files are steps, so that a crash comes before
+and after each of them; records are checked as they come in.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class SimulatedConsumer:
         directory: Path,
         server_name: str = SERVER,
     ) -> None:
-        """`directory`: for what it fetches."""
+        """`directory`: for fetched files."""
         self.steps = Steps(rng, threads_write=True)
         self.store = RecordingStore(
             name, views, self.steps, behaviour.slow_s, behaviour.handles, server_name
@@ -296,7 +296,7 @@ class SimulatedConsumer:
             self._restore()
 
     def _spoil(self) -> None:
-        """Now and then flip a bit of what it has fetched."""
+        """Now and then flip a bit of a fetched file."""
         files = [path for path in sorted(self._staging.glob("*")) if path.stat().st_size]
         if files and not self.calmed.is_set() and self._random.random() < 0.5:
             path = self._random.choice(files)

@@ -2,7 +2,7 @@
 
 Two shards, each a daemon with stores of its own, follow one relay, beside consumers that only
 remember. All that the simulation does to a sender is done to both, and all that it does to a relay
-to the relay; the invariants of both hold, and what the homeserver said reaches every server.
+to the relay; the invariants of both hold, and the homeserver's events reach every server.
 """
 
 from __future__ import annotations
@@ -239,10 +239,10 @@ async def _run(size: Size, directory: Path) -> SendersReport:
 
 
 class SendersWorld:
-    """The relay, what is before it, and what is behind it.
+    """The relay, its homeserver, and its consumers.
 
     Attributes:
-        shards: one world for each sender; the first also has what happens at the homeserver.
+        shards: one world for each sender; the first also has the homeserver's events.
     """
 
     def __init__(
@@ -337,7 +337,8 @@ def _configuration(name: str, directory: Path) -> Config:
 def _logging_to(
     views: RelayViews, all_observed: Sequence[Observations]
 ) -> AbstractContextManager[None]:
-    """Let no log line out, look for secrets in each (I10), and take what is a bug for one."""
+    """Let no log line out, look for secrets in each (I10), and take a line that shows a bug for
+    one."""
 
     def take(_logger: object, method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
         name, speaker = event.get("event"), SPEAKER.get()

@@ -108,10 +108,10 @@ SLOW_S: Final = 0.05
 
 
 class Steps:
-    """See the module.
+    """The steps of a process, each a commit or a call in a thread: it can be killed at any of them.
 
     Attributes:
-        count: how many there were.
+        count: the number of steps so far.
         cut_at: the one at which the process is killed, or the next one of the kind `cut_in`; None:
             none.
         fail: step number -> the errno with which it fails.
@@ -120,7 +120,7 @@ class Steps:
 
     Args:
         killed: told at which step, before anything else can happen.
-        threads_write: what is done in a thread is written to the disk, and may fail.
+        threads_write: the work of a thread is written to the disk, and may fail.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class Away(Exception):
 
 
 class RelayStation:
-    """See the module.
+    """The relay's lives, one after the other, on the files of one directory.
 
     Attributes:
         relay: the one that runs now.
@@ -316,7 +316,7 @@ class RelayStation:
         self._scope.cancel()
 
     def _bury(self, ending: BaseException) -> None:
-        """Let go of what comes of being killed; raise everything else."""
+        """Let go of the errors of being killed; raise everything else."""
         others = BaseExceptionGroup("", [ending]).split((Crash, Exception))[1]
         if not self._steps.over or others is not None:
             raise ending

@@ -1,4 +1,4 @@
-"""The course of a world: what goes on in it, all at once, until it is healed and judged."""
+"""The course of a world: the tasks in it, all at once, until it is healed and judged."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CALM_AFTER_S = MINUTE
 FAIR_S = 8.0
 """In a hostile world 99 of 100 PDUs reach honest servers, and are answered, within this."""
 OWN_TIMERS_S = HOUR
-"""In a healed world nobody is woken for so long ..."""
+"""In a healed world no server is woken for so long ..."""
 PATIENCE_S = 3 * HOUR
 """... and then everything must have arrived within this."""
 LOOK_EVERY_S = 5 * MINUTE

@@ -85,7 +85,7 @@ class World:
     Attributes:
         key_file: the text of the homeserver's signing key file.
         configure: the configuration of the sender in a directory.
-        leads: what happens at the homeserver is this world's business.
+        leads: the homeserver's events are made in this world.
         post: takes to-device messages; None: they go into the sender's database by themselves.
         long_absences: the sender is away for so long, now and then, that it is given up.
     """
@@ -111,7 +111,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Origins:
-    """A homeserver, and what proves that something comes from it.
+    """A homeserver, and the proof that a request comes from it.
 
     Attributes:
         secrets: texts that may be seen nowhere.

@@ -1,7 +1,7 @@
 """How a hostile server answers: each attack is one coroutine over one connection.
 
 The demo plays them over real TLS, the simulation over streams in memory. An attack gets a request
-that has arrived whole, writes what it likes, and says whether the connection stays open. None of
+that has arrived whole, writes any bytes, and returns whether the connection stays open. None of
 them needs more than one connection: how often it is repeated is for the sender to bound.
 """
 
@@ -51,7 +51,7 @@ class Incoming:
 
 
 Attack = Callable[[Stream, Incoming], Awaitable[bool]]
-"""Answers one request; False: the connection is of no more use. Raises what the stream raises."""
+"""Answers one request; False: the connection is of no more use. Raises the stream's errors."""
 
 
 def read_transaction(body: bytes, number: int) -> Incoming:
@@ -307,4 +307,4 @@ ATTACKS: Mapping[str, Attack] = {
         two_answers,
     )
 }
-"""By name, which is what reports call them."""
+"""By name; reports use these names."""

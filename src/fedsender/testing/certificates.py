@@ -21,7 +21,7 @@ LIFETIME = datetime.timedelta(days=7)
 
 
 class Authority:
-    """One certificate authority; `ca_file` is what its clients must trust."""
+    """One certificate authority; `ca_file` is for its clients."""
 
     def __init__(self, directory: Path, now_ms: int) -> None:
         """Make the authority, and `ca.pem` in `directory`.

@@ -24,7 +24,7 @@ class BenchFailed(Exception):
 
 
 def texts_of(group: BaseExceptionGroup[BaseException]) -> list[str]:
-    """What each exception in it says."""
+    """The text of each exception in it."""
     found: list[str] = []
     for error in group.exceptions:
         found += texts_of(error) if isinstance(error, BaseExceptionGroup) else [str(error)]

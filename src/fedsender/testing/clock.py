@@ -1,6 +1,5 @@
-"""Time, order and chance that a seed decides: what makes a run replay exactly.
-
-And `until`, for what announces nothing to those who wait for it.
+"""Time, order and chance that a seed decides, so that a run replays exactly. And `until`, for
+conditions that send no signal.
 """
 
 import hashlib
@@ -23,9 +22,9 @@ KEPT_LINES = 400
 
 
 def run_virtually(seed: int, main: Callable[[], Awaitable[T]]) -> T:
-    """Run `main` on a virtual clock that jumps whenever everybody waits, in an order by `seed`.
+    """Run `main` on a virtual clock that jumps whenever all tasks wait, in an order by `seed`.
 
-    Holds only without threads, sockets, or sets whose order reaches behaviour.
+    Holds only without threads, sockets, or sets with an order that reaches behaviour.
     """
     _seed_scheduler(seed)
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
@@ -72,7 +71,8 @@ def virtual_runtime(
 async def until(
     holds: Callable[[], object], *, seconds: float = 60.0, every_s: float = 0.01
 ) -> None:
-    """Wait for what other tasks or processes do. Raises trio.TooSlowError after so long."""
+    """Wait until the condition holds, by the work of other tasks or processes. Raises
+    trio.TooSlowError after so long."""
     with trio.fail_after(seconds):
         while not holds():  # noqa: ASYNC110
             await trio.sleep(every_s)
@@ -85,7 +85,7 @@ def derived(seed: int, *names: object) -> random.Random:
 
 
 class Trace:
-    """What happened, in order, as a hash; and the newest lines of it in words."""
+    """The events of a run, in order, as a hash; and the newest lines in words."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""A homeserver with rooms, and servers on loopback that check what it has them sent."""
+"""A homeserver with rooms, and servers on loopback that check their transactions."""
 
 import random
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""The receiving half of HTTP/1.1: requests out of bytes, and what a server does with each of them.
+"""The receiving half of HTTP/1.1: requests out of bytes, and the reply to each of them.
 
 `RequestReader` does no I/O. `Conversation` is one connection, over TLS (`TlsStream`) or in memory
 (`network.MemoryStream`), of a server that is asked for a `Reply` to each request.
@@ -17,7 +17,7 @@ import httptools
 import trio
 
 MAX_BODY = 64 * 2**20
-"""Far above what a sender's byte limit lets through, and still a bound."""
+"""Far above a sender's own limit of bytes, and still a bound."""
 IDLE_SECONDS = 300.0
 SEND_SECONDS = 30.0
 FOREVER = math.inf
@@ -35,7 +35,7 @@ class Request:
         began_at, complete_at: the same when its head, and its last byte, were there.
         unread: set by the server: nothing that comes on this connection is read any more.
         processed: its contents are taken in once the answer begins to leave.
-        client_left: by then nobody waited for it.
+        client_left: by then no client waited for it.
     """
 
     number: int = 0
@@ -74,7 +74,7 @@ class RequestReader:
         self._parser = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes | bytearray) -> None:
-        """Take in what arrived; raises httptools.HttpParserError."""
+        """Take in the arrived bytes; raises httptools.HttpParserError."""
         self._parser.feed_data(data)
 
     # --- called by the parser ---------------------------------------------------------------------
@@ -124,7 +124,7 @@ class TlsStream:
     """TLS over a socket."""
 
     peer_gone = False
-    """Nobody knows while nothing is read."""
+    """Unknown while nothing is read."""
 
     def __init__(self, raw: trio.SocketStream, context: ssl.SSLContext) -> None:
         self._raw = raw
@@ -145,12 +145,12 @@ class TlsStream:
 Ended = Callable[[int | None, bool], None]
 """An answer begins to leave: its status (None: it has none), and whether it is a proper one."""
 Play = Callable[[ServerStream, Ended], Awaitable[bool]]
-"""Says what it likes; False: the connection is of no more use. Raises what the stream raises."""
+"""Writes any bytes; False: the connection is of no more use. Raises the stream's errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What becomes of a request.
+    """The reply to a request.
 
     Attributes:
         status: None: the connection ends without an answer.
@@ -186,7 +186,7 @@ SILENCE = Reply(after=FOREVER)
 
 
 class Server(Protocol):
-    """Who answers. `request_ended` is called once for each request that began."""
+    """The side that answers. `request_ended` is called once for each request that began."""
 
     def request_began(self, request: Request) -> None:
         """Its head is there."""

@@ -1,4 +1,4 @@
-"""What lies beyond the daemon's sockets: names, addresses, connections, and who listens."""
+"""The world beyond the daemon's sockets: names, addresses, connections and listeners."""
 
 import errno
 import ssl
@@ -20,8 +20,8 @@ class _Pipe:
     """One direction of a connection.
 
     Attributes:
-        ended: the writer has closed; what is here can still be read.
-        broken: nothing goes through any more, and what is here is lost.
+        ended: the writer has closed; the bytes here can still be read.
+        broken: nothing goes through any more, and the bytes here are lost.
     """
 
     __slots__ = ("_changed", "broken", "data", "ended")
@@ -109,7 +109,7 @@ class MemoryStream(trio.abc.Stream):
         return self._incoming.ended or self._incoming.broken
 
     async def wait_peer_gone(self) -> None:
-        """Return once the other end has closed. What it sent before stays unread."""
+        """Return once the other end has closed. Its earlier bytes stay unread."""
         await trio.lowlevel.checkpoint()
         while not (self.peer_gone or self._closed):
             await self._incoming.changed()
@@ -117,13 +117,13 @@ class MemoryStream(trio.abc.Stream):
     def freeze(self, frozen: bool) -> None:
         """Let nothing more arrive at this end, as if the other had fallen silent; or let it again.
 
-        What is held up then arrives.
+        The delayed bytes then arrive.
         """
         self._frozen = frozen
         self._incoming.tell()
 
     def close(self) -> None:
-        """Close without a goodbye: the other end reads what was sent, and then the end."""
+        """Close without a goodbye: the other end reads the sent bytes, and then the end."""
         if not self._closed:
             self._closed = True
             self._outgoing.ended = True
@@ -132,7 +132,7 @@ class MemoryStream(trio.abc.Stream):
             self._incoming.tell()
 
     def reset(self) -> None:
-        """Break the connection both ways at once; what was on its way is lost."""
+        """Break the connection both ways at once; bytes on their way are lost."""
         self.close()
         self._outgoing.broken = True
         for pipe in (self._outgoing, self._incoming):
@@ -151,7 +151,7 @@ NEVER_S = 7 * 86_400.0
 
 
 class Listener(Protocol):
-    """Who may be connected to at an address.
+    """A listener at an address.
 
     Attributes:
         certificate: the names that it can prove in TLS.
@@ -161,7 +161,7 @@ class Listener(Protocol):
     def certificate(self) -> tuple[str, ...]: ...
 
     def knock(self) -> str:
-        """Somebody connects: "open", "refused", "silent" or "bad tls"."""
+        """The answer to a connection: "open", "refused", "silent" or "bad tls"."""
         ...
 
     async def converse(self, stream: MemoryStream) -> None:
@@ -175,7 +175,7 @@ class Internet:
 
     Attributes:
         nursery: where connections are served.
-        doors: who listens at a Unix socket.
+        doors: the listeners at Unix sockets.
         unresolvable: (domain, how): names under it get no answer ("silent") or do not exist
             ("gone").
     """

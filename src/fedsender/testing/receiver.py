@@ -3,8 +3,8 @@
 They stand for the remote servers in the demo, in tests and in benchmarks. Each has a port of its
 own, a name that is an IP literal with that port (so that discovery goes straight to it), and a
 `Behaviour` that says how it treats the transactions it gets: at once, late, not at all, with a 429.
-A transaction counts as received only once a proper answer to it has left. What a server got stands
-in its `received`; rules that were broken stand, for all servers together, in `violations`.
+A transaction counts as received only once a proper answer to it has left. The events of a server
+stand in its `received`; broken rules stand, for all servers together, in `violations`.
 """
 
 import ssl
@@ -37,7 +37,7 @@ from fedsender.testing.rules import (
 
 VERSION = "/_matrix/federation/v1/version"
 REMEMBERED_IDS = 1_000
-"""Transaction ids per origin whose answers are kept, so that a repeat gets the same one."""
+"""Transaction ids per origin with kept answers, so that a repeat gets the same one."""
 REMEMBERED_TRANSACTIONS = 100_000
 MIN_GAP_SECONDS = 0.99
 """Between a failed attempt and the next: one second, less the grain of two processes' clocks."""
@@ -56,7 +56,7 @@ class Behaviour:
         latency: seconds until the answer.
         status: anything but 200 means that the transaction was not processed.
         retry_after: seconds, for the header of that name.
-        body: what the answer holds instead of a transaction's answer; then it was not processed.
+        body: of the answer, instead of a transaction's answer; then it was not processed.
     """
 
     name: str
@@ -100,7 +100,7 @@ def refusing(status: int = 401) -> Behaviour:
 
 
 def garbage() -> Behaviour:
-    """Answers 200 with what is no answer to a transaction."""
+    """Answers 200 with a body that is no answer to a transaction."""
     return Behaviour("garbage", body=b"<html><body>It works!</body></html>")
 
 
@@ -115,7 +115,7 @@ class ReceivedTransaction:
     Attributes:
         at: Trio's clock, in seconds, when its last byte was there.
         took: seconds until the answer had left, or the client was gone.
-        status: what was answered; None: nothing.
+        status: of the answer; None: there was none.
         repeat: the same id had been answered before.
         processed: its PDUs count as received.
     """
@@ -136,7 +136,7 @@ class ReceivedTransaction:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An attempt that got no answer, and what must come next.
+    """An attempt that got no answer, and the rule for the next one.
 
     Attributes:
         digest: of its body; None: it did not arrive whole.
@@ -152,7 +152,7 @@ class _Failure:
 
 @dataclass(slots=True)
 class _Arrival:
-    """A transaction under way: who says to have sent it, and what is in it once it is checked."""
+    """A transaction under way: its claimed origin, and its contents once it is checked."""
 
     origin: str
     contents: Contents | None = None
@@ -160,10 +160,10 @@ class _Arrival:
 
 @dataclass(slots=True)
 class _Correspondence:
-    """What one server remembers of one origin.
+    """One server's records of one origin.
 
     Attributes:
-        in_flight: attempts whose head has arrived and that have not ended.
+        in_flight: attempts with an arrived head that have not ended.
         answers: transaction id -> digest of its body, newest last.
         failure: the last attempt, if it got no answer.
         woken: its next attempt may come at once.
@@ -179,7 +179,7 @@ class _Correspondence:
 
 
 class ReceivingServer:
-    """One homeserver: what it was sent, and how it behaves.
+    """One homeserver: its transactions, and its behaviour.
 
     Attributes:
         name: its server name, an IP literal with a port.
@@ -221,7 +221,7 @@ class ReceivingServer:
         self._with(origin).woken = True
 
     def origin_killed(self, origin: str) -> None:
-        """`origin` was killed without a chance to write down what was in flight."""
+        """`origin` was killed without a chance to write down the transactions in flight."""
         self._with(origin).killed = True
 
     def _wake(self) -> None:
@@ -297,7 +297,7 @@ class ReceivingServer:
             self._record(request, arrival.origin, arrival.contents, status, repeat=repeat)
 
     def reply_to(self, request: Request) -> Reply:
-        """What this server does with a request that is there in whole."""
+        """The reply of this server to a request that is there in whole."""
         if request.target == VERSION and request.method == "GET":
             return Reply(200, b'{"server":{"name":"demo","version":"1"}}')
         arrival = self._arrivals.get(request)
@@ -434,8 +434,8 @@ class Receivers:
 async def _reserve_port(host: str) -> trio.socket.SocketType:
     """A socket that holds a free port without listening on it.
 
-    While it is open nobody else is given the port, and a server that is down can come back to it;
-    until somebody listens, connections are refused.
+    While it is open no other process is given the port, and a server that is down can come back to
+    it; until it listens, connections are refused.
     """
     holder = trio.socket.socket()
     holder.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_REUSEADDR, 1)
@@ -458,7 +458,7 @@ async def open_receivers(
     """`count` receiving servers, each listening (or down, by its behaviour) once this returns.
 
     Args:
-        origins: who may send to them.
+        origins: the servers that may send to them.
         read_pdu: see `rules.pdu_reader`.
         directory: where `ca.pem` is put.
         now_ms: the wall clock in milliseconds, for the certificates.

@@ -1,14 +1,14 @@
-"""A homeserver's rooms: events, people who come and go, and which servers must get what.
+"""A homeserver's rooms: events, members that come and go, and the servers that must get each event.
 
 `Timeline` makes events as a homeserver does: linked, hashed, signed, in any room version. Versions
-1-12 differ in what an event holds and in where its id comes from; the rules are those of the Matrix
-specification's "Room Versions" pages and of the server-server API ("Adding hashes and signatures to
-outgoing events").
+1-12 differ in the members of an event and in the source of its id; the rules are those of the
+Matrix specification's "Room Versions" pages and of the server-server API ("Adding hashes and
+signatures to outgoing events").
 
 `Homeserver` is a history of them, seeded, so that a run can be repeated. Each of its steps is one
 token of the events stream: the rows that are told to a sender, and, from nothing but its own table
-of who is in which room, the servers that must get the event. These rules are written down here a
-second time, on purpose, and not taken from the sender: a run is held against them.
+of memberships, the servers that must get the event. These rules are written down here a second
+time, on purpose, and not taken from the sender: a run is held against them.
 """
 
 import random
@@ -77,7 +77,7 @@ class Event:
     """One event as the homeserver stores it.
 
     Attributes:
-        content: its JSON object, `unsigned` with what only the homeserver may see.
+        content: its JSON object, `unsigned` with members that only the homeserver may see.
         reference_hash: unpadded base64, for those that come after it in room versions 1 and 2.
     """
 
@@ -89,11 +89,11 @@ class Event:
 
 @dataclass(slots=True)
 class Timeline:
-    """A room's events so far: what the next event is linked to.
+    """A room's events so far, to which the next event is linked.
 
     Attributes:
         latest: the newest event.
-        state: (type, state key) -> the event that says so.
+        state: (type, state key) -> its event.
     """
 
     version: RoomVersion
@@ -153,7 +153,8 @@ class Timeline:
         return Event(event_id, self.room_id, body, _unpadded(sha256(message).digest()))
 
     def _unsigned(self, body: JsonObject, now_ms: int) -> JsonObject:
-        """What a homeserver keeps with an event; peers may see `replaces_state` alone."""
+        """The `unsigned` that a homeserver keeps with an event; peers may see `replaces_state`
+        alone."""
         unsigned: JsonObject = {"age_ts": now_ms}
         before = self.state.get((body["type"], body.get("state_key", "\0")))
         if before is not None:
@@ -201,12 +202,13 @@ class Step:
     """One token of the events stream.
 
     Attributes:
-        rows: what is said at it, in order; a step that no sender needs to know of has none.
-        event: what happened.
-        servers: who must get it from this homeserver, by name; empty for what others send.
-        own: whether this homeserver has to send it to anybody at all.
+        rows: of this token, in order; a step that no sender needs to know of has none.
+        event: of this step.
+        servers: the servers that must get it from this homeserver, by name; empty for other
+        servers' events.
+        own: whether this homeserver has to send it at all.
         evicted: servers that were in the room until this event, and did not leave by themselves.
-        sendable: False for what no sender could send, because it is malformed.
+        sendable: False for an event that no sender could send, because it is malformed.
     """
 
     token: int
@@ -238,7 +240,7 @@ class Step:
 
 @dataclass(slots=True)
 class Room:
-    """A room, and who is what in it.
+    """A room, and its memberships.
 
     Attributes:
         staged: nothing happens in it by chance.
@@ -275,13 +277,13 @@ class Homeserver:
         steps: its history, oldest first.
         by_hash, by_id: the steps by content hash and by event id.
         redacted: event id -> the token that took it back.
-        records: id and rows of each token; those of steps, and what was told by `tell`.
+        records: id and rows of each token; those of steps, and those of `tell`.
         due: how many deliveries all of it asks for.
         counts: how often some things happened.
         room_versions: room id -> identifier of its version.
-        asleep: servers whose users do nothing of their own accord for now.
+        asleep: servers with users that do nothing of their own accord for now.
         watermark: the newest token.
-        asked: somebody has begun to read the stream.
+        asked: a reader has begun to read the stream.
     """
 
     def __init__(
@@ -303,7 +305,7 @@ class Homeserver:
 
         Args:
             forks: now and then an event is for other servers than are in its room.
-            gaps: share of the tokens that somebody is given who then says nothing.
+            gaps: share of the tokens that are given to a writer that then writes nothing.
         """
         self.name = signer.server
         self.steps: list[Step] = []
@@ -407,7 +409,7 @@ class Homeserver:
         return step
 
     def say_malformed(self, room: Room) -> Step:
-        """The homeserver stores an event that nobody can send: too large, or its id is wrong."""
+        """The homeserver stores an event that cannot be sent: too large, or its id is wrong."""
         content = {"msgtype": "m.text", "body": "x"}
         return self._happen(room, "m.room.message", room.creator, content, spoilt=True)
 
@@ -461,7 +463,7 @@ class Homeserver:
     # --- at random --------------------------------------------------------------------------------
 
     def act(self, room: Room | None = None) -> Step:
-        """Something happens, somewhere or in `room`; mostly somebody says something."""
+        """Make one step, in any room or in `room`; mostly a message."""
         room = room or self._rng.choice(self.lively)
         actions, weights = [each for _, each in self._odds], [weight for weight, _ in self._odds]
         while True:
@@ -517,7 +519,7 @@ class Homeserver:
         return self.set_membership(room, sender, user, wish)
 
     def _leave(self, room: Room) -> Step | None:
-        """A remote user leaves; its own server tells everybody."""
+        """A remote user leaves; its own server tells all servers."""
         users = self._awake(room)
         if not users:
             return None
@@ -532,7 +534,7 @@ class Homeserver:
         return self.set_membership(room, room.creator, self._rng.choice(users), how)
 
     def _turn_away(self, room: Room) -> Step | None:
-        """An invitation is taken back, a knock refused, or somebody who is not there banned."""
+        """An invitation is taken back, a knock refused, or a user that is not there banned."""
         users = self._remote(room, "invite", "knock") or self._remote(room, "leave")
         if not users:
             return None
@@ -542,7 +544,7 @@ class Homeserver:
         return self.set_membership(room, room.creator, user, how)
 
     def _local_moves(self, room: Room) -> Step:
-        """A local user comes or goes; some by another server's doing, which tells everybody."""
+        """A local user comes or goes; some by another server's doing, which tells all servers."""
         user = f"@{self._rng.choice(('mia', 'noah'))}:{self.name}"
         goes = room.memberships.get(user) == "join"
         how = self._rng.choice((None, None, "proactively_send", "out_of_band_membership"))
@@ -661,7 +663,7 @@ def _spoil(content: JsonObject, event_format: int) -> None:
 def _turned_away(
     kind: str, sender: str, target: str | None, content: Mapping[str, Any], was: str | None
 ) -> frozenset[str]:
-    """The server of somebody who was invited, or knocked, and may not come in after all."""
+    """The server of a user that was invited, or knocked, and may not come in after all."""
     if kind != "m.room.member" or target is None or sender == target:
         return frozenset()
     if was in ("invite", "knock") and content["membership"] in ("leave", "ban"):

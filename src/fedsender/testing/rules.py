@@ -1,4 +1,4 @@
-"""What a receiving server may expect of a sending one, checked on every transaction.
+"""The rules that a receiving server may expect a sender to keep, checked on every transaction.
 
 Pure functions over one request, and the place where broken rules are collected. Written against
 the Matrix server-server API ("Authentication", "Transactions") and not against our own sender, so
@@ -35,7 +35,7 @@ KEPT_VIOLATIONS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: who saw it, the rule in a word or three, and what was seen."""
+    """One broken rule: the server that saw it, the rule in a word or three, and the observation."""
 
     server: str
     rule: str
@@ -123,7 +123,8 @@ def parse_authorization(value: str) -> dict[str, str]:
 
 
 def signed_bytes(method: str, target: str, origin: str, destination: str, content: bytes) -> bytes:
-    """What a request's signature covers, as canonical JSON; `content` is canonical already."""
+    """The part of a request that its signature covers, as canonical JSON; `content` is canonical
+    already."""
     return b"".join(
         (
             b'{"content":' + content if content else b"{",
@@ -168,7 +169,7 @@ class ReceivedPdu:
     """One PDU as it arrived.
 
     Attributes:
-        event_id: computed from what arrived (carried by it in room versions 1 and 2).
+        event_id: computed from the arrived event (carried by it in room versions 1 and 2).
         whole: its content hash fits; False for the redacted form.
     """
 
@@ -179,7 +180,7 @@ class ReceivedPdu:
 
 
 PduReader = Callable[[Mapping[str, Any]], ReceivedPdu]
-"""Tells which event arrived; raises Broken for what no receiver would take."""
+"""Tells which event arrived; raises Broken for an event that no receiver would take."""
 
 
 def pdu_reader(room_version_of: Callable[[str], str]) -> PduReader:
@@ -223,7 +224,7 @@ def _hashed(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unsigned_apart(event: Mapping[str, Any]) -> dict[str, Any]:
-    """An event without what its homeserver alone says of it."""
+    """An event without the members that only its homeserver adds."""
     return {key: value for key, value in event.items() if key != "unsigned"}
 
 
@@ -236,11 +237,11 @@ class Contents:
 
 
 def read_transaction(body: bytes, origin: str, read_pdu: PduReader) -> Contents:
-    """Check a transaction's body and say what is in it.
+    """Check a transaction's body and return its contents.
 
     Raises:
-        Broken: as `open_transaction`; or a PDU above 65,536 bytes, or one that holds what peers
-            must not see.
+        Broken: as `open_transaction`; or a PDU above 65,536 bytes, or one with members that peers
+        must not see.
     """
     pdus, edus = open_transaction(body, origin)
     return Contents(
