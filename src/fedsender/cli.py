@@ -2,8 +2,8 @@
 
 Exit codes: 0 done, 1 it ran and found something wrong, 2 usage or configuration; of pipeline jobs
 also 75, another one is at work (`fedsender.pipeline.commands`). Each mistake that a user can make
-is one line on standard error. Each command imports what it needs when it runs, so that none waits
-for the others' imports.
+is one line on standard error. Each command imports its modules when it runs, so that none waits for
+the others' imports.
 """
 
 import importlib

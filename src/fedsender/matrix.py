@@ -359,7 +359,7 @@ def event_id_of(event: Mapping[str, Any], version: RoomVersion) -> str:
     Server-server API, "Calculating the reference hash for an event".
 
     Raises:
-        BadEvent: it is malformed, or holds what its room version does not allow.
+        BadEvent: it is malformed, or has members that its room version does not allow.
     """
     if version.event_format == 1:
         event_id = event.get("event_id")
@@ -384,7 +384,7 @@ def hashed(event: Mapping[str, Any], version: RoomVersion) -> tuple[JsonObject, 
     Server-server API, "Adding hashes and signatures to outgoing events".
 
     Raises:
-        BadEvent: it is malformed, or holds what its room version does not allow.
+        BadEvent: it is malformed, or has members that its room version does not allow.
     """
     whole = {key: event[key] for key in event if key not in ("hashes", "signatures")}
     if version.event_format > 1:

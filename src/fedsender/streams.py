@@ -8,9 +8,9 @@ So there are two positions:
 - a writer's own: the largest id at or below which that writer has nothing left to complete;
 - the *linear* one: the largest id at or below which no writer has.
 
-`IdGenerator` is the writers' side and knows what is in flight. `StreamPositions` is a reader's side
+`IdGenerator` is the writers' side and knows the ids in flight. `StreamPositions` is a reader's side
 and knows only the announced ids. `Watermark` is how a position is handed from one task to another,
-and the `*Row` values are what the `events` stream carries to a sender that cannot look into the
+and the `*Row` values are the rows of the `events` stream for a sender that cannot look into the
 homeserver's database.
 """
 

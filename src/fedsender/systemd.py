@@ -317,8 +317,8 @@ def unit_text(
             a user that systemd makes for the run, and hands the secrets to.
         name: of the unit, of its directories below /var/lib and /run, and of a user of its own. Two
             units of one host need two names.
-        drain_seconds: what the configuration allows for draining; the stop may take longer by as
-            much as writing things down could need.
+        drain_seconds: the configured time for draining; the stop may take longer by as much as
+            writing things down could need.
         limits: file descriptors and memory.
     """
     return _unit(

@@ -2,8 +2,7 @@
 
 Logs are structlog events, one line each, on standard error. Metrics are declared here and nowhere
 else, in a registry per daemon, so that many daemons can live in one process. Those with names that
-begin with `synapse_` are read by Synapse's dashboards and rules, and mean here what they mean
-there.
+begin with `synapse_` are read by Synapse's dashboards and rules, and have the same meaning here.
 """
 
 import json

@@ -41,7 +41,7 @@ class Line(Protocol):
 
 
 def plain(value: object) -> Text:
-    """`value` as text that cannot move the cursor: peers have a say in what is shown."""
+    """`value` as text that cannot move the cursor: peers choose parts of the shown text."""
     if value is None:
         return Text("-", style="dim")
     return Text(safe(value))

@@ -1,9 +1,9 @@
 """Appends over HTTP: how many records become durable in a second, and the time of one append.
 
-The daemon is the measured process, with feed.kind push. Its fan-out reads what is stored, and finds
-events of another server, which it does not send. The homeserver is a process of its own, which
-sends one request after the other over a Unix socket. The floor is the same rows in a table of two
-columns, one commit for each request, in a database of the same kind with the same settings.
+The daemon is the measured process, with feed.kind push. Its fan-out reads the stored rows, and
+finds events of another server, which it does not send. The homeserver is a process of its own,
+which sends one request after the other over a Unix socket. The floor is the same rows in a table of
+two columns, one commit for each request, in a database of the same kind with the same settings.
 
 `append-busy` measures requests of one record while messages are sent to all servers of a room.
 """

@@ -29,7 +29,7 @@ DELIVERY_SECONDS = 300.0
 
 async def memory(options: Options) -> dict[str, Any]:
     """`servers` of which each takes one transaction of `events` PDUs; and five times as many that
-    each got one PDU and whose connection is gone."""
+    each got one PDU and have no connection any more."""
     bare_kb = await _bare_imports_kb()
     at_rest_kb, per_connection = await _connections(options)
     idle = 5 * options.servers
@@ -55,7 +55,7 @@ async def memory(options: Options) -> dict[str, Any]:
 
 
 async def _bare_imports_kb() -> int:
-    """A process that has imported what the daemon imports, and done nothing."""
+    """A process that has imported the daemon's modules, and done nothing."""
     script = f"{IMPORTS}\nfrom fedsender.bench.meter import rss_kb\nprint(rss_kb())"
     done = await trio.run_process([sys.executable, "-c", script], capture_stdout=True)
     return int(done.stdout)

@@ -70,7 +70,7 @@ def socket_in(directory: Path, name: str) -> Path:
 
 
 def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Mapping[str, Any]:
-    """The content of `config.yaml`. Waits are short, within what the daemon allows.
+    """The content of `config.yaml`. Waits are short, within the daemon's bounds.
 
     Files are named relative to the directory, so that it can be moved.
     """

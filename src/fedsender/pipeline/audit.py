@@ -54,7 +54,7 @@ class Audited:
         upto: the stream ordering up to which events were looked at.
         expected: pairs of event and server.
         counts: fate -> pairs.
-        unknown_hosts: events whose servers cannot be told, which are in no other figure.
+        unknown_hosts: events with unknown servers, which are in no other figure.
         shown: the first of the missing events, as dictionaries.
     """
 

@@ -55,7 +55,7 @@ class Figures:
         series: per step: at_ms, attempts, failed, pdus, bytes, p50, p90, p99 (ms, or null).
         outcomes: outcome -> attempts.
         owed: server -> age -> events that it is owed.
-        worst: the servers whose attempts failed most: server, attempts, failed, p90, outcome.
+        worst: the servers with the most failed attempts: server, attempts, failed, p90, outcome.
         illnesses: server, began_ms, ended_ms (null: it goes on), attempts, outcome.
         fates: fate -> pairs of event and server; empty: no audit was made.
         missing: the first of the events that the audit missed.

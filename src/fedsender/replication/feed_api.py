@@ -30,7 +30,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 MAX_TYPISTS = 1000
-"""Users who type in one room at once; more are left out."""
+"""Users that type in one room at once; more are left out."""
 
 
 class MadeEduSink(Protocol):

@@ -67,7 +67,7 @@ class ServerView:
         redelivered: events that an operator asked to be sent again.
         digests: transaction id -> hash of its body.
         newest_live: token of the newest PDU that a line of the ledger has in the live lane.
-        sought_at: when it was last tried, by what arrived or by the ledger.
+        sought_at: when it was last tried, by its arrivals or by the ledger.
     """
 
     name: str

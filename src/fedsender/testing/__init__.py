@@ -1,7 +1,7 @@
 """The world around the daemon, for the demo, the simulation, benchmarks and tests.
 
-Nothing here knows how a sender works: `rules` and `rooms` say from the specification what it should
-do, so that the two can disagree.
+Nothing here knows how a sender works: `rules` and `rooms` have the rules of the specification, so
+that the two can disagree.
 
     rooms         a homeserver: events, members of rooms, and the servers that must get each event
     http          a server's side of a connection: requests out of bytes, and replies
