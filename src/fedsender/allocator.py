@@ -16,16 +16,16 @@ import trio
 from fedsender.runtime import RunSync
 
 ARENAS: Final = 2
-"""For the event loop, and for the threads beside it: Python's lock lets few allocate at once."""
+"""One for the event loop, one for its threads: Python's lock lets few allocate at once."""
 BETWEEN_TRIMS_S: Final = 60.0
 _M_ARENA_MAX: Final = -8
 
 
 def use_few_arenas() -> bool:
-    """Bound the number of glibc's arenas for new threads; False: this is another C library.
+    """Bound the number of glibc's arenas for new threads; return False with another C library.
 
-    The variable MALLOC_ARENA_MAX of the environment would hold for every process that is started
-    here. This bound holds for ours alone, however it was started.
+    The environment variable MALLOC_ARENA_MAX would bind every process that is started here, too.
+    This call binds our process alone, however it was started.
     """
     mallopt = _of_c_library("mallopt")
     # musl has the name nowhere, and says no by 0 where it has it.
@@ -35,8 +35,8 @@ def use_few_arenas() -> bool:
 async def give_memory_back(run_sync: RunSync) -> None:
     """Once a minute, give the system the free pages in the middle of the arenas; for ever.
 
-    Takes a few ms of a thread, in which other threads may wait for memory. Returns where the C
-    library is another one, which has no need of it.
+    Takes a few ms of a thread; other threads that allocate may wait meanwhile. Returns at once
+    with another C library, which has no need of it.
     """
     trim = _of_c_library("malloc_trim")
     if trim is None:

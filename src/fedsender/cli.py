@@ -1,9 +1,9 @@
 """The command line. Commands for a running daemon go through its admin endpoint.
 
-Exit codes: 0 done, 1 it ran and found something wrong, 2 usage or configuration; of pipeline jobs
-also 75, another one is at work (`fedsender.pipeline.commands`). Each mistake that a user can make
-is one line on standard error. Each command imports its modules when it runs, so that none waits for
-the others' imports.
+Exit codes: 0: done. 1: it ran and found something wrong. 2: wrong usage or configuration. 75, of
+pipeline jobs only: another job is at work (`fedsender.pipeline.commands`). An error that a user can
+make is one line on standard error. Each command imports its modules when it runs, so that no
+command waits for the others' imports.
 """
 
 import importlib
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command; its exit code."""
+    """Run one command; return its exit code."""
     if not arguments:
         app(args=["--help"], prog_name="fedsender", standalone_mode=False)
         return USAGE
@@ -77,7 +77,7 @@ def _complain(text: str, code: int) -> int:
 
 
 def _explain(error: Exception) -> int:
-    """Print a command's error in one line; an error that no operator can mend is raised again."""
+    """Print errors with words for an operator, and return the exit code; raise any other again."""
     found = _leaves(error)
     codes = [_code_of(each) for each in found]
     if None in codes:
@@ -88,7 +88,7 @@ def _explain(error: Exception) -> int:
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors that a nursery has put into groups."""
+    """The single errors in the groups that a nursery has made."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for each in error.exceptions for leaf in _leaves(each)]
@@ -116,7 +116,7 @@ def _code_of(error: BaseException) -> int | None:
 
 
 def _lazy(module: str, name: str) -> Callable[..., int]:
-    """A function of a part that not every version has."""
+    """A function of a module that not every version has."""
     try:
         function: Callable[..., int] = getattr(importlib.import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
@@ -208,7 +208,7 @@ def systemd_unit(
 
 
 def _readable(config: Path, *, signs: bool) -> "Config | None":
-    """The configuration; None: it cannot be read here, and its defaults must do."""
+    """The configuration; None: it cannot be read here, and the defaults are used."""
     from fedsender.config import ConfigError, load
 
     try:
@@ -218,7 +218,7 @@ def _readable(config: Path, *, signs: bool) -> "Config | None":
 
 
 def _unit_name(loaded: "Config | None", relay: bool) -> str:
-    """Of several senders each has a unit of its own."""
+    """The default name of the unit; one of several senders has its instance name in it."""
     if relay:
         return "fedsender-relay"
     several = loaded is not None and len(loaded.homeserver.federation_sender_instances) > 1
@@ -269,7 +269,7 @@ def hand_back(
         bool, typer.Option("--accept-loss", help="Although something will never be sent.")
     ] = False,
 ) -> int:
-    """With the daemon stopped: hand the sending over to the next sender, or list the loss."""
+    """With the daemon stopped: hand over to the next sender, or list the obstacles."""
     import trio
 
     from fedsender.config import load
@@ -310,7 +310,7 @@ def config_check(
         str | None, typer.Option(metavar="NAME", help="Print what holds for this server.")
     ] = None,
 ) -> int:
-    """Check a configuration: each error with its line."""
+    """Check a configuration, and print each fault with its line."""
     from fedsender.config import load
     from fedsender.federation.signing import load_signing_keys
     from fedsender.matrix import is_server_name
@@ -394,7 +394,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="The same seed makes the same history.")] = 1,
     as_json: AsJson = False,
 ) -> int:
-    """Show the whole thing in one go: a homeserver, the daemon, servers that receive."""
+    """Run a complete example: a homeserver, the daemon, servers that receive."""
     from fedsender.demo import DemoOptions, run_demo
 
     return run_demo(

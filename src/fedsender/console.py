@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def safe(value: object) -> str:
-    """`value` on one line; characters that cannot be seen are as Python writes them."""
+    """`value` on one line, with characters that cannot be printed as Python escapes."""
     text = str(value)
     if text.isprintable():
         return text
@@ -32,7 +32,7 @@ def say_text(text: str) -> None:
 
 
 def json_line(value: object) -> str:
-    """`value` as one line that means the same in every version."""
+    """`value` as one line of JSON in printable ASCII, in which `safe` changes nothing."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"))
     return text.replace("\x7f", "\\u007f")
 
@@ -43,7 +43,7 @@ def say_json(value: object) -> None:
 
 
 def show(table: "Table") -> None:
-    """Print a table; its cells are `display.plain`."""
+    """Print a table with cells from `display.plain`."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -1,9 +1,9 @@
-"""The daemon: every service as a nested `async with`, in the order in which they need each other.
+"""The daemon: every service as a nested `async with`, in the order of their dependencies.
 
-Closing runs upward: the admin endpoint stops answering, the feed stops taking in, the sender
-drains, connections close, the databases close. READY goes to systemd when configuration, key, store
-and admin stand and the feed has connected, or 30 s have passed: a homeserver that is down is no
-reason to hold back the backlog.
+They close in reverse order: the admin endpoint stops answering, the feed stops taking in, the
+sender drains, connections close, the databases close. READY goes to systemd when configuration,
+key, store and admin endpoint are ready and the feed has connected. After 30 s it goes without the
+feed: the backlog can be delivered while the homeserver is down.
 """
 
 import errno
@@ -57,13 +57,12 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 GARBAGE_AFTER = (10_000, 5, 5)
-"""The number of new objects before a collection: they take a few MB at most. Objects that outlive
-it are searched again before they are a quarter of a million."""
+"""Thresholds of the garbage collector: 10,000 new objects take a few MB at most, and surviving
+objects are searched again before there are a quarter of a million of them."""
 FEED_PATIENCE_S = 30.0
 LOCK_RENEWAL_S = 5.0
 WRITE_DOWN_S = 15.0
-"""Seconds after the drain to write down unanswered transactions; a database may be away for ever.
-"""
+"""Seconds after the drain to store unanswered transactions; a database may never answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ async def open_core(
 
     Raises:
         ConfigError: a file that the configuration names cannot be used.
-        BadSigningKey: nor can the signing key.
+        BadSigningKey: the signing key cannot be used.
         LockHeld: another daemon runs under our instance name.
         SendersDiffer: another one runs with another list of senders.
         StoreError: a database is not one that we know.
@@ -184,7 +183,7 @@ class _Announcer:
 async def _hold_instance(
     store: Store, config: Config, boot_id: str, admission: Admission
 ) -> AsyncIterator[AlreadyOwed | None]:
-    """Be the only daemon of this instance name; while that is in doubt, no attempt starts."""
+    """Hold the lock of this instance name; while it is lost, no attempt starts."""
     instance = config.instance_name
     already_owed = await take_shard(store, config, boot_id)
     # Only who must not send at all gives up; any other error is the database's, and may pass.
@@ -231,11 +230,11 @@ class LoopWatch(trio.abc.Instrument):
         self._longest_s = 0.0
 
     def after_io_wait(self, timeout: float) -> None:
-        """A stretch begins."""
+        """Note the start of a stretch between two waits."""
         self._began_s = time.thread_time()
 
     def before_io_wait(self, timeout: float) -> None:
-        """It is over."""
+        """Note the end of the stretch, and keep the longest."""
         took_s = time.thread_time() - self._began_s
         if took_s > self._longest_s:
             self._longest_s = took_s
@@ -255,11 +254,11 @@ def collect_less_often() -> None:
 
 
 async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | None = None) -> int:
-    """Run the daemon of this configuration file until SIGTERM or SIGINT; its exit code.
+    """Run the daemon of this configuration file until SIGTERM or SIGINT; return its exit code.
 
     0: stopped, and all is stored. 1: stopped without having stored everything.
 
-    Raises: The errors of `open_core` and `open_admin`, and ConfigError for the file itself.
+    Raises: the errors of `open_core` and `open_admin`, and ConfigError for the file itself.
     """
     config = load(path)
     problems = config.file_problems()
@@ -283,7 +282,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
 
 
 def _make_directory(config: Config) -> None:
-    """The ledger's, with a word on its setting if that is at fault; raises ConfigError, OSError."""
+    """Make the ledger's directory. Raises OSError, or ConfigError if the setting is at fault."""
     path = config.ledger.directory
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -296,7 +295,7 @@ def _make_directory(config: Config) -> None:
 
 @asynccontextmanager
 async def open_intake(daemon: Daemon, runtime: Runtime) -> "AsyncIterator[list[Admin]]":
-    """The endpoint that the homeserver appends to, where there is one.
+    """Open the endpoint that the homeserver appends to: a list of one, or none with other feeds.
 
     Raises ConfigError for the files of its token and of TLS, and CannotListen.
     """
@@ -340,7 +339,7 @@ def _open_admin(daemon: Daemon, runtime: Runtime) -> AbstractAsyncContextManager
 
 
 async def _run_until_told(run: _Run, config: Config) -> None:
-    """The daemon, from its first file to its drain."""
+    """Run the daemon, from opening its files to its drain."""
     run.notifier.status("starting")
     async with open_core(config, run.runtime) as daemon:
         run.signals.started = True
@@ -390,10 +389,10 @@ async def _reload_when_told(
 
 
 async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> str:
-    """Take over the settings that can change while running: policies, allow and deny lists, the
-    log, the tokens and the append endpoint's certificate.
+    """Take over the settings that can change while running; return a status for the operator.
 
-    A file that cannot be used changes nothing. Returns the answer for the operator.
+    They are the policies, allow and deny lists, the log, the tokens and the append endpoint's
+    certificate. A file that cannot be used changes nothing.
     """
 
     def read() -> Config:

@@ -19,7 +19,7 @@ consumers that are connected, as rows of streams of those names:
 typing     [room_id, [users that type now]]
 receipts   [room_id, receipt_type, user_id, event_id, thread_id or null, {"ts": ms}]
 presence   [user_id, state, last_active_ms, status or null, currently_active, [servers]]
-server_up  "server": the homeserver heard from this one; the relay says REMOTE_SERVER_UP of it
+server_up  "server": the homeserver heard from this one; the relay sends REMOTE_SERVER_UP for it
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_ROWS: Final = 10_000
 MAX_RECORD_BYTES: Final = 4 * 2**20
 """Bytes of one record's rows as JSON."""
 MAX_LINE_BYTES: Final = 262_144
-"""Of the line protocol: a whole line, its line feed included."""
+"""Bytes of a whole line of the line protocol, its line feed included."""
 MAX_ROW_BYTES: Final = MAX_LINE_BYTES - 64
 """Bytes of one row as JSON; the rest of the line is `RDATA events` and the token."""
 
@@ -128,7 +128,7 @@ class Outdated(ValueError):
 
     Attributes:
         rooms: the stored servers of the first of these rooms.
-        others: how many more there are.
+        others: the number of the other rooms.
     """
 
     def __init__(self, rooms: Sequence[RoomServers], others: int) -> None:
@@ -144,7 +144,7 @@ class Elsewhere(Exception):
     """Another instance of the sender takes the appends. Nothing was stored.
 
     Attributes:
-        instance: its name; None: it cannot be told now.
+        instance: its name; None: it is not known now.
     """
 
     def __init__(self, instance: str | None) -> None:
@@ -234,20 +234,20 @@ class Prepared:
 
     @property
     def event_id(self) -> str | None:
-        """Of its event; None: it has none."""
+        """The id of its event; None: it has none."""
         return next((row.event_id for row in self.parsed if isinstance(row, PduRow)), None)
 
     def lines(self, token: int) -> bytes:
-        """The RDATA lines that tell a consumer of them."""
+        """The RDATA lines of the record, for a consumer."""
         return lines_of(self.rows, token)
 
     def check(self) -> int:
-        """A number that differs, almost surely, for other rows."""
+        """A checksum of the rows; it differs, almost surely, for other rows."""
         return check_of(self.rows)
 
 
 def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row: row) -> Prepared:
-    """Check the rows of one record and bring them into text. Raises BadRow."""
+    """Check the rows of one record and turn them into text. Raises BadRow."""
     preparation = Preparation(len(rows), complete)
     for row in rows:
         preparation.add(row)
@@ -255,13 +255,12 @@ def prepare(rows: Sequence[Json], complete: Callable[[Json], Json] = lambda row:
 
 
 class Preparation:
-    """A record on its way to be `Prepared`, row by row, so that other tasks have their turn in
-    between.
+    """Makes a `Prepared` row by row, so that other tasks can run in between.
 
     Args:
-        count: how many rows it has. Raises BadRow.
-        complete: completes a row as it came. The text is of the row as it came, so that the same
-        row is recognised when it comes again.
+        count: the number of its rows. Raises BadRow.
+        complete: makes the row to parse from a received row. The text is that of the received row,
+            so that a repeated record is recognised by it.
     """
 
     def __init__(self, count: int, complete: Callable[[Json], Json] = lambda row: row) -> None:
@@ -273,7 +272,7 @@ class Preparation:
         self._events = 0
 
     def add(self, row: Json) -> None:
-        """Check the next row. Raises BadRow, which says its number."""
+        """Check the next row. Raises BadRow with its number."""
         try:
             parsed = parse_relay_row(self._complete(row))
             self._events += _is_event(parsed)
@@ -295,7 +294,7 @@ class Preparation:
 
 
 def _is_event(row: RelayRow) -> bool:
-    """Raises BadRow for an event that says another version of its room than its row."""
+    """Whether it is an event. Raises BadRow if a create event has another version than its row."""
     if not isinstance(row, PduRow):
         return False
     match row.event:
@@ -317,7 +316,7 @@ def _encode(row: Json) -> bytes:
 
 
 def lines_of(rows: Sequence[bytes], token: int) -> bytes:
-    """RDATA lines of the stream `events`: all but the last say `batch` for a token."""
+    """RDATA lines of the stream `events`: all but the last have `batch` in place of the token."""
     batch = b"".join([b"RDATA events batch %b\n" % row for row in rows[:-1]])
     return b"%bRDATA events %d %b\n" % (batch, token, rows[-1])
 
@@ -335,7 +334,7 @@ def check_of(rows: Sequence[bytes]) -> int:
 def without_edus(lines: bytes) -> bytes:
     """RDATA lines of whole records without their edu rows, for observers.
 
-    A record that has only edu rows leaves nothing: the next token, or a POSITION, says as much.
+    A record that has only edu rows leaves no line: the next token, or a POSITION, covers it.
     """
     if b' ["edu",' not in lines:
         return lines
@@ -357,7 +356,7 @@ def without_edus(lines: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Ephemeral:
-    """A row of one of `EPHEMERAL_STREAMS`, checked; `row` is it as JSON text, too."""
+    """A row of one of `EPHEMERAL_STREAMS`, checked: `value`, and `row`, the same as JSON text."""
 
     stream: str
     row: bytes
@@ -437,7 +436,7 @@ def _pdu(room_id: Json, event_id: Json, event: dict[str, Json], about: dict[str,
 
 
 def id_of(value: Json, what: str) -> str:
-    """An id of the Matrix specification. Raises BadRow, with `what` as its name."""
+    """The value as an id of the Matrix specification. Raises BadRow with the value's given name."""
     return _text(value, what, MAX_ID_BYTES)
 
 
@@ -462,7 +461,7 @@ def _number(value: Json, what: str) -> None:
 
 
 def token_of(value: Json, what: str) -> int:
-    """A token, or 0 for the time before the first. Raises BadRow, with `what` as its name."""
+    """The value as a token; 0: before the first one. Raises BadRow with the value's given name."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_BIGINT:
         raise BadRow(f"{what} is not a token")
     return value

@@ -15,7 +15,7 @@ import structlog
 
 VERSION: Final = 1
 STALE_MS: Final = 86_400_000
-"""Health that was found out longer ago than this says nothing about today."""
+"""The age in ms from which health says nothing about today, and is not used."""
 
 SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -46,7 +46,7 @@ class ServerHealth:
 
     Attributes:
         success_rate: of attempts that were delivered, from 0 to 1.
-        p50_ms, p90_ms, p99_ms: how long a delivered transaction took; None: there was none.
+        p50_ms, p90_ms, p99_ms: the time of a delivered transaction; None: there was none.
         ill_since_ms: the first failure of a streak that has not ended; None: it is well.
     """
 
@@ -65,7 +65,7 @@ def failure_rate(known: Mapping[str, ServerHealth], server: str) -> int:
 
 
 def read_health(path: Path, now_ms: int) -> dict[str, ServerHealth]:
-    """By server its health; empty if the file is absent, stale or damaged. Blocks."""
+    """The health by server; empty if the file is absent, stale or damaged. Blocks."""
     if not path.exists():
         return {}
     try:

@@ -1,7 +1,7 @@
 """The ledger: each attempt to reach a server leaves one JSON line, and the line is the proof.
 
-Other lines are notes: from where on the stream is this sender's, where it was handed over, and the
-items that were given up.
+Other lines are notes: the position from which the stream is this sender's, the position at which it
+was handed over, and the items that were given up.
 
 A line is handed to the kernel before the homeserver's database learns that anything was delivered.
 So all that the database says was delivered can be read here too. Lines are in segments
@@ -11,9 +11,9 @@ A segment is closed once all its answers, and those of the segments before it, a
 So the segments that a crash leaves open hold every answer that the databases may lack. The next
 start settles these answers, cuts a torn last line off, and closes the segment.
 
-The fields of a line, and their meaning, are those of `Line`, for its readers in docs/ledger.md; `v`
-is raised when one changes its meaning. Content of EDUs never enters a line, nor does anything that
-is secret (I10).
+The fields of a line, and their meaning, are those of `Line`; docs/ledger.md describes them for
+readers. `v` is raised when a field changes its meaning. Content of EDUs and secrets never enter a
+line (I10).
 """
 
 import os
@@ -62,7 +62,7 @@ NOTES = ("owned", "handed_over", "denied", "purged", "dropped", "discarded")
 """Outcomes of notes: lines about the range that is this sender's, and about items it gave up."""
 SWEEP_SECONDS = 3600.0
 RETRY_SECONDS = 10.0
-"""Between two looks whether a disk that took no line takes something again."""
+"""Seconds between two tests of a disk that took no line."""
 
 log = structlog.get_logger()
 
@@ -96,7 +96,7 @@ class SentPdu:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Self:
-        """The PDU that `as_json` made the entry of."""
+        """The PDU of an entry that `as_json` made."""
         supersedes = entry.get("supersedes")
         return cls(
             entry["event_id"],
@@ -122,16 +122,16 @@ class DevicePoke(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransactionRecord:
-    """The contents of a transaction, and so everything that its answer changes.
+    """The contents of a transaction: all items that an answer to it settles.
 
     The same record is stored with a frozen transaction, noted while an attempt is under way, and
     written in the ledger's line. So an answer is settled in one way, also after a restart.
 
     Attributes:
-        edus: how many EDUs of each type it carries.
+        edus: the number of EDUs that it carries, by type.
         outbox: rows of `device_federation_outbox` that it carries, by stream id.
         device_lists: rows of `device_lists_outbound_pokes` that it carries, or that were conflated
-        into its EDUs. Only the names, not the changes.
+            into one of its EDUs. Only the names, not the changes.
         lsso: the low-water mark that an answer proves, or None.
     """
 
@@ -153,7 +153,7 @@ class TransactionRecord:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """The record that `as_json` made these values of; a ledger's line is one, too."""
+        """The record of values that `as_json` made, or of a ledger's line."""
         return cls(
             [SentPdu.from_json(pdu) for pdu in found["pdus"]],
             found["edus"],
@@ -173,7 +173,7 @@ class TransactionRecord:
 
     @property
     def redelivered(self) -> list[str]:
-        """The ids of the events that it carries once more."""
+        """The ids of the events that it carries again."""
         return [pdu.event_id for pdu in self.pdus if pdu.lane == "redelivery"]
 
     @property
@@ -188,7 +188,7 @@ class Line:
     """One attempt, or a note (`NOTES`) about this sender's range or about items it gave up.
 
     Attributes:
-        ms: when the attempt ended, in milliseconds since the epoch.
+        ms: the end of the attempt, in milliseconds since the epoch.
         destination: the server, or `EVERY_SERVER`.
         attempt: 1 for a transaction's first attempt; 0 when there was no transaction yet, because
             the server could not even be reached.
@@ -198,8 +198,8 @@ class Line:
         lsso: the low-water mark that this answer proves, if any; of `handed_over` and `purged`,
             the stream ordering above which the server was owed events.
         position: of a note, the events position at which it holds.
-        refused: event id -> the receiver's error, for PDUs that a 200 refused; at most 50, each
-            error at most 200 bytes.
+        refused: event id -> the receiver's error, for PDUs refused in a 200; at most 50, each error
+            at most 200 bytes.
         took_ms: milliseconds from the first byte to the outcome.
         reused: whether it went over a connection that had carried a transaction before.
     """
@@ -221,7 +221,7 @@ class Line:
 
 
 class Counter(Protocol):
-    """The counter of lines that could not be written."""
+    """A counter of lines that could not be written."""
 
     def inc(self, amount: float = 1) -> None: ...
 
@@ -230,7 +230,7 @@ class Ledger:
     """The open segment and the rule for the next one. Not for more than one task at a time.
 
     Attributes:
-        lines: the number of written lines, for tasks that wait for the next one.
+        lines: the number of lines written; a task can wait for the next one.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Ledger:
         lost_lines: Counter,
         last_number: int = 0,
     ) -> None:
-        """`last_number`: of the segments that are there already."""
+        """`last_number`: the highest number of an existing segment."""
         self.directory = self._directory = directory
         self.instance = instance
         self.lines = Watermark()
@@ -264,7 +264,7 @@ class Ledger:
         self._torn = False
         self.failing: str | None = None
         self.failed = Signal()
-        """Set whenever it begins to take no lines."""
+        """Set whenever lines begin to be lost."""
         self.closed = Signal()
         """Set whenever a segment has been closed."""
         self.torn: list[Path] = []
@@ -273,7 +273,7 @@ class Ledger:
         """Destination -> the last answer on record before the last daemon was killed."""
 
     def record(self, line: Line) -> None:
-        """Hand the line to the kernel. A disk that takes no lines is counted and never raises."""
+        """Hand the line to the kernel. A line that cannot be written is counted; never raises."""
         entry = {
             "v": LINE_VERSION,
             "ms": line.ms,
@@ -307,7 +307,7 @@ class Ledger:
             self.recover()
 
     def recover(self) -> None:
-        """Lines can be written, as far as is known."""
+        """Note that lines can be written, as far as is known."""
         if self.failing is not None:
             log.info("ledger takes lines again", directory=str(self._directory))
         self.failing = None
@@ -341,13 +341,13 @@ class Ledger:
     # --- answers that the databases do not know of yet --------------------------------------------
 
     def _owe(self, destination: str) -> None:
-        """The answer just written must be found by the next start until `settled` is called."""
+        """Note an answer just written: the next start must find it until `settled` is called."""
         self.settled(destination)
         self._unsettled[destination] = self._number
         self._unsettled_in[self._number] += 1
 
     def settled(self, destination: str) -> None:
-        """The databases know of the destination's last answer. May be called in any case."""
+        """Note that the databases have the destination's last answer, if there was one."""
         number = self._unsettled.pop(destination, None)
         if number is None:
             return
@@ -369,12 +369,12 @@ class Ledger:
             self.closed.set()
 
     def close_torn(self) -> None:
-        """Close the last daemon's open segments: the databases have their content now."""
+        """Close the last daemon's open segments: the databases have all their answers now."""
         close_torn_segments(self.torn)
         self.torn, self.last_words = [], {}
 
     def _roll(self) -> None:
-        """No more lines into the segment being written; the next line opens another."""
+        """End the segment being written; the next line opens another."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -382,7 +382,7 @@ class Ledger:
             self._close_settled()
 
     def close(self) -> None:
-        """Close the settled segments. The rest stays open, for the next start to settle."""
+        """Close the settled segments. The others stay open, for the next start to settle."""
         self._roll()
         if self._waiting:
             log.warning("answers stay unsettled until the next start", servers=len(self._unsettled))
@@ -401,9 +401,10 @@ async def open_ledger(
     segment_bytes: int,
     lost_lines: Counter,
 ) -> AsyncIterator[Ledger]:
-    """The ledger of one daemon.
+    """Open the ledger of one daemon.
 
-    Old segments go each hour and whenever one was closed; torn ones are closed when told.
+    Old segments are deleted each hour and whenever one was closed. `Ledger.close_torn` closes torn
+    ones.
 
     Raises:
         OSError: the directory cannot be made or read.

@@ -1,6 +1,6 @@
 """Limits of a daemon and of a relay, from their configuration: file descriptors and memory.
 
-The units that `fedsender systemd-unit` prints say the same.
+The units that `fedsender systemd-unit` prints have the same limits.
 """
 
 import resource
@@ -16,21 +16,21 @@ log = structlog.get_logger()
 
 MIB: Final = 2**20
 _OTHER_FILES: Final = 1024
-"""Databases, the ledger, look-ups, the admin endpoint, the feed; with room to spare."""
+"""Files of the databases, ledger, look-ups, admin endpoint and feed; with a reserve."""
 MAX_CONNECTING: Final = 1000
-"""Connections that are being opened to several addresses of their servers at once; beyond, each
-server has one address tried at a time."""
+"""Connections being opened, to several addresses of each server at once. Above this number, one
+address of each server is tried at a time."""
 _CONNECTION_BYTES: Final = MIB // 4
-"""Bytes for one connection: usually about 50 KB; the rest is for items on their way."""
+"""Memory of a connection: some 50 KB in the common case, the rest for data on its way."""
 _OTHER_BYTES: Final = 1024 * MIB
-"""100 MB at rest, and 4 to 10 KB for each server that is known."""
+"""Other memory: 100 MB at rest, and 4 to 10 KB for each known server."""
 _CONSUMER_FILES: Final = 16
 _CONSUMER_BYTES: Final = 16 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds far above the need of a sound daemon.
+    """Bounds far above the normal need: a process reaches them only with a fault.
 
     Attributes:
         files: file descriptors.
@@ -61,9 +61,9 @@ def of_relay(relay: Relay) -> Limits:
 
 
 def raise_file_limit(files: int) -> bool:
-    """See to it that this process may open so many files; False: the system does not let us.
+    """Let this process open so many files; return False if the system does not allow it.
 
-    That is in the log then. It does not end the daemon: fewer may be enough.
+    Then the log has a warning. The daemon goes on, as fewer files may be enough.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = files if hard == resource.RLIM_INFINITY else min(files, hard)

@@ -1,7 +1,7 @@
-"""The words of Matrix federation: server names, canonical JSON, room versions, PDUs.
+"""The basic values of Matrix federation: server names, canonical JSON, room versions, PDUs.
 
-Pure functions and values, no I/O. A PDU is parsed, checked and made canonical here exactly once;
-the bytes that come out are shared by every destination it goes to.
+Pure functions and values, no I/O. A PDU is parsed, checked and made canonical here exactly once.
+All its destinations share the resulting bytes.
 """
 
 import fnmatch
@@ -68,7 +68,7 @@ class BadEvent(ValueError):
     """This event cannot be sent, and never will be.
 
     Attributes:
-        reason: why, in words for an operator; never contains the event's content.
+        reason: the reason, in words for an operator; never contains the event's content.
     """
 
     def __init__(self, reason: str) -> None:
@@ -87,13 +87,13 @@ _SERVER_NAME: Final = re.compile(
 def parse_server_name(text: str) -> tuple[str, int | None]:
     """Split a server name into its host and its port, or None where it names no port.
 
-    Follows the grammar of the Matrix appendix "Server name". An IPv6 literal comes back without its
-    brackets (so a host with a colon in it is one). A host with a number as its last label must be a
+    Follows the grammar of the Matrix appendix "Server name". An IPv6 literal is returned without
+    its brackets (so a host with a colon is one). A host with a number as its last label must be a
     complete IPv4 address: no top-level domain is a number, and system resolvers read "127.1" or
     "2130706433" as addresses.
 
     Raises:
-        ValueError: it is not a server name; the text says why.
+        ValueError: it is not a server name; the text gives the reason.
     """
     match = _SERVER_NAME.fullmatch(text)
     if match is None:
@@ -136,7 +136,7 @@ _PORT: Final = re.compile(r"[0-9*?]+", re.ASCII)
 
 @lru_cache(maxsize=16_384)
 def host_and_port(text: str) -> tuple[str, str | None]:
-    """A name or glob in two: host in lower case, port without zeros or None where there is none."""
+    """The host (lower case) and port (no leading zeros) of a name or glob; None: it has no port."""
     host, colon, port = text.rpartition(":")
     if not colon or not _PORT.fullmatch(port) or ("[" in host and not host.endswith("]")):
         host, colon, port = text, "", ""
@@ -144,7 +144,7 @@ def host_and_port(text: str) -> tuple[str, str | None]:
 
 
 def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The IP that a host (IPv6 in brackets) is, None for any other; never an IPv4-mapped one."""
+    """The IP of a host (IPv6 in brackets), or None for a name; IPv4-mapped IPv6 becomes IPv4."""
     try:
         if not host.startswith("["):
             return ipaddress.IPv4Address(host) if host[-1:].isdigit() else None
@@ -171,10 +171,10 @@ def _pattern(pattern: str) -> re.Pattern[str]:
 
 
 def matching(patterns: tuple[str, ...], server: str) -> list[int]:
-    """The places, in order, of those names and globs that cover a server, as `matches` has it.
+    """The indexes, ascending, of the names and globs that cover a server according to `matches`.
 
-    Lists have thousands of them, and are asked of each server: plain names, and globs that are
-    `*.` and a name, are looked up.
+    A list has thousands of them and is searched for each server. So plain names, and globs that
+    are `*.` and a name, are looked up.
     """
     named, below, others = _looked_up(patterns)
     host = host_and_port(server)[0]
@@ -190,7 +190,7 @@ def matching(patterns: tuple[str, ...], server: str) -> list[int]:
 def _looked_up(
     patterns: tuple[str, ...],
 ) -> tuple[dict[str, list[int]], dict[str, list[int]], list[int]]:
-    """The places of plain names, by name; those of `*.name`, by name; and those of all others."""
+    """The indexes of plain names, by name; those of `*.name`, by name; and those of all others."""
     named: dict[str, list[int]] = {}
     below: dict[str, list[int]] = {}
     others: list[int] = []
@@ -217,7 +217,7 @@ def server_of(mxid: str) -> str:
 
 
 def is_sent_by(server_name: str, sender: str, metadata: Mapping[str, object]) -> bool:
-    """Whether this homeserver sends an event: by its sender, and the homeserver's notes on it."""
+    """Whether this homeserver sends an event, by its sender and its internal metadata."""
     if metadata.get("out_of_band_membership") or metadata.get("proactively_send") is False:
         return False
     if metadata.get("send_on_behalf_of"):
@@ -279,7 +279,7 @@ class _Survey:
 
 
 def _survey(value: object) -> _Survey:
-    """Look at every node once, level by level; raises ValueError for a value that is no JSON."""
+    """Look at every node once, level by level; raises ValueError for a node that is not JSON."""
     fractions = big_integers = False
     nesting = 0
     level: list[Any] = [value]
@@ -330,7 +330,7 @@ def _encode(value: object, *, exact: bool) -> bytes:
 
 
 def _check_keys(value: object) -> None:
-    """Refuse keys that are no strings: Python's encoder would turn them into some."""
+    """Refuse keys that are no strings: Python's encoder would turn them into strings."""
     todo: list[object] = [value]
     while todo:
         node = todo.pop()
@@ -354,12 +354,12 @@ def room_version_of(identifier: str) -> RoomVersion:
 
 
 def event_id_of(event: Mapping[str, Any], version: RoomVersion) -> str:
-    """The id of `event`: its reference hash, or in room versions 1 and 2 the one it carries.
+    """The id of `event`: its reference hash, or in room versions 1 and 2 its `event_id`.
 
     Server-server API, "Calculating the reference hash for an event".
 
     Raises:
-        BadEvent: it is malformed, or has members that its room version does not allow.
+        BadEvent: it is malformed, or has a number that its room version does not allow.
     """
     if version.event_format == 1:
         event_id = event.get("event_id")
@@ -378,13 +378,12 @@ def event_id_of(event: Mapping[str, Any], version: RoomVersion) -> str:
 
 
 def hashed(event: Mapping[str, Any], version: RoomVersion) -> tuple[JsonObject, bytes]:
-    """The event with the hash of its content, and without signatures; and the bytes that those have
-    to cover.
+    """The event with its content hash and without signatures; and the bytes to sign.
 
     Server-server API, "Adding hashes and signatures to outgoing events".
 
     Raises:
-        BadEvent: it is malformed, or has members that its room version does not allow.
+        BadEvent: it is malformed, or has a number that its room version does not allow.
     """
     whole = {key: event[key] for key in event if key not in ("hashes", "signatures")}
     if version.event_format > 1:
@@ -430,8 +429,8 @@ class Pdu:
         wire: canonical JSON, as peers get it.
         sender: the user id; its server may differ from ours (joins through us).
         state_key: None for a message event.
-        fractional: it holds a number that strict canonical JSON forbids (room versions 1-5 only);
-            some servers refuse a whole transaction for one.
+        fractional: whether it has a number that strict canonical JSON forbids (room versions 1-5
+            only); some servers refuse a whole transaction for one.
     """
 
     event_id: str
@@ -454,11 +453,11 @@ def make_pdu(
 ) -> tuple[Pdu, JsonObject]:
     """Parse and check one stored event and make it ready to send.
 
-    `unsigned` shrinks to the members that peers may see, an `event_id` that the format has no place
-    for goes away, and the reference hash must be the event's id.
+    `unsigned` is reduced to the keys that peers may see. An `event_id` that the event format does
+    not have is removed. The reference hash must be the event's id.
 
     Returns:
-        The PDU, and the parsed event it was made from, for rules that look into it.
+        The PDU, and the parsed event it was made from, for rules that read it.
 
     Raises:
         BadEvent: it can never be sent.
@@ -489,7 +488,7 @@ def make_redacted_pdu(
 
 
 def _parse(json_text: str | bytes, version: RoomVersion) -> tuple[JsonObject, _Survey]:
-    """The event, its `unsigned` reduced, and the kind of its numbers; raises BadEvent."""
+    """The event with its `unsigned` reduced, and its survey; raises BadEvent."""
     try:
         event = orjson.loads(json_text)
         _reduce(event, version)
@@ -519,7 +518,7 @@ _KEPT_UNSIGNED: Final = ("replaces_state", "invite_room_state", "knock_room_stat
 
 
 def _reduce(event: object, version: RoomVersion) -> None:
-    """Take out, in place, the members of an event that only its homeserver may see."""
+    """Remove, in place, the homeserver's own keys of an event, which peers must not see."""
     if type(event) is not dict:
         raise BadEvent("event is not a JSON object")
     stored = event.pop("unsigned", None)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 JsonObject = dict[str, Any]
-"""One parsed JSON object, as it came through the door: nothing in it is checked."""
+"""One parsed JSON object as it was received: nothing in it is checked."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +127,7 @@ def _redacted_content(kind: str, content: JsonObject, version: RoomVersion) -> J
 
 
 def redacts(event: Mapping[str, Any], version: RoomVersion) -> str | None:
-    """The event that a redaction event redacts: in its content from version 11, above before."""
+    """The redacted event's id: in the redaction's content from version 11, else at top level."""
     holder = event.get("content") if version.updated_redactions else event
     target = holder.get("redacts") if isinstance(holder, Mapping) else None
     return target if type(target) is str else None

@@ -19,7 +19,7 @@ DAY_MS = 86_400_000
 
 
 def segment_name(instance: str, boot_id: str, number: int, suffix: str) -> str:
-    """The name of a segment, without its suffix."""
+    """The file name of a segment, with its suffix."""
     return f"{instance}.{boot_id}.{number:06d}.{suffix}"
 
 
@@ -65,7 +65,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _with_status(directory: Path, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
-    """The files with these suffixes. One that goes, or is closed, while we look is left out."""
+    """The files with these suffixes. A file that is deleted or renamed meanwhile is left out."""
     found = []
     for path in directory.iterdir():
         if path.suffix in suffixes:
@@ -109,8 +109,10 @@ def _either(path: Path) -> tuple[Path, os.stat_result] | None:
 
 
 def torn_segments(directory: Path, instance: str) -> list[Path]:
-    """Open segments of this instance, in the order of their lines: no daemon runs, so that the
-    last one has left them, by a crash or with answers that it could not settle."""
+    """The open segments of this instance, in the order of their lines; no daemon may run.
+
+    The last daemon has left them, by a crash or with answers that it could not settle.
+    """
     paths = [
         each.name.with_name(f"{each.name.name}.open") for each in segments_of(directory, instance)
     ]
@@ -144,10 +146,10 @@ def _whole_bytes(path: Path) -> int:
 
 
 def last_answers(torn: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The last answer that each destination gave, by the segments that were left open.
+    """The last answer of each destination in the segments that were left open.
 
-    An answer is on record here before the databases learn of it, its segment stays open until they
-    have, and a destination sends nothing more before that: so this is all they can have missed.
+    An answer is on record here before the databases have it. Until they have it, its segment stays
+    open and its destination is sent nothing more. So the databases can lack no other answer.
     """
     answers: dict[str, dict[str, Any]] = {}
     for path in torn:
@@ -158,12 +160,12 @@ def last_answers(torn: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 
 def expired(directory: Path, *, now_ms: int, keep_days: float, keep_bytes: int) -> list[Path]:
-    """The closed segments that age or the size of all of them sends away, oldest first.
+    """The closed segments to delete, by their age or by the size of all segments; oldest first.
 
-    A segment's age is the time that was spent since it was last written to, as the newer ones show
-    it: a stretch without a line counts for a day at most. So a wall clock that jumps ahead makes
-    nothing older than by a day. Open ones count, and stay: the newest of their lines may be needed
-    by a start.
+    A segment's age is the time since it was last written to, as the newer segments show it: a
+    stretch without a line counts as a day at most. So a wall clock that jumps ahead makes no
+    segment older by more than a day. Open segments count towards the size, and stay: a start may
+    need their newest lines.
     """
     keep_ms = keep_days * DAY_MS
     longest_ms = min(DAY_MS, keep_ms / 2)

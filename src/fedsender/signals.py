@@ -18,11 +18,11 @@ log = structlog.get_logger()
 class Signals:
     """The signals that have come.
 
-    They are caught from the start to the very end: a signal that is left at the end would still
+    They are caught from the start to the very end: a signal that is not caught at the end would
     kill the process, and a drained daemon must end with 0.
 
     Attributes:
-        patience_s: how long a stop may take, in seconds, once there is something to drain.
+        patience_s: the longest time of a stop, in seconds, once there is something to drain.
         stop: SIGTERM or SIGINT has come.
         reload: SIGHUP has come.
         life: ends a start that is told to stop, and a stop that takes too long.
@@ -54,7 +54,7 @@ class Signals:
         """0: it has stopped as it should, or before it had begun. 1: the stop took too long.
 
         Args:
-            unfinished: said in the log then.
+            unfinished: the log's message if the stop took too long.
         """
         if not self.life.cancelled_caught:
             return 0

@@ -1,20 +1,20 @@
-"""Snapshots: the state at one token, for a sender that has nothing of the log.
+"""Snapshots: the state that a sender without the log needs, as of one token.
 
 A snapshot is a directory of files and a manifest that names each with its size and SHA-256. It
-never changes. Files are written first, the manifest last, and then the directory gets its name:
-one without a manifest is unfinished, and removed. A file's name holds the beginning of its hash, so
-a file that stayed the same from one snapshot to the next has the same name in both, and need not be
-fetched again. A file is lines of JSON, one array for each row, compressed with gzip.
+never changes. Files are written first, the manifest last, and then the directory gets its name. A
+directory without a manifest is unfinished, and is removed. A file's name has the beginning of its
+hash. So a file that is the same in two snapshots has the same name in both, and need not be fetched
+again. A file is lines of JSON, one array for each row, compressed with gzip.
 
 Tables, each cut into 16 parts by a hash of the room (of the destination for `edus`, of the target
 for `redactions`). The rows of a room stand together in each of its tables:
 
-- `hosts`: the servers in each room (`left_token` NULL), since after `joined_token`; and those that
-  were in it up to and with `left_token`, with the newest event that each was to get until then.
+- `hosts`: the servers of each room: those in it since after `joined_token` (`left_token` NULL), and
+  those that left at `left_token`, with the newest event that such a server was to get until then.
 - `heads`: the newest event of the homeserver's own per room.
-- `events`: the `pdu` rows of the events that the two name.
+- `events`: the `pdu` rows of the events that `hosts` and `heads` name.
 - `edus`: the durable EDUs that some consumer may not have.
-- `redactions`: which events are to go out pruned.
+- `redactions`: the events that are to be sent pruned.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ import orjson
 
 MANIFEST: Final = "manifest.json"
 UNFINISHED: Final = ".unfinished"
-"""The ending of a directory's name until it is a snapshot."""
+"""The end of a directory's name until it is a snapshot."""
 FORMAT: Final = 2
 PARTS: Final = 16
 MAX_MANIFEST_BYTES: Final = 2**20
 MAX_FILE_BYTES: Final = 4 * 2**30
-"""Of a file, as it is and decompressed."""
+"""Bytes of a file, both compressed and decompressed."""
 MAX_LINE_BYTES: Final = 2**20
-"""Of a row: a row of the log has up to 256 KiB, and as a JSON string up to twice as many."""
+"""Bytes of a row: a row of the log has up to 256 KiB, as a JSON string up to twice as many."""
 ROWS_AT_ONCE: Final = 1000
 PIECE_BYTES: Final = 2**18
 
@@ -111,9 +111,9 @@ class SnapshotInfo:
     """A finished snapshot.
 
     Attributes:
-        token: the last token of the log that it includes.
-        files: without the manifest; `bytes` is the sum of theirs.
-        sha256: of the manifest, in hexadecimal.
+        token: it covers the log up to and with this one.
+        files: all but the manifest; `bytes` is the sum of their sizes.
+        sha256: the manifest's, in hexadecimal.
     """
 
     id: str
@@ -175,7 +175,7 @@ def format_manifest(token: int, epoch: str, created_ms: int, files: Iterable[Fil
 def parse_manifest(content: bytes, directory: Path) -> SnapshotInfo:
     """The snapshot that a manifest describes. Raises BadSnapshot.
 
-    Of its files nothing is looked at; but none of their names leads out of the directory.
+    The files themselves are not looked at, but none of their names leads out of the directory.
     """
     where = directory / MANIFEST
     try:
@@ -229,7 +229,7 @@ def _is_hex(text: str, digits: int) -> bool:
 
 
 def file_name(table: str, part: int, digest: str) -> str:
-    """The name of a file, with the hash of its content."""
+    """The name of a file, from its table, its part and its hash."""
     return f"{table}-{part:02d}-{digest[:16]}.jsonl.gz"
 
 
@@ -237,7 +237,7 @@ def file_name(table: str, part: int, digest: str) -> str:
 
 
 _GZIP: Final = 31
-"""The code of zlib for a window of 32 KiB in gzip's format; its header then holds no time."""
+"""zlib's number for a window of 32 KiB in gzip's format; the header then has no time."""
 
 
 def _compressor() -> Any:
@@ -296,8 +296,8 @@ def _lines(pieces: Iterable[bytes], where: Path) -> Iterator[bytes]:
 def stream_part(info: SnapshotInfo, file: FileInfo) -> Iterator[Row]:
     """The rows of one file, read piece by piece.
 
-    Raises BadSnapshot: at a row that is none, or at the end if the hash or the number of rows is
-    not the manifest's. Raises OSError.
+    Raises BadSnapshot: at an invalid row, or at the end if the hash or the number of rows is not
+    the manifest's. Raises OSError.
     """
     path = info.path(file.name)
     digest = sha256()
@@ -321,7 +321,7 @@ def stream_part(info: SnapshotInfo, file: FileInfo) -> Iterator[Row]:
 
 
 def read_part(info: SnapshotInfo, file: FileInfo) -> list[Row]:
-    """All rows of one file. Raises BadSnapshot, also where the hash is another; OSError."""
+    """All rows of one file. Raises OSError, and BadSnapshot, also for a wrong hash."""
     return list(stream_part(info, file))
 
 
@@ -342,8 +342,7 @@ class SnapshotTables(Protocol):
     def epoch(self) -> str: ...
 
     def rows(self, table: str) -> Iterator[Row]:
-        """The rows of a table of COLUMNS, those of a room together, in an order that is always the
-        same. Blocks."""
+        """The rows of a table of COLUMNS, always in the same order, a room's together. Blocks."""
         ...
 
 
@@ -354,10 +353,10 @@ def write_snapshot(
 
     Args:
         root: the directory of all snapshots.
-        now_ms: milliseconds since the epoch, when it is made.
-        check: called again and again; its errors end the making.
+        now_ms: the time of making it, in milliseconds since the epoch.
+        check: called repeatedly; an error of it ends the making.
 
-    Raises OSError, and the errors of `check` and `tables`; then nothing was made.
+    Raises OSError, and the errors of `check` and `tables`; then no snapshot was made.
     """
     directory = root / snapshot_id(tables.token, tables.epoch)
     unfinished = directory.with_name(directory.name + UNFINISHED)
@@ -412,7 +411,7 @@ def _write_table(
 
 
 class _Part:
-    """A file in the making. Attributes: rows: how many it has so far."""
+    """A file in the making. Attributes: rows: their number so far."""
 
     def __init__(self, target: BinaryIO) -> None:
         self.rows = 0
@@ -436,7 +435,7 @@ class _Part:
         self._target.write(packed)
 
     def finish(self) -> tuple[str, int]:
-        """Make the file durable; its SHA-256 and its size in bytes."""
+        """Make the file durable; return its SHA-256 and its size in bytes."""
         self._flush()
         self._write(self._packer.flush())
         _sync(self._target)

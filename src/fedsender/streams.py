@@ -6,11 +6,11 @@ id that is still being worked on, or it never sees a fact that appears later bel
 So there are two positions:
 
 - a writer's own: the largest id at or below which that writer has nothing left to complete;
-- the *linear* one: the largest id at or below which no writer has.
+- the *linear* one: the largest id at or below which no writer has anything left to complete.
 
-`IdGenerator` is the writers' side and knows the ids in flight. `StreamPositions` is a reader's side
-and knows only the announced ids. `Watermark` is how a position is handed from one task to another,
-and the `*Row` values are the rows of the `events` stream for a sender that cannot look into the
+`IdGenerator` is the writers' side and knows the ids in flight. `StreamPositions` is a reader's
+side and knows only the announced positions. `Watermark` hands a position from one task to another.
+The `*Row` values are the rows of the `events` stream, for a sender that cannot read the
 homeserver's database.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 import trio
 
 Json = Any
-"""A value of JSON; rows stay untyped until their parser reads them."""
+"""A parsed JSON value; rows stay untyped until their parser reads them."""
 
 R = TypeVar("R")
 
@@ -42,7 +42,7 @@ class UnknownWriter(ValueError):
 
 
 class Watermark:
-    """A position that only rises, and the tasks that wait for it.
+    """A position that only rises; tasks can wait for it to rise.
 
     A thousand advances while a reader was busy are one position to it. So there is no queue that
     could grow, and a reader never delays the writer.
@@ -93,8 +93,8 @@ class Moved:
 class IdGenerator(Generic[R]):
     """Gives out the ids of one stream to its writers, and the facts that may be announced.
 
-    All ids come from one sequence, which goes on from `position`: everything at or below it is
-    taken as complete and announced.
+    All ids come from one sequence, which goes on from `position`: all ids at or below it count as
+    complete and announced.
     """
 
     def __init__(self, position: int, writers: Iterable[str] = ("master",)) -> None:
@@ -116,7 +116,7 @@ class IdGenerator(Generic[R]):
         """The largest completed id at or below which `writer` has nothing in flight.
 
         A writer with nothing in flight stands at the largest id that any writer has completed. Only
-        a completed id is ever named, since a reader takes the id that it is told for final.
+        a completed id is ever returned, since a reader treats an announced id as final.
         """
         self._check(writer)
         pending = (stream_id for stream_id, owner in self._in_flight.items() if owner == writer)
@@ -131,9 +131,9 @@ class IdGenerator(Generic[R]):
         return self._last
 
     def complete(self, stream_id: int, rows: Sequence[R] = ()) -> list[Fact[R] | Moved]:
-        """Mark `stream_id` as done with `rows` (none: it failed, or says nothing).
+        """Mark `stream_id` as done with `rows` (none: it failed, or has no facts).
 
-        Returns the facts that its writer may announce now, each fact once, in id order, and last a
+        Returns the facts that its writer may announce now, each once, in id order, and last a
         `Moved` if the newest ids have no rows. Raises KeyError if the id is not in flight.
         """
         writer = self._in_flight.pop(stream_id)
@@ -183,7 +183,7 @@ class Hold:
         writers: the configured writers that stand lowest, in order of name.
         missing: the id that the token cannot pass.
         head: the largest position that any writer has announced.
-        since: when it began, on the clock that `advance` was given.
+        since: its start, on the clock that `advance` was given.
     """
 
     writers: tuple[str, ...]
@@ -196,8 +196,8 @@ class StreamPositions:
     """A reader's positions of each configured writer of one stream, and the linear token.
 
     Args:
-        writers: every writer by configuration. One too few loses facts for good, one too many
-            stops the token; both are why an unknown name is an error.
+        writers: every configured writer. A missing one loses facts for ever, a surplus one stops
+            the token. So an unknown name is an error.
         stored: positions by writer as the homeserver last stored them. They may lag, and may name
             writers that are not configured any more. A configured writer that never stored one
             starts where everything is known to be complete.
@@ -234,8 +234,8 @@ class StreamPositions:
     def advance(self, writer: str, position: int, now: float = 0.0) -> int:
         """Note that `writer` announced `position` at `now` (seconds); returns the linear token.
 
-        The token is the minimum over the writers, and then runs on over ids that are known one by
-        one. An older position changes nothing. Raises UnknownWriter.
+        The token is the minimum over the writers; from there it advances over ids that are known
+        one by one. An older position changes nothing. Raises UnknownWriter.
         """
         self._check(writer)
         before = self._linear
@@ -274,11 +274,11 @@ class StreamPositions:
 
 
 class HeardPositions:
-    """The same for a stream without configured writers: each one that is heard counts.
+    """A reader's positions of a stream without configured writers: each one that is heard counts.
 
     A writer that stays behind the others for `HeardPositions.PATIENCE_S` is not waited for: it is
-    gone, or has nothing to say. That is good enough where a fact that is passed over is found
-    again, or replaced by the next.
+    gone, or has no facts. This is enough for streams in which a skipped fact is found again, or
+    replaced by the next.
 
     Args:
         stored: positions by writer as the homeserver last stored them.
@@ -293,7 +293,7 @@ class HeardPositions:
         head = max(self._positions.values(), default=0)
         self._behind_since = {name: now for name, at in self._positions.items() if at < head}
         self.linear = min(self._positions.values(), default=0)
-        """Up to here everything has been announced; it never falls."""
+        """The position up to which all has been announced; it never falls."""
 
     def advance(self, writer: str, position: int, now: float) -> int:
         """Note that `writer` announced `position` at `now`; returns the linear token."""
@@ -349,7 +349,7 @@ class HostsRow:
 
 @dataclass(frozen=True, slots=True)
 class RedactionRow:
-    """`event_id` redacts `target`, and the homeserver has found that it may."""
+    """`event_id` redacts `target`, and the homeserver has allowed it."""
 
     event_id: str
     target: str
@@ -366,14 +366,14 @@ class FeedStatus:
     """The status of the feed, for `/ready` and the operator.
 
     Attributes:
-        level: all that the homeserver has said there is, is here.
+        level: whether the sender was given all that the homeserver has announced.
         position: the events position that the sender was given.
         head: the newest events position that we have heard of.
         held: the obstacle to more events, in words: a writer that has kept `position` below
             `head` for 30 s, a full sync, a database that fails.
-        held_s: for how long it has been so, in seconds; 0.0: it is not.
+        held_s: the age of this obstacle, in seconds; 0.0: there is none.
         stopped: the reason why no event will come until an operator acts, in words.
-        last_error: why the last connection ended or failed.
+        last_error: the reason why the last connection ended or failed.
         appends: the instance that takes appends, in words; None: the homeserver does not append.
     """
 

@@ -19,17 +19,17 @@ from fedsender.limits import MIB, Limits
 log = structlog.get_logger()
 
 Send = Callable[[bytes], None]
-"""Hands one datagram to the service manager, in a moment or never; raises OSError."""
+"""Hands one datagram to the service manager within a moment; raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notifier:
-    """Our line to the service manager.
+    """Our connection to the service manager.
 
     Attributes:
-        send: where datagrams go, or None without a service manager.
-        monotonic_us: CLOCK_MONOTONIC in microseconds, which a reload is stamped with.
-        watchdog_seconds: the manager kills us when it heard nothing for so long; None: it does not.
+        send: the function for datagrams, or None without a service manager.
+        monotonic_us: CLOCK_MONOTONIC in microseconds, for the stamp of a reload.
+        watchdog_seconds: the manager kills us after so long a silence; None: it does not.
     """
 
     send: Send | None
@@ -37,7 +37,7 @@ class Notifier:
     watchdog_seconds: float | None = None
 
     def notify(self, *assignments: str) -> None:
-        """Send `NAME=value` assignments as one message. Never raises: delivery is not our work."""
+        """Send `NAME=value` assignments as one message. A failure is logged, never raised."""
         if self.send is None:
             return
         message = "\n".join(text.replace("\n", " ") for text in assignments)
@@ -47,7 +47,7 @@ class Notifier:
             log.warning("systemd cannot be notified", reason=str(error))
 
     def ready(self, status: str) -> None:
-        """Started, or a reload is done; `status` is the line that `systemctl status` shows."""
+        """Notify that a start or reload is done; `status`: the line of `systemctl status`."""
         self.notify("READY=1", f"STATUS={status}")
 
     def status(self, text: str) -> None:
@@ -55,18 +55,18 @@ class Notifier:
         self.notify(f"STATUS={text}")
 
     def reloading(self) -> None:
-        """A reload begins; `ready` ends it."""
+        """Notify that a reload begins; `ready` ends it."""
         self.notify("RELOADING=1", f"MONOTONIC_USEC={self.monotonic_us()}")
 
     def stopping(self, status: str) -> None:
-        """The stop begins."""
+        """Notify that the stop begins."""
         self.notify("STOPPING=1", f"STATUS={status}")
 
     async def feed_watchdog(self) -> None:
-        """Tell the manager, twice per period, that the event loop goes round; until cancelled.
+        """Tell the manager, twice per period, that the event loop runs; until cancelled.
 
-        A task like any other, so that a loop that hangs is noticed. Returns at once if there is no
-        watchdog.
+        It is a task like any other, so that a loop that hangs is noticed. Returns at once if there
+        is no watchdog.
         """
         if self.send is None or self.watchdog_seconds is None:
             return
@@ -163,7 +163,7 @@ SystemCallFilter=@system-service
 SystemCallFilter=~@privileged @resources
 SystemCallErrorNumber=EPERM
 """
-"""The common end of [Service] of every unit."""
+"""The settings that are the same for every unit: the end of [Service]."""
 
 _USER_OF_ITS_OWN: Final = """\
 # A user that exists while the service runs; `--user NAME` makes a unit for one of yours (Synapse's
@@ -313,12 +313,12 @@ def unit_text(
     Args:
         executable: the installed command, an absolute path outside /home.
         credentials_directory: where the administrator keeps the files named in `CREDENTIALS`.
-        user: the user that it runs as, which can read all files that the configuration names; None:
+        user: the user that it runs as, with access to all files that the configuration names; None:
             a user that systemd makes for the run, and hands the secrets to.
-        name: of the unit, of its directories below /var/lib and /run, and of a user of its own. Two
-            units of one host need two names.
-        drain_seconds: the configured time for draining; the stop may take longer by as much as
-            writing things down could need.
+        name: the name of the unit, of its directories below /var/lib and /run, and of a user of its
+            own. Two units of one host need two names.
+        drain_seconds: the configured time for draining; the stop may take longer, by the time to
+            store unanswered transactions.
         limits: file descriptors and memory.
     """
     return _unit(
@@ -362,8 +362,10 @@ def pipeline_units_text(
     user: str | None = None,
     name: str = "fedsender",
 ) -> str:
-    """A service for `pipeline run` and its timer, one after the other; arguments as those of
-    `unit_text`, of the daemon with the ledger that it reads."""
+    """A service for `pipeline run` and its timer, one after the other.
+
+    The arguments are those of `unit_text`, for the daemon with the ledger that it reads.
+    """
     return _unit(
         _PIPELINE_UNITS,
         name,

@@ -1,8 +1,8 @@
 """Telemetry: the log and all metrics.
 
 Logs are structlog events, one line each, on standard error. Metrics are declared here and nowhere
-else, in a registry per daemon, so that many daemons can live in one process. Those with names that
-begin with `synapse_` are read by Synapse's dashboards and rules, and have the same meaning here.
+else, in a registry per daemon, so that many daemons can live in one process. Metrics with names
+that begin with `synapse_` are read by Synapse's dashboards and rules, and mean the same as there.
 """
 
 import json
@@ -76,7 +76,7 @@ def _timestamp(now_ms: Callable[[], int]) -> structlog.types.Processor:
 
 
 def _without_secrets(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The last line of defence (I10), and a bound on text that comes from peers."""
+    """Hide the values of secret keys (I10), and bound the length of text that peers may send."""
     for key, value in event.items():
         if key.lower() in _SECRET_KEYS:
             event[key] = "[hidden]"
@@ -118,7 +118,7 @@ def _console(out: BinaryIO) -> structlog.types.Processor:
 
 
 def _plain_traceback(out: TextIO, error: Any) -> None:
-    """Not the default: that one prints the values of local variables, secrets among them."""
+    """Write a traceback without local variables; the default shows them, secrets among them."""
     text = StringIO()
     structlog.dev.plain_traceback(text, error)
     out.write("\n".join(safe(line) for line in text.getvalue().split("\n")))
@@ -139,7 +139,7 @@ class _Lines:
 
 
 class _LibraryHandler(logging.Handler):
-    """Writes the log lines of libraries that use the standard library's logging."""
+    """Writes the libraries' records of the standard library's logging."""
 
     def __init__(self, lines: _Lines) -> None:
         super().__init__()
@@ -198,11 +198,11 @@ class Metrics:
         ProcessCollector(registry=self._outer)
 
     def exposition(self) -> bytes:
-        """Everything as Prometheus reads it (`EXPOSITION_TYPE`)."""
+        """All metrics as Prometheus reads them (`EXPOSITION_TYPE`)."""
         return generate_latest(self._outer)
 
     def delivered_to(self, destination: str, pdus: int, last_pdu_ms: int | None) -> None:
-        """A transaction was answered; counts only for the destinations that have own metrics.
+        """Count an answered transaction, for a destination that has metrics of its own.
 
         Args:
             last_pdu_ms: `origin_server_ts` of its last PDU.
@@ -221,11 +221,11 @@ class Metrics:
         routed: Collection[tuple[int, int | None]],
         now_ms: int,
     ) -> None:
-        """A chunk of events was fanned out up to `position`.
+        """Count a chunk of events that was fanned out up to `position`.
 
         Args:
-            routed: per event that was looked at, how many destinations it got, and when the
-                homeserver received it (ms).
+            routed: per event that was looked at, the number of its destinations, and the time when
+                the homeserver received it (ms).
         """
         self.event_processing_positions.labels(_PROCESSOR).set(position)
         self.event_processing_loop_count.labels(_PROCESSOR).inc()
@@ -430,7 +430,7 @@ class _WithServerName(Collector):
             yield metric
 
     def _blocks(self) -> Metric:
-        """Synapse's dashboards take the failure rate from this, less the transactions sent."""
+        """The attempts: Synapse's dashboards subtract the transactions sent, for a failure rate."""
         blocks = CounterMetricFamily(
             "synapse_util_metrics_block_count",
             "Attempts, as Synapse counts them",

@@ -11,7 +11,7 @@ log = structlog.get_logger()
 FIRST_PAUSE_S = 1.0
 LAST_PAUSE_S = 30.0
 CALM_S = 120.0
-"""Seconds after which a task without a new error counts as recovered."""
+"""After a run of so many seconds, the pauses begin with the shortest again."""
 
 
 class Signal:
@@ -77,7 +77,7 @@ class Pauses:
 async def attempted(
     task: Callable[[], Awaitable[None]], name: str, crashed: Callable[[], object]
 ) -> bool:
-    """Run `task` once; False if it raised, which is in the log then, and `crashed` was called."""
+    """Run `task` once; return False if it raised. The error is logged, and `crashed` called."""
     try:
         await task()
     except Exception:
@@ -98,7 +98,7 @@ async def supervise(
     """Run `task` again and again, until cancelled; after errors in a row with growing pauses.
 
     `once`: only until it has ended without an error.
-    `troubles` gets when (trio's clock, seconds) it failed last, under its name.
+    `troubles` gets the time of its last failure (trio's clock, seconds) under its name.
     """
     pauses = Pauses(first=FIRST_PAUSE_S, longest=LAST_PAUSE_S)
     while True:

@@ -1,12 +1,12 @@
-"""The whole thing in one go: a homeserver's stream, the real daemon, and servers that receive.
+"""A complete example: a homeserver's stream, the real daemon, and servers that receive.
 
-`run_demo` starts a small homeserver that serves its events stream over the TCP line protocol, the
-daemon in a process of its own, and receiving servers on loopback TLS. It lets events happen (and,
-with chaos, everything go wrong that goes wrong in a federation), waits until every event is where
-it should be, and holds three witnesses against each other: the homeserver, the receiving servers
-and the daemon's ledger.
+`run_demo` starts a small homeserver, the daemon in a process of its own (or two, behind a relay),
+and receiving servers on loopback TLS. It makes events (and, with chaos, the usual faults of a
+federation), and waits until every event is where it should be. Then it compares three witnesses:
+the homeserver, the receiving servers and the daemon's ledger.
 
-`receivers` and `homeserver` stand on their own: tests and benchmarks use them too.
+Receiving servers and homeserver are those of `fedsender.testing`, which tests and benchmarks use
+too.
 """
 
 from fedsender.demo.play import DemoOptions, run_demo

@@ -1,9 +1,9 @@
 """The demo among hostile servers: do honest servers notice?
 
-Three hostile servers for each honest one stand in a room with all of them, and are told to be up
-again every few seconds, so that no backoff spares the daemon. All the while messages go to the
-honest servers, in that room and in small ones, and the time until each arrives is taken. Local
-connections without a token trouble the admin endpoint meanwhile.
+Three hostile servers for each honest one are in a room with all of them. The daemon is told every
+few seconds that they are up again, so that no backoff protects it. Meanwhile messages go to the
+honest servers, in that room and in small ones, and the time until each arrives is measured. Local
+connections without a token attack the admin endpoint.
 """
 
 import math
@@ -44,8 +44,8 @@ ADMIN_CONNECTIONS = 30
 START_SECONDS = 60.0
 COMPLETE_SECONDS = 120.0
 MOST_P99_S, MOST_OWN_MIB, MOST_STEP_S = 2.0, 256, 0.25
-"""The limits of the run: latency to honest servers, the daemon's own memory, and CPU time of the
-event loop between two waits."""
+"""The limits of a run that passes: latency to honest servers, the daemon's own memory, and CPU time
+of the event loop between two waits."""
 _LONGEST_STEP = re.compile(rb"^fedsender_loop_longest_step_seconds(?:{[^}]*})? ([0-9.e+-]+)$", re.M)
 
 ADMIN_ATTACKS = (
@@ -63,14 +63,14 @@ ADMIN_ATTACKS = (
 
 @dataclass(slots=True)
 class _Run:
-    """The participants of the run, and its measurements.
+    """The parts of a run, and its measurements.
 
     Attributes:
-        due: deliveries to honest servers that were asked for.
-        said: event id -> the event's time on Trio's clock, in seconds.
+        due: the number of deliveries that honest servers should get.
+        said: event id -> its time by Trio's clock, in seconds.
         latencies: of each delivery to an honest server, in seconds.
-        own_kb: the daemon's own memory at its largest.
-        moved: something has arrived.
+        own_kb: the largest of the daemon's own memory, in KiB.
+        moved: an honest server got a transaction.
     """
 
     report: Report
@@ -88,13 +88,13 @@ class _Run:
     moved: trio.Event = field(default_factory=trio.Event)
 
     def say(self, room: Room) -> None:
-        """Send a message in the room."""
+        """Send a message in the room, and note the time and the servers that should get it."""
         step: Step = self.homeserver.say(room, room.creator)
         self.said[step.event.event_id] = trio.current_time()
         self.due += len(step.servers & self.receivers.servers.keys())
 
     def arrived(self, transaction: ReceivedTransaction) -> None:
-        """A transaction arrived at an honest server."""
+        """Note the latencies of a transaction that arrived at an honest server."""
         if transaction.processed and not transaction.repeat:
             times = (self.said.get(pdu.event_id) for pdu in transaction.pdus)
             self.latencies += [transaction.at - said for said in times if said is not None]
@@ -110,7 +110,7 @@ class _Run:
 async def run_hostile(
     honest: int, seconds: float, rng: Random, directory: Path, report: Report
 ) -> int:
-    """Run it for so many seconds in an empty directory; the exit code."""
+    """Run it for so many seconds in an empty directory; return the exit code."""
     began = trio.current_time()
     async with _open_run(honest, rng, directory, report) as run:
         with trio.fail_after(START_SECONDS):
@@ -203,7 +203,7 @@ async def _open_run(
 
 
 async def _talk(run: _Run, seconds: float) -> None:
-    """Say something in the large room, and in one small room after the other."""
+    """Send messages in the large room, and in one small room after the other."""
     start = trio.current_time()
     turns = int(seconds / SMALL_ROOM_EVERY_S)
     each = round(LARGE_ROOM_EVERY_S / SMALL_ROOM_EVERY_S)
@@ -216,7 +216,7 @@ async def _talk(run: _Run, seconds: float) -> None:
 
 
 async def _wait_until_complete(run: _Run) -> None:
-    """Wait until each honest server has all its events, or has waited for them for long."""
+    """Wait until each honest server has all its events, at most `COMPLETE_SECONDS`."""
     with trio.move_on_after(COMPLETE_SECONDS):
         while len(run.latencies) < run.due:
             run.moved = trio.Event()
@@ -237,7 +237,7 @@ async def _wake_the_hostile(run: _Run) -> None:
 
 
 async def _attack_admin(directory: Path) -> None:
-    """Hold connections to the admin endpoint on which nothing is read, and open ever new ones."""
+    """Hold connections to the admin endpoint without reading from them, and open new ones."""
     held: list[trio.SocketStream] = []
     while True:
         for attack in ADMIN_ATTACKS:
@@ -254,7 +254,7 @@ async def _attack_admin(directory: Path) -> None:
 
 
 async def _longest_step_s(daemon: DaemonProcess) -> float:
-    """The daemon's own word for it, in seconds of CPU time."""
+    """The longest step of the event loop, as the daemon reports it, in seconds of CPU time."""
     found = _LONGEST_STEP.search(await daemon.ask("GET", "/metrics"))
     return float(found[1]) if found is not None else math.inf
 

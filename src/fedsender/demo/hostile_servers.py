@@ -1,7 +1,7 @@
-"""Hostile servers, in a process of their own: real sockets, real TLS, and a name server that helps.
+"""Hostile servers, in a process of their own: real sockets, real TLS, and a name server for them.
 
 Each server has an address and a port, or a name below `.test` that only this process can look up.
-Each plays one attack and no other, to whatever it is sent, for as long as the process runs.
+Each plays one attack, in answer to every request, for as long as the process runs.
 """
 
 import ssl
@@ -29,7 +29,7 @@ WELL_KNOWN, WELL_KNOWN_DOMAIN = "well_known", "well-known.test"
 names have the address 127.0.0.1."""
 WELL_KNOWN_SERVERS = 4
 TARPIT = "tarpit"
-"""Questions for names with this in them are never answered."""
+"""DNS questions for names with this in them are never answered."""
 
 
 class Hostile:
@@ -38,7 +38,7 @@ class Hostile:
     def __init__(
         self, name: str, attack: Attack, context: ssl.SSLContext, counts: Counter[str]
     ) -> None:
-        """`counts` has, by `name`, how often the attack was made."""
+        """`counts` has the number of attacks made, by `name`."""
         self._name = name
         self._attack = attack
         self._context = context
@@ -46,18 +46,18 @@ class Hostile:
         self._requests = 0
 
     async def converse(self, raw: trio.SocketStream) -> None:
-        """Attack one connection, until one side has had enough."""
+        """Attack one connection, until one side ends it."""
         stream = TlsStream(raw, self._context)
         await Conversation(stream, self, idle_s=FOREVER).run()
 
     def request_began(self, request: Request) -> None:
-        """Nothing is counted before it is there in whole."""
+        """Do nothing: a request is counted when it is complete."""
 
     def request_ended(self, request: Request, status: int | None) -> None:
-        """No task asks for its outcome."""
+        """Do nothing: the result of a request is not counted."""
 
     def reply_to(self, request: Request) -> Reply:
-        """The attack."""
+        """The attack on this request."""
         incoming = read_transaction(bytes(request.body), self._requests)
         self._requests += 1
         self._counts[self._name] += 1
@@ -105,7 +105,7 @@ class HostileServers:
         }
 
     async def tell(self) -> Order:
-        """How many attacks there were, by name."""
+        """The number of attacks, by name."""
         return dict(self._counts)
 
     def _handler(
@@ -139,7 +139,7 @@ class HostileServers:
         return True
 
     async def _answer_questions(self) -> int:
-        """Be a name server on a free port of 127.0.0.1; tells the port."""
+        """Start a name server on a free port of 127.0.0.1; return the port."""
         socket = trio.socket.socket(type=trio.socket.SOCK_DGRAM)
         await socket.bind(("127.0.0.1", 0))
         self._nursery.start_soon(self._name_server, socket)
@@ -166,7 +166,7 @@ class HostileServers:
 
 
 async def main() -> None:
-    """Be the hostile servers until told to end."""
+    """Run the hostile servers until told to end."""
     async with trio.open_nursery() as nursery:
         servers = HostileServers(nursery)
         handlers: dict[str, Handler] = {"begin": servers.begin, "tell": servers.tell}

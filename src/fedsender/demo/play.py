@@ -1,9 +1,9 @@
 """One demo run, from the empty directory to the verdict, and the faults of a chaotic one.
 
-The plot of a chaotic run is told in events, not in seconds, so that the same run always has the
-same shape: a server that is away for many events of a room (a large gap), one that is away for a
-few (a small one), one that is thrown out of a room while it is away, others that answer 429, 500,
-401 or garbage, that fall silent, that are slow, and in the middle one `kill -9` of the daemon.
+The plot of a chaotic run is counted in events, not in seconds, so that the same run always has the
+same faults: a server that is away for many events of a room (a large gap), one that is away for a
+few (a small one), one that is removed from a room while it is away, others that answer 429, 500,
+401 or garbage, that never answer, that are slow, and in the middle one `kill -9` of the daemon.
 """
 
 import random
@@ -72,16 +72,16 @@ ROLES = (
 MIN_SERVERS = len(ROLES) + 1
 MIN_EVENTS = 100
 SHORT_EVENTS = 15
-"""For so many events before the kill the server with a small gap is away."""
+"""The number of events before the kill for which the server with a small gap is away."""
 SLOW_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """At event number `at` this server begins to behave otherwise.
+    """A change of a server's behaviour, at event number `at`.
 
     Attributes:
-        woken: an operator then tells the daemon that it is up again.
+        woken: whether an operator then tells the daemon that it is up again.
     """
 
     at: int
@@ -92,13 +92,13 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One run's misfortunes.
+    """The faults of one run.
 
     Attributes:
         roles: server -> its part; the others are healthy throughout.
         changes: in the order of events.
         kill_at: before this event the daemon is killed and started again.
-        evict_at: before this event the server of that part loses its rooms.
+        evict_at: before this event the server with the part KICKED loses its rooms.
     """
 
     roles: dict[str, str]
@@ -107,12 +107,12 @@ class Plot:
     evict_at: int | None = None
 
     def server(self, role: str) -> str:
-        """The servers that play this part."""
+        """The server with this part."""
         return next(name for name, part in self.roles.items() if part == role)
 
 
 def calm(servers: Sequence[str]) -> Plot:
-    """Nothing goes wrong; servers answer after 5 to 50 ms."""
+    """A plot without faults; servers answer after 5 to 50 ms."""
     changes = (
         Change(0, name, healthy(latency=0.005 * (1 + index % 10)))
         for index, name in enumerate(servers)
@@ -156,13 +156,13 @@ def chaotic(servers: Sequence[str], events: int) -> Plot:
 
 
 CONNECT_SECONDS = 60.0
-"""For the daemon to come up and ask for the stream, on a machine that is busy with other things."""
+"""The time for the daemon to start and to ask for the stream, on a busy machine."""
 PATIENCE_SECONDS = 60.0
-"""A run in which nothing more arrives for so long has failed."""
+"""A run without a new delivery for so long has failed."""
 CALM_SECONDS, CHAOS_SECONDS = 5.0, 14.0
-"""Over so long the events happen."""
+"""The time over which the events are spread."""
 LOST, FOUND = 0.35, 0.65
-"""The part of a chaotic run through a relay in which one of its daemons is away."""
+"""The start and end of one daemon's absence, as parts of a chaotic run with a relay."""
 SMALL_GAP_EVENTS = 3
 BURST_EVENTS = 10
 ARRIVAL_SECONDS = 15.0
@@ -175,10 +175,10 @@ class DemoOptions:
     """The options of `fedsender demo`.
 
     Attributes:
-        events: the number of events after the rooms are made.
-        hostile: three hostile servers for each one, for so many `seconds`; rooms and events are
-            that run's own.
-        keep: a directory to leave everything in; None: it goes at the end.
+        events: the number of actions once the rooms are there.
+        hostile: three hostile servers for each one, for so many `seconds`; that run has rooms and
+            events of its own.
+        keep: a directory to leave all files in; None: they are deleted at the end.
         seed: the same seed makes the same history.
     """
 
@@ -195,11 +195,11 @@ class DemoOptions:
 
 
 class Unusable(ValueError):
-    """The options cannot be followed; the text says why."""
+    """The options cannot be used; the text gives the reason."""
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; returns the exit code: 0 all is well, 1 something is wrong, 2 bad options."""
+    """Run the demo; return the exit code: 0 all is well, 1 something is wrong, 2 bad options."""
     try:
         _check(options)
         with _directory(options.keep) as directory, Report(as_json=options.as_json) as report:
@@ -210,7 +210,7 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _run_to_the_end(options: DemoOptions, directory: Path, report: Report) -> int:
-    """As `_run`; a daemon that cannot go on is said in words, not with a traceback."""
+    """As `_run`, or a run with hostile servers; a dead daemon is reported without a traceback."""
     configure_logging(Log(level="warning", format="console"), now_ms=real_runtime().now_ms)
     try:
         if options.hostile:
@@ -239,7 +239,7 @@ def _check(options: DemoOptions) -> None:
 
 @contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
-    """Where everything lives: the directory to keep, or one that goes at the end."""
+    """The directory for all files: the one to keep, or one that is deleted at the end."""
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True, mode=0o700)
         yield keep.absolute()
@@ -253,11 +253,11 @@ def _directory(keep: Path | None) -> Iterator[Path]:
 
 @dataclass(slots=True)
 class _Run:
-    """All participants of one run.
+    """All parts of one run.
 
     Attributes:
-        stage: a room with every server in it where nothing happens by chance; chaos only.
-        kicks: (server, event id) of the servers that lost a room while they were away.
+        stage: a room with every server in it and without random actions; chaos only.
+        kicks: (server, event id) of servers that lost a room while they were away.
         kills: Trio times at which the daemon was killed; kills_ms: the same by the wall clock.
     """
 
@@ -276,11 +276,11 @@ class _Run:
     kills_ms: list[int] = field(default_factory=list)
 
     def received(self) -> int:
-        """How many different deliveries have been taken in."""
+        """The number of different deliveries that the servers have received."""
         return sum(len(server.received) for server in self.receivers.servers.values())
 
     def verdict(self) -> Verdict:
-        """The verdict as things stand."""
+        """The verdict so far."""
         return judge(
             self.homeserver.steps,
             self.receivers,
@@ -291,11 +291,11 @@ class _Run:
         )
 
     def directories(self) -> list[Path]:
-        """Where the senders keep their things."""
+        """The senders' directories."""
         return [daemon.directory for daemon in self.daemons.each.values()]
 
     def ledger(self) -> Ledger:
-        """The content of the senders' ledgers so far."""
+        """The senders' ledgers so far, as one."""
         segments = [
             segment
             for directory in self.directories()
@@ -325,7 +325,7 @@ async def _run(options: DemoOptions, directory: Path, report: Report) -> int:
 
 @asynccontextmanager
 async def _open_run(options: DemoOptions, directory: Path, report: Report) -> AsyncIterator[_Run]:
-    """Receiving servers, homeserver, replication server and daemon, in the order of need."""
+    """Open receiving servers, homeserver, and the daemon or the relay with its daemons."""
     runtime = real_runtime()
     rng = random.Random(options.seed)
     signer = process.write_signing_key(directory, runtime.entropy(32))
@@ -382,7 +382,7 @@ async def _open_relayed(
 
 
 def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.Random) -> None:
-    """Rooms of all sizes, with every server in two of them (or in all there are)."""
+    """Make rooms of all sizes, with every server in at least two of them (or in all)."""
     for number in range(rooms):
         chosen = set(rng.sample(names, rng.randint(1, len(names))))
         # Round robin, so that nobody is left out whatever was drawn.
@@ -394,7 +394,7 @@ def _furnish(homeserver: Homeserver, names: list[str], rooms: int, rng: random.R
 
 
 async def _play(run: _Run) -> None:
-    """Let everything happen, at an even pace."""
+    """Make all events and faults, evenly spread over the time."""
     events = run.options.events
     pause = (CHAOS_SECONDS if run.options.chaos else CALM_SECONDS) / max(1, events)
     changes = list(run.plot.changes)
@@ -417,7 +417,7 @@ async def _play(run: _Run) -> None:
 
 
 async def _change(run: _Run, change: Change) -> None:
-    """One server begins to behave otherwise."""
+    """Change the behaviour of one server."""
     server = run.receivers.servers[change.server]
     role = run.plot.roles.get(change.server)
     if role == AWAY_LONG and change.behaviour.listens and not server.behaviour.listens:
@@ -439,14 +439,14 @@ async def _change(run: _Run, change: Change) -> None:
 
 
 def _make_large_gap(run: _Run) -> None:
-    """Say more on the stage than is ever sent whole, before the server that missed it returns."""
+    """Send more messages on the stage than catch-up sends whole, before the server returns."""
     assert run.stage is not None
     for _ in range(CATCH_UP_GAP_EVENTS + 1):
         run.homeserver.say(run.stage)
 
 
 async def _make_small_gap(run: _Run) -> None:
-    """Say a little on the stage, and wait until the daemon has dealt with it."""
+    """Send a few messages on the stage, and wait until the daemon has delivered them elsewhere."""
     assert run.stage is not None
     said = [run.homeserver.say(run.stage) for _ in range(SMALL_GAP_EVENTS)]
     witness = next(
@@ -458,7 +458,7 @@ async def _make_small_gap(run: _Run) -> None:
 
 
 def _evict(run: _Run) -> None:
-    """The server of that part is thrown off the stage and out of half of its rooms."""
+    """Remove the server with the part KICKED from the stage and from half of its rooms."""
     name = run.plot.server(KICKED)
     rooms = [room for room in run.homeserver.rooms if name in room.servers()]
     for room in (*(room for room in rooms if room.staged), *rooms[: len(rooms) // 2]):
@@ -469,7 +469,7 @@ def _evict(run: _Run) -> None:
 
 
 async def _kill(run: _Run) -> None:
-    """`kill -9` in full flight, and a new start while the homeserver goes on."""
+    """`kill -9` in the middle of a burst, and start again while the homeserver goes on."""
     for _ in range(BURST_EVENTS):
         run.homeserver.act()
     await trio.sleep(POLL_SECONDS)
@@ -488,7 +488,7 @@ def _note_kill(run: _Run) -> None:
 
 
 async def _cut_off(run: _Run, number: int) -> None:
-    """The daemon that is not killed is away for so long that the relay forgets it."""
+    """Keep the daemon that is not killed away until the relay has deleted the log it needs."""
     events = run.options.events
     assert run.relayed is not None
     if run.stage is None or number not in (int(events * LOST), int(events * FOUND)):
@@ -503,7 +503,7 @@ async def _cut_off(run: _Run, number: int) -> None:
 
 
 async def _wait_until_complete(run: _Run) -> None:
-    """Wait until nothing is missing, or nothing more has come for too long."""
+    """Wait until nothing is missing, or until no delivery has come for too long."""
     events = run.options.events
     received, since = -1, trio.current_time()
     while True:
@@ -545,13 +545,13 @@ def _summarize(run: _Run, final: Verdict, exit_code: int, seconds: float) -> Sum
 
 
 def _kicked_away(run: _Run) -> int:
-    """The number of servers that lost a room while they were away and have learned of it."""
+    """The number of servers that lost a room while they were away and have received that event."""
     servers = run.receivers.servers
     return sum(event_id in servers[name].received for name, event_id in run.kicks)
 
 
 def _complaints(run: _Run, final: Verdict, exit_code: int) -> dict[str, list[str]]:
-    """All that was wrong, by kind."""
+    """All faults found, by kind."""
     violations = run.receivers.violations
     tame = []
     if run.options.chaos:

@@ -1,4 +1,4 @@
-"""The real daemon in a process of its own, configured and treated as an operator would."""
+"""The real daemon in a process of its own, configured and used as an operator would."""
 
 import os
 import signal
@@ -32,18 +32,18 @@ LONGEST_SOCKET_PATH = 100
 
 
 class DaemonDied(Exception):
-    """The daemon's process ended unasked; the text ends with its last lines."""
+    """The daemon's process ended by itself or gives no answer; the text has its last lines."""
 
 
 def write_secret(path: Path, text: str) -> None:
-    """A new file that only its owner may read."""
+    """Write a file that only its owner may read."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
 
 
 def write_signing_key(directory: Path, seed: bytes, server_name: str = SERVER_NAME) -> Signer:
-    """Write `signing.key` as Synapse does; its signing key."""
+    """Write `signing.key` as Synapse does; return the signer that uses it."""
     encoded = b64encode(seed).rstrip(b"=").decode()
     write_secret(directory / "signing.key", f"ed25519 {KEY_VERSION} {encoded}\n")
     key = Ed25519PrivateKey.from_private_bytes(seed)
@@ -62,7 +62,7 @@ def tcp_feed(port: int) -> Mapping[str, Any]:
 
 
 def socket_in(directory: Path, name: str) -> Path:
-    """Where a Unix socket of this name is; raises ValueError if no system would take the path."""
+    """The path of a Unix socket of this name; raises ValueError if it is too long for a system."""
     socket = directory / name
     if len(str(socket)) > LONGEST_SOCKET_PATH:
         raise ValueError(f"{directory} is too long a path for the sockets in it")
@@ -70,7 +70,7 @@ def socket_in(directory: Path, name: str) -> Path:
 
 
 def configuration(directory: Path, feed: Mapping[str, Any], ca_file: Path) -> Mapping[str, Any]:
-    """The content of `config.yaml`. Waits are short, within the daemon's bounds.
+    """The contents of `config.yaml`, with waits as short as the daemon allows.
 
     Files are named relative to the directory, so that it can be moved.
     """
@@ -101,14 +101,14 @@ class DaemonProcess:
 
     Attributes:
         log_file: its standard error, over all starts.
-        starts: how often it was started.
-        ended: the process that was started last is gone.
+        starts: the number of starts.
+        ended: the end of the process that was started last.
     """
 
     def __init__(
         self, directory: Path, token: str, nursery: trio.Nursery, command: str = "run"
     ) -> None:
-        """`command`: of fedsender, "run" or "relay"."""
+        """`command`: the command of fedsender, "run" or "relay"."""
         self.log_file = directory / "daemon.log"
         self.directory = directory
         self.starts = 0
@@ -120,7 +120,7 @@ class DaemonProcess:
         self._asked_to_end = False
 
     async def start(self) -> None:
-        """Start it; whether it gets anywhere shows later."""
+        """Start it, without waiting until it is ready."""
         command = [*DAEMON, self._command, "-c", str(self.directory / "config.yaml")]
         self._asked_to_end = False
         self.ended = trio.Event()
@@ -134,13 +134,13 @@ class DaemonProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started last."""
+        """The id of the process that was started last."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def away(self) -> bool:
-        """It was killed, and not started again."""
+        """Whether it was killed or stopped, and not started again."""
         return self.ended.is_set() and self._asked_to_end
 
     async def kill(self) -> None:
@@ -151,7 +151,7 @@ class DaemonProcess:
         await self._process.wait()
 
     async def stop(self) -> int:
-        """Ask it to drain and end, as systemd would; returns its exit code.
+        """Ask it to drain and end, as systemd would; return its exit code.
 
         Raises:
             DaemonDied: it did not end in time.
@@ -174,7 +174,7 @@ class DaemonProcess:
         await self.ask("POST", "/_fedsender/admin/v1/notify_remote_server_up", body)
 
     async def ask(self, method: str, target: str, body: bytes = b"") -> bytes:
-        """The answer of the admin endpoint, head included.
+        """The admin endpoint's answer, head included.
 
         Raises:
             DaemonDied: it does not answer with 200.
@@ -210,11 +210,11 @@ class DaemonProcess:
         return "\n".join(_lines(self.log_file)[-count:])
 
     def errors(self) -> list[str]:
-        """Every line that it logged as an error: in a demo nothing happens that should be one."""
+        """Every line that it logged as an error; a demo that passes has none."""
         return [line for line in _lines(self.log_file) if '"level":"error"' in line]
 
     def count(self, event: str) -> int:
-        """How often it has logged this event."""
+        """The number of times that it has logged this event."""
         return sum(f'"event":"{event}"' in line for line in _lines(self.log_file))
 
     async def _watch(self, process: trio.Process, ended: trio.Event) -> None:
@@ -247,7 +247,7 @@ def _lines(path: Path) -> list[str]:
 async def open_daemon_process(
     directory: Path, config: Mapping[str, Any], token: str, command: str = "run"
 ) -> AsyncIterator[DaemonProcess]:
-    """The daemon, started; when the body is left, its process is ended if it still runs.
+    """Start the daemon; when the body is left, its process is ended if it still runs.
 
     Raises:
         DaemonDied: (in a group) it ended by itself while the body ran.
@@ -274,23 +274,23 @@ class Daemons:
     owner: Callable[[str], str]
 
     def of(self, server: str) -> DaemonProcess:
-        """The one that sends to this server."""
+        """The sender that handles this server."""
         return self.each[self.owner(server)]
 
     async def wake(self, servers: Sequence[str]) -> None:
-        """Tell those that send to them that these servers are up; raises DaemonDied."""
+        """Tell the senders that these servers are up, each for its own; raises DaemonDied."""
         for name, daemon in self.each.items():
             mine = [server for server in servers if self.owner(server) == name]
             if mine and not daemon.away:
                 await daemon.wake(mine)
 
     async def stop(self) -> int:
-        """Ask all to drain and end; the largest exit code. Raises DaemonDied."""
+        """Ask all to drain and end; return the largest exit code. Raises DaemonDied."""
         return max([await daemon.stop() for daemon in self.each.values()])
 
     @property
     def starts(self) -> int:
-        """How often any of them was started."""
+        """The number of starts of all together."""
         return sum(daemon.starts for daemon in self.each.values())
 
     def errors(self) -> list[str]:

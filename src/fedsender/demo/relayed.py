@@ -1,4 +1,4 @@
-"""The demo's homeserver behind a relay, and two senders that know it only from there.
+"""The demo's homeserver behind a relay, and two senders that only the relay feeds.
 
 Relay and senders are processes of their own, each with files of its own, as on three hosts. The
 relay keeps so little of its log that a sender that is away for a while needs a snapshot.
@@ -34,12 +34,12 @@ BATCH = 50
 POLL_SECONDS = 0.2
 LEVEL_SECONDS = 60.0
 KEPT_BYTES = 256 * 1024
-"""The relay's retention: the shortest that it accepts."""
+"""The cap of the relay's log in bytes: the smallest that can be configured."""
 
 
 @dataclass(slots=True)
 class Relayed:
-    """The relay between homeserver and senders in such a run.
+    """The relay, the senders, and the client that appends, in such a run.
 
     Attributes:
         cut_off: the sender that is away; None: none is.
@@ -52,7 +52,7 @@ class Relayed:
     cut_off: str | None = None
 
     async def level(self) -> None:
-        """Wait until every sender holds all there is now; raises DaemonDied."""
+        """Wait until every sender has all present steps; raises DaemonDied."""
         upto = len(self.homeserver.steps)
         with trio.move_on_after(LEVEL_SECONDS):
             waiting = [daemon.directory for daemon in self.daemons.each.values()]
@@ -71,7 +71,7 @@ class Relayed:
     async def find(self, room: Room) -> None:
         """Start the sender again, once the relay's log does not reach back to it any more.
 
-        Until then long things are said in `room`. Raises DaemonDied if that never happens.
+        Until then long messages are sent in `room`. Raises DaemonDied if that never happens.
         """
         assert self.cut_off is not None
         daemon, self.cut_off = self.daemons.each[self.cut_off], None
@@ -86,7 +86,7 @@ class Relayed:
 
     @property
     def full_syncs(self) -> int:
-        """How many snapshots were taken over."""
+        """The number of snapshots that the senders have loaded."""
         return sum(daemon.count("relay_snapshot_loaded") for daemon in self.daemons.each.values())
 
 
@@ -95,7 +95,7 @@ async def _in_thread(function: Any, directory: Path) -> Any:
 
 
 def _position(directory: Path) -> int:
-    """Up to which token this sender's store has everything; 0 if it has none yet."""
+    """The token up to which this sender's store has all records; 0 if it has none yet."""
     try:
         with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as connection:
             query = "SELECT stream_id FROM federation_stream_position WHERE type = 'feed'"
@@ -106,7 +106,7 @@ def _position(directory: Path) -> int:
 
 
 def loaded_events(directory: Path) -> set[str]:
-    """The events that came to this sender's store with a snapshot."""
+    """The events of this sender's store that came with a snapshot."""
     query = "SELECT event_id FROM event_json WHERE internal_metadata LIKE '%stands_above%'"
     with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as connection:
         return {event_id for (event_id,) in connection.execute(query)}
@@ -147,7 +147,7 @@ def _shard_configuration(
 async def open_relayed(
     homeserver: Homeserver, directory: Path, ca_file: Path, runtime: Runtime
 ) -> AsyncIterator[Relayed]:
-    """Relay and senders, running; the homeserver's events are told to the relay.
+    """Run relay and senders; the homeserver's steps are appended to the relay.
 
     Raises:
         DaemonDied: (in a group) one of them ended by itself while the body ran.
@@ -188,7 +188,7 @@ async def _start(
 
 
 async def tell(homeserver: Homeserver, client: IntakeClient) -> None:
-    """Append every step, as one record each, so that the tokens are the steps'."""
+    """Append every step, as one record each, so that both have the same tokens."""
     told = 0
     while True:
         await homeserver.watermark.wait_past(told)

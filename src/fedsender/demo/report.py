@@ -1,9 +1,9 @@
 """The verdict of a demo run and its report, for people or as one JSON object per line.
 
-The verdict is good if every event reached every server that should get it, and no other. Three
-witnesses are compared: the homeserver, which knows the servers of each event; the receiving
-servers, which know the arrived events; and the daemon's ledger, which must name, for each event
-that never arrived, the newer event that stood in for it.
+The verdict: every event reached every server it should, and no other. Three witnesses are compared:
+the homeserver, which knows the servers of each event; the receiving servers, which know the events
+that arrived; and the daemon's ledger. For each event that never arrived, the ledger must name the
+newer event that stood in for it.
 """
 
 import sqlite3
@@ -28,15 +28,15 @@ from fedsender.testing.rooms import Step
 
 DELIVERED = "delivered"
 WITNESS = "witness"
-"""The lane of items that went out of turn, in the search for a refused item."""
+"""The lane of an event that was sent out of turn, to find the cause of a refusal."""
 KILL_WINDOW_S = 2.0
-"""So long before a kill an answer may have left, or be in the ledger, and yet not be known after:
-the ledger comes first, the database a moment (on a busy disk, a long one) later."""
+"""Seconds before a kill in which an answer may be given, or be in the ledger, and not be known
+after it: the ledger is written first, the database a moment later, on a busy disk a long one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The ledger's word that one event stood in for older ones of its room, at one server."""
+    """A record in the ledger that one event stood in for older ones of its room, at one server."""
 
     event_id: str
     first: int
@@ -48,17 +48,16 @@ class Claim:
 
 @dataclass(slots=True)
 class Ledger:
-    """The content of the ledger, by kind.
+    """The contents of the ledger, put in order.
 
     Attributes:
-        lines: how many attempts there are.
-        claims: (server, room id) -> the events that stood in for others there.
-        caught_up: (server, room id) of the rooms in which catch-up sent every event.
-        delivered: server -> (event id, milliseconds since the epoch, lane) of the answered events,
-        with repeats.
+        lines: the number of attempts.
+        claims: (server, room id) -> the events that stood in for older ones there.
+        caught_up: (server, room id) pairs with events that catch-up sent whole.
+        delivered: server -> (event id, milliseconds since the epoch, lane) of answered events, with
+            repeats.
         answered: (server, transaction id) of every answered attempt.
-        witnesses: (server, event id) of the events that went out of turn in the search for a
-        refused item.
+        witnesses: (server, event id) of events sent out of turn, to find the cause of a refusal.
     """
 
     lines: int = 0
@@ -98,7 +97,7 @@ def read_ledger(lines: Iterable[Mapping[str, Any]]) -> Ledger:
 
 @dataclass(slots=True)
 class Tally:
-    """The fate of the events that one server should get."""
+    """The number of events that one server should get, and their outcome."""
 
     due: int = 0
     delivered: int = 0
@@ -111,9 +110,9 @@ class Verdict:
 
     Attributes:
         missing: the events that did not arrive and are not superseded, in words.
-        wrong: everything else that must not be, in words.
-        large_gaps: (server, room) pairs where newer events stood in for older ones.
-        small_gaps: pairs where catch-up sent the missed events one by one.
+        wrong: all other faults, in words.
+        large_gaps: the number of (server, room) pairs where newer events stood in for older ones.
+        small_gaps: the number of pairs where catch-up sent each missed event.
     """
 
     servers: dict[str, Tally] = field(default_factory=dict)
@@ -129,7 +128,7 @@ class Verdict:
         return not self.missing
 
     def total(self) -> Tally:
-        """Over all servers."""
+        """The sum over all servers."""
         return Tally(
             sum(tally.due for tally in self.servers.values()),
             sum(tally.delivered for tally in self.servers.values()),
@@ -146,12 +145,11 @@ def judge(
     kills_ms: Sequence[int] = (),
     loaded: Collection[str] = (),
 ) -> Verdict:
-    """Compare the arrived events, and the ledger's content, with the events that should have
-    arrived.
+    """Compare the events that arrived, and the ledger, with the events that should have arrived.
 
     Args:
         gap_events: a gap of at most so many events in one room must have been sent whole.
-        kills_ms: when the daemon was killed, in milliseconds since the epoch.
+        kills_ms: the times when the daemon was killed, in milliseconds since the epoch.
         loaded: events that came with a snapshot; they may stand in for gaps of any size.
     """
     verdict = Verdict(ledger_lines=ledger.lines)
@@ -176,8 +174,7 @@ def judge(
 def _settle(
     due: Iterable[Step], server: ReceivingServer, ledger: Ledger, tally: Tally, verdict: Verdict
 ) -> set[tuple[str, Claim]]:
-    """Count the arrived and the superseded events; returns the claims for which only the ledger
-    speaks."""
+    """Count delivered and superseded events; return the claims that were needed for it."""
     used: set[tuple[str, Claim]] = set()
     for step in due:
         event_id, room_id = step.event.event_id, step.event.room_id
@@ -210,7 +207,7 @@ def _too_small(
 
 
 def _not_for(server: ReceivingServer, by_id: Mapping[str, Step]) -> list[str]:
-    """Events that arrived at servers that should not get them."""
+    """Events that arrived at a server that should not get them."""
     found = []
     for event_id, pdu in server.received.items():
         step = by_id.get(event_id)
@@ -234,7 +231,7 @@ def _out_of_order(server: ReceivingServer, by_id: Mapping[str, Step], ledger: Le
 
 
 def _sent_again(server: str, ledger: Ledger, kills_ms: Sequence[int]) -> list[str]:
-    """Events with two recorded answers: an answered event must not be sent again."""
+    """Events with two recorded answers: an event with an answer must not be sent again."""
     seen: dict[str, int] = {}
     found = []
     for event_id, ms, lane in ledger.delivered.get(server, ()):
@@ -252,11 +249,11 @@ def _just_before(moment: float, kills: Iterable[float]) -> bool:
 
 
 def unrecorded(receivers: Receivers, ledger: Ledger, kills: Sequence[float]) -> list[str]:
-    """Answers that are missing in the ledger.
+    """Answers that are not in the ledger.
 
     Args:
-        kills: Trio times at which the daemon was killed; an answer that left just before one may
-        not have been read.
+        kills: Trio times at which the daemon was killed; an answer given just before one may not
+            have reached it.
     """
     found = []
     for server in receivers.servers.values():
@@ -269,8 +266,9 @@ def unrecorded(receivers: Receivers, ledger: Ledger, kills: Sequence[float]) -> 
 
 
 def still_owed(directory: Path) -> list[str]:
-    """The unfinished items in the daemon's databases, after its end and the last arrival. Each of
-    them would be sent again after the next start.
+    """The items still owed by the daemon's databases, once it has ended and everything arrived.
+
+    They would be sent again after the next start.
     """
     rows = _rows(
         directory / "homeserver.sqlite3",
@@ -294,7 +292,7 @@ def _rows(database: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 SHOWN = 10
-"""So many of each kind of complaint are shown; all are counted."""
+"""The most complaints of each kind that are shown; all are counted."""
 
 
 @dataclass(slots=True)
@@ -304,9 +302,9 @@ class Summary:
     Attributes:
         events: tokens of the events stream.
         cpu_s: user and system seconds of all the daemon's processes.
-        max_rss_mb: the largest of them at its largest, in MiB.
+        max_rss_mb: the largest resident memory of one of them, in MiB.
         exit_code: of the daemon.
-        complaints: the faults by kind, in words.
+        complaints: the faults found, by kind, in words.
     """
 
     events: int
@@ -358,7 +356,7 @@ class Summary:
 
 @dataclass(slots=True)
 class PartTally:
-    """The results of all servers that play the same part."""
+    """The figures of all servers with the same part."""
 
     servers: int = 0
     due: int = 0
@@ -388,7 +386,7 @@ def by_part(
 
 
 class Report:
-    """Tells a run as it goes. Progress goes to standard error, results to standard output."""
+    """Reports a run. Progress goes to standard error, results to standard output."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json
@@ -417,7 +415,7 @@ class Report:
         self._progress.stop()
 
     def say(self, what: str, **details: Any) -> None:
-        """Something happened that is worth a line."""
+        """Print a line about an event of the run."""
         if self._as_json:
             self._line(what, details)
         else:
@@ -428,12 +426,12 @@ class Report:
                 )
 
     def advance(self, events: int, of_events: int, delivered: int, due: int) -> None:
-        """The progress; superseded events count as delivered."""
+        """Show the progress; superseded events count as delivered."""
         self._progress.update(self._events, completed=events, total=of_events)
         self._progress.update(self._deliveries, completed=delivered, total=due)
 
     def conclude(self, summary: Summary, parts: Mapping[str, PartTally]) -> None:
-        """The tables, and the faults."""
+        """Print the tables and the faults found."""
         self._progress.stop()
         if self._as_json:
             for part, tally in parts.items():
@@ -452,7 +450,7 @@ class Report:
         figures: Mapping[str, Any],
         complaints: Mapping[str, list[str]],
     ) -> None:
-        """The tables of a run among hostile servers: `servers` and `attacks` by kind."""
+        """Print the tables of a run among hostile servers: `servers` and `attacks` by kind."""
         self._progress.stop()
         if self._as_json:
             for kind, count in servers.items():

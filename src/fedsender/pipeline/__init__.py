@@ -1,9 +1,9 @@
 """The data pipeline: proof of delivery, on Spark, from a laptop to a cluster.
 
-`ingest` brings the rows of a homeserver and of the ledger into a lake of Parquet files (`lake`,
-`schemas`); every other job is a read of the lake, transforms from DataFrame to DataFrame, and a
-write. The servers that should get an event are never spelt out per event and server: they are kept
-as intervals of stream orderings per room and server (`intervals`), and the ledger is held against
+`ingest` brings the data of a homeserver and of the ledger into a lake of Parquet files (`lake`,
+`schemas`). Every other job is a read of the lake, transforms from DataFrame to DataFrame, and a
+write. The servers that should get each event are never stored per event and server. They are stored
+as intervals of stream orderings per room and server (`intervals`), and the ledger is compared with
 those.
 
 Nothing of the daemon imports this package, and Spark is imported by functions, when a job runs.
@@ -15,9 +15,9 @@ SKEW_MS: Final = 300_000
 
 
 def latest_ms() -> int:
-    """The reader's clock and 5 minutes, in ms since the epoch.
+    """The reader's clock plus 5 minutes, in ms since the epoch.
 
-    No time that stands somewhere counts as later: one clock that was a year ahead, once, would else
+    No stored time counts as later than this. Otherwise one clock that was once a year ahead would
     make everything after it look old.
     """
     # Here, because the command line's help waits for whatever is imported above.
@@ -27,11 +27,11 @@ def latest_ms() -> int:
 
 
 class PipelineError(Exception):
-    """A job cannot go on; the text names the file, table or setting and the remedy."""
+    """A job cannot go on; the text names the file, table or setting, and the remedy."""
 
 
 class Busy(PipelineError):
-    """Another job works on the lake: this one has found nothing wrong, and may be tried later."""
+    """Another job works on the lake: this one has found no fault, and may be tried later."""
 
 
 class Usage(PipelineError):

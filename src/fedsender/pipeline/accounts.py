@@ -4,15 +4,15 @@ missing.
 **Coverage.** The events of ours in a room are numbered in stream order: their *places*. An interval
 of membership, a stretch that catch-up stood in for, the events that a server is still owed: all are
 ranges of places of one room and server. So is a run of deliveries, once those that touch have been
-put together. One pass over the beginnings and ends of a room and server, in order, gives stretches
-of one fate each, never rows of (event, server). Only missing stretches are taken apart into events.
-Where several fates hold for an event and server, the first of `schemas.FATES` stands.
+put together. One pass over the starts and ends of a room and server, in order, gives stretches of
+one fate each, never rows of (event, server). Only missing stretches are split into events. Where
+several fates hold for an event and server, the first of `schemas.FATES` counts.
 
-**Notes.** A sender is asked for the events above the position at which it took the stream over
-(`owned`), up to the one at which another took it (`handed_over`). Events that it had not delivered
-by then are the other's too: all above the low-water mark that its own answers had proven. Events
-that an operator purged, or that the lists forbade at the time (`denied`), were given up. Notes are
-few, and read by Python, as ranges of stream orderings clipped to the expected ones.
+**Notes.** A sender is responsible for the events above the position at which it took the stream
+over (`owned`), up to the position at which another took it (`handed_over`). Events that it had not
+delivered by then are the other's too: all above the low-water mark that its own answers had proven.
+Events that an operator purged, or that the lists forbade at the time (`denied`), were given up.
+Notes are few. Python reads them, as ranges of stream orderings clipped to the expected ones.
 """
 
 import datetime
@@ -63,12 +63,13 @@ class Range:
 
 @dataclass(slots=True)
 class Gap:
-    """While another sender had the stream: the events in (after, upto].
+    """The events in (after, upto], while another sender had the stream.
 
     Attributes:
-        ms: when it was handed over. Events that were answered before that are proven to be ours.
+        ms: the time of the hand-over. Events answered before it are proven to be ours.
         upto: None: it has the stream still.
-        floors: server -> above which it was owed events, where its low-water mark does not say so.
+        floors: server -> the stream ordering above which it was owed events, where its low-water
+            mark does not show it.
     """
 
     after: int
@@ -82,9 +83,9 @@ class Ownership:
     """The ownership by the notes of one sender.
 
     Attributes:
-        began: the lowest position at which it took the stream over; None: nothing says so.
+        began: the lowest position at which it took the stream over; None: there is no such note.
         lists: [lists as JSON, first event, last event] while these forbade servers.
-        purged: the ranges that were given up so.
+        purged: the events that were given up by a purge.
     """
 
     began: int | None = None
@@ -104,7 +105,7 @@ def ownership(attempts: "DataFrame", instance: str) -> Ownership:
 
 
 def read_notes(notes: Iterable[dict[str, Any]]) -> Ownership:
-    """The same of lines in any order."""
+    """The ownership by these notes, in any order."""
     found = Ownership()
     floors: dict[str, int] = {}
     gap: Gap | None = None
@@ -134,8 +135,11 @@ def read_notes(notes: Iterable[dict[str, Any]]) -> Ownership:
 
 
 def _in_order(note: dict[str, Any]) -> tuple[int, int, int, bool]:
-    """As they were written: a start that finds the stream moved notes both in one millisecond, and
-    so may a hand-back, which is at the position where it began."""
+    """The sort key of a note, for the order in which notes were written.
+
+    A start that finds the stream moved writes both notes in one millisecond. So may a hand-back,
+    which is at the position where it began.
+    """
     every = note["destination"] == EVERY_SERVER
     return note["ms"], note["position"], _RANK[note["outcome"]], every
 
@@ -143,11 +147,12 @@ def _in_order(note: dict[str, Any]) -> tuple[int, int, int, bool]:
 def let_go(
     owned: Ownership, attempts: "DataFrame", spans: "DataFrame", config: Config
 ) -> "DataFrame | None":
-    """The expected ranges (room_id, server, first, last) that were not this sender's or were given
-    up: with `kind`, `not_ours` or `given_up`; None: nothing.
+    """The expected ranges that were not this sender's or were given up; None: there are none.
+
+    Columns: room_id, server, first, last, kind (`not_ours` or `given_up`).
 
     Raises:
-        PipelineError: a note's lists are none.
+        PipelineError: a note's lists cannot be read.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -170,7 +175,7 @@ def let_go(
 
 
 def _denied(owned: Ownership, spans: "DataFrame", config: Config) -> list[Range]:
-    """Servers that may be sent to now, while the lists of then forbade it."""
+    """The ranges of servers that are allowed now, but were forbidden by the lists at that time."""
     if not owned.lists:
         return []
     names = [row["server"] for row in spans.select("server").distinct().toLocalIterator()]
@@ -195,8 +200,10 @@ def _config_of(lists: str, config: Config) -> Config:
 
 
 def _handed_over(gaps: Sequence[Gap], attempts: "DataFrame", spans: "DataFrame") -> "DataFrame":
-    """server, first, last, kind: each server's backlog at a hand-over, up to its end: all above the
-    highest low-water mark that one of our answers had proven by then."""
+    """server, first, last, kind: the events that each server was owed in a gap.
+
+    They are all above the highest low-water mark that one of our answers had proven by its start.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     moments = F.from_json(F.lit(json.dumps([gap.ms for gap in gaps])), "ARRAY<BIGINT>")
@@ -231,7 +238,7 @@ def _handed_over(gaps: Sequence[Gap], attempts: "DataFrame", spans: "DataFrame")
 
 
 def clipped(ranges: "DataFrame", spans: "DataFrame") -> "DataFrame":
-    """Those parts of ranges of servers in which something is expected, by room."""
+    """The parts of ranges of servers in which events are expected, by room."""
     from pyspark.sql import functions as F  # noqa: N812
 
     own = ranges.withColumnsRenamed({"first": "its_first", "last": "its_last"})
@@ -258,9 +265,9 @@ _KINDS: Final = (EXPECTED, *FATES[:-1])
 def placed(events: "DataFrame", since: datetime.date | None = None) -> "DataFrame":
     """room_id, stream_ordering, event_id, day, place (1 for the first of its room).
 
-    The day is that on which the homeserver received the event, not after today, and never before
-    that of an event ahead of it in the room, so that a day is a range of places too. Events before
-    `since` have no place.
+    The day is that on which the homeserver received the event. It is not after today, and never
+    before the day of an earlier event of the room, so that a day is a range of places too. Events
+    before `since` have no place.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -283,7 +290,7 @@ def placed(events: "DataFrame", since: datetime.date | None = None) -> "DataFram
 def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
     """Ranges of stream orderings (first, last: null is no end) as ranges of places, `lo` to `hi`.
 
-    Those without an event of ours in them are dropped. One pass over each room, in order.
+    Ranges without an event of ours are dropped. It is one pass over each room, in order.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -317,11 +324,11 @@ def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
 
 
 def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
-    """The begins and ends of ranges of stream orderings (first, last: null is no end), as places:
-    server, room_id, kind, lo, n (1 or -1).
+    """The starts and ends of ranges of stream orderings (first, last: null is no end), as places.
 
-    `stretches` needs no more than the ends, so it is not needed which belong together: one pass
-    over each room, in order. A range without an event of ours ends where it begins.
+    Columns: server, room_id, kind, lo, n (1 or -1). `stretches` needs no more than these, so start
+    and end of a range need not be paired: it is one pass over each room, in order. A range without
+    an event of ours ends where it starts.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -354,11 +361,10 @@ def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
 
 
 def answers(pdus: "DataFrame") -> "DataFrame":
-    """The fate of each (server, event) that the ledger knows: server, event_id,
-    stream_ordering, kind.
+    """The fate of each (server, event) in the ledger: server, event_id, stream_ordering, kind.
 
-    Of every table here the ledger is the largest, so it goes over the wire once, as few columns,
-    spread by the key with which `points` looks its events up.
+    The ledger is the largest table here. So it goes over the wire once, with few columns, and is
+    partitioned by the columns by which `points` looks events up.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -388,8 +394,10 @@ def answers(pdus: "DataFrame") -> "DataFrame":
 
 
 def failures(pdus: "DataFrame") -> "DataFrame":
-    """Of each (server, event), the attempts that were not answered with 200: server, event_id,
-    stream_ordering, attempts, last_ms, last_outcome."""
+    """The attempts that were not answered with 200, by server and event.
+
+    Columns: server, event_id, stream_ordering, attempts, last_ms, last_outcome.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     return (
@@ -404,10 +412,10 @@ def failures(pdus: "DataFrame") -> "DataFrame":
 
 
 def points(pairs: "DataFrame", places: "DataFrame") -> "DataFrame":
-    """Single events (server, event_id, stream_ordering, kind) as places: server, room_id, kind, lo,
-    n (0: this place alone).
+    """Single events (server, event_id, stream_ordering, kind) as places.
 
-    Stream orderings alone would do, were it not for databases that came back from a backup.
+    Columns: server, room_id, kind, lo, n (0: this place alone). Stream orderings alone would be
+    enough, except for databases that were restored from a backup.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -485,7 +493,7 @@ def by_day(found: "DataFrame", places: "DataFrame") -> "DataFrame":
 
 
 def events_of(found: "DataFrame", places: "DataFrame") -> "DataFrame":
-    """Stretches taken apart into events: server, room_id, stream_ordering, event_id, day."""
+    """The events of stretches: server, room_id, stream_ordering, event_id, day."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return (
@@ -496,7 +504,7 @@ def events_of(found: "DataFrame", places: "DataFrame") -> "DataFrame":
 
 
 def places_of(spark: "SparkSession", lake: Lake, since: datetime.date | None) -> "DataFrame":
-    """The events to look at, as `coverage.placed` has them: ours, and of known servers."""
+    """The events to look at, with the columns of `placed`: events of ours with known servers."""
     unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering")
     known = intervals.ours(spark, lake).join(
         unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti"
@@ -516,7 +524,7 @@ class Known:
 
 
 class Accounts:
-    """The frames that an audit is made of."""
+    """The frames of an audit."""
 
     def __init__(
         self,
@@ -536,7 +544,7 @@ class Accounts:
         self._spans = intervals.sent_to(lake.frame(spark, schemas.INTERVALS), config)
 
     def stretches(self) -> "DataFrame":
-        """Every place that is expected, with its fate."""
+        """Stretches of all expected places, with their fates."""
         from pyspark.sql import functions as F  # noqa: N812
 
         spans = (
@@ -557,8 +565,10 @@ class Accounts:
         return self._lake.frame(self._spark, table)
 
     def _stood_in(self) -> "DataFrame":
-        """server, room_id, first, last, by, ms, refused, kind: the events that an event of catch-up
-        stood in for, or would have, had its server not refused it."""
+        """The ranges that an event of catch-up stood in for, unless its server refused it.
+
+        Columns: server, room_id, first, last, by, ms, refused, kind.
+        """
         from pyspark.sql import functions as F  # noqa: N812
 
         return self._pdus.where("outcome = 'delivered' and supersedes_from is not null").select(
@@ -575,8 +585,10 @@ class Accounts:
         )
 
     def _before_ledger(self) -> "DataFrame":
-        """The ledger begins where it says that the stream became ours, or with the first event that
-        was live in it: older events may have been delivered before there was one."""
+        """The ranges before the ledger's start: their events may have been delivered before it.
+
+        It starts with its note that the stream became ours, or with its first live event.
+        """
         from pyspark.sql import functions as F  # noqa: N812
 
         columns = ("lane", "stream_ordering")
@@ -595,9 +607,11 @@ class Accounts:
         )
 
     def _owed(self) -> "DataFrame":
-        """The deliveries that the databases still owe: a room with a newest event for a server
-        above the low-water mark is owed from that mark on, or, in catch-up, from the last answered
-        event."""
+        """The deliveries that the databases still owe.
+
+        A room with a newest event above the server's low-water mark is owed from that mark on, or,
+        in catch-up, from the last answered event on.
+        """
         from pyspark.sql import functions as F  # noqa: N812
 
         rooms = self._table(schemas.DESTINATION_ROOMS)
@@ -626,7 +640,7 @@ class Accounts:
         )
 
     def _accepted(self) -> "DataFrame":
-        """Ranges that the operator accepts, where something is expected."""
+        """Ranges that the operator accepts, where events are expected."""
         from pyspark.sql import functions as F  # noqa: N812
 
         ranges = self._table(schemas.ACCEPTED).where("event_id is null")
@@ -640,8 +654,10 @@ class Accounts:
         return clipped(found.withColumn("kind", F.lit("accepted")), self._spans)
 
     def _taken_out(self) -> "DataFrame":
-        """Single events that stand in quarantine, were dropped there, or are accepted. Of events at
-        every server, a row for each that should get them: they are few."""
+        """Single events that are in quarantine, were dropped from it, or are accepted.
+
+        An event for every server has a row for each server that should get it: these are few.
+        """
         from pyspark.sql import functions as F  # noqa: N812
 
         columns = ("destination", "room_id", "stream_ordering", "event_id")
@@ -720,7 +736,7 @@ class Accounts:
         )
 
     def missing(self, found: "DataFrame") -> "DataFrame":
-        """Each missing event, and the records that explain it, if there are any."""
+        """Each missing event and server, and the reasons, as far as they are on record."""
         from pyspark.sql import functions as F  # noqa: N812
 
         gone = events_of(found.where("fate = 'missing'"), self.places)
@@ -751,7 +767,7 @@ class Accounts:
         )
 
     def _told_by_us_alone(self) -> "DataFrame":
-        """The server that an event turns away, where other senders do not tell it (W26)."""
+        """The server of a user turned away by an event that other senders do not tell it (W26)."""
         from pyspark.sql import functions as F  # noqa: N812
 
         alone = intervals.ours(self._spark, self._lake).where(intervals.told_by_us_alone())
@@ -763,7 +779,7 @@ class Accounts:
 
 
 def _reasons() -> "Iterator[Column]":
-    """The chain from the fan-out to the server, each link as it is on record."""
+    """The records of each step of a delivery, from the fan-out to the server, as sentences."""
     from pyspark.sql import functions as F  # noqa: N812
 
     def said(*parts: "str | Column") -> "Column":

@@ -1,11 +1,10 @@
-"""`fedsender pipeline audit`: the deliveries that are expected, compared with those that are
-proven.
+"""`fedsender pipeline audit`: the expected deliveries, compared with those that are proven.
 
 Expected: the lake's intervals and events, up to the position that the last ingest read. Proven: the
 ledger, from the lake and, for newer lines, from the segments themselves, also the open ones. A line
-is in the ledger before the homeserver's database learns of it, so all that this database counted as
-delivered at the ingest is there. A delivery that is neither proven nor owed by the databases of
-then is missing.
+is in the ledger before the homeserver's database has it. So all that this database counted as
+delivered at the ingest is there. A delivery is missing if it is not proven, and the databases did
+not owe it at the ingest.
 
 `audit --accept FILE`: deliveries that an operator accepts as not made, so that they are not
 missing. A line is a server (`*`: every one) and an event, or a range of stream orderings:
@@ -15,8 +14,8 @@ missing. A line is a server (`*`: every one) and an event, or a range of stream 
     * 100-250                         the same at every server
     # a comment
 
-Accepted deliveries stand in the lake and hold for later audits, until another file replaces them;
-an empty one takes all of them back.
+Accepted deliveries are stored in the lake and hold for later audits, until another file replaces
+them. An empty file removes all of them.
 """
 
 import datetime
@@ -52,9 +51,9 @@ class Audited:
 
     Attributes:
         upto: the stream ordering up to which events were looked at.
-        expected: pairs of event and server.
-        counts: fate -> pairs.
-        unknown_hosts: events with unknown servers, which are in no other figure.
+        expected: the number of pairs of event and server.
+        counts: fate -> number of pairs.
+        unknown_hosts: the number of events with unknown servers; no other figure has them.
         shown: the first of the missing events, as dictionaries.
     """
 
@@ -66,7 +65,7 @@ class Audited:
 
     @property
     def missing(self) -> int:
-        """Pairs that nothing accounts for."""
+        """The number of pairs that no record accounts for."""
         return self.counts["missing"]
 
     def as_json(self) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def audit(
     *,
     since: datetime.date | None = None,
 ) -> Audited:
-    """Look at every pair of event and server, and leave the findings in the lake.
+    """Look at every pair of event and server, and store the findings in the lake.
 
     Args:
         since: the first day of events to look at.
@@ -131,7 +130,7 @@ def audit(
 
 
 def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
-    """The last audit in the lake, in few figures; `shown` of the missing events."""
+    """The figures of the last audit in the lake, with the first `shown` missing events."""
     from pyspark.sql import functions as F  # noqa: N812
 
     columns = (accounts.EXPECTED, *FATES)
@@ -154,15 +153,16 @@ def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
 
 
 def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: Steps) -> Repaired:
-    """Hand the missing events to the daemon, which sends them by its own rules: only to servers
-    that may see the event, in its own time, with a line in the ledger.
+    """Hand the missing events to the daemon, which sends them again by its own rules.
+
+    It sends only to servers that may see the event, in its own time, with a line in the ledger.
 
     Args:
         pages: [server, event id] pairs, as many at once as the endpoint takes: `missing_pairs`.
-        total: how many pairs there are.
+        total: the number of pairs.
 
     Raises:
-        PipelineError: the daemon cannot be asked; pairs that it has accepted stay accepted.
+        PipelineError: the daemon cannot be asked; events that it has accepted stay accepted.
     """
     told = Repaired()
     client = AdminClient.of(config)
@@ -184,7 +184,7 @@ def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: 
 def missing_pairs(
     spark: "SparkSession", lake: Lake, size: int = PAIRS_AT_ONCE
 ) -> Iterator[list[list[str]]]:
-    """[server, event id] of all that the last audit missed, oldest first, `size` at once."""
+    """[server, event id] of all missing events of the last audit, oldest first, `size` at once."""
     rows = lake.frame(spark, schemas.MISSING).orderBy("stream_ordering", "server")
     pairs: list[list[str]] = []
     for row in rows.select("server", "event_id").toLocalIterator():
@@ -208,11 +208,11 @@ def _oldest(places: "DataFrame") -> int | None:
 def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int | None) -> Known:
     """The ledger's lines: from the lake, and from segments that it has not read.
 
-    Segments that are not in the lake are read here and now: the daemon goes on writing.
+    Lines that are not in the lake are read at once, as the daemon goes on writing.
 
     Args:
-        oldest: of PDUs only the events from this stream ordering on, and those that stand in for
-            them. Not by time: the homeserver's clock and the ledger's may be any distance apart.
+        oldest: only PDUs of events from this stream ordering on, or PDUs that stand in for them;
+            None: all. Not by time: the homeserver's clock and the ledger's may differ by any time.
 
     Raises:
         PipelineError: the ledger cannot be read.
@@ -253,7 +253,7 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
     """The rows for the table `accepted`.
 
     Raises:
-        Usage: the file cannot be read, or lines of it cannot: it names the first of them by number.
+        Usage: the file, or a line of it, cannot be read; the text has the numbers of such lines.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -285,7 +285,7 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
 
 
 def accept(lake: Lake, rows: list[dict[str, Any]]) -> None:
-    """Put these rows in place of those accepted before."""
+    """Replace the accepted deliveries by these rows."""
     import pyarrow as pa
 
     with lake.commit() as commit:

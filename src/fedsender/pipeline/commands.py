@@ -1,4 +1,4 @@
-"""`fedsender pipeline`: the jobs, as an operator calls them. Exit codes are the command line's."""
+"""The commands of `fedsender pipeline`, one for each job. Exit codes are the command line's."""
 
 import datetime
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fedsender.pipeline.session import Steps
 
 BUSY: Final = os.EX_TEMPFAIL
-"""Exit code 75: another job works on the lake. Not 1, which says that deliveries are missing."""
+"""Exit code 75: another job works on the lake. Code 1 would mean that deliveries are missing."""
 
 app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark.")
 
@@ -34,9 +34,9 @@ def job(
 ) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
     """The parts of a job: a Spark session, the lake, the configuration, and its display.
 
-    Errors of the pipeline become errors of the command line; it exits with 1, with 2 for usage, or
-    with 75 where another job works on the lake. SIGTERM ends it as Ctrl-C does: uncommitted work is
-    taken back, and Java ends.
+    The command line shows errors of the pipeline. It exits with 1, with 2 for usage, or with 75
+    where another job works on the lake. SIGTERM ends it as Ctrl-C does: uncommitted changes are
+    discarded, and Java ends.
     """
     from fedsender.config import load
     from fedsender.pipeline.lake import open_lake
@@ -81,7 +81,7 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 @app.command()
 def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
-    """Bring new rows of the homeserver's database and of the ledger into the lake."""
+    """Bring new rows of the homeserver's database, and new ledger lines, into the lake."""
     from fedsender.pipeline.ingest import ingest as run
 
     with job("ingest", config, create=True) as (spark, lake, loaded, steps):
@@ -177,7 +177,7 @@ def audit(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Compare the deliveries that should have been with those that the ledger proves."""
+    """Compare the expected deliveries with those that the ledger proves."""
     from fedsender.pipeline import audit
     from fedsender.pipeline import audit as module
 
@@ -241,7 +241,7 @@ def health(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Find out from the ledger which servers are well; the daemon reads the result."""
+    """Compute the health of the servers from the ledger, for the daemon."""
     from fedsender.pipeline import health as module
 
     with job("health", config) as (spark, lake, loaded, steps):
@@ -262,7 +262,7 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show the load of other numbers of senders, and the servers that would move."""
+    """Show the load of each sender in another list of senders, and the servers that would move."""
     from fedsender.pipeline import plan as module
 
     try:
@@ -323,7 +323,7 @@ ReportFile = Annotated[
 
 @app.command()
 def report(config: ConfigFile, output: ReportFile = None) -> int:
-    """Write one HTML page that shows how deliveries go."""
+    """Write one HTML page about the deliveries."""
     from fedsender.pipeline import report as module
 
     _check_target("-o", output)
@@ -335,7 +335,7 @@ def report(config: ConfigFile, output: ReportFile = None) -> int:
 
 
 def _check_target(option: str, path: Path | None) -> None:
-    """Before anything is computed: that a file can be put there."""
+    """Check, before the job starts, that a file can be written there."""
     if path is None:
         return
     directory = path.absolute().parent
@@ -349,8 +349,7 @@ def _check_target(option: str, path: Path | None) -> None:
 
 @app.command()
 def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) -> int:
-    """All that a scheduled run does: ingest, audit, health, report. Exits with 1 if anything is
-    missing."""
+    """Do a scheduled run: ingest, audit, health, report. Exits with 1 if an event is missing."""
     from fedsender.pipeline import audit as audit_module
     from fedsender.pipeline import health as health_module
     from fedsender.pipeline import ingest as ingest_module

@@ -1,10 +1,10 @@
-"""`fedsender pipeline health`: which servers are well, from the ledger as it grows.
+"""`fedsender pipeline health`: the health of servers, from the ledger as it grows.
 
-A Spark stream takes up each segment once it is closed. Each batch is summed up by Spark per server
-and hour, and comes as rows of servers and hours into one small SQLite file (`fedsender.health`):
-a copy of it takes them in and is renamed over it, with the number of the batch in it. The stream's
-checkpoint says which segments are done; a batch that is repeated after a crash finds its number in
-the file and is left alone. So every line counts exactly once.
+A Spark stream reads each segment once it is closed. Spark sums up each batch per server and hour.
+The sums, as rows of servers and hours, go into one small SQLite file (`fedsender.health`): into a
+copy of it, with the number of the batch, which is then renamed over it. The stream's checkpoint has
+the segments that are done. A batch that is repeated after a crash has its number in the file
+already, and is skipped. So every line counts exactly once.
 """
 
 import json
@@ -36,7 +36,7 @@ KEEP_WINDOWS_MS: Final = 2 * DAY_MS
 KEEP_ILLNESSES_MS: Final = 90 * DAY_MS
 SEGMENTS_PER_BATCH: Final = 64
 STEP: Final = 1.1
-"""Latencies are counted by powers of this; so a percentile is right to 5 %."""
+"""Latencies are counted by powers of this; so a percentile is accurate to 5 %."""
 FAILURES: Final = tuple(outcome.value for outcome in RULES)
 
 
@@ -57,10 +57,11 @@ def health(
     *,
     every_seconds: float | None = None,
 ) -> Absorbed:
-    """Take up new lines of the ledger.
+    """Read the new segments of the ledger into the file.
 
     Args:
-        every_seconds: go on until interrupted, looking that often; None: until nothing is new.
+        every_seconds: seconds between two looks, until interrupted; None: stop after all present
+            segments.
 
     Raises:
         PipelineError: the ledger cannot be read, or another such job runs.
@@ -130,7 +131,7 @@ def _lines(spark: "SparkSession", ledger: Path) -> "DataFrame":
 
 
 def windows(lines: "DataFrame") -> "DataFrame":
-    """server, hour_ms and the columns of the file's `windows`, the maps as JSON."""
+    """server, hour_ms, and the other columns of the file's `windows`, maps as JSON."""
     from pyspark.sql import functions as F  # noqa: N812
 
     delivered = F.col("outcome") == "delivered"
@@ -177,8 +178,11 @@ def windows(lines: "DataFrame") -> "DataFrame":
 
 
 def streaks(lines: "DataFrame") -> "DataFrame":
-    """Attempts of one server in a row that went alike: server, well, first_ms, last_ms, attempts,
-    first_outcome, last_outcome. Attempts that tell nothing about the server are passed over."""
+    """Series of attempts of one server that all succeeded, or all failed.
+
+    Columns: server, well, first_ms, last_ms, attempts, first_outcome, last_outcome. Outcomes that
+    tell nothing about the server are skipped.
+    """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -208,21 +212,23 @@ def streaks(lines: "DataFrame") -> "DataFrame":
 
 
 class HealthFile:
-    """The SQLite file and the checkpoint that belongs to it: one is worth nothing without the
-    other, so a half without its other half is begun anew."""
+    """The SQLite file and the checkpoint that belongs to it.
+
+    One is of no use without the other. So if one is lost, the other is begun anew.
+    """
 
     def __init__(self, path: Path, checkpoint: Path) -> None:
         self.path = path
         self.checkpoint = checkpoint
 
     def prepare(self) -> None:
-        """Before a stream starts: a checkpoint without its file is removed."""
+        """Remove a checkpoint without its file, before a stream starts."""
         stream = self._stream()
         if stream is not None and self._meta().get("stream") != stream:
             shutil.rmtree(self.checkpoint)
 
     def _stream(self) -> str | None:
-        """The stream's own name for itself, which it keeps over restarts."""
+        """The stream's id, which stays the same over restarts; None: there is no checkpoint."""
         try:
             found: str = json.loads((self.checkpoint / "metadata").read_text())["id"]
         except FileNotFoundError:
@@ -253,7 +259,7 @@ class HealthFile:
         return servers, ill
 
     def take(self, batch: "DataFrame", number: int) -> bool:
-        """Take up a batch of lines; False: it was in there already."""
+        """Add a batch of lines; return False if the file has it already."""
         stream, meta = self._stream(), self._meta()
         ours = meta.get("stream") == stream
         if ours and int(meta["batch"]) >= number:
@@ -281,7 +287,7 @@ class HealthFile:
 
     @contextmanager
     def _replacing(self, *, keep: bool) -> Iterator[sqlite3.Connection]:
-        """A copy of the file (or an empty one), which takes its place when the body ends."""
+        """Open a copy of the file (or an empty one); it replaces the file when the body ends."""
         draft = self.path.with_name(f"{self.path.name}.new")
         draft.unlink(missing_ok=True)
         if keep:
@@ -300,7 +306,7 @@ class HealthFile:
 
 
 def _back_to_the_present(connection: sqlite3.Connection, latest: int) -> None:
-    """Bring times from a clock that was ahead, in an earlier run, back to now."""
+    """Set times of an earlier run with a clock that was ahead back to `latest`."""
     connection.execute("DELETE FROM windows WHERE hour_ms > ?", (latest,))
     for table, column in (
         ("states", "last_ms"),
@@ -342,7 +348,7 @@ def _with_newest(lines: "DataFrame", newest: list[tuple[str, int]]) -> "DataFram
 
 
 def _add_streaks(connection: sqlite3.Connection, rows: Iterator[Any]) -> None:
-    """Go on with each server's story."""
+    """Add the streaks to each server's state and illnesses."""
     for row in rows:
         server, first, last = row["server"], row["first_ms"], row["last_ms"]
         known = connection.execute(
@@ -373,7 +379,7 @@ def _add_streaks(connection: sqlite3.Connection, rows: Iterator[Any]) -> None:
 
 
 def _sum_up(connection: sqlite3.Connection) -> int:
-    """Let old windows go, and make `servers` of the last day; the newest line's time."""
+    """Delete old rows, and make `servers` from the last day; return the newest line's time."""
     (newest,) = connection.execute("SELECT COALESCE(MAX(last_ms), 0) FROM states").fetchone()
     connection.execute("DELETE FROM windows WHERE hour_ms < ?", (newest - KEEP_WINDOWS_MS,))
     connection.execute("DELETE FROM illnesses WHERE ended_ms < ?", (newest - KEEP_ILLNESSES_MS,))

@@ -1,9 +1,8 @@
 """`fedsender pipeline ingest`: bring new rows into the lake.
 
-Each step commits by itself, so that a job that is killed goes on where it was; run twice, it
-changes nothing. Events come first, up to the position that the fan-out had then; whatever is read
-after them can only know more. The last step derives from all of it the servers that should get each
-event.
+Each step commits by itself, so that a killed job continues from there; a second run changes
+nothing. Events come first, up to the position that the fan-out had then; the later reads are at
+least as new. The last step derives the servers that should get each event.
 """
 
 from collections.abc import Iterable, Iterator
@@ -74,7 +73,7 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
 def _rooms(
     lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested
 ) -> Iterator[Source]:
-    """The source of events and of the servers of rooms."""
+    """The source of events and of the servers of rooms: the homeserver's database, or a relay's."""
     if config.pipeline.relay is None:
         yield main
         return
@@ -87,7 +86,7 @@ def _rooms(
 
 
 def read_homeserver(lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested) -> None:
-    """Events, and the servers of their rooms."""
+    """Read events, and the servers of their rooms."""
     synapse = config.homeserver.kind == "synapse"
     upto = sources.events_position(main, config.instance_name)
     before = lake.position("events", 0)
@@ -125,7 +124,7 @@ def _append_parts(commit: Commit, table: schemas.LakeTable, rows: "pyarrow.Table
 
 
 def _batches(pages: Iterable["pyarrow.Table"]) -> Iterator["pyarrow.Table"]:
-    """Pages, put together until they are worth a commit and a file."""
+    """The pages, joined to batches that are large enough for a commit and a file."""
     import pyarrow as pa
 
     waiting: list[pyarrow.Table] = []
@@ -164,7 +163,7 @@ def _read_state(
 
 
 def _read_groups(lake: Lake, main: Source, state: Source, steps: Steps, told: Ingested) -> None:
-    """State groups, with their members: one commit, since neither is of use without the other."""
+    """Read state groups and their members in one commit: neither is of use without the other."""
     after = lake.position("state_groups")
     newest = state.read(sources.newest_state_group)
     if newest <= after:
@@ -184,7 +183,7 @@ def _read_groups(lake: Lake, main: Source, state: Source, steps: Steps, told: In
 
 
 def _read_room_servers(lake: Lake, main: Source, steps: Steps, upto: int) -> int:
-    """The intervals that changed since; read after the events, so they know at least as much."""
+    """Read the intervals that changed, after the events, so that they are at least as new."""
     after = lake.position("room_servers")
     found = 0
     if upto <= after:
@@ -216,7 +215,7 @@ def _read_snapshots(
 def read_ledger(
     spark: "SparkSession", lake: Lake, directory: Path, steps: Steps, told: Ingested
 ) -> None:
-    """The ledger's closed segments that are new."""
+    """Read the ledger's closed segments that are new."""
     from pyspark.errors import PySparkException
 
     if not directory.is_dir():
@@ -243,7 +242,7 @@ def read_ledger(
 
 
 def derive(spark: "SparkSession", lake: Lake, server_name: str, steps: Steps) -> None:
-    """`intervals` and `unknown_hosts`, anew if there is anything new."""
+    """Make `intervals` and `unknown_hosts` again if there are new events."""
     upto = lake.position("events", 0)
     if lake.position("intervals") == upto:
         return

@@ -2,23 +2,23 @@
 
 The rules are the fan-out's (`sender.routing`), applied to whole tables. Servers in the room come
 from Synapse's state groups or from the embedded store's own intervals. Single events add
-exceptions, the sparse part: servers that an event kicked, uninvited or let in, the server for which
-it is sent, and servers that the feed names beyond its room's.
+exceptions, the sparse part: servers that an event kicked, uninvited or let in, the server that it
+is sent on behalf of, and servers that the feed names beyond its room's.
 
 All of it is arithmetic with *changes*: a server is in a room from a change on, and out from the
-next. An exception is two of them, and two at one place are none.
+next. An exception is two changes, and two changes at one place cancel each other.
 
 **State groups.** A state group is a difference to an earlier one, so the groups of a room are
 trees: a long trunk, a new tree whenever Synapse stores a full state, a branch wherever the room's
 history forked. They are laid out so that all descendants of a group follow it without a gap
 (`lay_out`). So a group has a *place*, and an entry of a group holds from its place to the end of
-its branch, unless one further down says otherwise. A server's membership is then a handful of
-intervals of places, however many groups there are: the cost is the number of changes, never groups
-times members.
+its branch, unless an entry further down replaces it. A server's membership is then a few intervals
+of places, however many groups there are. The cost is the number of changes, never groups times
+members.
 
-Events walk over the places in stream order. A server comes or goes between two events of ours if
-the step from one place to the other crosses an odd number of its interval ends: one along a trunk,
-several where the walk jumps between branches.
+Events go over the places in stream order. A server comes or goes between two events of ours if the
+step from one place to the other crosses an odd number of its interval ends: one along a trunk,
+several where the step goes from one branch to another.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -43,10 +43,10 @@ def server_of(user: "Column") -> "Column":
 
 
 def shard_of(server: "Column", shards: int) -> "Column":
-    """The index of the sender that handles a server, as `matrix.shard_of` says it.
+    """The index of the sender that handles a server, equal to `matrix.shard_of`.
 
-    All 32 bytes of the SHA-256 as one little-endian number, modulo `shards`: byte by byte, so that
-    no number outgrows a column.
+    It is all 32 bytes of the SHA-256 as one little-endian number, modulo `shards`, computed byte by
+    byte, so that no number is too large for a column.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -61,9 +61,9 @@ def shard_of(server: "Column", shards: int) -> "Column":
 
 
 def sent_to(rows: "DataFrame", config: Config) -> "DataFrame":
-    """The rows with a `server` that this sender may send to, by the daemon's own word.
+    """The rows with a `server` that this sender may send to, by the daemon's own rules.
 
-    It is asked once for each server; of servers there are some ten thousand at most.
+    The rules are applied once to each server; there are some ten thousand servers at most.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -77,14 +77,14 @@ def sent_to(rows: "DataFrame", config: Config) -> "DataFrame":
 
 
 ANYBODY: Final = "*"
-"""Stands for a server that is in the room as long as its state has any member at all."""
+"""A pseudo-server that is in a room as long as the room's state has any member at all."""
 
 _BUCKET: Final = 256
 _MAX_ROUNDS: Final = 20
 
 
 def newest_version(frame: "DataFrame", key: str) -> "DataFrame":
-    """Of each `key`, the rows with its highest `version`: the same group may be read again."""
+    """The rows with the highest `version` of their `key`: the same group may be read again."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -136,8 +136,7 @@ def lay_out(groups: "DataFrame") -> tuple["DataFrame", "DataFrame"]:
 
 
 def _paths(branched: "DataFrame") -> "DataFrame":
-    """branch, path: by doubling, since a branch of a branch is rare and a long chain of them
-    possible."""
+    """branch, path: by doubling, as nested branches are rare but long chains of them possible."""
     from pyspark.sql import functions as F  # noqa: N812
 
     owner = branched.select(F.col("state_group").alias("parent"), F.col("branch").alias("above"))
@@ -196,13 +195,13 @@ def _with_ends(places: "DataFrame", paths: "DataFrame") -> "DataFrame":
 def server_counts(
     members: "DataFrame", places: "DataFrame", branches: "DataFrame", server_name: str
 ) -> "DataFrame":
-    """The number of users of each other server in a room, wherever it changes.
+    """The number of users of each other server in a room, at each place where it changes.
 
     Args:
         members: state_group, user_id, membership; each user of a group once.
 
     Returns:
-        room_id, server, place, joined (users from this place on); `ANYBODY` among the servers.
+        room_id, server, place, joined (users from this place on); also for the pseudo-server.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -243,7 +242,7 @@ def server_counts(
 
 
 def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame":
-    """Behind a branch, each user that had an entry in it has again the membership of its beginning.
+    """Entries behind each branch: each user with an entry in it gets its earlier membership back.
 
     Where several branches end at one place, the outermost is the strongest.
     """
@@ -303,7 +302,7 @@ def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame"
 
 
 def changes_between(events: "DataFrame", counts: "DataFrame") -> "DataFrame":
-    """The changes of servers between the room's events of ours.
+    """The changes of servers between a room's events of ours.
 
     Args:
         events: room_id, stream_ordering, place.
@@ -358,11 +357,11 @@ TARGET: Final = 4
 ON_BEHALF: Final = 5
 
 W26: Final = "W26: turned away, and only told by fedsender"
-"""Why a server was not told of an event that it should get, where another sender sent it."""
+"""The reason why a server does not have an event that it should get, sent by another sender."""
 
 
 def ours(spark: "SparkSession", lake: Lake) -> "DataFrame":
-    """The events that should be sent, as far as `intervals` and `unknown_hosts` know of them."""
+    """The events that should be sent, as far as `intervals` and `unknown_hosts` cover them."""
     from pyspark.sql import functions as F  # noqa: N812
 
     upto = lake.position("intervals")
@@ -372,7 +371,7 @@ def ours(spark: "SparkSession", lake: Lake) -> "DataFrame":
 
 
 def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFrame", "DataFrame"]:
-    """`intervals` and `unknown_hosts`, from the ingested rows."""
+    """`intervals` and `unknown_hosts`, from the ingested tables."""
     from pyspark.sql import functions as F  # noqa: N812
 
     events = lake.frame(spark, schemas.EVENTS).where(F.col("ours") & F.col("bad").isNull())
@@ -392,7 +391,7 @@ def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFr
 def from_room_servers(
     events: "DataFrame", room_servers: "DataFrame", server_name: str
 ) -> "DataFrame":
-    """`intervals` of an embedded store: its own, and the exceptions of single events."""
+    """`intervals` of an embedded store: the store's own, and the exceptions of single events."""
     from pyspark.sql import functions as F  # noqa: N812
 
     # A row is read again when its server has left: what stands is that it left.
@@ -424,7 +423,7 @@ def from_state_groups(
     """`intervals` and `unknown_hosts` of a Synapse.
 
     Args:
-        told: servers of rooms joined without their full state, whatever their state says.
+        told: servers of rooms joined without their full state, in addition to those by state.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -461,10 +460,10 @@ def from_state_groups(
 
 
 def _swapped(placed: "DataFrame", counts: "DataFrame") -> "DataFrame":
-    """A membership event has the state *after* it: its own entry is taken back.
+    """The exceptions of membership events: each has the state *after* it, so its entry is undone.
 
-    A server with a user that it removes was in before it; one with an only user that it brings was
-    not.
+    The server of a user that it removes was in the room before; a server with only the user that it
+    brings was not.
     """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
@@ -486,7 +485,7 @@ def _swapped(placed: "DataFrame", counts: "DataFrame") -> "DataFrame":
 
 
 def _unknown(placed: "DataFrame", known: "DataFrame", told: "DataFrame | None") -> "DataFrame":
-    """Events with servers that cannot be told, by the store's own rule."""
+    """Events with unknown servers, by the store's own rule."""
     from pyspark.sql import functions as F  # noqa: N812
 
     unknown_prior = F.col("is_member") & F.col("prior_membership").isNull()
@@ -528,7 +527,7 @@ def _listed(events: "DataFrame", column: str, *, gets: bool, strength: int) -> "
 
 
 def turns_away() -> "Column":
-    """Of an event: it turns away a user that was only invited, or was knocking (rule 3)."""
+    """Whether an event turns away a user that was only invited, or was knocking (rule 3)."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return (
@@ -541,15 +540,17 @@ def turns_away() -> "Column":
 
 
 def told_by_us_alone() -> "Column":
-    """Of an event: only we tell the user that it turns away (rule 3, W26)."""
+    """Whether only we send an event to the server of the user that it turns away (rule 3, W26)."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return turns_away() & ((F.col("membership") == "ban") | (F.col("auth_membership") == "knock"))
 
 
 def _narrowing(events: "DataFrame") -> "DataFrame":
-    """Rules 3 and 4: servers of users that are turned away get it, and the one it is sent for does
-    not.
+    """Exceptions by rules 3 and 4.
+
+    The server of a user that an event turns away gets it. The server that it is sent on behalf of
+    does not.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -571,7 +572,7 @@ def _narrowing(events: "DataFrame") -> "DataFrame":
 
 
 def strongest(exceptions: "DataFrame", server_name: str) -> "DataFrame":
-    """room_id, stream_ordering, server, gets: the result where several rules apply."""
+    """room_id, stream_ordering, server, gets: by the strongest rule, where several apply."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return (
@@ -585,7 +586,7 @@ def strongest(exceptions: "DataFrame", server_name: str) -> "DataFrame":
 
 
 def paired(changes: "DataFrame") -> "DataFrame":
-    """Intervals from changes (room_id, server, at), each of which turns in to out or out to in."""
+    """Intervals from changes (room_id, server, at), each from in to out or from out to in."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -602,7 +603,7 @@ def paired(changes: "DataFrame") -> "DataFrame":
 
 
 def changes_of(intervals: "DataFrame") -> "DataFrame":
-    """The changes (room_id, server, at) that `paired` makes these intervals of."""
+    """The changes (room_id, server, at) from which `paired` makes these intervals."""
     from pyspark.sql import functions as F  # noqa: N812
 
     ends = F.when(F.col("last").isNull(), F.array("first")).otherwise(
@@ -634,7 +635,7 @@ def union(intervals: "DataFrame") -> "DataFrame":
 
 
 def with_exceptions(intervals: "DataFrame", exceptions: "DataFrame") -> "DataFrame":
-    """The intervals, and at the exceptions' events the exceptions."""
+    """The intervals, changed by the exceptions at the events of those."""
     from pyspark.sql import functions as F  # noqa: N812
 
     spans = intervals.select("room_id", "server", "first", "last", F.lit(True).alias("has")).hint(

@@ -1,17 +1,17 @@
-"""The lake: Parquet files, and one manifest that says which of them count.
+"""The lake: Parquet files, and one manifest that lists the valid ones.
 
-    MANIFEST.json                  the files of every table, and up to where each source was read
+    MANIFEST.json                  the files of every table, and the position of each source
     LOCK                           held by the one job that writes
     events/part=0/00000003-000.parquet, attempts/day=2026-01-31/..., intervals/..., ...
     staging/                       files that a job has begun and not committed
 
-A job writes files that no job reads yet, flushes them to the disk, and then renames a new manifest
-over the old one: all that it did becomes visible in that instant, or nothing does. Files that a
-killed job left behind are not in the manifest, and the next job that writes removes them. Files
-that a commit replaces stay for an hour, for readers that began before it.
+A job writes files that no reader uses yet, flushes them to the disk, and then renames a new
+manifest over the old one. All its changes become visible at that moment, or none. Files that a
+killed job left are not in the manifest, and the next job that writes removes them. Files that a
+commit replaces stay for an hour, for readers that began before it.
 
-Files are read by their names, never by listing a directory, so a lake with a file missing is an
-error and not a smaller answer.
+Files are read by their names, never by listing a directory. So a lake with a missing file is an
+error and not a smaller result.
 """
 
 import fcntl
@@ -61,9 +61,9 @@ class Manifest:
     """The manifest of a commit: immutable once it is on disk.
 
     Attributes:
-        server_name: the homeserver of the lake.
-        positions: source -> up to where it was read.
-        dropped: [path, when it was replaced in ms] of files that may go.
+        server_name: the homeserver's.
+        positions: source -> the position up to which it was read.
+        dropped: [path, time of its replacement in ms] of files that may be deleted.
     """
 
     server_name: str
@@ -78,7 +78,7 @@ def read_manifest(directory: Path) -> Manifest | None:
     """The manifest on disk; None: there is no lake.
 
     Raises:
-        Usage: this is no directory.
+        Usage: the lake's path is not a directory.
         PipelineError: it cannot be read.
     """
     path = directory / MANIFEST
@@ -132,7 +132,7 @@ def flush(path: Path) -> None:
 
 STAGING: Final = "staging"
 RELAY: Final = "relay"
-"""The file for the records of a relay (`relay_source`)."""
+"""The directory, below the lake's, for the records of a relay (`relay_source`)."""
 KEEP_DROPPED_MS: Final = 3_600_000
 # A run every hour makes small files; that many of one part are put together, up to a size.
 SMALL_BYTES: Final = 16 * 2**20
@@ -141,7 +141,7 @@ Faults = Callable[[str], None]
 
 
 class Lake:
-    """A lake as its newest commit left it when this was opened. See `open_lake`."""
+    """A lake as of its newest commit when this was opened. See `open_lake`."""
 
     def __init__(self, directory: Path, manifest: Manifest, *, faults: Faults | None) -> None:
         self.directory = directory
@@ -149,11 +149,11 @@ class Lake:
         self._faults = faults or (lambda _: None)
 
     def position(self, source: str, default: int = -1) -> int:
-        """Up to where `source` was read."""
+        """The position up to which `source` was read."""
         return self.manifest.positions.get(source, default)
 
     def files(self, table: LakeTable, parts: Callable[[str], bool] | None = None) -> list[LakeFile]:
-        """The table's files; `parts` picks by the value of its part column.
+        """The table's files; `parts` selects by the value of the part column.
 
         Raises:
             PipelineError: one of them is missing or has another size: the lake is damaged.
@@ -216,13 +216,14 @@ class Lake:
         return pa.concat_tables([empty, *pieces], promote_options="permissive")
 
     def url(self, path: str) -> str:
-        """A file of the lake as Spark is told of it."""
+        """The URL of a file of the lake, for Spark."""
         return f"file://{self.directory / path}"
 
     @contextmanager
     def commit(self) -> Iterator["Commit"]:
-        """A change of the lake: visible as a whole when the body ends, or, if it raises, not at
-        all. Afterwards this object is the lake as the change left it.
+        """Change the lake: all is visible when the body ends, or nothing if it raises.
+
+        Afterwards this object is the changed lake.
 
         Raises:
             Busy: another job is writing, or has written since this lake was opened.
@@ -241,7 +242,7 @@ class Lake:
             shutil.rmtree(self.directory / STAGING, ignore_errors=True)
 
     def expire(self) -> int:
-        """Put small files together where there are many; how many were. One commit, if any."""
+        """Merge small files of parts with many, in at most one commit; return how many."""
         crowds: list[tuple[LakeTable, list[LakeFile]]] = []
         for name, files in self.manifest.tables.items():
             parts: dict[str, list[LakeFile]] = {}
@@ -260,7 +261,7 @@ class Lake:
         return sum(len(crowd) for _, crowd in crowds)
 
     def _sweep(self) -> None:
-        """Remove the files that killed jobs left, and those that were replaced long ago."""
+        """Remove files that killed jobs left, and files that were replaced long ago."""
         now_ms = real_runtime().now_ms()
         old = [path for path, ms in self.manifest.dropped if ms + KEEP_DROPPED_MS < now_ms]
         self.manifest.dropped = [item for item in self.manifest.dropped if item[0] not in old]
@@ -274,9 +275,9 @@ class Lake:
 
 
 def empty_frame(spark: "SparkSession", table: LakeTable) -> "DataFrame":
-    """No rows of a table; made without a Python worker, which `createDataFrame` would start.
+    """An empty frame of a table, without a Python worker, which `createDataFrame` would start.
 
-    Spark sees that nothing can be in it, and leaves out of a plan the steps that only work on that.
+    Spark sees that it is always empty, and leaves operations that only work on it out of a plan.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -285,9 +286,9 @@ def empty_frame(spark: "SparkSession", table: LakeTable) -> "DataFrame":
 
 
 def literal(rows: Sequence[Mapping[str, object]], columns: str) -> "Column":
-    """A few thousand rows that Python has, as an array of structs; `columns` as Spark's DDL.
+    """A few thousand rows from Python, as an array of structs; `columns` as Spark's DDL.
 
-    It is one text in the plan. Of as many literals Spark's stack or patience would run out, and
+    It is one text in the plan. So many literals would be too deep or too slow for Spark, and
     `createDataFrame` would start a Python worker.
     """
     from pyspark.sql import functions as F  # noqa: N812
@@ -318,16 +319,16 @@ class Commit:
         return self._manifest.commit
 
     def set_position(self, source: str, position: int) -> None:
-        """Up to where `source` is read once this is committed."""
+        """Set the position up to which `source` is read once this is committed."""
         self._manifest.positions[source] = position
 
     def clear(self, table: LakeTable) -> None:
-        """The table's rows are replaced by those of this commit."""
+        """Remove the table's rows, which this commit replaces."""
         files = self._manifest.tables.pop(table.name, [])
         self._dropped += [file.path for file in files]
 
     def append(self, table: LakeTable, rows: "pyarrow.Table", part: object = "") -> None:
-        """Add rows, all of one value of the table's part column. Nothing if there are none.
+        """Add rows, all with the same value of the table's part column; no rows add no file.
 
         Columns that the rows do not have are null; `version` is this commit's.
         """
@@ -349,7 +350,7 @@ class Commit:
         self._adopt(table, path, rows.num_rows, part)
 
     def merge(self, table: LakeTable, files: Sequence[LakeFile]) -> None:
-        """Put several files of one part into one, row by row; no other rows are read for it."""
+        """Merge several files of one part into one, in batches; no other file is read."""
         import pyarrow.parquet as pq
 
         part = files[0].part
@@ -366,10 +367,10 @@ class Commit:
         self._adopt(table, path, sum(file.rows for file in files), part)
 
     def append_frame(self, table: LakeTable, frame: "DataFrame") -> int:
-        """Add the result of a Spark job; its number of rows.
+        """Add the rows of a Spark job; return their number.
 
-        The frame must have the table's columns. Its files are those of its partitions (and of the
-        table's parts): repartition it before.
+        The frame must have the table's columns. It makes a file for each of its partitions (and of
+        the table's parts): repartition it before.
         """
         import pyarrow.parquet as pq
         from pyspark.sql import functions as F  # noqa: N812
@@ -429,7 +430,7 @@ class Commit:
 def open_lake(
     directory: Path, server_name: str, *, create: bool = False, faults: Faults | None = None
 ) -> Lake:
-    """The lake in `directory`.
+    """Open the lake in `directory`.
 
     Args:
         create: make it if there is none.

@@ -1,8 +1,8 @@
 """From the ledger's closed segments to `attempts`, `pdus` and `rejects`, by Spark.
 
-A line that cannot be read is not lost: it goes to `rejects`, whole, with the reason. A line is
-known by its text, so one that comes twice (a segment restored from a backup, a copy) counts once,
-and one that comes late goes to its own day.
+A line that cannot be read is not lost: it goes to `rejects`, complete, with the reason. A line is
+identified by its text. So a line that comes twice (a segment restored from a backup, a copy) counts
+once, and a late line goes to its own day.
 """
 
 from collections.abc import Iterable
@@ -47,14 +47,14 @@ FIELDS: Final = {
     "reused": "BOOLEAN",
     "position": "BIGINT",
 }
-"""The fields of a line, as `ledger.Line` and docs/ledger.md have them, and their types."""
+"""The fields of a line, as in `ledger.Line` and docs/ledger.md, and their types."""
 
 _NEEDED: Final = ("ms", "instance", "destination", "attempt", "outcome")
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Segments that are read in one go: names, and bytes of each."""
+    """Segments that are read together: their paths, and the bytes of each."""
 
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]
@@ -99,8 +99,11 @@ def _unread(lake: Lake, closed: Iterable[Path]) -> list[Batch]:
 
 
 def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
-    """Segments with lines that the lake does not have yet, also open ones, by one look: one that is
-    closed between two would be in neither."""
+    """Segments with lines that the lake does not have yet, also open ones.
+
+    The directory is listed once: a segment that is closed between two listings would be in neither
+    result.
+    """
     found = segments(directory)
     closed = _unread(lake, [path for path in found if path.suffix == ".jsonl"])
     return (
@@ -110,7 +113,7 @@ def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
 
 
 def fresh_lines(spark: "SparkSession", lake: Lake, paths: tuple[Path, ...]) -> "DataFrame":
-    """The lines of these segments that are good and not in the lake."""
+    """The valid lines of these segments that are not in the lake."""
     good = parsed(spark, paths).where("why is null")
     return _new(good, lake.frame(spark, schemas.ATTEMPTS))
 
@@ -119,7 +122,7 @@ def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) 
     """Add a batch's lines to the lake.
 
     Raises:
-        PySparkException: a segment went while it was read; nothing of the batch may be committed.
+        PySparkException: a segment was deleted while it was read; do not commit the batch.
     """
     import pyarrow as pa
     from pyspark.sql import functions as F  # noqa: N812
@@ -145,8 +148,7 @@ def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) 
 
 
 def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
-    """Every line: its text, the segment it is from, its fields, and `why` it is no good (null:
-    it is good)."""
+    """Every line: its text, segment and fields, and `why` it is invalid (null: it is valid)."""
     from pyspark.sql import functions as F  # noqa: N812
 
     text = spark.read.text([url(path) for path in paths], lineSep="\n")
@@ -154,7 +156,7 @@ def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
 
 
 def parsed_text(text: "DataFrame") -> "DataFrame":
-    """The same of lines (value) with a known segment; `ms` is at most `latest_ms`."""
+    """As `parsed`, for lines (value) with a known segment; `ms` is at most `latest_ms`."""
     from pyspark.sql import functions as F  # noqa: N812
 
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
@@ -189,7 +191,7 @@ def parsed_text(text: "DataFrame") -> "DataFrame":
 
 
 def _why() -> "Column":
-    """Why a line is no good; null: it is."""
+    """The reason why a line is invalid; null: it is valid."""
     from pyspark.sql import functions as F  # noqa: N812
 
     missing = F.concat_ws(", ", *(F.when(F.col(name).isNull(), name) for name in _NEEDED))
@@ -220,12 +222,12 @@ def _new(lines: "DataFrame", seen: "DataFrame") -> "DataFrame":
 
 
 def _by_day(rows: "DataFrame") -> "DataFrame":
-    """One file per day, several where a day is large, and not one per task and day."""
+    """The rows in one partition per day, several for a large day, and not one per task and day."""
     return rows.hint("rebalance", "day")
 
 
 def attempts_of(lines: "DataFrame") -> "DataFrame":
-    """Rows as in `attempts`, of good lines."""
+    """Rows of `attempts`, from valid lines."""
     from pyspark.sql import functions as F  # noqa: N812
 
     counts = {
@@ -245,7 +247,7 @@ def is_attempt() -> "Column":
 
 
 def pdus_of(lines: "DataFrame") -> "DataFrame":
-    """Rows as in `pdus`, of good lines."""
+    """Rows of `pdus`, from valid lines."""
     from pyspark.sql import functions as F  # noqa: N812
 
     whole = ("line", "day", "ms", "instance", "destination", "transaction_id", "attempt", "outcome")
@@ -262,7 +264,7 @@ def pdus_of(lines: "DataFrame") -> "DataFrame":
 
 
 def url(path: Path) -> str:
-    """A file or directory as Spark is told of it."""
+    """The URL of a file or directory, for Spark."""
     # Spark reads these as patterns.
     text = str(path.absolute())
     for letter in "\\*?[]{}":

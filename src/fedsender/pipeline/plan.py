@@ -1,8 +1,8 @@
 """`fedsender pipeline plan`: the effect of another number of senders, or of other names for them.
 
-A server belongs to the sender that its name's hash picks from `federation_sender_instances`; the
-hash knows only how many there are, so the names' order matters and their spelling does not. The
-load is the ledger's: transactions, events, bytes, and the time that transactions were under way.
+A server belongs to the sender that its name's hash selects from `federation_sender_instances`. The
+hash depends only on their number, so the names' order matters and their spelling does not. The load
+is the ledger's: transactions, events, bytes, and the time that transactions were under way.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ class Shard:
     """The load of one sender.
 
     Attributes:
-        busy_ms: how long its transactions were under way, together.
-        share: of all events, from 0 to 1.
+        busy_ms: the time that its transactions were under way, summed up.
+        share: its share of all events, from 0 to 1.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Plan:
 
     Attributes:
         worst: the sender with the most events.
-        moving: how many servers another sender handles now.
+        moving: the number of servers that would change to another sender.
         moves: the first of those, as (server, from, to), those with the most events first.
     """
 
@@ -77,7 +77,7 @@ def current_names(config: Config) -> tuple[str, ...]:
 
 
 def names_for(number: int, current: Sequence[str]) -> tuple[str, ...]:
-    """That many names: those of now, from the front, and new ones behind them."""
+    """That many names: the first of the current ones, then new ones."""
     names = list(current[:number])
     count = 1
     while len(names) < number:
@@ -91,7 +91,7 @@ def checked_names(text: str) -> tuple[str, ...]:
     """The names of a list with commas.
 
     Raises:
-        Usage: one is empty or there twice, or they are too many.
+        Usage: a name is empty or is there twice, or there are too many.
     """
     names = tuple(name.strip() for name in text.split(","))
     if not all(names):
@@ -104,7 +104,7 @@ def checked_names(text: str) -> tuple[str, ...]:
 
 
 def loads(spark: "SparkSession", lake: Lake) -> "DataFrame":
-    """server, attempts, pdus, bytes, busy_ms: of each server that we know of.
+    """server, attempts, pdus, bytes, busy_ms: of each known server.
 
     Raises:
         PipelineError: nothing was ingested.

@@ -1,8 +1,8 @@
-"""`fedsender pipeline rebuild`: the rows that `destination_rooms` should have, and the differences.
+"""`fedsender pipeline rebuild`: the expected rows of `destination_rooms`, and the differences.
 
-The newest event of ours that each server should get in each room, from the intervals and the events
-alone; held against the table as the last ingest found it. Rows above the position that the lake
-has read are not judged.
+The newest event of ours that each server should get in each room is computed from the intervals and
+the events alone. It is compared with the table as the last ingest found it. Rows above the position
+that the lake has read are not compared.
 """
 
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 WRONG: Final = ("missing", "behind")
-"""Differences that mean that a server was not told of an event that it should get."""
+"""Kinds of differences by which a server was not sent an event that it should get."""
 
 SHOWN: Final = 20
 
@@ -30,8 +30,8 @@ class Differences:
     """The findings of a comparison.
 
     Attributes:
-        rows: how many rows `destination_rooms` should have.
-        counts: kind of difference and its reason -> rows; nothing where all is equal.
+        rows: the number of rows that `destination_rooms` should have.
+        counts: kind of difference and its reason -> number of rows; empty if all are equal.
         shown: the first of them, as dictionaries.
     """
 
@@ -41,14 +41,14 @@ class Differences:
 
     @property
     def wrong(self) -> int:
-        """Rows by which a server was not told of something."""
+        """The number of rows by which a server was not sent an event."""
         return sum(n for (kind, _), n in self.counts.items() if kind in WRONG)
 
 
 def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
     """destination, room_id, stream_ordering: the newest event that each server should get.
 
-    No event is joined with a server: an interval needs only the newest of its room's events up to
+    No event is joined with a server. An interval needs only the newest of its room's events up to
     its end, and that is one pass over both, in order.
 
     Args:
@@ -103,11 +103,11 @@ def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
 
 
 def differences(spark: "SparkSession", lake: Lake, expected: "DataFrame") -> "DataFrame":
-    """The differences of the table and `expected`: destination, room_id, kind, expected, found,
-    event_id, reason.
+    """The differences between the table and `expected`.
 
-    Kinds: `missing` (no row), `behind` (an older event), `ahead` (a newer one that it should not
-    get), `unexpected` (a row, and nothing that it should get).
+    Columns: destination, room_id, kind, expected, found, event_id, reason. Kinds: `missing` (no
+    row), `behind` (an older event), `ahead` (a newer one that it should not get), `unexpected` (a
+    row, and no event that it should get).
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -139,8 +139,10 @@ def differences(spark: "SparkSession", lake: Lake, expected: "DataFrame") -> "Da
 
 
 def _explained(differing: "DataFrame", events: "DataFrame") -> "DataFrame":
-    """With the event that is in question, and the weakness of other senders that it shows, if it
-    is a known one (docs/weaknesses.md)."""
+    """The differences with the event in question, and with the reason, if it is a known one.
+
+    A reason may be a weakness of other senders (docs/weaknesses.md).
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     asked = F.coalesce("expected", "found")
@@ -188,10 +190,10 @@ def summed_up(expected: "DataFrame", differing: "DataFrame") -> Differences:
 
 
 def write_owed(differing: "DataFrame", path: Path) -> int:
-    """Write the owed rooms that `destination_rooms` lacks, for `fedsender owe`.
+    """Write the owed events that `destination_rooms` does not have, for `fedsender owe`.
 
-    One JSON object a line: server, room_id, stream_ordering, event_id. Upwards only: rows that are
-    ahead or unexpected are left alone. Returns the number of lines; the file appears whole.
+    One JSON object a line: server, room_id, stream_ordering, event_id. Rows that are ahead or
+    unexpected are left out. Returns the number of lines. The file is complete when it appears.
 
     Raises:
         PipelineError: it cannot be written.
@@ -221,7 +223,7 @@ def write_owed(differing: "DataFrame", path: Path) -> int:
 
 
 def _lines(owed: "DataFrame") -> Iterator[str]:
-    """A partition at a time, so that only one of them is in memory."""
+    """The lines of the file; only one partition at a time is in memory."""
     ordered = owed.orderBy("server", "room_id")
     for row in ordered.toLocalIterator():
         yield json.dumps(row.asDict(), separators=(",", ":")) + "\n"

@@ -1,14 +1,14 @@
 """A relay's database as a source: the records of its log, and the state that is left of older ones.
 
-A sender behind a relay has a store that the relay filled; an audit by that alone would believe it.
-The records read here are the relay's own: they go into an embedded store in the lake's directory,
-by the functions that fill the sender's, and are ingested from there like any other. So a sender
-that lost a record is found out, and there is one set of rules.
+A sender behind a relay has a store that the relay filled. An audit by that store alone could not
+find a lost record. The records read here are the relay's own. They go into an embedded store in the
+lake's directory, by the functions that fill the sender's, and are ingested from there like any
+other. So a lost record is found, and there is one set of rules.
 
-Records that the relay has let go, or never had because its present history began later, come from
+Records that the relay has deleted, or never had because its present history began later, come from
 the sender's own store: no other source has them. The newest event of each room stays in the relay.
-Rows that the lake has got are removed from the store in its directory again, but for those that
-later records refer to.
+Rows that are in the lake are removed from the store in its directory, except those that later
+records refer to.
 
 The relay may run meanwhile; its database is only read. It is read up to the sender's own position,
 and no sender is told of a record before it is durable.
@@ -50,7 +50,7 @@ from fedsender.store.statements import in_chunks, insert_rows
 from fedsender.streams import PduRow
 
 EXPIRED: Final = "expired"
-"""The position up to which `expire` removed rows."""
+"""The name of the position up to which `expire` has removed rows."""
 
 _events, _json, _exceptions = tables.events, tables.event_json, tables.event_servers
 _stays = tables.room_servers
@@ -60,8 +60,11 @@ _stays = tables.room_servers
 
 
 def take_over(engine: Engine, sender: Source, instance: str, after: int, upto: int) -> int:
-    """Copy events, and servers' stays in rooms, with after < stream ordering <= upto; how many
-    events. Rows that are there already stay. Begun again, it comes to the same."""
+    """Copy events, and servers' stays in rooms, with after < stream ordering <= upto.
+
+    Rows that are there already stay. If it is begun again, the result is the same. Returns the
+    number of events.
+    """
     taken = 0
     query = select(_events).where(_events.c.stream_ordering <= upto)
     for page in sender.pages(query, [_events.c.stream_ordering], [after]):
@@ -95,7 +98,7 @@ def _rows_of(
 
 
 def _take_over_stays(engine: Engine, sender: Source, after: int, upto: int) -> None:
-    """A full sync of the sender ended stays at the position that it had, which may be `after`."""
+    """Copy stays. A full sync of the sender ended some at its position, which may be `after`."""
     query = select(_stays.c.room_id, _stays.c.server, _stays.c.joined, _stays.c.left).where(
         _stays.c.joined <= upto, sa.or_(_stays.c.joined > after, _stays.c.left >= after)
     )
@@ -149,7 +152,7 @@ def without_older(
 
 
 def end_all_stays(connection: Connection, upto: int) -> None:
-    """End all stays above `upto`: another history begins there, which tells them anew."""
+    """End all stays at `upto`: another history begins there, which has them all again."""
     connection.execute(sa.update(_stays).where(_stays.c.left.is_(None)).values(left=upto))
 
 
@@ -159,7 +162,7 @@ def end_all_stays(connection: Connection, upto: int) -> None:
 def expire(engine: Engine, instance: str, upto: int) -> None:
     """Remove the rows that the lake has: all up to and with `upto`.
 
-    Invitations and knocks stay: later rejections are found by them.
+    Invitations and knocks stay: they show later which users an event turns away.
     """
     membership = sa.case(
         (
@@ -215,10 +218,10 @@ def open_relay_source(
 ) -> Iterator[tuple[Source, Followed]]:
     """The records of the relay with this database, as a homeserver's database to ingest from.
 
-    If the body ends well, the rows that the lake has are removed from there.
+    If the body ends well, rows that the lake has are removed from there.
 
     Args:
-        sender: the store of the sender that is looked at; up to its position the relay is read.
+        sender: the store of the audited sender; the relay is read up to its position.
 
     Raises:
         PipelineError: the relay's database cannot be read, or is of another history.
@@ -257,7 +260,7 @@ def _in_words(store: Path) -> Iterator[None]:
 
 
 def _prepare(engine: Engine, store: Path, instance: str) -> int:
-    """Make the store, which has events in it, and its tables; up to where it was pruned."""
+    """Make the store and its tables; return the position up to which `expire` has removed rows."""
     os.close(os.open(store, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     with engine.begin() as connection:
         upgrade(connection, "homeserver")
@@ -270,7 +273,7 @@ def _ingested(lake: Lake) -> int:
 
 @dataclass(slots=True)
 class _Follower:
-    """Brings the store up to the sender's position, in the sender's stream orderings."""
+    """Fills the store up to the sender's position, in the sender's stream orderings."""
 
     engine: Engine
     relay: Source
@@ -278,7 +281,7 @@ class _Follower:
     instance: str
 
     def follow(self, step: Step) -> Followed:
-        """Each batch of records is a transaction."""
+        """Fill the store, in one transaction for each batch of records."""
         told = Followed()
         # Before the position: so that is one of this history, or of a later one.
         history = self.sender.read(positions.feed_history) or History("", 0)
@@ -303,7 +306,7 @@ class _Follower:
         return told
 
     def _enter(self, history: History, upto: int, told: Followed) -> None:
-        """Have all that was before the sender's present history, which the relay cannot tell."""
+        """Copy all from before the sender's present history, which the relay does not have."""
         with self.engine.begin() as connection:
             at = max(0, positions.feed_position(connection))
             known = positions.feed_history(connection) or History("", 0)
@@ -328,7 +331,7 @@ class _Follower:
         upto: int,
         told: Followed,
     ) -> None:
-        """Copy the rows that the relay's log does not hold any more."""
+        """Copy the part of the present history from before the first record of the relay's log."""
         epoch = epochs[-1][0]
         with self.engine.begin() as connection:
             at = max(base, positions.feed_position(connection))
@@ -348,7 +351,7 @@ class _Follower:
             told.from_sender += take_over(self.engine, self.sender, self.instance, at, begin)
 
     def _keep(self, base: int, at: int, upto: int) -> None:
-        """The oldest events that the relay still has: the sender must have had them, too."""
+        """Store events that the relay keeps from before its log; the sender must have had them."""
         after = at - base
         while kept := self.relay.read(partial(read_kept, after=after, limit=RECORDS_AT_ONCE)):
             after = kept[-1].token
@@ -377,7 +380,7 @@ class _Follower:
         return without_older(self.sender, base, facts)
 
     def _store(self, base: int, batch: Sequence[LogRecord]) -> None:
-        """As the sender's store takes them; each with the time at which the relay did."""
+        """Store records as the sender's store does, each with its time of arrival at the relay."""
         facts = self._new(base, [(each.token + base, _rows(each)) for each in batch])
         last = batch[-1].token + base
         table = tables.events
@@ -393,7 +396,7 @@ class _Follower:
 
 
 def _check(shared: dict[str, int], bounds: LogBounds, history: History, upto: int) -> None:
-    """That the sender's position is one of the relay's; `upto`: as a token."""
+    """Check that the sender's position is one of the relay's; `upto`: that position as a token."""
     if history.epoch not in shared:
         raise PipelineError(
             f"pipeline.relay: the sender follows history {history.epoch or 'none'}, which is none"
@@ -408,7 +411,7 @@ def _check(shared: dict[str, int], bounds: LogBounds, history: History, upto: in
 
 
 def _handles_none(_server: str) -> bool:
-    """To-device messages and device lists are no events."""
+    """False: rows of to-device messages and device lists are left out, as they are no events."""
     return False
 
 

@@ -1,8 +1,8 @@
 """`fedsender pipeline report`: one HTML page about deliveries, as figures of bounded size.
 
 Spark sums up; it returns points of a curve, the worst servers and the first missing events, each
-bounded in number. The page needs nothing else: no network, no script, inline SVG. It holds the
-figures too, so that the next one at the same place can show the changes since.
+bounded in number. The page is complete in itself: no network, no script, inline SVG. It has the
+figures too, so that the next page at the same path can show the changes.
 """
 
 import json
@@ -47,18 +47,18 @@ _FIGURES: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Everything on the page; times are milliseconds since the epoch.
+    """All figures of the page; times are milliseconds since the epoch.
 
     Attributes:
         upto: the stream ordering up to which events are known.
-        step_ms: between two points of `series`.
+        step_ms: the time between two points of `series`.
         series: per step: at_ms, attempts, failed, pdus, bytes, p50, p90, p99 (ms, or null).
         outcomes: outcome -> attempts.
-        owed: server -> age -> events that it is owed.
-        worst: the servers with the most failed attempts: server, attempts, failed, p90, outcome.
+        owed: server -> age -> number of events that it is owed.
+        worst: the servers with most failed attempts: server, attempts, failed, p90, outcome.
         illnesses: server, began_ms, ended_ms (null: it goes on), attempts, outcome.
         fates: fate -> pairs of event and server; empty: no audit was made.
-        missing: the first of the events that the audit missed.
+        missing: the first of the missing events of the audit.
     """
 
     server_name: str
@@ -105,7 +105,7 @@ def report(spark: "SparkSession", lake: Lake, config: Config, steps: Steps, path
 
 
 def last_figures(path: Path) -> Figures | None:
-    """Those of the page that is there; None: there is none, or it is another version's."""
+    """The figures of the page at `path`; None: there is none, or it is another version's."""
     try:
         found = _FIGURES.search(path.read_text(encoding="utf-8"))
         return None if found is None else Figures(**json.loads(found[1]))
@@ -114,7 +114,7 @@ def last_figures(path: Path) -> Figures | None:
 
 
 def as_script(figures: Figures) -> str:
-    """The figures as they stand in the page: nothing in them can end their element."""
+    """The figures as an element of the page; no text in them can end the element."""
     text = json.dumps(asdict(figures), separators=(",", ":")).replace("<", "\\u003c")
     return f'<script type="application/json" id="figures">{text}</script>'
 
@@ -156,7 +156,7 @@ def gather(spark: "SparkSession", lake: Lake, server_name: str) -> Figures:
 
 
 def step_for(span_ms: int) -> int:
-    """The smallest step by which a span has no more points than a curve can show."""
+    """The smallest step (ms) by which a span has no more points than a curve can show."""
     for step in _STEPS_MS:
         if span_ms // step < POINTS:
             return step
@@ -170,7 +170,7 @@ def _failed() -> "Column":
 
 
 def _p(q: int) -> "Column":
-    """A percentile of the deliveries' times, in ms."""
+    """A percentile of the time of deliveries, in ms."""
     from pyspark.sql import functions as F  # noqa: N812
 
     took = F.when(F.col("outcome") == "delivered", F.col("took_ms"))
@@ -197,7 +197,10 @@ def _series(attempts: "DataFrame", step_ms: int) -> list[dict[str, Any]]:
 
 
 def _owed(audited: "DataFrame") -> dict[str, dict[str, int]]:
-    """Of the servers that are owed most, how much of which age, in days since the newest event."""
+    """The number of owed events by server and age, of the servers that are owed most.
+
+    The age is in days before the newest event.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     newest = audited.agg(F.max("day").alias("newest"))
@@ -310,10 +313,10 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space:
 
 
 def page(figures: Figures, before: Figures | None) -> str:
-    """The page.
+    """The page as HTML.
 
     Args:
-        before: of the report that it takes the place of.
+        before: the figures of the page that it replaces; None: there is none.
     """
     title = f"Deliveries of {_text(figures.server_name)}"
     parts = (
@@ -421,7 +424,7 @@ def _table(
 
 
 def _totals(figures: Figures) -> dict[str, int]:
-    """The figures that stand on top, and that two reports are compared by."""
+    """The figures at the top of the page, by which two reports are compared."""
     attempts = sum(figures.outcomes.values())
     return {
         "attempts": attempts,
@@ -466,11 +469,11 @@ def _ill_now(figures: Figures) -> set[str]:
 
 
 def _curves(figures: Figures, named: Sequence[tuple[str, str, str]], *, quiet: int | None) -> str:
-    """Lines over time, with a scale that begins at nothing.
+    """Lines over time, with a scale that begins at 0.
 
     Args:
-        named: of each line its figure, its name, and its colour.
-        quiet: the value of a step without attempts; None: nothing, and the line is broken there.
+        named: the figure, the name and the colour of each line.
+        quiet: the value of a step without attempts; None: the line is broken there.
     """
     if not figures.series:
         return "<p>The ledger has no attempts.</p>"
@@ -510,7 +513,7 @@ def _curves(figures: Figures, named: Sequence[tuple[str, str, str]], *, quiet: i
 
 
 def _runs(values: Sequence[int | None]) -> Iterator[list[int]]:
-    """The places of values in a row that are there."""
+    """The indexes of consecutive values that are not None, one list for each run of them."""
     run: list[int] = []
     for number, value in enumerate([*values, None]):
         if value is not None:
@@ -521,7 +524,7 @@ def _runs(values: Sequence[int | None]) -> Iterator[list[int]]:
 
 
 def _ends(first_ms: int, last_ms: int, left: float, at: float, step_ms: int) -> str:
-    """When a line over time begins and ends."""
+    """The texts with the first and last time of lines over time."""
     return (
         f'<text x="{left}" y="{at}">{_when(first_ms, step_ms=step_ms)}</text>'
         f'<text x="{WIDTH - 8}" y="{at}" text-anchor="end">{_when(last_ms, step_ms=step_ms)}</text>'
@@ -556,7 +559,7 @@ def _name(server: str, row: int) -> str:
 
 
 def _owed_rows(figures: Figures) -> str:
-    """A cell per server and age, the darker the more."""
+    """A cell per server and age; a darker one means more events."""
     if not figures.owed:
         return "<p>Nothing, by the last audit.</p>" if figures.fates else "<p>No audit yet.</p>"
     ages = [name for name, _ in AGES] + [OLDER]
@@ -605,7 +608,7 @@ def _worst_rows(figures: Figures) -> str:
 
 
 def _timeline(figures: Figures) -> str:
-    """A row per server, and a bar from when attempts began to fail to when one was answered."""
+    """A row per server, with a bar from the first failed attempt to the next answered one."""
     if not figures.illnesses or figures.first_ms is None or figures.last_ms is None:
         return "<p>No server was ill.</p>"
     rows = {each["server"]: 0 for each in figures.illnesses}

@@ -1,17 +1,17 @@
 """The lake's tables: their columns, in one place, for Spark and for pyarrow.
 
-A column's type is written as Spark's DDL has it. Stream orderings are the homeserver's; times in
-columns named `*ms` or `*_ts` are milliseconds since the epoch, and `day` is the UTC day of `ms`.
+A column's type is written in Spark's DDL. Stream orderings are the homeserver's; times in columns
+named `*ms` or `*_ts` are milliseconds since the epoch, and `day` is the UTC day of `ms`.
 
-Two tables alone have the servers that should get each event:
+Two tables alone define the servers that should get each event:
 
     an event with `ours` in `events` should be sent to a server if and only if a row of `intervals`
     with its room and that server has first <= stream_ordering and (last is null or
     stream_ordering <= last)
 
-`intervals` of one room and server never overlap. They already hold every exception (kicked and
-uninvited servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own name;
-servers that an operator's lists forbid are not taken out: see `servers.sent_to`.
+`intervals` of one room and server never overlap. They contain every exception (kicked and uninvited
+servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own name. Servers that an
+operator's lists forbid are not taken out: see `intervals.sent_to`.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ FATES: Final = (
     "accepted",
     "missing",
 )
-"""The possible fates of an event at a server that should get it (`coverage`)."""
+"""The possible fates of an event at a server that should get it (`accounts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class LakeTable:
     Attributes:
         columns: name -> Spark's type.
         required: columns that are never null.
-        part: the column with the value by which its files are kept apart; None: by commit alone.
-        key: columns that name a row; the row of the newest commit stands. () where rows are never
-            written twice.
+        part: the column with one value in each file; None: there is no such column.
+        key: the columns that identify a row; the row of the newest commit counts. () where rows are
+            never written twice.
     """
 
     name: str
@@ -61,11 +61,11 @@ class LakeTable:
 
     @property
     def ddl(self) -> str:
-        """The schema as Spark's readers take it."""
+        """The schema for Spark's readers."""
         return ", ".join(f"`{name}` {kind}" for name, kind in self.columns.items())
 
     def arrow_schema(self) -> "pyarrow.Schema":
-        """The same for pyarrow."""
+        """The schema for pyarrow."""
         import pyarrow as pa
 
         return pa.schema(

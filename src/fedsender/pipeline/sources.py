@@ -1,8 +1,8 @@
 """Reads of a homeserver's database into Arrow tables, page by page. Nothing is ever written there.
 
 Every page is a short read transaction of its own that starts behind the last key of the page
-before, so that a reader that takes hours holds nothing back. Incremental reads go by stream
-ordering, up to the position that the fan-out has reached: below it no event can still appear.
+before, so that a reader that takes hours blocks no other work. Incremental reads go by stream
+ordering, up to the fan-out's position: below it no event can still appear.
 
 The rules by which an event is ours to send are the fan-out's own functions.
 """
@@ -51,7 +51,7 @@ class Source:
         self._name = name
 
     def read(self, look: Callable[[Connection], T]) -> T:
-        """The result of `look`, in a read transaction of its own; tried again while it is away.
+        """The result of `look`, in a read transaction of its own; an absent database is retried.
 
         Raises:
             PipelineError: the database cannot be read.
@@ -74,7 +74,7 @@ class Source:
         after: Sequence[Any] | None = None,
         limit: int | None = None,
     ) -> Iterator[Sequence[Row[Any]]]:
-        """The query's rows in pages, in the order of `key`, which names a row and is not null.
+        """The query's rows in pages, in the order of `key`, which identifies a row and is not null.
 
         The first columns of the query must be those of the key.
         """
@@ -94,7 +94,7 @@ class Source:
 
 @contextmanager
 def open_source(url: str, name: str) -> Iterator[Source]:
-    """A database to read; `name` is its name in errors.
+    """Open a database to read; `name` is its name in errors.
 
     Raises:
         PipelineError: there is no such database.
@@ -137,7 +137,7 @@ GROUP_OVERLAP: Final = 10_000
 
 
 def events_position(source: Source, instance: str) -> int:
-    """Up to where events are fanned out: our own position or, before our first start, the lowest.
+    """The fan-out's position: our own one or, before our first start, the lowest one.
 
     Raises:
         PipelineError: the homeserver has no position at all.
@@ -198,7 +198,7 @@ def event_pages(
 
 
 def _bare(row: Row[Any]) -> EventRow:
-    """An event without its JSON: enough to say whether it is ours."""
+    """An event without its JSON: this is enough to decide whether it is ours."""
     metadata = json_object(row.internal_metadata)
     return EventRow(
         stream_ordering=row.stream_ordering,
@@ -307,7 +307,7 @@ def _event_record(row: EventRow, details: Mapping[str, Any] | None) -> dict[str,
 
 
 def newest_state_group(connection: Connection) -> int:
-    """The highest number of a group that is there; -1: there is none."""
+    """The highest number of a state group; -1: there is none."""
     found = connection.execute(sa.select(sa.func.max(tables.state_groups.c.id))).scalar()
     return -1 if found is None else found
 
@@ -330,8 +330,8 @@ def state_member_pages(
     """`state_members` of the groups with after < number <= upto.
 
     Args:
-        source: the main database, which has the membership events.
-        state: where the state groups are.
+        source: the main database, which has the membership of a membership event.
+        state: the database of the state groups.
     """
     table = tables.state_groups_state.c
     query = (
@@ -349,8 +349,8 @@ def state_member_pages(
 def room_server_pages(source: Source, after: int) -> Iterator["pyarrow.Table"]:
     """`room_servers` that changed above a token.
 
-    A full sync ends stays at the token that was reached, which may be this one, and begins those of
-    a new history there. Rows of a full sync that has not ended do not count.
+    A full sync ends stays at its token, which may be this one, and begins those of a new history
+    there. Rows of a full sync that has not ended do not count.
     """
     table, upto = tables.room_servers.c, positions.counting_upto()
     left = sa.case((table.left <= upto, table.left)).label("left")
@@ -362,7 +362,7 @@ def room_server_pages(source: Source, after: int) -> Iterator["pyarrow.Table"]:
 
 
 def told_servers(source: Source, *, after: int, upto: int) -> Iterator["pyarrow.Table"]:
-    """`told_servers`: of the rooms that are partial now, for the events that are read now."""
+    """`told_servers` of the rooms that are partial now, for the events of this ingest."""
 
     def look(connection: Connection) -> list[tuple[str, str, int, int]]:
         query = sa.select(tables.partial_state_rooms.c.room_id)
@@ -398,7 +398,7 @@ _SNAPSHOTS: Final = {
 def snapshots(
     source: Source, database: str
 ) -> Iterator[tuple[schemas.LakeTable, Iterator["pyarrow.Table"]]]:
-    """The tables that are taken as they stand, of the `homeserver` or the `sender` database."""
+    """The tables that are read in full, of the `homeserver` or the `sender` database."""
     for target, table, key in _SNAPSHOTS[database]:
         names = [*key, *(name for name in target.columns if name not in key)]
         query = sa.select(*(table.c[name] for name in names))
