@@ -395,6 +395,8 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
     certificate. A file that cannot be used changes nothing.
     """
 
+    from fedsender.admin.serving import read_files
+
     def read() -> Config:
         newer = load(run.path)
         if problems := newer.file_problems("destinations"):
@@ -405,8 +407,7 @@ async def _reload(run: _Run, daemon: Daemon, endpoints: "Sequence[Admin]") -> st
         # In a thread: a long list takes a second to read, and a file system may not answer.
         newer = await run.runtime.run_sync(read, limiter=trio.CapacityLimiter(1), abandon=True)
         in_force = daemon.config.with_reloadable(newer)
-        for endpoint in endpoints:
-            await endpoint.read_files()
+        await read_files(endpoints)
     except ConfigError as error:
         log.error("configuration not reloaded", error=str(error))
         return "the configuration cannot be used; running on the old one"

@@ -17,8 +17,9 @@ from tests.admin.desk import OURS, TOKEN, Standing, checked, serve
 from tests.sender.harness import World
 
 from fedsender.admin.client import AdminClient, AdminError
-from fedsender.admin.serving import Admin
+from fedsender.admin.serving import Admin, read_files
 from fedsender.config import ConfigError, TcpAddress, UnixAddress
+from fedsender.runtime import real_runtime
 
 
 @asynccontextmanager
@@ -104,16 +105,26 @@ async def test_without_the_tokens_file_it_does_not_start(world: World) -> None:
 async def test_the_token_can_be_changed_while_it_runs(world: World) -> None:
     async with serving(world, "127.0.0.1:0") as admin:
         (world.directory / "token").write_text("another\n")
-        await admin.read_files()
+        await read_files([admin])
         async with client_of(admin) as http:
             checked(await http.get(f"{OURS}/destinations"), 401)
         async with client_of(admin, "another") as http:
             assert (await http.get(f"{OURS}/destinations")).is_success
         (world.directory / "token").unlink()
         with pytest.raises(ConfigError):
-            await admin.read_files()
+            await read_files([admin])
         async with client_of(admin, "another") as http:
             assert (await http.get(f"{OURS}/destinations")).is_success
+
+
+async def test_one_bad_file_leaves_every_endpoint_as_it_was(world: World) -> None:
+    async with serving(world, "127.0.0.1:0") as first:
+        second = Admin(first.address, world.directory / "missing", real_runtime(), None)
+        (world.directory / "token").write_text("another\n")
+        with pytest.raises(ConfigError):
+            await read_files([first, second])
+        async with client_of(first, "another") as http:
+            checked(await http.get(f"{OURS}/destinations"), 401)
 
 
 async def test_nonsense_on_the_socket_harms_nobody_else(world: World) -> None:

@@ -5,7 +5,7 @@ The application, and all that serves it, are imported when the first connection 
 """
 
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,16 +55,23 @@ class Admin:
         """The TLS context of a connection that begins now; None: HTTP comes in clear."""
         return self._tls
 
-    async def read_files(self) -> None:
-        """Read the files of token and TLS (again); raises ConfigError, and keeps the old ones."""
+    async def _read(self) -> tuple[str | None, ssl.SSLContext | None]:
         path, make_tls = self._token_file, self._make_tls
 
         def read() -> tuple[str | None, ssl.SSLContext | None]:
             return None if path is None else read_secret(path), make_tls and make_tls()
 
-        self._token, self._tls = await self._runtime.run_sync(
-            read, limiter=self._limiter, abandon=True
-        )
+        return await self._runtime.run_sync(read, limiter=self._limiter, abandon=True)
+
+
+async def read_files(endpoints: Iterable[Admin]) -> None:
+    """Read the files of token and TLS (again).
+
+    Raises ConfigError; then all the endpoints keep the old ones.
+    """
+    found = [(endpoint, await endpoint._read()) for endpoint in endpoints]
+    for endpoint, (token, tls) in found:
+        endpoint._token, endpoint._tls = token, tls
 
 
 @asynccontextmanager
@@ -101,7 +108,7 @@ async def serve_app(
 
     app = _Once(make, runtime)
     try:
-        await admin.read_files()
+        await read_files([admin])
         async with serve_http(
             app.get,
             listeners,

@@ -178,18 +178,17 @@ def audit(
     as_json: AsJson = False,
 ) -> int:
     """Compare the expected deliveries with those that the ledger proves."""
-    from fedsender.pipeline import audit
     from fedsender.pipeline import audit as module
 
     first = _day(since)
     repaired = failed = None
     try:
-        rows = None if accept is None else audit.read_accepted(accept)
+        rows = None if accept is None else module.read_accepted(accept)
     except Usage as error:
         raise Mistake(str(error)) from None
     with job("audit", config) as (spark, lake, loaded, steps):
         if rows is not None:
-            audit.accept(lake, rows)
+            module.accept(lake, rows)
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
             pages = module.missing_pairs(spark, lake)

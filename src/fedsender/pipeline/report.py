@@ -85,8 +85,6 @@ def report(spark: "SparkSession", lake: Lake, config: Config, steps: Steps, path
     Raises:
         PipelineError: nothing was ingested, or the page cannot be written.
     """
-    from fedsender.pipeline.report import page
-
     if lake.manifest.commit == 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
     with steps.spark("figures", spark) as step:

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 import trio
 
-from fedsender.admin.serving import Admin
+from fedsender.admin.serving import Admin, read_files
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, load
 from fedsender.facts import Elsewhere
@@ -211,8 +211,7 @@ async def _reload_when_told(run: _Run) -> None:
         notifier.reloading()
         try:
             newer = load_config(run.path)
-            for endpoint in list(run.endpoints):
-                await endpoint.read_files()
+            await read_files(list(run.endpoints))
             renew = partial(newer.server_tls, "relay", renewed=run.tls)
             await run.runtime.run_sync(renew, limiter=limiter)
         except ConfigError as error:
