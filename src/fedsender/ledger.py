@@ -255,7 +255,8 @@ class Ledger:
         self._segment_bytes = segment_bytes
         self._lost_lines = lost_lines
         self._number = last_number
-        self._unsettled: dict[str, int] = {}
+        # Destination -> the segment and the number of its last answer's line.
+        self._unsettled: dict[str, tuple[int, int]] = {}
         self._unsettled_in: Tally[int] = Tally()
         self._waiting: deque[int] = deque()
         self._file: int | None = None
@@ -343,14 +344,19 @@ class Ledger:
     def _owe(self, destination: str) -> None:
         """Note an answer just written: the next start must find it until `settled` is called."""
         self.settled(destination)
-        self._unsettled[destination] = self._number
+        self._unsettled[destination] = self._number, self.lines.value
         self._unsettled_in[self._number] += 1
 
-    def settled(self, destination: str) -> None:
-        """Note that the databases have the destination's last answer, if there was one."""
-        number = self._unsettled.pop(destination, None)
-        if number is None:
+    def settled(self, destination: str, upto: int | None = None) -> None:
+        """Note that the databases have the destination's last answer, if there was one.
+
+        Args:
+            upto: the number of lines when they were given it; a newer answer is not settled by it.
+        """
+        number, line = self._unsettled.get(destination, (0, 0))
+        if not line or (upto is not None and line > upto):
             return
+        del self._unsettled[destination]
         self._unsettled_in[number] -= 1
         if not self._unsettled_in[number]:
             del self._unsettled_in[number]

@@ -83,6 +83,7 @@ async def list_destinations(
         raise bad_param(f"Query parameter 'order_by' must be one of {list(SORTABLE)}")
     if destination is not None and len(destination) > 300:
         raise bad_param("Query parameter 'destination' is too long")
+    await context.homeserver.write_marks()
     page = await context.homeserver.destinations_page(
         skip, most, order_by, _direction(direction), destination
     )
@@ -91,6 +92,7 @@ async def list_destinations(
 
 
 async def _row(context: AdminContext, destination: str) -> DestinationRow:
+    await context.homeserver.write_marks(destination)
     row = await context.homeserver.backoff(destination) if len(destination) <= 300 else None
     if row is None:
         raise not_found("Unknown destination")

@@ -141,6 +141,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
     """All that is known of this server; None: nothing."""
     if not await is_known(context, server):
         return None
+    await context.homeserver.write_marks(server)
     row = await context.homeserver.backoff(server)
     pending = await context.homeserver.pending_counts(server)
     redeliveries = len(await context.store.redeliveries(server, COUNTED))

@@ -697,6 +697,9 @@ class Destination:
         )
 
     def _freeze(self, draft: Draft) -> Transaction:
+        if draft.lsso is None:
+            # Only the last answer is read back after a kill: it has the mark of those before it.
+            draft.lsso = self._context.homeserver.unwritten_lsso(self.name)
         return freeze(
             draft,
             transaction_id=self._context.ids.next(),
@@ -767,7 +770,6 @@ class Destination:
     async def _settle(self, transaction: Transaction) -> None:
         await self.outbox.settle(transaction)
         await self._thaw_out(transaction)
-        self._context.ledger.settled(self.name)
 
     async def _thaw_out(self, transaction: Transaction) -> None:
         """End the transaction; only now may another one follow it."""
@@ -929,6 +931,8 @@ class Destination:
             frozen.put_away_body()
 
     async def _save_frozen(self, transaction: Transaction) -> None:
+        # A mark that moves after it is taken for another sender's, and the record would be void.
+        await self._context.homeserver.write_marks(self.name)
         if transaction.lsso_before is None:
             # A level destination's mark is not read until somebody needs it; it cannot have moved.
             transaction.lsso_before = await self._context.homeserver.lsso(self.name)

@@ -59,7 +59,8 @@ class Outbox:
         presence: the states of users.
         receipts: those that wait in memory, and whether more wait in the database.
         lsso: the destination's low-water mark; None until it was needed.
-        stored_lsso: the mark in the database; None: it has none, or was not read.
+        stored_lsso: the mark in the database, once `write_marks` was called; None: it has none, or
+            was not read.
     """
 
     def __init__(self, destination: str, context: Context, *, level: bool) -> None:
@@ -447,12 +448,32 @@ class Outbox:
 
     async def settle(self, transaction: Transaction, *, quarantined: bool = False) -> None:
         """Settle the transaction: its contents were answered, or are in quarantine."""
-        await self._move(transaction.record, transaction.rooms_done, resync=quarantined)
+        if quarantined or not self._settled_later(transaction):
+            await self._move(transaction.record, transaction.rooms_done, resync=quarantined)
+            self._context.ledger.settled(self.destination)
         self.ephemeral.answered(transaction.ephemeral)
         self.receipts.answered(transaction.ephemeral)
         self.presence.answered(transaction.ephemeral)
         if transaction.receipts_upto is not None:
             self.receipts.pay(transaction.receipts_upto)
+
+    def _settled_later(self, transaction: Transaction) -> bool:
+        """Whether the answer only moves LSSO, and the ledger is to remember that for a while.
+
+        The mark is then written with those of other servers (`HomeserverStore.write_marks`). After
+        a kill the next start finds it in the ledger.
+        """
+        context, record, lsso = self._context, transaction.record, transaction.record.lsso
+        if lsso is None or record.outbox or record.device_lists or record.redelivered:
+            return False
+        if transaction.saved or not self.level or self._catch_up or context.ledger.failing:
+            return False
+        ledger, name = context.ledger, self.destination
+        written = partial(ledger.settled, name, ledger.lines.value)
+        if not context.homeserver.settle_later(name, lsso, written):
+            return False
+        self._passed(lsso)
+        return True
 
     async def note_progress(self, draft: Draft) -> None:
         """Write down the progress of a catch-up that passed rooms with no event to send."""
@@ -480,8 +501,11 @@ class Outbox:
         if self._catch_up is not None:
             self._catch_up.answered.update(rooms)
         if record.lsso is not None:
-            self.lsso = self.stored_lsso = max(record.lsso, self.lsso or 0)
-            self.queue.settled(record.lsso)
+            self._passed(record.lsso)
+
+    def _passed(self, lsso: int) -> None:
+        self.lsso = self.stored_lsso = max(lsso, self.lsso or 0)
+        self.queue.settled(lsso)
 
     # --- Quarantine -------------------------------------------------------------------------------
 

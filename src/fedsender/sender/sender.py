@@ -45,6 +45,8 @@ LOAD_PATIENCE_S = 30.0
 """The longest wait for the registry at a start; with a large database, loading goes on after it."""
 WRITE_DOWN_S = 15.0
 """The time to write down unanswered transactions after an error."""
+MARKS_EVERY_S = 2.0
+"""Seconds between two writes of LSSOs. A loss of power makes the sender repeat as much."""
 
 
 class Sender:
@@ -268,6 +270,12 @@ class Sender:
             await hand_over(self._store, self.context.instance)
             await trio.sleep(SWEEP_EVERY_S)
 
+    async def write_marks_for_ever(self) -> None:
+        """Write the marks that answers have moved, many at once."""
+        while True:
+            await trio.sleep(MARKS_EVERY_S)
+            await self.context.homeserver.write_marks()
+
     async def load_registry(self, failure_rate: Callable[[str], int]) -> None:
         """Put every server with owed items behind, the most useful first."""
         context = self.context
@@ -294,6 +302,7 @@ class Sender:
         """Make durable the unwritten state of the tasks that have ended."""
         # Side by side: one whose answer waits for a database that is away holds back no record.
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self.context.homeserver.write_marks)
             for server in list(self.registry.unsaved):
                 nursery.start_soon(self.registry.write_down_unsaved, server)
         await self.edus.save()
@@ -413,6 +422,7 @@ async def _run_loops(
         "fan-out": sender.follow_events,
         "ramp": partial(sender.registry.bring_back, pace),
         "sweep": sender.sweep_for_ever,
+        "marks": sender.write_marks_for_ever,
     }
     with trio.CancelScope() as scope:
         task_status.started(scope)

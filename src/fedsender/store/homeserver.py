@@ -6,11 +6,11 @@ of a connection in a module beside this one: `event_rows`, `room_servers`, `edus
 for the embedded store `embedded`, `appends` and `relay_load`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import trio
 from cachetools import LRUCache
@@ -75,6 +75,8 @@ from fedsender.streams import HostsRow, RedactionRow
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
 
 T = TypeVar("T")
+MARKS_LATE_S = 10.0
+"""Seconds that an LSSO is kept in memory; then each answer waits for its own write again."""
 LAGGING_ROWS = 50_000
 """Rows of `destination_rooms` that one statement looks at."""
 OWING_KEYS_PAGE = 1_000
@@ -93,6 +95,13 @@ NEWEST_SCHEMA = 94
 
 destinations, destination_rooms = tables.destinations, tables.destination_rooms
 outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_pokes
+
+
+class Mark(NamedTuple):
+    """An LSSO that is in memory only; `written` is called once it is durable."""
+
+    lsso: int
+    written: Callable[[], None]
 
 
 class HomeserverStore:
@@ -123,6 +132,9 @@ class HomeserverStore:
         self._groups = room_servers.StateGroups()
         self._groups_lock = trio.Lock()
         self._late = event_rows.LateSchema()
+        self._marks: dict[str, Mark] = {}
+        self._marks_since = 0.0
+        self._marks_lock = trio.Lock()
         self._here: LRUCache[str, frozenset[str]] = LRUCache(
             MAX_SERVERS_KNOWN, getsizeof=lambda servers: 1 + len(servers)
         )
@@ -472,11 +484,13 @@ class HomeserverStore:
 
     async def lsso(self, destination: str) -> int | None:
         """The destination's last successful stream ordering; None: unknown."""
+        await self.write_marks(destination)
         row = await self.backoff(destination)
         return None if row is None else row.lsso
 
     async def lagging(self) -> list[Lagging]:
         """Every destination with a backlog, by name."""
+        await self.write_marks()
         found: dict[str, Lagging] = {}
         start: tuple[str, str] | None = ("", "")
         while start is not None:
@@ -533,9 +547,14 @@ class HomeserverStore:
         """The destinations of to-device rows with after < stream id <= upto, by name."""
         return changed_to_device(connection, after, upto)
 
-    @writing
-    def purge(self, connection: Connection, destination: str) -> None:
+    async def purge(self, destination: str) -> None:
         """Remove the destination: its row, and its backlog."""
+        async with self._marks_lock:
+            self._marks.pop(destination, None)
+            await self._purge(destination)
+
+    @writing
+    def _purge(self, connection: Connection, destination: str) -> None:
         changes = (pokes, tables.device_lists_outbound_last_success)
         for table in (destination_rooms, outbox, destinations, *changes):
             connection.execute(delete(table).where(table.c.destination == destination))
@@ -549,6 +568,44 @@ class HomeserverStore:
         since.
         """
         await self._database.write_together(_settle, settlements)
+
+    def settle_later(self, destination: str, lsso: int, written: Callable[[], None]) -> bool:
+        """Keep this LSSO in memory until `write_marks`; False: they are late, so write it now.
+
+        Every question to this store that reads an LSSO writes the kept ones first, except
+        `backoff`. Another process sees them a few seconds later.
+
+        Args:
+            written: called once it is durable, or a newer one of the destination is.
+        """
+        now = trio.current_time()
+        if not self._marks:
+            self._marks_since = now
+        elif now - self._marks_since > MARKS_LATE_S:
+            return False
+        self._marks[destination] = Mark(lsso, written)
+        return True
+
+    def unwritten_lsso(self, destination: str) -> int | None:
+        """The destination's LSSO that is in memory only; None: there is none."""
+        mark = self._marks.get(destination)
+        return None if mark is None else mark.lsso
+
+    async def write_marks(self, destination: str | None = None) -> None:
+        """Write the LSSOs that are in memory only, if this destination has one; None: if any has.
+
+        Raises StoreError.
+        """
+        if not self._marks or (destination is not None and destination not in self._marks):
+            return
+        async with self._marks_lock:
+            began, marks = trio.current_time(), dict(self._marks)
+            await self.settle([Settlement(name, mark.lsso) for name, mark in marks.items()])
+            for name, mark in marks.items():
+                mark.written()
+                if self._marks.get(name) is mark:
+                    del self._marks[name]
+            self._marks_since = began
 
     @writing
     def store_backoff(
@@ -663,9 +720,13 @@ class HomeserverStore:
 
     # --- what operators ask -----------------------------------------------------------------------
 
-    @reading
-    def pending_counts(self, connection: Connection, destination: str) -> Pending:
+    async def pending_counts(self, destination: str) -> Pending:
         """The number of items that the destination is owed, and the age of the oldest."""
+        await self.write_marks(destination)
+        return await self._pending_counts(destination)
+
+    @reading
+    def _pending_counts(self, connection: Connection, destination: str) -> Pending:
         changes = select(func.count()).where(pokes.c.destination == destination)
         mark = (
             select(func.coalesce(destinations.c.last_successful_stream_ordering, 0))

@@ -1,0 +1,228 @@
+"""The marks of answers (LSSO): written for many servers at once, and never lost.
+
+The ledger has each answer before anything else. So the databases may learn of it seconds later.
+"""
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import trio
+from sqlalchemy.exc import OperationalError
+from tests.sender.harness import World, answer, ok
+from trio.testing import MockClock
+
+from fedsender.sender.sender import MARKS_EVERY_S
+from fedsender.store.homeserver import MARKS_LATE_S
+
+R = "!r:hs.example"
+A, B = "a.example", "b.example"
+
+
+def stored(directory: Path, server: str = A) -> int | None:
+    """The server's mark, as another process sees it."""
+    with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as database:
+        query = "SELECT last_successful_stream_ordering FROM destinations WHERE destination = ?"
+        row = database.execute(query, (server,)).fetchone()
+    return None if row is None else row[0]
+
+
+async def five_answers(world: World) -> int:
+    """A server that has answered to five events; the token of the fifth."""
+    await world.join(R, A, B)
+    await world.say(R, "zero")
+    await trio.sleep(3 * MARKS_EVERY_S)
+    # The next write of marks is two seconds away.
+    await world.store.homeserver.write_marks()
+    for number in range(1, 6):
+        token = await world.say(R, f"n{number}")
+        await trio.sleep(0.2)
+    return token
+
+
+def after_a_kill(world: World, directory: Path) -> World:
+    """A world on the files as they are at this instant."""
+    shutil.copytree(world.directory, directory)
+    after = World(directory)
+    after.servers, after.token = world.servers, world.token
+    return after
+
+
+async def test_answers_of_a_moment_are_written_together(
+    world: World, autojump_clock: MockClock
+) -> None:
+    commits: list[str] = []
+    world.faults = commits.append
+    async with world.run():
+        token = await five_answers(world)
+        before = stored(world.directory)
+        assert before is not None
+        assert before <= token - 5
+        commits.clear()
+        await trio.sleep(MARKS_EVERY_S)
+        assert stored(world.directory) == stored(world.directory, B) == token
+        assert commits.count("homeserver: before commit") == 1
+
+
+async def test_a_segment_stays_open_until_its_answers_are_written(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with world.run() as sender:
+        await five_answers(world)
+        sender.context.ledger._roll()
+        directory = world.directory / "ledger"
+        assert not list(directory.glob("*.jsonl"))
+        await sender.context.homeserver.write_marks()
+        assert not list(directory.glob("*.open"))
+        assert len(list(directory.glob("*.jsonl"))) == 1
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+async def test_a_kill_with_five_unwritten_answers_repeats_nothing(
+    world: World, autojump_clock: MockClock, tmp_path: Path, segments: int
+) -> None:
+    async with world.run() as sender:
+        token = await five_answers(world)
+        if segments == 2:
+            sender.context.ledger._roll()
+            token = await world.say(R, "in another segment")
+            await trio.sleep(0.2)
+        after = after_a_kill(world, tmp_path.with_name(tmp_path.name + "-after"))
+    assert stored(after.directory) != token
+    server = world.servers[A]
+    server.requests.clear()
+    async with after.run():
+        assert stored(after.directory) == token
+        await trio.sleep(60)
+        assert server.requests == []
+        await after.say(R, "next")
+        await trio.sleep(5)
+        assert server.requests[0].bodies == ["next"]
+
+
+async def test_the_last_answer_on_record_has_the_marks_before_it(
+    world: World, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """A kill while an answer to keys alone waits for the database: the next start reads back the
+    last answer of a server and no other."""
+    copies: list[World] = []
+    armed = False
+
+    def kill(point: str) -> None:
+        if armed and point == "homeserver: before commit" and not copies:
+            copies.append(after_a_kill(world, tmp_path.with_name(tmp_path.name + "-after")))
+
+    world.faults = kill
+    async with world.run() as sender:
+        token = await five_answers(world)
+        # Written by a client, in another process.
+        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        assert world.store.homeserver.unwritten_lsso(A) == token
+        armed = True
+        sender.to_device_changed(A)
+        await trio.sleep(1)
+    (after,) = copies
+    line = after.ledger(A)[-1]
+    assert (line["pdus"], line["lsso"]) == ([], token)
+    assert stored(after.directory) != token
+    world.servers[A].requests.clear()
+    async with after.run():
+        assert stored(after.directory) == token
+        await trio.sleep(60)
+        assert world.servers[A].requests == []
+
+
+@pytest.mark.parametrize("ledger", [True, False])
+async def test_a_frozen_transaction_is_not_void_by_a_mark_of_ours(
+    world: World, autojump_clock: MockClock, tmp_path: Path, ledger: bool
+) -> None:
+    """I3: a mark that moved after the transaction was frozen would look like another sender's.
+
+    Also on another machine, which has the databases and not the ledger.
+    """
+    async with world.run():
+        await five_answers(world)
+        server = world.servers[A]
+        server.reply = lambda _: answer(500)
+        await world.say(R, "refused for now")
+        await trio.sleep(0.5)
+        after = after_a_kill(world, tmp_path.with_name(tmp_path.name + "-after"))
+    if not ledger:
+        shutil.rmtree(after.directory / "ledger")
+    (failed,) = [each for each in server.requests if each.bodies == ["refused for now"]][:1]
+    server.reply = ok
+    server.requests.clear()
+    async with after.run() as sender:
+        sender.registry.wake([A], by_admin=True)
+        await trio.sleep(600)
+    assert (server.requests[0].id, server.requests[0].body) == (failed.id, failed.body)
+    assert "discarded" not in {line["outcome"] for line in after.ledger(A)}
+
+
+async def test_without_a_ledger_each_answer_is_written_at_once(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes no lines: the databases are the only record."""
+    async with world.run() as sender:
+        await five_answers(world)
+
+        def full(text: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(sender.context.ledger, "_append", full)
+        token = await world.say(R, "no line of this")
+        await trio.sleep(0.3)
+        assert stored(world.directory) == token
+
+
+async def test_marks_that_are_late_stop_the_next_transaction(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """A loss of power repeats seconds and not hours: a database that is away stops the sender."""
+    away = False
+
+    def faults(point: str) -> None:
+        if away and point == "homeserver: before commit":
+            cause = sqlite3.OperationalError("database or disk is full")
+            cause.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise OperationalError("COMMIT", {}, cause)
+
+    world = World(tmp_path, destinations={"defaults": {"max_pdus": 1}})
+    world.faults = faults
+    server = world.server(A, latency=1.0)
+    async with world.run():
+        await world.join(R, A)
+        for number in range(60):
+            await world.say(R, f"n{number}")
+        await trio.sleep(2.5)
+        away = True
+        await trio.sleep(600)
+        assert 5 < len(server.requests) <= MARKS_LATE_S + MARKS_EVERY_S + 2
+        away = False
+        await trio.sleep(600)
+        assert server.got == [f"n{number}" for number in range(60)]
+        assert stored(world.directory) == world.token
+
+
+async def test_a_purge_leaves_no_mark_behind(world: World, autojump_clock: MockClock) -> None:
+    async with world.run():
+        await five_answers(world)
+        await world.store.homeserver.purge(A)
+        await trio.sleep(2 * MARKS_EVERY_S)
+        assert stored(world.directory) is None
+
+
+async def test_every_question_sees_the_newest_mark(world: World, autojump_clock: MockClock) -> None:
+    async with world.run():
+        token = await five_answers(world)
+        homeserver = world.store.homeserver
+        assert homeserver.unwritten_lsso(A) == token
+        assert await homeserver.lagging() == []
+        assert await homeserver.lsso(A) == token
+        token = await world.say(R, "another")
+        await trio.sleep(0.3)
+        assert homeserver.unwritten_lsso(A) == token
+        assert (await homeserver.pending_counts(A)).rooms == 0
+        assert homeserver.unwritten_lsso(A) is None
