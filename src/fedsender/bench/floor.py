@@ -1,12 +1,13 @@
 """The floor: the cost of a signed transaction without a sender around it.
 
-A keep-alive TLS exchange with the same receivers, of the same size both ways, on Trio's own
-streams, and one Ed25519 signature. Nothing is parsed, kept, retried or written down.
+A keep-alive TLS exchange with the same receivers, of the same size both ways, on the daemon's TLS
+stream, and one Ed25519 signature. Nothing is parsed, kept, retried or written down.
 """
 
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import cycle, islice
 from typing import Any
@@ -19,8 +20,10 @@ from fedsender.bench.homeserver import SERVER_NAME, Room, signer
 from fedsender.bench.meter import Meter, Options, median
 from fedsender.bench.receivers import FLOOR, answer_for
 from fedsender.bench.stage import Servers, Stage, open_stage
+from fedsender.federation.dialing import TlsPolicy
 
 AT_ONCE = 20
+OpenStream = Callable[[str, int], Awaitable[trio.abc.Stream]]
 
 
 class Floor:
@@ -30,19 +33,12 @@ class Floor:
         self._key = Ed25519PrivateKey.from_private_bytes(b64decode(seed))
         self._room = Room(0, signer(seed), now_ms)
         self._bodies: dict[int, bytes] = {}
-        self.streams: list[tuple[str, trio.SSLStream[trio.SocketStream]]] = []
+        self.streams: list[tuple[str, trio.abc.Stream]] = []
 
-    async def connect(self, name: str, context: ssl.SSLContext) -> None:
+    async def connect(self, name: str, open_stream: OpenStream) -> None:
         """One connection, kept until the end."""
         host, port = name.rsplit(":", 1)
-        stream = trio.SSLStream(
-            await trio.open_tcp_stream(host, int(port)),
-            context,
-            server_hostname=host,
-            https_compatible=True,
-        )
-        await stream.do_handshake()
-        self.streams.append((name, stream))
+        self.streams.append((name, await open_stream(host, int(port))))
 
     async def measure(self, exchanges: int, pdus: int) -> float:
         """CPU time of one exchange with so many PDUs, in ms: the mean of so many exchanges."""
@@ -90,13 +86,30 @@ class Floor:
 
 
 @asynccontextmanager
-async def open_floor(stage: Stage, names: Sequence[str]) -> AsyncIterator[Floor]:
-    """Connected to these receiving servers while the body runs."""
+async def open_floor(
+    stage: Stage, names: Sequence[str], *, of_trio: bool = False
+) -> AsyncIterator[Floor]:
+    """Connected to these receiving servers while the body runs.
+
+    `of_trio`: by `trio.SSLStream`, for comparison.
+    """
     floor = Floor(stage.seed, stage.runtime.now_ms())
-    context = ssl.create_default_context(cafile=stage.ca_file)
+    context = TlsPolicy(stage.ca_file).context()
+    network = stage.runtime.network
+
+    async def by_ours(host: str, port: int) -> trio.abc.Stream:
+        return await network.start_tls(await network.open_tcp(host, port), context, host)
+
+    async def by_trio(host: str, port: int) -> trio.abc.Stream:
+        plain = await trio.open_tcp_stream(host, port)
+        context = ssl.create_default_context(cafile=stage.ca_file)
+        stream = trio.SSLStream(plain, context, server_hostname=host, https_compatible=True)
+        await stream.do_handshake()
+        return stream
+
     try:
         for name in names:
-            await floor.connect(name, context)
+            await floor.connect(name, by_trio if of_trio else by_ours)
         yield floor
     finally:
         for _, stream in floor.streams:
@@ -108,24 +121,26 @@ def _bodies_kb(values: Sequence[int]) -> list[float]:
 
 
 async def floor(options: Options) -> dict[str, Any]:
-    """`events` exchanges a round with 1 PDU, and as many with 50."""
-    small: list[float] = []
-    large: list[float] = []
+    """`events` exchanges a round with 1 PDU, and as many with 50; and the same by Trio's stream."""
+    costs: dict[tuple[bool, int], list[float]] = defaultdict(list)
     async with (
         open_stage([Servers(options.servers)]) as stage,
         open_floor(stage, stage.names) as measured,
+        open_floor(stage, stage.names, of_trio=True) as of_trio,
     ):
-        await measured.measure(options.events, 1)
-        await measured.measure(options.events, 50)
-        for _ in range(options.rounds):
-            small.append(await measured.measure(options.events, 1))
-            large.append(await measured.measure(options.events, 50))
+        for number in range(1 + options.rounds):
+            for of, each in ((False, measured), (True, of_trio)):
+                for pdus in (1, 50):
+                    cost = await each.measure(options.events, pdus)
+                    if number:
+                        costs[of, pdus].append(cost)
         sizes = _bodies_kb([len(measured._body(pdus)) for pdus in (1, 50)])
     return {
         "servers": options.servers,
         "exchanges": options.events * options.rounds,
         "body_kb": sizes,
-        "cpu_ms_1_pdu": median(small),
-        "cpu_ms_50_pdus": median(large),
-        "lowest_ms": [round(min(small), 3), round(min(large), 3)],
+        "cpu_ms_1_pdu": median(costs[False, 1]),
+        "cpu_ms_50_pdus": median(costs[False, 50]),
+        "lowest_ms": [round(min(costs[False, pdus]), 3) for pdus in (1, 50)],
+        "cpu_ms_by_trio": [median(costs[True, pdus]) for pdus in (1, 50)],
     }
