@@ -264,7 +264,7 @@ class Metrics:
         )
         self.last_sent_pdu_time = self._gauge(
             "synapse_federation_last_sent_pdu_time",
-            "origin_server_ts of the last PDU answered by a configured server, in seconds",
+            "when the last PDU answered by a configured server was put into its transaction",
             "destination_server_name",
         )
         self.sent_pdus = self._counter("fedsender_sent_pdus", "PDUs in answered transactions")

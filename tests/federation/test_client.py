@@ -443,7 +443,7 @@ async def test_well_known_cannot_lead_into_a_private_network(tmp_path: Path) -> 
 async def test_each_redirect_of_a_well_known_waits_for_its_turn_to_connect(tmp_path: Path) -> None:
     """Or there were six times as many handshakes a second as we permit ourselves."""
     authority = Authority(tmp_path)
-    network, leave = TableNetwork(), AnybodyMay()
+    network, permit = TableNetwork(), AnybodyMay()
     page = response(302, b"", f"Location: https://{NAME}/.well-known/matrix/server")
     async with (
         serving(authority.context(NAME), answering(page)) as web,
@@ -451,10 +451,10 @@ async def test_each_redirect_of_a_well_known_waits_for_its_turn_to_connect(tmp_p
     ):
         network.records = {(NAME, "A"): ["10.0.0.1"]}
         network.ports = {("10.0.0.1", 443): web.port, ("10.0.0.1", 8448): unused_port()}
-        async with client.peer(NAME, Policy(), leave) as peer:
+        async with client.peer(NAME, Policy(), permit) as peer:
             with pytest.raises(Unreachable, match="redirects"):
                 await peer.connect()
-    assert leave.turns == web.connections == 6
+    assert permit.turns == web.connections == 6
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "::ffff:10.0.0.7", "0.0.0.0"])

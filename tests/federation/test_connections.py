@@ -258,9 +258,9 @@ async def test_peer_that_closes_an_idle_connection_is_noticed(
 
 
 async def test_every_new_connection_asks_leave(tmp_path: Path) -> None:
-    leave = AnybodyMay()
+    permit = AnybodyMay()
     async with in_memory(tmp_path) as (client, _):
         for number in (0, 1, 0):
-            async with client.peer(f"b{number}.example", there(number), leave) as peer:
+            async with client.peer(f"b{number}.example", there(number), permit) as peer:
                 await send(peer)
-    assert leave.handshakes == 2
+    assert permit.handshakes == 2

@@ -26,7 +26,7 @@ from fedsender.federation.answer import Answer, answer_of
 from fedsender.federation.client import SendFailed, Unreachable
 from fedsender.federation.transport import Response
 from fedsender.ledger import open_ledger, read_lines, segments
-from fedsender.sender.admission import Admission, Leave
+from fedsender.sender.admission import Admission, Permit
 from fedsender.sender.sender import Sender, open_sender
 from fedsender.store import HomeserverSettings, Store, StoreConfig, open_store
 from fedsender.streams import HostsRow, PduRow, RedactionRow
@@ -104,22 +104,22 @@ class RemoteServer:
 
 
 class FakePeer:
-    def __init__(self, server: RemoteServer, leave: Leave) -> None:
+    def __init__(self, server: RemoteServer, permit: Permit) -> None:
         self.server = server
-        self.leave = leave
+        self.permit = permit
 
     def at_hand(self) -> None:
         """Each attempt connects."""
 
     async def connect(self) -> "FakeLink":
-        await self.leave.handshake(None)
+        await self.permit.handshake(None)
         await trio.sleep(0.01)
         self.server.attempts.append(trio.current_time())
         if self.server.connecting is not None:
             self.server.connecting()
         if self.server.down:
             raise Unreachable("refused", "connection refused")
-        return FakeLink(self.server, self.leave)
+        return FakeLink(self.server, self.permit)
 
     def release(self) -> None: ...
 
@@ -129,16 +129,16 @@ class FakePeer:
 
 
 class FakeLink:
-    def __init__(self, server: RemoteServer, leave: Leave) -> None:
+    def __init__(self, server: RemoteServer, permit: Permit) -> None:
         self.server = server
-        self.leave = leave
+        self.permit = permit
         self.sent = False
 
     async def put_transaction(
         self, transaction_id: str, body: bytes, event_ids: Sequence[str]
     ) -> Answer:
         server = self.server
-        self.leave.asked()
+        self.permit.asked()
         assert server.in_flight == 0, "two transactions in flight"
         server.in_flight += 1
         try:
@@ -165,9 +165,9 @@ class FakeClient:
     def forget(self, name: str) -> None: ...
 
     @asynccontextmanager
-    async def peer(self, name: str, policy: Policy, leave: Leave) -> AsyncIterator[FakePeer]:
+    async def peer(self, name: str, policy: Policy, permit: Permit) -> AsyncIterator[FakePeer]:
         self.opened[name].append(policy)
-        yield FakePeer(self.servers[name], leave)
+        yield FakePeer(self.servers[name], permit)
 
 
 class Silence:

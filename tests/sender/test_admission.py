@@ -20,7 +20,7 @@ from fedsender.sender.admission import (
     QUICK_S,
     Admission,
     Lane,
-    Leave,
+    Permit,
     network_of,
     not_now,
     site_of,
@@ -43,41 +43,41 @@ def admission_of(
     return Admission(max_in_flight=places, slow_share=slow_share, handshakes_per_second=per_second)
 
 
-def a_leave(admission: Admission, name: str, *answers: float) -> Leave:
+def a_leave(admission: Admission, name: str, *answers: float) -> Permit:
     """Of a server that took so many seconds for its latest answers."""
-    leave = admission.leave(name)
+    permit = admission.permit(name)
     for seconds in answers:
-        leave.took(seconds)
-    return leave
+        permit.took(seconds)
+    return permit
 
 
-def endable(leaves: Sequence[Leave]) -> list[Leave]:
+def endable(permits: Sequence[Permit]) -> list[Permit]:
     """Let their attempts be ended; those that were, in their order."""
-    ended: list[Leave] = []
+    ended: list[Permit] = []
 
-    def end(leave: Leave) -> bool:
-        ended.append(leave)
+    def end(permit: Permit) -> bool:
+        ended.append(permit)
         return True
 
-    for leave in leaves:
-        leave.end = partial(end, leave)
+    for permit in permits:
+        permit.end = partial(end, permit)
     return ended
 
 
 @asynccontextmanager
-async def holding(*leaves: Leave) -> AsyncIterator[None]:
-    for leave in leaves:
-        await leave.handshake(None)
+async def holding(*permits: Permit) -> AsyncIterator[None]:
+    for permit in permits:
+        await permit.handshake(None)
     yield
-    for leave in leaves:
-        leave.let_go()
+    for permit in permits:
+        permit.let_go()
 
 
-async def waits(leave: Leave, seconds: float = 0.01) -> bool:
+async def waits(permit: Permit, seconds: float = 0.01) -> bool:
     """Whether it gets no place for so long; if it gets one, it gives it back."""
     with trio.move_on_after(seconds) as scope:
-        await leave.handshake(None)
-        leave.let_go()
+        await permit.handshake(None)
+        permit.let_go()
     return scope.cancelled_caught
 
 
@@ -103,15 +103,15 @@ def test_the_lane_is_chosen_by_two_of_the_last_three_answers(
     answers: tuple[float, ...], lane: str
 ) -> None:
     admission = admission_of()
-    leave = a_leave(admission, "a.example", *answers)
-    assert admission.lane_of(leave)[0] is getattr(admission, lane)
+    permit = a_leave(admission, "a.example", *answers)
+    assert admission.lane_of(permit)[0] is getattr(admission, lane)
 
 
 def test_a_server_whose_last_attempt_failed_has_a_lane_of_its_own() -> None:
     admission = admission_of()
-    leave = a_leave(admission, "a.example", 0.1, 0.1)
-    leave.ill = True
-    assert admission.lane_of(leave)[0] is admission.ill
+    permit = a_leave(admission, "a.example", 0.1, 0.1)
+    permit.ill = True
+    assert admission.lane_of(permit)[0] is admission.ill
 
 
 async def test_each_lane_has_its_places_whatever_the_others_do(autojump_clock: MockClock) -> None:
@@ -139,7 +139,7 @@ async def test_the_last_eighth_is_for_servers_known_to_be_quick(
 ) -> None:
     admission = admission_of(40)
     known = a_leave(admission, "known.example", 0.1)
-    unknown = [admission.leave(f"new.new{number}") for number in range(28)]
+    unknown = [admission.permit(f"new.new{number}") for number in range(28)]
     async with holding(*unknown[:27]):
         assert await waits(unknown[27])
         assert not await waits(known)
@@ -150,7 +150,7 @@ async def test_who_is_there_for_long_makes_room_if_the_slow_lane_has_some(
 ) -> None:
     """Else a first message to many slow servers would hold up all servers never heard of."""
     admission = admission_of(40)
-    unknown = [admission.leave(f"new.new{number}") for number in range(33)]
+    unknown = [admission.permit(f"new.new{number}") for number in range(33)]
     async with holding(*unknown[:27]):
         began = trio.current_time()
         async with holding(*unknown[27:32]):
@@ -190,7 +190,7 @@ async def test_known_servers_in_places_of_the_known_do_not_give_way_to_the_unkno
     """The places that servers never heard of may not have would be of no use to them."""
     admission = admission_of(40)
     known = [a_leave(admission, f"a.known{number}", 0.1) for number in range(3)]
-    unknown = [admission.leave(f"new.new{number}") for number in range(33)]
+    unknown = [admission.permit(f"new.new{number}") for number in range(33)]
     slow = [a_leave(admission, f"a.slow{number}", 9, 9) for number in range(5)]
     ended = endable(known)
     async with holding(*slow, *known[:2], *unknown[:27]):
@@ -216,17 +216,17 @@ async def test_neighbours_have_a_quarter_of_the_lanes_where_attempts_take_long(
     lane = Lane(40)
     admission = admission_of()
 
-    def neighbour(number: int) -> Leave:
+    def neighbour(number: int) -> Permit:
         site, address = f"x{number}", "10.0.0.1"
         if common == "site":
             site, address = "evil.example", f"10.0.1.{number}"
-        leave = admission.leave(f"{number}.{site}")
-        leave.reached(address)
-        return leave
+        permit = admission.permit(f"{number}.{site}")
+        permit.reached(address)
+        return permit
 
     held = [neighbour(number) for number in range(10)]
-    for leave in held:
-        assert lane.at_once(leave, first=False)
+    for permit in held:
+        assert lane.at_once(permit, first=False)
     # Hundreds of honest servers behind one address, all at once.
     for number in range(10, 40):
         assert admission.quick.at_once(neighbour(number), first=False)
@@ -242,7 +242,7 @@ async def test_neighbours_have_a_quarter_of_the_lanes_where_attempts_take_long(
             nursery.start_soon(enter, number)
             await trio.sleep(1)
         assert not order
-        assert lane.at_once(admission.leave("honest.org"), first=False)
+        assert lane.at_once(admission.permit("honest.org"), first=False)
         assert not lane.at_once(neighbour(30), first=True)
         lane.go(held[0])
         await trio.sleep(0.1)
@@ -258,13 +258,13 @@ async def test_neighbours_have_a_quarter_of_the_lanes_where_attempts_take_long(
 async def test_one_held_up_that_gives_up_calls_the_next(autojump_clock: MockClock) -> None:
     admission, lane = admission_of(), Lane(8)
 
-    def evil(number: int) -> Leave:
-        return admission.leave(f"{number}.evil.example")
+    def evil(number: int) -> Permit:
+        return admission.permit(f"{number}.evil.example")
 
     held = [evil(0), evil(1)]
-    others = [admission.leave(f"a.b{number}") for number in range(6)]
-    for leave in (*held, *others):
-        assert lane.at_once(leave, first=True)
+    others = [admission.permit(f"a.b{number}") for number in range(6)]
+    for permit in (*held, *others):
+        assert lane.at_once(permit, first=True)
     entered = trio.Event()
 
     async def enter() -> None:
@@ -288,10 +288,10 @@ async def test_one_called_up_that_another_neighbour_holds_up_calls_the_next(
     """Else the next would wait, with free places, for servers that it has nothing to do with."""
     admission, lane = admission_of(), Lane(4)
 
-    def neighbour(number: int, site: str, address: str) -> Leave:
-        leave = admission.leave(f"{number}.{site}")
-        leave.reached(address)
-        return leave
+    def neighbour(number: int, site: str, address: str) -> Permit:
+        permit = admission.permit(f"{number}.{site}")
+        permit.reached(address)
+        return permit
 
     of_site = neighbour(0, "evil.example", "10.0.0.1")
     at_address = neighbour(1, "good.example", "10.0.0.2")
@@ -300,8 +300,8 @@ async def test_one_called_up_that_another_neighbour_holds_up_calls_the_next(
     both = neighbour(2, "evil.example", "10.0.0.2")
     next_of_site = neighbour(3, "evil.example", "10.0.0.3")
     async with trio.open_nursery() as nursery:
-        for leave in (both, next_of_site):
-            nursery.start_soon(partial(lane.enter, leave, first=True))
+        for permit in (both, next_of_site):
+            nursery.start_soon(partial(lane.enter, permit, first=True))
             await trio.sleep(0.1)
         assert len(lane) == 2
         lane.go(of_site)
@@ -321,8 +321,8 @@ async def test_one_that_was_let_in_and_has_not_noticed_is_not_moved_elsewhere(
     inside, late, later = [a_leave(admission, f"a.b{number}", 0.1) for number in range(3)]
     async with trio.open_nursery() as nursery:
         await inside.place()
-        for leave in (late, later):
-            nursery.start_soon(leave.place)
+        for permit in (late, later):
+            nursery.start_soon(permit.place)
             await trio.sleep(0.1)
         inside.let_go()
         autojump_clock.jump(QUICK_S + 1)
@@ -338,18 +338,18 @@ async def test_one_that_is_hastened_goes_before_others_that_neighbours_hold_up(
     autojump_clock: MockClock,
 ) -> None:
     admission, lane = admission_of(), Lane(4)
-    held, *others = [admission.leave(f"{number}.evil.example") for number in range(4)]
+    held, *others = [admission.permit(f"{number}.evil.example") for number in range(4)]
     assert lane.at_once(held, first=False)
-    passed: list[Leave] = []
+    passed: list[Permit] = []
 
-    async def attempt(leave: Leave) -> None:
-        await lane.enter(leave, first=False)
-        passed.append(leave)
-        lane.go(leave)
+    async def attempt(permit: Permit) -> None:
+        await lane.enter(permit, first=False)
+        passed.append(permit)
+        lane.go(permit)
 
     async with trio.open_nursery() as nursery:
-        for leave in others:
-            nursery.start_soon(attempt, leave)
+        for permit in others:
+            nursery.start_soon(attempt, permit)
             await trio.sleep(0.1)
         lane.hasten(others[2])
         lane.go(held)
@@ -365,18 +365,18 @@ async def test_of_a_line_three_of_the_first_class_go_for_each_one_of_the_second(
     admission, lane = admission_of(), Lane(1)
     order = ""
 
-    async def pass_through(leave: Leave, first: bool) -> None:
+    async def pass_through(permit: Permit, first: bool) -> None:
         nonlocal order
-        await lane.enter(leave, first=first)
+        await lane.enter(permit, first=first)
         order += "1" if first else "2"
         await trio.sleep(1)
-        lane.go(leave)
+        lane.go(permit)
 
     async with trio.open_nursery() as nursery:
         for number in range(8):
             for first in (False, True):
-                leave = admission.leave(f"a{first}.b{number}")
-                nursery.start_soon(pass_through, leave, first)
+                permit = admission.permit(f"a{first}.b{number}")
+                nursery.start_soon(pass_through, permit, first)
     assert order.count("1") == order.count("2") == 8
     assert all(part.count("2") == 1 for part in (order[1:5], order[5:9])), order
 
@@ -385,21 +385,21 @@ async def test_one_that_is_hastened_does_not_stay_where_it_stood(
     autojump_clock: MockClock,
 ) -> None:
     admission = admission_of(100, per_second=1)
-    leaves = [admission.leave(f"a.b{number}") for number in range(20)]
-    passed: list[Leave] = []
+    permits = [admission.permit(f"a.b{number}") for number in range(20)]
+    passed: list[Permit] = []
 
-    async def attempt(leave: Leave) -> None:
-        await leave.handshake(None)
-        passed.append(leave)
-        leave.let_go()
+    async def attempt(permit: Permit) -> None:
+        await permit.handshake(None)
+        passed.append(permit)
+        permit.let_go()
 
     async with trio.open_nursery() as nursery:
-        for leave in leaves:
-            nursery.start_soon(attempt, leave)
+        for permit in permits:
+            nursery.start_soon(attempt, permit)
             await trio.sleep(0.01)
-        leaves[19].hasten()
+        permits[19].hasten()
         await trio.sleep(4)
-        assert leaves[19] in passed
+        assert permits[19] in passed
         nursery.cancel_scope.cancel()
 
 
@@ -411,7 +411,7 @@ async def test_turns_that_a_busy_moment_made_late_are_made_up_for(
     began: list[float] = []
 
     async def attempt(number: int) -> None:
-        await admission.leave(f"a.b{number}").turn()
+        await admission.permit(f"a.b{number}").turn()
         began.append(trio.current_time())
 
     async with trio.open_nursery() as nursery:
@@ -431,11 +431,11 @@ async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockCl
     began = []
 
     async def attempt(name: str) -> None:
-        leave = a_leave(admission, name, 0.1)
-        await leave.place()
+        permit = a_leave(admission, name, 0.1)
+        await permit.place()
         began.append(name)
         await trio.sleep(1)
-        leave.let_go()
+        permit.let_go()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(attempt, "first.example")
@@ -454,14 +454,14 @@ def test_bodies_get_smaller_as_their_memory_fills_and_never_stop() -> None:
     admission = Admission(
         max_in_flight=1000, slow_share=0.5, handshakes_per_second=1, in_flight_bytes=2**24
     )
-    leaves = [admission.leave(f"a.b{number}") for number in range(200)]
-    for leave in leaves:
-        leave.carries(leave.body_bytes(2**20))
-    assert leaves[0].body_bytes(1000) == 1000
-    assert leaves[0].body_bytes(2**20) == 2**16
+    permits = [admission.permit(f"a.b{number}") for number in range(200)]
+    for permit in permits:
+        permit.carries(permit.body_bytes(2**20))
+    assert permits[0].body_bytes(1000) == 1000
+    assert permits[0].body_bytes(2**20) == 2**16
     assert admission.bodies < 2**24 + 200 * 2**16
-    for leave in leaves:
-        leave.let_go()
+    for permit in permits:
+        permit.let_go()
     assert admission.bodies == 0
 
 
@@ -478,12 +478,12 @@ class Attempts:
     async def send(self, number: int, *, few: bool = False) -> float:
         """Seconds until it was answered."""
         began = trio.current_time()
-        leave = self.admission.leave(f"a.b{number}")
-        leave.hurried = few
-        async with self.client.peer(leave.server, there(number), leave) as peer:
+        permit = self.admission.permit(f"a.b{number}")
+        permit.hurried = few
+        async with self.client.peer(permit.server, there(number), permit) as peer:
             link = peer.at_hand() or await peer.connect()
             await link.put_transaction("t", BODY, ())
-        leave.let_go()
+        permit.let_go()
         return trio.current_time() - began
 
 
@@ -723,21 +723,21 @@ async def test_a_line_of_ours_is_not_the_servers_time(
     """A request that is repeated on a new connection: neither its time-out nor its lane knows."""
     admission, exchange = admission_of(20, per_second=0.01), Exchange()
     async with in_memory(tmp_path) as (client, network):
-        leave = a_leave(admission, "a.b1", 0.1)
-        leave.told = exchange.wait_for_limits
-        async with client.peer("a.b1", there(1), leave) as peer:
+        permit = a_leave(admission, "a.b1", 0.1)
+        permit.told = exchange.wait_for_limits
+        async with client.peer("a.b1", there(1), permit) as peer:
             for _ in range(2):
                 began = trio.current_time()
                 link = await exchange.connect(peer)
                 assert link is not None
                 _, verdict = await exchange.put(link, a_transaction(), timeout_s=30)
-                leave.answered()
-                leave.let_go()
+                permit.answered()
+                permit.let_go()
                 assert verdict.outcome is Outcome.DELIVERED
                 network.forget()
                 await trio.sleep(5)
         assert 60 < trio.current_time() - began < 150
-    assert admission.lane_of(leave) == (admission.quick, True)
+    assert admission.lane_of(permit) == (admission.quick, True)
 
 
 def a_transaction() -> Transaction:

@@ -10,6 +10,33 @@ from fedsender.config import Policy
 from fedsender.federation.client import Answer
 from fedsender.streams import RedactionRow
 
+# --- one transaction in flight --------------------------------------------------------------------
+
+
+async def test_two_transactions_are_never_in_flight_to_one_server(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I3: whatever becomes owed or happens meanwhile. Every other test of the sender demands it,
+    too, by its link (`harness.FakeLink`)."""
+    server = world.server(A, latency=20)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(1)
+        await world.say(R1, "two")
+        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
+        sender.to_device_changed(A)
+        sender.registry.wake([A], by_admin=True)
+        sender.server_up(A)
+        world.reload(sender)
+        await trio.sleep(15)
+        assert [request.bodies for request in server.requests] == [["one"]]
+        await trio.sleep(60)
+        assert [request.bodies for request in server.requests] == [["one"], ["two"]]
+        first, second = server.requests
+        assert second.at >= first.at + server.latency
+
+
 # --- refusals -------------------------------------------------------------------------------------
 
 

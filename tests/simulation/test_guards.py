@@ -58,7 +58,7 @@ def test_i3_a_failed_transaction_is_formed_anew(monkeypatch: pytest.MonkeyPatch)
     async def forget(self: Destination, transaction: Transaction) -> None:
         self.frozen = None
 
-    monkeypatch.setattr(Destination, "_save_frozen", forget)
+    monkeypatch.setattr(Destination, "_put_on_record", forget)
 
     assert goes_red("I3")
 

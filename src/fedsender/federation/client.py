@@ -81,7 +81,7 @@ class SendFailed(Exception):
         self.text = words(text)
 
 
-class Leave(Protocol):
+class Permit(Protocol):
     """The permission that the client asks for before it uses a connection, or opens one."""
 
     def at_once(self) -> bool:
@@ -200,9 +200,9 @@ class FederationClient:
         if metrics is not None:
             metrics.connections.set_function(lambda: self.connections.open)
 
-    def peer(self, destination: str, policy: Policy, leave: Leave) -> "Peer":
+    def peer(self, destination: str, policy: Policy, permit: Permit) -> "Peer":
         """The peer at `destination`, for one task at a time, which enters it with `async with`."""
-        return Peer(self, destination, policy, leave)
+        return Peer(self, destination, policy, permit)
 
     def forget(self, destination: str) -> None:
         """Drop the cached discovery of a server that is said to be up again."""
@@ -228,10 +228,10 @@ class Peer:
     """The access to one destination, for one task; made by `FederationClient.peer`."""
 
     def __init__(
-        self, client: FederationClient, destination: str, policy: Policy, leave: Leave
+        self, client: FederationClient, destination: str, policy: Policy, permit: Permit
     ) -> None:
         self.destination = destination
-        self._leave = leave
+        self._permit = permit
         self._client = client
         self._address = None if policy.address is None else str(policy.address)
         config = client.config
@@ -262,7 +262,7 @@ class Peer:
         """
         connections = self._client.connections
         if self._held is None and connections.has(self.destination):
-            await self._leave.place()
+            await self._permit.place()
             self._held = connections.take(self.destination, self._opened_by)
         if self._held is None:
             self._held = await self._open()
@@ -271,12 +271,12 @@ class Peer:
     def at_hand(self) -> "Link | None":
         """A link on the live connection, if it was in use a moment ago and no wait is needed."""
         connections = self._client.connections
-        if self._held is None and connections.has(self.destination) and self._leave.at_once():
+        if self._held is None and connections.has(self.destination) and self._permit.at_once():
             self._held = connections.take_fresh(self.destination, self._opened_by)
         return None if self._held is None else self._lend(self._held)
 
     def _lend(self, live: Live) -> "Link":
-        if self._leave.hurried:
+        if self._permit.hurried:
             live.precious_until = trio.current_time() + self._client.config.idle_connection
         return Link(self, live)
 
@@ -306,14 +306,14 @@ class Peer:
         # An address of the configuration is permitted; one from the DNS is checked.
         ranges = self._ranges if self._address is None else IPRanges()
         try:
-            await self._leave.handshake(
+            await self._permit.handshake(
                 client.dialer.worked(resolved.tls_name) or resolved.candidates[0][0]
             )
             async with client.connections.place():
                 connection = await client.dialer.open(
                     resolved.candidates, resolved.tls_name, self._tls, ranges
                 )
-            self._leave.reached(client.dialer.worked(resolved.tls_name))
+            self._permit.reached(client.dialer.worked(resolved.tls_name))
         except Unreachable as failure:
             client.discovery.invalidate(self.destination)
             note = f"; {resolved.note}" if resolved.note else ""
@@ -375,7 +375,7 @@ class Peer:
         """
         client = self._client
         left_s, scope.deadline = scope.deadline - trio.current_time(), math.inf
-        await self._leave.turn()
+        await self._permit.turn()
         scope.deadline = trio.current_time() + left_s
         candidates = [(ip, port) for ip in await client.discovery.addresses(host)]
         async with client.web_places.hold(host):
@@ -467,7 +467,7 @@ class Link:
     async def _once(self, method: str, target: str, body: bytes | None, bounds: Bounds) -> Response:
         client, connection = self._peer._client, self._live.connection
         metrics = client.metrics
-        self._peer._leave.asked()
+        self._peer._permit.asked()
         if metrics is not None:
             metrics.http_requests.labels(method).inc()
         headers = self._live.headers if body is None else self._signed(method, target, body)

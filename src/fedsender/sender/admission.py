@@ -133,7 +133,7 @@ class _Waiting:
         self.called.set()
 
 
-_Class = OrderedDict["Leave", _Waiting]
+_Class = OrderedDict["Permit", _Waiting]
 
 
 class _Line:
@@ -177,26 +177,26 @@ class _Line:
         """Whether any attempt of this class waits."""
         return bool(self._classes[not first])
 
-    def add(self, leave: "Leave", waiting: _Waiting, *, ahead: bool = False) -> None:
+    def add(self, permit: "Permit", waiting: _Waiting, *, ahead: bool = False) -> None:
         """Let one wait behind, or ahead of, all others of its class."""
         line = self._classes[not waiting.first]
-        line[leave] = waiting
+        line[permit] = waiting
         if ahead:
-            line.move_to_end(leave, last=False)
+            line.move_to_end(permit, last=False)
 
-    def remove(self, leave: "Leave") -> None:
+    def remove(self, permit: "Permit") -> None:
         """Take the attempt out of the line."""
         for line in self._classes:
-            line.pop(leave, None)
+            line.pop(permit, None)
 
-    def hasten(self, leave: "Leave") -> None:
+    def hasten(self, permit: "Permit") -> None:
         """Move an attempt that waits to the first class."""
-        waiting = self._classes[1].pop(leave, None)
+        waiting = self._classes[1].pop(permit, None)
         if waiting is not None:
             waiting.first = True
-            self.add(leave, waiting)
+            self.add(permit, waiting)
 
-    def pop(self, *, second: bool = True) -> tuple["Leave", _Waiting] | None:
+    def pop(self, *, second: bool = True) -> tuple["Permit", _Waiting] | None:
         """Take out the next attempt, or None; without `second`, only one of the first class."""
         first, rest = self._classes
         line = rest if rest and second and not (first and self._turn % 4) else first
@@ -214,19 +214,19 @@ class Turns:
         self._next = -math.inf
         self._line = _Line()
 
-    async def take(self, leave: "Leave", *, first: bool) -> None:
+    async def take(self, permit: "Permit", *, first: bool) -> None:
         """Wait for a turn."""
         waiting = _Waiting(first)
-        self._line.add(leave, waiting)
+        self._line.add(permit, waiting)
         try:
             await self._line.wait(waiting, self._serve, lambda: self._next)
         finally:
-            self._line.remove(leave)
+            self._line.remove(permit)
             self._line.be_watched()
 
-    def hasten(self, leave: "Leave") -> None:
+    def hasten(self, permit: "Permit") -> None:
         """Move an attempt that waits to the first class."""
-        self._line.hasten(leave)
+        self._line.hasten(permit)
 
     def _serve(self) -> None:
         now = trio.current_time()
@@ -256,12 +256,12 @@ class Lane:
         self._share = max(1, places // 4)
         self._overflow = overflow
         # Each with its class, and its neighbours when it came in.
-        self._inside: dict[Leave, tuple[bool, tuple[str, ...]]] = {}
+        self._inside: dict[Permit, tuple[bool, tuple[str, ...]]] = {}
         self._second_inside = 0
         # With an overflow: those inside for less than `QUICK_S` and since when, and the others of
         # the first and of the second class; oldest first.
-        self._fresh: dict[Leave, float] = {}
-        self._long: tuple[dict[Leave, None], dict[Leave, None]] = ({}, {})
+        self._fresh: dict[Permit, float] = {}
+        self._long: tuple[dict[Permit, None], dict[Permit, None]] = ({}, {})
         # Without one: places held by each site and address, and who waits for them to go.
         self._held: Counter[str] = Counter()
         self._held_up: dict[str, _Class] = {}
@@ -276,44 +276,44 @@ class Lane:
         self._ripen()
         return len(self._fresh)
 
-    def at_once(self, leave: "Leave", *, first: bool) -> bool:
+    def at_once(self, permit: "Permit", *, first: bool) -> bool:
         """Take a place if one is free and no other attempt waits for it."""
         self._ripen()
         if self._line.waits(first=first) or not self._has_place(first=first):
             return False
-        if self._neighbour(leave) is not None:
+        if self._neighbour(permit) is not None:
             return False
-        self._let_in(leave, first=first)
+        self._let_in(permit, first=first)
         return True
 
-    async def enter(self, leave: "Leave", *, first: bool) -> None:
+    async def enter(self, permit: "Permit", *, first: bool) -> None:
         """Wait for a place and take it."""
         waiting = _Waiting(first)
-        self._line.add(leave, waiting)
+        self._line.add(permit, waiting)
         try:
             await self._line.wait(waiting, self._serve, self._due)
         except BaseException:
             if waiting.let_in:
-                self.go(leave)
+                self.go(permit)
             else:
-                self._stop_waiting(leave, waiting)
+                self._stop_waiting(permit, waiting)
             raise
         finally:
             self._line.be_watched()
 
-    def hasten(self, leave: "Leave") -> None:
+    def hasten(self, permit: "Permit") -> None:
         """Move an attempt that waits to the first class."""
-        self._line.hasten(leave)
-        for each in leave.neighbours:
+        self._line.hasten(permit)
+        for each in permit.neighbours:
             held_up = self._held_up.get(each, OrderedDict())
-            if leave in held_up:
-                held_up[leave].first = True
-                held_up.move_to_end(leave, last=False)
+            if permit in held_up:
+                held_up[permit].first = True
+                held_up.move_to_end(permit, last=False)
         self._serve()
 
-    def go(self, leave: "Leave") -> None:
+    def go(self, permit: "Permit") -> None:
         """Give a place back."""
-        self._let_out(leave)
+        self._let_out(permit)
         if self._line:
             self._serve()
             self._line.be_watched()
@@ -324,9 +324,9 @@ class Lane:
         free = len(self._inside) < self._places
         return free and (first or self._second_inside < self._second)
 
-    def _neighbour(self, leave: "Leave") -> str | None:
+    def _neighbour(self, permit: "Permit") -> str | None:
         """The site or address of this server that has its share of places already, or None."""
-        full = (each for each in leave.neighbours if self._held[each] >= self._share)
+        full = (each for each in permit.neighbours if self._held[each] >= self._share)
         return next(full, None)
 
     def _serve(self) -> None:
@@ -340,30 +340,30 @@ class Lane:
                 if not self._relieve():
                     return
                 continue
-            leave, waiting = found
-            waiting.held_up_by = self._neighbour(leave)
+            permit, waiting = found
+            waiting.held_up_by = self._neighbour(permit)
             if waiting.held_up_by is None:
-                self._let_in(leave, first=waiting.first)
+                self._let_in(permit, first=waiting.first)
                 waiting.let()
             else:
-                self._held_up.setdefault(waiting.held_up_by, OrderedDict())[leave] = waiting
+                self._held_up.setdefault(waiting.held_up_by, OrderedDict())[permit] = waiting
                 # It may have been called up where there is room; that is for the next then.
-                others = (each for each in leave.neighbours if each != waiting.held_up_by)
+                others = (each for each in permit.neighbours if each != waiting.held_up_by)
                 self._call_up(tuple(others))
 
-    def _let_in(self, leave: "Leave", *, first: bool) -> None:
-        self._inside[leave] = first, leave.neighbours
+    def _let_in(self, permit: "Permit", *, first: bool) -> None:
+        self._inside[permit] = first, permit.neighbours
         self._second_inside += not first
         if self._overflow is None:
-            self._held.update(leave.neighbours)
+            self._held.update(permit.neighbours)
         else:
-            self._fresh[leave] = trio.current_time()
+            self._fresh[permit] = trio.current_time()
 
-    def _let_out(self, leave: "Leave") -> None:
-        first, neighbours = self._inside.pop(leave)
+    def _let_out(self, permit: "Permit") -> None:
+        first, neighbours = self._inside.pop(permit)
         self._second_inside -= not first
-        self._fresh.pop(leave, None)
-        self._long[not first].pop(leave, None)
+        self._fresh.pop(permit, None)
+        self._long[not first].pop(permit, None)
         if self._overflow is None:
             for each in neighbours:
                 self._held[each] -= 1
@@ -378,14 +378,14 @@ class Lane:
         first, second = self._long
         any_helps = self._line.waits(first=True) or self._second_inside < self._second
         for long in (second, first) if any_helps else (second,):
-            for leave in islice(long, _LOOK_AT):
+            for permit in islice(long, _LOOK_AT):
                 # One that was let in and has not noticed yet would note the wrong lane.
-                if leave.lane is not self:
+                if permit.lane is not self:
                     continue
-                moved = self._overflow.at_once(leave, first=False)
-                if moved or leave.give_way():
-                    self._let_out(leave)
-                    leave.lane = self._overflow if moved else None
+                moved = self._overflow.at_once(permit, first=False)
+                if moved or permit.give_way():
+                    self._let_out(permit)
+                    permit.lane = self._overflow if moved else None
                     return True
         return False
 
@@ -401,22 +401,22 @@ class Lane:
         """Move attempts that have had their places for `QUICK_S` from `_fresh` to `_long`."""
         long_ago = trio.current_time() - QUICK_S
         while self._fresh:
-            leave, since = next(iter(self._fresh.items()))
+            permit, since = next(iter(self._fresh.items()))
             if since > long_ago:
                 return
-            del self._fresh[leave]
-            first, _ = self._inside[leave]
-            self._long[not first][leave] = None
+            del self._fresh[permit]
+            first, _ = self._inside[permit]
+            self._long[not first][permit] = None
 
-    def _stop_waiting(self, leave: "Leave", waiting: _Waiting) -> None:
-        self._line.remove(leave)
+    def _stop_waiting(self, permit: "Permit", waiting: _Waiting) -> None:
+        self._line.remove(permit)
         if waiting.held_up_by is not None:
             held_up = self._held_up[waiting.held_up_by]
-            del held_up[leave]
+            del held_up[permit]
             if not held_up:
                 del self._held_up[waiting.held_up_by]
         # It may have been the one whose turn its neighbours waited for.
-        self._call_up(leave.neighbours)
+        self._call_up(permit.neighbours)
         self._serve()
 
     def _call_up(self, neighbours: tuple[str, ...]) -> None:
@@ -429,9 +429,9 @@ class Lane:
             called = [held_up.popitem(last=False) for _ in range(min(room, len(held_up)))]
             if not held_up:
                 del self._held_up[each]
-            for leave, waiting in reversed(called):
+            for permit, waiting in reversed(called):
                 waiting.held_up_by = None
-                self._line.add(leave, waiting, ahead=True)
+                self._line.add(permit, waiting, ahead=True)
 
 
 class _Pace(Enum):
@@ -455,8 +455,8 @@ def not_now() -> bool:
     return False
 
 
-class Leave:
-    """The leave of one server's attempts: places, and the right to open connections.
+class Permit:
+    """The permit of one server's attempts: a place, and the right to open a connection.
 
     Attributes:
         neighbours: the server's site and address, which other servers may share.
@@ -668,17 +668,17 @@ class Admission:
         """Whether so many transactions began a moment ago that fewer and larger ones cost less."""
         return self.quick.fresh >= _BUSY
 
-    def leave(self, server: str) -> Leave:
-        """A `Leave` for the attempts at one server, one at a time."""
-        return Leave(self, server)
+    def permit(self, server: str) -> Permit:
+        """A `Permit` for the attempts at one server, one at a time."""
+        return Permit(self, server)
 
-    def lane_of(self, leave: Leave) -> tuple[Lane, bool]:
+    def lane_of(self, permit: Permit) -> tuple[Lane, bool]:
         """The lane of the next attempt, and whether it waits in the first class."""
-        if leave.ill:
-            return self.ill, leave.hurried or leave.lately
-        pace = leave.pace
+        if permit.ill:
+            return self.ill, permit.hurried or permit.lately
+        pace = permit.pace
         if pace is _Pace.SLOW:
-            return self.slow, leave.hurried
+            return self.slow, permit.hurried
         return self.quick, pace is _Pace.QUICK
 
     def body_bytes(self, most: int) -> int:

@@ -284,7 +284,7 @@ class Destination:
         self._timer = AttemptTimer(state, context.runtime)
         self._exchange = Exchange()
         self._reporter = Reporter(name, context)
-        self._leave = context.admission.leave(name)
+        self._permit = context.admission.permit(name)
         self._before = self.phase
         self._draining = False
         self._unread = False
@@ -400,14 +400,14 @@ class Destination:
             self.state = self.state.hastened()
             self._timer.hasten()
             self._timer.look_again()
-            self._leave.hasten()
+            self._permit.hasten()
             self._end_wait()
         return granted
 
     def hurry(self) -> None:
         """Send early: the item put in last is for few servers, and goes before those for many."""
         if self.state.healthy:
-            self._leave.hasten()
+            self._permit.hasten()
 
     def _end_wait(self) -> None:
         """Give up a long attempt at a failing server for a new one."""
@@ -456,12 +456,12 @@ class Destination:
             await self._settle(self.frozen)
         elif frozen and self.frozen is None:
             await self._recall()
-        self._leave.told, self._leave.end = self._wait_for_limits, self._exchange.give_way
+        self._permit.told, self._permit.end = self._wait_for_limits, self._exchange.give_way
         try:
             await self._send_on()
         finally:
             # Else there were a cycle that waits for the garbage's search.
-            self._leave.told, self._leave.end = nobody_told, not_now
+            self._permit.told, self._permit.end = nobody_told, not_now
         self._in_phase(Phase.LEAVING)
 
     async def _send_on(self) -> None:
@@ -470,12 +470,12 @@ class Destination:
             policy = self.policy
             # The way to a server is made for one policy: a reload may give it another address.
             client = self._context.client
-            async with client.peer(self.name, policy, self._leave) as peer:
+            async with client.peer(self.name, policy, self._permit) as peer:
                 while (staying := await self._wait_turn()) and self.policy is policy:
                     try:
                         await self._attempt(peer)
                     finally:
-                        self._leave.let_go()
+                        self._permit.let_go()
 
     def _wait_for_limits(self, waiting: bool) -> None:
         self._exchange.wait_for_limits(waiting)
@@ -544,13 +544,13 @@ class Destination:
         """Connect, form or repeat a transaction, send it, and act on its outcome."""
         if self.frozen is None and await self.outbox.caught_up():
             return  # And no connection is opened to find that out.
-        leave, now_ms = self._leave, self._context.runtime.now_ms()
-        leave.ill, leave.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
+        permit, now_ms = self._permit, self._context.runtime.now_ms()
+        permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
         self._in_phase(Phase.CONNECTING)
         try:
             link = await self._exchange.connect(peer)
         except Unreachable as reason:
-            leave.hurried = False
+            permit.hurried = False
             verdict = Verdict(Outcome.UNREACHABLE, f"{reason.kind}: {reason.text}")
             self._reporter.attempt(None, verdict)
             await self._failed(peer, None, verdict)
@@ -566,7 +566,7 @@ class Destination:
             await self._take_out(self.frozen)
         transaction = await self._next_transaction()
         if transaction is not None:
-            leave.carries(len(transaction.body))
+            permit.carries(len(transaction.body))
             await self._send(peer, link, transaction)
         else:
             peer.release()
@@ -577,7 +577,7 @@ class Destination:
         if self.frozen is None and not self._held:
             await self._coalesce()
             draft = await self._fill()
-            self._leave.hurried = False
+            self._permit.hurried = False
             if draft.empty and not draft.asks:
                 await self.outbox.note_progress(draft)
                 return None
@@ -617,14 +617,14 @@ class Destination:
             if not link.sent:
                 self._unfreeze(transaction)
             elif not transaction.saved:
-                await self._save_frozen(transaction)
+                await self._put_on_record(transaction)
             return
         transaction.answered = verdict.outcome is Outcome.DELIVERED
         took_s = trio.current_time() - started
         self._reporter.attempt(transaction, verdict, took_s=took_s, answer=answer)
         context.attempt_log.end(slot)
         if transaction.answered:
-            self._leave.answered()
+            self._permit.answered()
             await self._answered(transaction)
         else:
             await self._failed(peer, transaction, verdict)
@@ -689,7 +689,7 @@ class Destination:
             self.outbox.owe_keys()
 
     def _draft(self) -> Draft:
-        max_bytes = self._leave.body_bytes(self.policy.max_transaction_bytes)
+        max_bytes = self._permit.body_bytes(self.policy.max_transaction_bytes)
         return Draft(
             max_pdus=self.policy.max_pdus,
             max_edus=self.policy.max_edus,
@@ -711,7 +711,10 @@ class Destination:
     # --- After an answer --------------------------------------------------------------------------
 
     async def _answered(self, transaction: Transaction) -> None:
-        """Write the answer's effects to the databases; the ledger has the answer already."""
+        """Write the answer's effects to the databases; the ledger has the answer already.
+
+        A PDU that the answer refuses is settled like the others: only its receiver could mend it.
+        """
         now_ms, before = self._context.runtime.now_ms(), self.state
         was_failing = not before.healthy
         self.state = self._searched(failure.after_success(before, now_ms), transaction)
@@ -823,7 +826,7 @@ class Destination:
         )
         if not transaction.items:
             # It has no content; whoever rejects it rejects everything.
-            await self._save_frozen(transaction)
+            await self._put_on_record(transaction)
         elif suspect and (not failure.takes_time(verdict) or await self._version_answers(peer)):
             await self._search(transaction, verdict, now_ms)
         elif failure.wants_probe(self.state, verdict, now_ms=now_ms):
@@ -833,7 +836,7 @@ class Destination:
                 state = state.with_search(kind, search)
             await self._reform(transaction, state)
         else:
-            await self._save_frozen(transaction)
+            await self._put_on_record(transaction)
 
     async def _version_answers(self, peer: Peer) -> bool:
         with trio.move_on_after(self._context.connect_deadline):
@@ -930,7 +933,7 @@ class Destination:
         if frozen is not None and frozen.saved and len(frozen.body) > PUT_AWAY_BYTES:
             frozen.put_away_body()
 
-    async def _save_frozen(self, transaction: Transaction) -> None:
+    async def _put_on_record(self, transaction: Transaction) -> None:
         # A mark that moves after it is taken for another sender's, and the record would be void.
         await self._context.homeserver.write_marks(self.name)
         if transaction.lsso_before is None:
@@ -969,7 +972,7 @@ class Destination:
         if self.frozen.answered:
             await self._settle(self.frozen)
         elif not self.frozen.saved:
-            await self._save_frozen(self.frozen)
+            await self._put_on_record(self.frozen)
 
 
 def _why_cut_off(error: BaseException) -> str:

@@ -91,7 +91,7 @@ class Verdict:
 
     Attributes:
         retry_after_s: the wait that the server asked for, in seconds; None: it asked for none.
-        sent: whether the request's last byte left, so that the server may have it.
+        sent: whether the request's first byte may have left, so that the server may have it.
     """
 
     outcome: Outcome

@@ -33,17 +33,17 @@ async def take_over(
     ledger: Ledger,
     runtime: Runtime,
     instance: str,
-    is_mine: Callable[[str], bool],
+    in_our_shard: Callable[[str], bool],
 ) -> set[str]:
     """Recover the records. Returns the servers with a frozen transaction that is to be repeated.
 
-    `is_mine`: whether a server belongs to this shard; records of other servers are left alone.
+    `in_our_shard`: whether a server belongs to this shard; records of other servers are left alone.
 
     All frozen transactions are void if the homeserver's database has moved without us (Synapse's
     own worker ran, a backup was restored). A single one is void if its server's LSSO has changed.
     Void ones are discarded, each with a line in the ledger.
     """
-    takeover = _Recovery(store, ledger, runtime, is_mine)
+    takeover = _Recovery(store, ledger, runtime, in_our_shard)
     await takeover.note_cut_off(instance)
     left = await store.sender.load_generation(instance)
     frozen, newest = await takeover.look_at_frozen()
@@ -53,7 +53,7 @@ async def take_over(
         await _for_each(ledger.last_words.values(), takeover.settle)
     else:
         await takeover.note_other_sender(left, newest)
-        mine = [name for name in await store.sender.catching_up() if is_mine(name)]
+        mine = [name for name in await store.sender.catching_up() if in_our_shard(name)]
         await _for_each(mine, takeover.catch_up_anew)
     ledger.close_torn()
     valid = await takeover.sift(frozen, moved)
@@ -80,7 +80,7 @@ async def note_handed_over(
     ledger: Ledger,
     runtime: Runtime,
     position: int,
-    is_mine: Callable[[str], bool],
+    in_our_shard: Callable[[str], bool],
 ) -> None:
     """Write the lines: events above this position, or still owed then, are for another sender.
 
@@ -88,7 +88,7 @@ async def note_handed_over(
     low-water mark has passed events that it was owed.
     """
     for name in await store.sender.catching_up():
-        known = await store.sender.catch_up(name) if is_mine(name) else None
+        known = await store.sender.catch_up(name) if in_our_shard(name) else None
         if known is not None:
             line = Line(runtime.now_ms(), name, "handed_over", lsso=known.floor, position=position)
             ledger.record(line)
@@ -126,7 +126,7 @@ class _Recovery:
     store: Store
     ledger: Ledger
     runtime: Runtime
-    is_mine: Callable[[str], bool]
+    in_our_shard: Callable[[str], bool]
 
     async def note_cut_off(self, instance: str) -> None:
         """Write a line for each attempt that was under way when the last daemon was killed (I9)."""
@@ -148,7 +148,7 @@ class _Recovery:
         while page := await self.store.sender.frozen_page(after, PAGE):
             after = page[-1].destination
             for each in page:
-                if self.is_mine(each.destination):
+                if self.in_our_shard(each.destination):
                     frozen[each.destination] = each.manifest["lsso_before"]
                     if each.ours:
                         newest = max(newest, TransactionRecord.from_json(each.manifest).newest)
@@ -184,7 +184,9 @@ class _Recovery:
         if there.ours is not None and there.ours < there.position:
             known.append(there.ours)
         if max(known) < there.position:
-            await note_handed_over(self.store, self.ledger, self.runtime, max(known), self.is_mine)
+            await note_handed_over(
+                self.store, self.ledger, self.runtime, max(known), self.in_our_shard
+            )
 
     async def _newest_settled(self) -> int:
         """The newest event answered by the catch-ups on record and the ledger's last words.
@@ -192,7 +194,7 @@ class _Recovery:
         Records that another sender left do not count: it may have been ahead of us.
         """
         marks = (await self.store.sender.catch_up_marks()).items()
-        caught_up = (mark for name, mark in marks if self.is_mine(name))
+        caught_up = (mark for name, mark in marks if self.in_our_shard(name))
         lines = self.ledger.last_words.values()
         answered = (TransactionRecord.from_json(line).newest for line in lines)
         return max((*caught_up, *answered), default=-1)
@@ -200,7 +202,7 @@ class _Recovery:
     async def note_well(self) -> None:
         """End the backoff of servers that have answered since their state was written down."""
         found = failure.states_of(await self.store.sender.all_server_states()).items()
-        states = {name: state for name, state in found if self.is_mine(name)}
+        states = {name: state for name, state in found if self.in_our_shard(name)}
 
         async def note(line: Mapping[str, Any]) -> None:
             state = states.get(line["destination"])

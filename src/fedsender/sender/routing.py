@@ -109,14 +109,14 @@ class Router:
         self,
         homeserver: HomeserverStore,
         server_name: str,
-        is_mine: Callable[[str], bool],
+        may_send_to: Callable[[str], bool],
         *,
         cache_bytes: int,
     ) -> None:
-        """`is_mine`: whether this shard may send to a server (rule 4)."""
+        """`may_send_to`: whether this shard may send to a server (rule 4)."""
         self._homeserver = homeserver
         self._server_name = server_name
-        self._is_mine = is_mine
+        self._may_send_to = may_send_to
         self._forgotten = 0
         self._routed: TTLCache[str, Routed] = TTLCache(
             cache_bytes, REMEMBERED_S, timer=trio.current_time, getsizeof=_size
@@ -180,7 +180,7 @@ class Router:
         return frozenset(
             server
             for server in servers
-            if server not in (self._server_name, behalf) and self._is_mine(server)
+            if server not in (self._server_name, behalf) and self._may_send_to(server)
         )
 
     async def _memberships_before(self, rows: Sequence[EventRow]) -> Mapping[str, str]:

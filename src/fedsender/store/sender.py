@@ -545,7 +545,7 @@ class SenderStore:
 
     @writing
     def take_over_records(
-        self, connection: Connection, is_mine: Callable[[str], bool], instances: Sequence[str]
+        self, connection: Connection, in_our_shard: Callable[[str], bool], instances: Sequence[str]
     ) -> TakenOver:
         """Become the holder of all records of our servers that `instances` hold, as one.
 
@@ -562,7 +562,7 @@ class SenderStore:
         taken: dict[str | None, set[str]] = {}
         left: dict[str, set[str]] = {}
         for server, holder in _holdings(connection):
-            if is_mine(server):
+            if in_our_shard(server):
                 if holder in reachable:
                     taken.setdefault(holder, set()).add(server)
                 elif holder is not None and holder != instance:
