@@ -57,6 +57,12 @@ class Daemon:
         return self._process is not None and self._process.poll() is None
 
     @property
+    def pid(self) -> int:
+        """The process under way, or the last one."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def output(self) -> str:
         """All it has printed, over all its runs."""
         path = self.home / "output"

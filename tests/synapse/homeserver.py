@@ -116,13 +116,13 @@ class Homeserver:
             self._process = None
 
     @contextmanager
-    def worker(self, name: str) -> Iterator[None]:
-        """Synapse's own federation sender `name`, until the body is left. Blocks."""
+    def worker(self, name: str) -> Iterator[int]:
+        """Synapse's own federation sender `name` until the body is left; its pid. Blocks."""
         port = free_port("127.0.0.1")
         process = self._spawn(name, self.worker_command(name, port))
         try:
             _wait_until_up(process, f"http://127.0.0.1:{port}/health", self.log_path(name))
-            yield
+            yield process.pid
         finally:
             _end(process)
 
@@ -317,6 +317,18 @@ async def open_homeserver_in_thread(homeserver: Homeserver) -> AsyncIterator[Hom
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(homeserver.stop)
+
+
+@asynccontextmanager
+async def open_worker_in_thread(homeserver: Homeserver, name: str) -> AsyncIterator[int]:
+    """As `Homeserver.worker`, for a test whose own tasks have to go on meanwhile."""
+    worker = homeserver.worker(name)
+    pid = await trio.to_thread.run_sync(worker.__enter__)
+    try:
+        yield pid
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(worker.__exit__, None, None, None)
 
 
 def _listener(

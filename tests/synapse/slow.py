@@ -26,7 +26,12 @@ import trustme
 from tests.servers import Postgres, free_port, open_postgres, open_valkey
 from tests.synapse.client import User
 from tests.synapse.daemon import Daemon, open_daemon
-from tests.synapse.homeserver import Database, Homeserver, open_homeserver_in_thread
+from tests.synapse.homeserver import (
+    Database,
+    Homeserver,
+    open_homeserver_in_thread,
+    open_worker_in_thread,
+)
 from tests.synapse.recorder import Recording, Sent
 from tests.synapse.remote import Remote, open_remote
 from tests.synapse.world import INSTANCE
@@ -140,18 +145,6 @@ async def open_stage(
         yield stage
 
 
-@asynccontextmanager
-async def open_worker(a: Homeserver) -> AsyncIterator[None]:
-    """Synapse's own sender."""
-    worker = a.worker(INSTANCE)
-    await trio.to_thread.run_sync(worker.__enter__)
-    try:
-        yield
-    finally:
-        with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(worker.__exit__, None, None, None)
-
-
 async def measure(servers: int, messages: int, *, worker: bool) -> Mapping[str, Any]:
     """The figures."""
     with (
@@ -164,7 +157,7 @@ async def measure(servers: int, messages: int, *, worker: bool) -> Mapping[str, 
             home = directory / "daemon"
             home.mkdir()
             daemon = Daemon(stage.a, INSTANCE, home, valkey.port)
-            async with open_worker(stage.a) if worker else open_daemon(daemon):
+            async with open_worker_in_thread(stage.a, INSTANCE) if worker else open_daemon(daemon):
                 await stage.delays("warm up", 3)
                 alone = await stage.delays("alone", messages)
                 await stage.alice.send(stage.slow_room, "the first")

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 
 import trio
 import trustme
-from tests.synapse.daemon import Daemon, open_daemon
+from tests.synapse.daemon import open_daemon
 from tests.synapse.history import History, play
 from tests.synapse.remote import open_remote
 from tests.synapse.world import World, recorded
@@ -20,7 +20,7 @@ D_HOST = "127.0.0.5"
 
 
 async def played(
-    world: World, authority: trustme.CA, sender: AbstractAsyncContextManager[Daemon | None]
+    world: World, authority: trustme.CA, sender: AbstractAsyncContextManager[object]
 ) -> History:
     """The history with this sender running."""
     async with (

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.proxy import Proxy
 from tests.servers import Postgres, Valkey
 from tests.synapse.client import User
 from tests.synapse.daemon import Daemon
-from tests.synapse.homeserver import Homeserver
+from tests.synapse.homeserver import Homeserver, open_worker_in_thread
 from tests.synapse.recorder import Recording, open_recorder
 
 INSTANCE = "fed1"
@@ -89,16 +89,9 @@ class World:
         await trio.to_thread.run_sync(self.b.start)
         self.door.listen()
 
-    @asynccontextmanager
-    async def synapse_worker(self) -> AsyncIterator[None]:
+    def synapse_worker(self) -> AbstractAsyncContextManager[int]:
         """Synapse's own `fed1`, until the body is left."""
-        worker = self.a.worker(INSTANCE)
-        await trio.to_thread.run_sync(worker.__enter__)
-        try:
-            yield
-        finally:
-            with trio.CancelScope(shield=True):
-                await trio.to_thread.run_sync(worker.__exit__, None, None, None)
+        return open_worker_in_thread(self.a, INSTANCE)
 
     async def rows(self, sql: str, *values: object) -> list[tuple[Any, ...]]:
         """What a query answers in A's database, as it is committed now."""

@@ -11,11 +11,13 @@ taking turns with it, and says how many times the floor it costs.
 
 import argparse
 import cProfile
+import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import trio
@@ -51,6 +53,8 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "append": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
     # The same: of a transaction.
     "append-relay": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
+    # Events: messages to each room.
+    "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=100, rounds=3),
     # Events: appends.
     "append-busy": Bench("fedsender.bench.append", servers=300, events=2_000, rounds=1),
 }
@@ -82,7 +86,12 @@ def run_bench(
         bench.rounds if rounds is None else rounds,
         database,
     )
-    measure = getattr(import_module(bench.module), name.replace("-", "_"))
+    try:
+        measure = getattr(_module(bench.module), name.replace("-", "_"))
+    except ModuleNotFoundError as error:
+        text = f"{error.name} is missing: run it in the sources, with their test extra"
+        say(f"fedsender: bench {name}: {text}", error=True)
+        return 1
     profiler = None if profile is None else cProfile.Profile()
     figures: dict[str, Any] | None = None
     try:
@@ -97,6 +106,13 @@ def run_bench(
     line = {"bench": name, **figures, "profiled": profiler is not None, **machine()}
     say_json(line)
     return 1 if figures.get("broken") else 0
+
+
+def _module(name: str) -> ModuleType:
+    if name.startswith("tests."):
+        # Beside the sources, and not installed.
+        sys.path.insert(0, str(Path.cwd()))
+    return import_module(name)
 
 
 Measure = Callable[[Options], Awaitable[dict[str, Any]]]

@@ -1,0 +1,287 @@
+"""Synapse's own federation sender and ours, in turns, on one live Synapse.
+
+    fedsender bench compare-synapse [--servers 300] [--events 100] [--rounds 3]
+
+`--servers` homeservers are in a large room, 20 of them also in a small one. In each round Synapse's
+worker runs first, and then our daemon in its place, with nothing else changed. Each of them gets
+`--events` messages to the small room, as many to the large one, two a second, and then twice as
+many to the large room as fast as the client API takes them.
+
+A delay begins with the client's request and ends with the arrival of the event at a server. The
+homeserver's own time is in it: until a subscriber of Redis, neither of the two, sees the event's
+RDATA line. Both delays are told, with and without it.
+"""
+
+import resource
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import trio
+import trustme
+from tests.servers import Postgres, free_port, open_postgres, open_valkey
+from tests.synapse.client import User
+from tests.synapse.daemon import Daemon, open_daemon
+from tests.synapse.homeserver import (
+    Database,
+    open_homeserver_in_thread,
+    open_worker_in_thread,
+)
+from tests.synapse.recorder import Recording, Sent
+from tests.synapse.remote import open_remote
+from tests.synapse.slow import PatientHomeserver
+from tests.synapse.world import INSTANCE
+
+from fedsender.bench.meter import Options, cpu_s_of, median, percentile, rss_kb
+from fedsender.console import say
+from fedsender.replication.protocol import Dialect, Rdata, parse_command
+from fedsender.replication.resp import NEED_DATA, ReplyReader, request
+from fedsender.testing.children import BenchFailed
+
+A_HOST: Final = "127.0.0.2"
+SMALL: Final = 20
+EVERY_S: Final = 0.5
+REST_S: Final = 2.0
+"""Between two measurements, for what a sender still writes."""
+PATIENCE_S: Final = 900.0
+POLL_S: Final = 0.02
+
+
+class Arrivals(Recording):
+    """The time at which each message arrived, and the number of transactions.
+
+    Attributes:
+        at: text of the message -> time, in seconds since the epoch.
+        count: transactions so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: dict[str, float] = {}
+        self.count = 0
+
+    def add(self, sent: Sent) -> None:
+        self.count += 1
+        now = time.time()
+        for pdu in sent.content.get("pdus", ()):
+            if pdu["type"] == "m.room.message":
+                self.at.setdefault(pdu["content"]["body"], now)
+
+
+class Room:
+    """A room, the servers in it, and what was sent there.
+
+    Attributes:
+        asked: text of each message -> time of the client's request.
+        event_ids: text of each message -> id of its event.
+    """
+
+    def __init__(self, user: User, room_id: str) -> None:
+        self.servers: list[Arrivals] = []
+        self.room_id = room_id
+        self.asked: dict[str, float] = {}
+        self.event_ids: dict[str, str] = {}
+        self._user = user
+
+    async def send(self, texts: Sequence[str], every_s: float) -> None:
+        """Send these messages, so far apart, and return once they are at all servers.
+
+        Raises BenchFailed.
+        """
+        due = trio.current_time()
+        for text in texts:
+            await trio.sleep_until(due)
+            due += every_s
+            self.asked[text] = time.time()
+            self.event_ids[text] = await self._user.send(self.room_id, text)
+        with trio.move_on_after(PATIENCE_S):
+            while not all(text in server.at for server in self.servers for text in texts):  # noqa: ASYNC110
+                await trio.sleep(POLL_S)
+            return
+        raise BenchFailed(f"not all messages arrived within {PATIENCE_S:g} s")
+
+    @property
+    def transactions(self) -> int:
+        """The number of transactions that its servers got."""
+        return sum(server.count for server in self.servers)
+
+
+class Stage:
+    """Synapse, both rooms, and the times at which Redis had each event.
+
+    Attributes:
+        seen: event id -> time of its line, in seconds since the epoch.
+    """
+
+    def __init__(self, a: PatientHomeserver, small: Room, large: Room) -> None:
+        self.a = a
+        self.small = small
+        self.large = large
+        self.seen: dict[str, float] = {}
+
+    async def watch(self, port: int, *, task_status: trio.TaskStatus[None]) -> None:
+        """Note when each event's line passes through Redis, for ever."""
+        replies = ReplyReader()
+        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
+            await stream.send_all(request("SUBSCRIBE", self.a.name))
+            task_status.started()
+            while data := await stream.receive_some():
+                now = time.time()
+                replies.receive_data(bytes(data))
+                while (reply := replies.next_reply()) is not NEED_DATA:
+                    match reply:
+                        case [b"message", _, bytes(line)]:
+                            self._note(line.decode(), now)
+        raise BenchFailed("Redis closed the connection")
+
+    def _note(self, line: str, now: float) -> None:
+        if not line.startswith("RDATA events "):
+            return
+        command = parse_command(line, Dialect.TODAY)
+        assert isinstance(command, Rdata)
+        kind, content = command.row
+        if kind == "ev":
+            self.seen.setdefault(content[0], now)
+
+    async def measure(self, pid: int, name: str, messages: int) -> Mapping[str, float]:
+        """The figures of the sender that runs as this process."""
+        for room in (self.small, self.large):
+            await room.send([f"{name} {room.room_id} first {n}" for n in range(3)], EVERY_S)
+        await trio.sleep(REST_S)
+        figures: dict[str, float] = {}
+        for room in (self.small, self.large):
+            texts = [f"{name} {room.room_id} {n}" for n in range(messages)]
+            cpu_s, before = cpu_s_of(pid), room.transactions
+            await room.send(texts, EVERY_S)
+            await trio.sleep(REST_S)
+            of_one = 1000 * (cpu_s_of(pid) - cpu_s) / (room.transactions - before)
+            where = f"at_{len(room.servers)}"
+            figures[f"{where}_cpu_ms"] = round(of_one, 3)
+            figures |= self._delays(where, room, texts)
+        texts = [f"{name} burst {n}" for n in range(2 * messages)]
+        cpu_s, before, started = cpu_s_of(pid), self.large.transactions, trio.current_time()
+        await self.large.send(texts, 0)
+        figures["burst_s"] = round(trio.current_time() - started, 1)
+        await trio.sleep(REST_S)
+        pdus = len(texts) * len(self.large.servers)
+        figures["burst_cpu_ms_per_pdu"] = round(1000 * (cpu_s_of(pid) - cpu_s) / pdus, 3)
+        figures["burst_transactions"] = self.large.transactions - before
+        figures["rss_mb"] = round(rss_kb(pid) / 1024, 1)
+        return figures
+
+    def _delays(self, where: str, room: Room, texts: Iterable[str]) -> Mapping[str, float]:
+        whole: list[float] = []
+        own: list[float] = []
+        for text in texts:
+            asked, seen = room.asked[text], self.seen[room.event_ids[text]]
+            arrived = [server.at[text] for server in room.servers]
+            whole += [1000 * (at - asked) for at in arrived]
+            # A sender that reads on another's notice may be quicker than our own reading of Redis.
+            own += [max(0.0, 1000 * (at - seen)) for at in arrived]
+        return {
+            f"{where}_p50_ms": round(percentile(whole, 0.5), 1),
+            f"{where}_p99_ms": round(percentile(whole, 0.99), 1),
+            f"{where}_own_p50_ms": round(percentile(own, 0.5), 1),
+            f"{where}_own_p99_ms": round(percentile(own, 0.99), 1),
+        }
+
+
+@asynccontextmanager
+async def open_stage(
+    directory: Path, servers: int, postgres: Postgres, redis_port: int
+) -> AsyncIterator[Stage]:
+    """Synapse, and everybody in the rooms; what was sent until then is owed to nobody."""
+    authority, port = trustme.CA(), free_port(A_HOST)
+    postgres.create_database("a")
+    a = PatientHomeserver(
+        name=f"{A_HOST}:{port}",
+        directory=directory / "a",
+        listens_at=(A_HOST, port),
+        authority=authority,
+        database=Database(postgres.host, postgres.port, postgres.user, "a"),
+        redis_port=redis_port,
+        senders=[INSTANCE],
+    )
+    async with open_homeserver_in_thread(a), AsyncExitStack() as stack:
+        alice = await a.register("alice")
+        stack.push_async_callback(alice.aclose)
+        small, large = [
+            Room(alice, await alice.create_room(preset="public_chat")) for _ in range(2)
+        ]
+        for number in range(servers):
+            host = f"127.9.{number // 250}.{number % 250 + 1}"
+            remote = await stack.enter_async_context(open_remote(host, a, authority))
+            remote.recording = arrivals = Arrivals()
+            for room in (small, large) if number < SMALL else (large,):
+                await remote.join(room.room_id, remote.user("bob"))
+                room.servers.append(arrivals)
+        with postgres.connect("a") as connection:
+            connection.execute(
+                b"UPDATE federation_stream_position SET stream_id ="
+                b" (SELECT max(stream_ordering) FROM events) WHERE type = 'events'"
+            )
+            connection.execute(
+                b"INSERT INTO federation_stream_position (type, instance_name, stream_id)"
+                b" SELECT 'events', %s, max(stream_ordering) FROM events"
+                b" ON CONFLICT DO NOTHING",
+                (INSTANCE,),
+            )
+        stage = Stage(a, small, large)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(stage.watch, redis_port)
+            yield stage
+            nursery.cancel_scope.cancel()
+
+
+async def compare_synapse(options: Options) -> dict[str, Any]:
+    """Figures of both, each the median of its rounds, and ours as a part of Synapse's."""
+    # Two sockets for each server that listens, and connections.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    rounds: dict[str, list[Mapping[str, float]]] = {"synapse": [], "fedsender": []}
+    with (
+        tempfile.TemporaryDirectory(prefix="fedsender-compare-") as name,
+        open_postgres() as postgres,
+        open_valkey() as valkey,
+    ):
+        directory = Path(name)
+        async with open_stage(directory, options.servers, postgres, valkey.port) as stage:
+            home = directory / "daemon"
+            home.mkdir()
+            daemon = Daemon(stage.a, INSTANCE, home, valkey.port)
+            for number in range(options.rounds):
+                async with open_worker_in_thread(stage.a, INSTANCE) as pid:
+                    figures = await stage.measure(pid, f"synapse {number}", options.events)
+                    rounds["synapse"].append(figures)
+                async with open_daemon(daemon):
+                    figures = await stage.measure(daemon.pid, f"ours {number}", options.events)
+                    rounds["fedsender"].append(figures)
+    return _told(rounds, options)
+
+
+def _told(rounds: Mapping[str, list[Mapping[str, float]]], options: Options) -> dict[str, Any]:
+    """Print the table; the same for JSON."""
+    names = list(rounds["synapse"][0])
+    medians = {
+        sender: {name: median([each[name] for each in measured]) for name in names}
+        for sender, measured in rounds.items()
+    }
+    theirs, ours = medians["synapse"], medians["fedsender"]
+    ratios = {name: round(ours[name] / theirs[name], 3) if theirs[name] else None for name in names}
+    heads = [f"synapse {n + 1}" for n in range(options.rounds)]
+    heads += [f"fedsender {n + 1}" for n in range(options.rounds)] + ["ratio"]
+    say(" ".join([f"{'':24}", *(f"{head:>12}" for head in heads)]))
+    for name in names:
+        cells = [f"{each[name]:12g}" for each in chain(rounds["synapse"], rounds["fedsender"])]
+        say(" ".join([f"{name:24}", *cells, f"{ratios[name] or 0:12.3f}"]))
+    return {
+        "servers": [min(SMALL, options.servers), options.servers],
+        "messages": options.events,
+        **medians,
+        "ratio": ratios,
+        "rounds": rounds,
+    }

@@ -1,0 +1,33 @@
+"""The comparison with Synapse runs, tiny, and prints its figures. Never how good they are."""
+
+import json
+
+import pytest
+
+from fedsender.bench import Bench, main, run_bench
+
+
+@pytest.mark.slow
+def test_both_senders_are_measured(capfd: pytest.CaptureFixture[str]) -> None:
+    """It fails if a message is missing, so a figure is one of whole deliveries."""
+    size = ("--servers", "2", "--events", "3", "--rounds", "1")
+    assert main(("compare-synapse", *size)) == 0
+    *table, line = capfd.readouterr().out.splitlines()
+    figures = json.loads(line)
+    for sender in ("synapse", "fedsender"):
+        measured = figures[sender]
+        assert measured["at_2_p99_ms"] >= measured["at_2_own_p50_ms"] > 0
+        assert measured["at_2_cpu_ms"] > 0
+        assert measured["burst_cpu_ms_per_pdu"] > 0
+        assert 2 <= measured["burst_transactions"] <= 12
+    assert table[0].split() == ["synapse", "1", "fedsender", "1", "ratio"]
+    assert [row.split()[0] for row in table[1:]] == list(figures["ratio"])
+
+
+def test_outside_the_sources_the_command_says_what_it_needs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A wheel has no tests in it."""
+    assert run_bench("compare-synapse", Bench("tests.benchmarks.not_there", 1, 1, 1)) == 1
+    out, err = capfd.readouterr()
+    assert (out, "run it in the sources" in err) == ("", True)
