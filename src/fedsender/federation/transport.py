@@ -325,8 +325,7 @@ class Connection:
         self.reusable = False
         reader = ResponseReader(bounds)
         try:
-            with memory.reading() as grown:
-                await self._converse(head, body or b"", reader, grown)
+            await self._converse(head, body or b"", reader, memory)
         except trio.BrokenResourceError as error:
             raise ExchangeFailed("closed", f"the connection broke: {reason(error)}") from error
         finally:
@@ -343,11 +342,11 @@ class Connection:
         await trio.aclose_forcefully(self.stream)
 
     async def _converse(
-        self, head: bytes, body: bytes, reader: ResponseReader, grown: Callable[[int], None]
+        self, head: bytes, body: bytes, reader: ResponseReader, memory: AnswerMemory
     ) -> None:
         if len(body) <= _LISTEN_WHILE_WRITING_BYTES:
             await self._write(head, body)
-            await self._read(reader, grown)
+            await self._read(reader, memory)
             return
         written = False
         failure: ExchangeFailed | trio.BrokenResourceError | None = None
@@ -362,7 +361,7 @@ class Connection:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
             try:
-                await self._read(reader, grown)
+                await self._read(reader, memory)
             except (ExchangeFailed, trio.BrokenResourceError) as error:
                 failure = error
             nursery.cancel_scope.cancel()
@@ -375,15 +374,22 @@ class Connection:
         self.sent = True
         await self.stream.send_all(head + body)
 
-    async def _read(self, reader: ResponseReader, grown: Callable[[int], None]) -> None:
-        while not reader.complete:
-            data = await self.stream.receive_some()
-            if not data:
-                reader.end()
-                return
-            self.heard = True
-            reader.feed(bytes(data))
-            grown(reader.size)
+    async def _read(self, reader: ResponseReader, memory: AnswerMemory) -> None:
+        while not reader.complete and reader.size <= _UNCOUNTED_BYTES:
+            await self._read_some(reader)
+        if not reader.complete:
+            with memory.reading() as grown:
+                while not reader.complete:
+                    grown(reader.size)
+                    await self._read_some(reader)
+
+    async def _read_some(self, reader: ResponseReader) -> None:
+        data = await self.stream.receive_some()
+        if not data:
+            reader.end()
+            return
+        self.heard = True
+        reader.feed(bytes(data))
 
 
 def request_head(method: str, target: str, headers: Sequence[Header], body: bytes | None) -> bytes:

@@ -12,11 +12,10 @@ record before anything else is sent (I3).
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import trio
 
@@ -48,6 +47,8 @@ from fedsender.sender.transaction import (
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.sender import FrozenRecord
 from fedsender.waiting import Signal
+
+T = TypeVar("T")
 
 # What it is when the request has left and no whole answer has come.
 _OUTCOMES: Final[dict[FailureKind, Outcome]] = {
@@ -115,10 +116,9 @@ class Exchange:
         link = peer.at_hand()
         if link is not None:
             return link
-        with self._until(math.inf):
-            return await peer.connect()
-        if self._ended is _Ended.WITHDRAWN:
-            return None
+        link = await self._within(math.inf, peer.connect())
+        if link is not None or self._ended is _Ended.WITHDRAWN:
+            return link
         raise Unreachable("timeout", self._why_ended("no connection"))
 
     async def put(
@@ -131,10 +131,9 @@ class Exchange:
             OutOfResources: a new connection was needed, and we can open none.
         """
         event_ids = [pdu.event_id for pdu in transaction.pdus]
-        answer = None
+        sending = link.put_transaction(transaction.id, transaction.body, event_ids)
         try:
-            with self._until(trio.current_time() + timeout_s):
-                answer = await link.put_transaction(transaction.id, transaction.body, event_ids)
+            answer = await self._within(trio.current_time() + timeout_s, sending)
         except SendFailed as error:
             outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
             return None, Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
@@ -148,18 +147,21 @@ class Exchange:
             text=answer.text,
         )
 
-    @contextmanager
-    def _until(self, deadline: float) -> Iterator[None]:
-        """Leave the body at the deadline (trio's clock), or when it is ended. Raises GaveWay."""
+    async def _within(self, deadline: float, doing: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `doing`; None: the deadline (trio's clock) came, or it was ended early.
+
+        Raises:
+            GaveWay: it was ended for others.
+        """
         self._ended = None
         try:
             with trio.CancelScope(deadline=deadline) as self._scope:
-                yield
-            ended_early = self._scope.cancelled_caught
+                return await doing
         finally:
             self._scope = None
-        if ended_early and self._ended is _Ended.GAVE_WAY:
+        if self._ended is _Ended.GAVE_WAY:
             raise GaveWay
+        return None
 
     def _end(self, why: _Ended) -> bool:
         if self._scope is None:
