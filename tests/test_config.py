@@ -580,7 +580,7 @@ def test_every_setting_of_a_policy_names_the_line_that_set_it() -> None:
     assert sources["edus.typing"] == (False, "f.yaml:12")
     assert sources["edus.presence"] == (False, "f.yaml:17")
     assert sources["edus.receipts"] == (True, "default")
-    assert len(lines) == 23
+    assert len(lines) == 22
 
 
 @pytest.mark.slow

@@ -189,6 +189,8 @@ class Metrics:
     def __init__(self, server_name: str, per_destination: Collection[str] = ()) -> None:
         self._registry = CollectorRegistry()
         self._named = frozenset(per_destination)
+        self._requests: dict[str, Counter] = {}
+        self._responses: dict[tuple[str, int], Counter] = {}
         self._declare_delivery()
         self._declare_fan_out()
         self._declare_client()
@@ -200,6 +202,22 @@ class Metrics:
     def exposition(self) -> bytes:
         """All metrics as Prometheus reads them (`EXPOSITION_TYPE`)."""
         return generate_latest(self._outer)
+
+    def http_request(self, method: str) -> Counter:
+        """The counter of requests with this method."""
+        # A label is looked up once: it costs as much as all the rest of a line.
+        found = self._requests.get(method)
+        if found is None:
+            found = self._requests[method] = self.http_requests.labels(method)
+        return found
+
+    def http_response(self, method: str, status: int) -> Counter:
+        """The counter of answers with this status to requests with this method."""
+        found = self._responses.get((method, status))
+        if found is None:
+            found = self.http_responses.labels(method, str(status))
+            self._responses[method, status] = found
+        return found
 
     def delivered_to(self, destination: str, pdus: int, last_pdu_ms: int | None) -> None:
         """Count an answered transaction, for a destination that has metrics of its own.

@@ -1,5 +1,7 @@
 """Waiting: for a signal of another task, for the next try, and after an error."""
 
+import heapq
+import math
 import random
 from collections.abc import Awaitable, Callable
 
@@ -17,26 +19,107 @@ CALM_S = 120.0
 class Signal:
     """Wakes one task. A signal that comes while the task is busy is kept for its next wait."""
 
+    # No `trio.Event`: there is one for each of thousands of servers, and a new one for each wait.
+    __slots__ = ("_came", "_waits")
+
     def __init__(self) -> None:
-        self._event = trio.Event()
+        self._came = False
+        self._waits: trio.lowlevel.Task | None = None
 
     def set(self) -> None:
         """Wake the task, now or at its next wait. Any number of times counts as one."""
-        self._event.set()
+        self._came = True
+        task, self._waits = self._waits, None
+        if task is not None:
+            trio.lowlevel.reschedule(task)
 
     def is_set(self) -> bool:
         """Whether the next wait ends at once."""
-        return self._event.is_set()
+        return self._came
 
     def clear(self) -> None:
         """Forget a signal that has come."""
-        if self._event.is_set():
-            self._event = trio.Event()
+        self._came = False
 
     async def wait(self) -> None:
-        """Wait for the signal, and take it."""
-        await self._event.wait()
-        self.clear()
+        """Wait for the signal, and take it.
+
+        Raises:
+            trio.BusyResourceError: another task waits for it.
+        """
+        if self._came:
+            await trio.lowlevel.checkpoint()
+        else:
+            if self._waits is not None:
+                raise trio.BusyResourceError("another task waits for this signal")
+            self._waits = trio.lowlevel.current_task()
+            await trio.lowlevel.wait_task_rescheduled(self._give_up)
+        self._came = False
+
+    def _give_up(self, _: object) -> trio.lowlevel.Abort:
+        self._waits = None
+        return trio.lowlevel.Abort.SUCCEEDED
+
+
+class Alarms:
+    """Many alarms on one task. A deadline of Trio's own costs more, and one in a thousand comes."""
+
+    def __init__(self) -> None:
+        # Times at which alarms are looked at. An alarm that was moved later is looked at twice.
+        self._looks: list[tuple[float, int, Alarm]] = []
+        self._sooner = Signal()
+        self._rank = 0
+
+    async def run(self) -> None:
+        """Ring what is due, for ever."""
+        while True:
+            now = trio.current_time()
+            while self._looks and self._looks[0][0] <= now:
+                at, _, alarm = heapq.heappop(self._looks)
+                alarm.look(at, now)
+            with trio.move_on_at(self._looks[0][0] if self._looks else math.inf):
+                await self._sooner.wait()
+
+    def look_at(self, at: float, alarm: "Alarm") -> None:
+        """Look at this alarm at this time (trio's clock)."""
+        self._rank += 1
+        heapq.heappush(self._looks, (at, self._rank, alarm))
+        if self._looks[0][2] is alarm:
+            self._sooner.set()
+
+
+class Alarm:
+    """Sets a signal at a time, which may be changed for little.
+
+    Attributes:
+        at: the time on trio's clock; infinity: never.
+    """
+
+    __slots__ = ("_alarms", "_looked_at", "_signal", "at")
+
+    def __init__(self, alarms: Alarms, signal: Signal) -> None:
+        self.at = math.inf
+        self._alarms = alarms
+        self._signal = signal
+        self._looked_at = math.inf
+
+    def set(self, at: float) -> None:
+        """Ring at this time, and at no other."""
+        self.at = at
+        if at < self._looked_at:
+            self._looked_at = at
+            self._alarms.look_at(at, self)
+
+    def look(self, at: float, now: float) -> None:
+        """Ring if it is time, or have it looked at again; called by `Alarms`."""
+        if at != self._looked_at:
+            return  # It was set to an earlier time since, and was looked at then.
+        self._looked_at = math.inf
+        if self.at <= now:
+            self.at = math.inf
+            self._signal.set()
+        elif self.at < math.inf:
+            self.set(self.at)
 
 
 def pause_s(failures: int, first_s: float, longest_s: float) -> float:

@@ -89,7 +89,6 @@ async def test_transaction_arrives_signed_and_its_answer_comes_back(tmp_path: Pa
     ):
         answer = await send(peer, "a/b c")
     assert (answer.status, answer.is_answer, answer.reused) == (200, True, False)
-    assert (answer.request_bytes, answer.answer_bytes) == (len(BODY), 11)
     request = requests[0]
     assert request.line == "PUT /_matrix/federation/v1/send/a%2Fb%20c HTTP/1.1"
     assert request.body == BODY

@@ -33,6 +33,7 @@ from fedsender.federation.transport import (
     Response,
     ResponseReader,
     get,
+    header_lines,
     request_head,
     words,
 )
@@ -53,7 +54,7 @@ async def dial(authority: Authority, server: Listening) -> Connection:
 async def put(connection: Connection, body: bytes = b"{}") -> Response:
     with trio.fail_after(60):
         return await connection.exchange(
-            "PUT", "/send/1", [(b"host", b"b")], body, bounds=BOUNDS, memory=AnswerMemory()
+            "PUT", "/send/1", b"host: b\r\n", body, bounds=BOUNDS, memory=AnswerMemory()
         )
 
 
@@ -191,7 +192,7 @@ async def test_deadline_of_the_caller_ends_stalls_and_drips_and_the_connection(
     async with serving(authority.context(NAME), converse) as server:
         connection = await dial(authority, server)
         with pytest.raises(trio.TooSlowError), trio.fail_after(0.3):
-            await connection.exchange("PUT", "/", [], b"{}", bounds=BOUNDS, memory=AnswerMemory())
+            await connection.exchange("PUT", "/", b"", b"{}", bounds=BOUNDS, memory=AnswerMemory())
         assert connection.sent
         assert connection.heard is dripping
         assert not connection.reusable
@@ -477,7 +478,7 @@ async def answers_from(
         await theirs.send_all(answer if ends else answer[:-1])
         try:
             results[number] = await Connection(ours).exchange(
-                "PUT", "/", [], b"{}", bounds=Bounds(body_bytes=300_000), memory=memory
+                "PUT", "/", b"", b"{}", bounds=Bounds(body_bytes=300_000), memory=memory
             )
         except ExchangeFailed as failure:
             results[number] = failure.kind
@@ -529,7 +530,7 @@ def test_words_are_one_short_printable_line(text: str) -> None:
 )
 def test_request_that_would_break_out_of_its_line_is_refused(target: str, value: bytes) -> None:
     with pytest.raises(ValueError, match=r"request target|control character"):
-        request_head("GET", target, [(b"x", value)], None)
+        request_head("GET", target, header_lines([(b"x", value)]), None)
 
 
 # --- behind httpx ---------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def answer(status: int, content: Any = None, *, retry_after_s: float | None = No
     """What a server says."""
     response = Response(status, (), json.dumps(content).encode())
     named = list(content.get("pdus", ())) if isinstance(content, dict) else []
-    said = answer_of(response, named, ms=1, reused=True, request_bytes=0, now_ms=EPOCH_MS)
+    said = answer_of(response, named, reused=True, now_ms=lambda: EPOCH_MS)
     return replace(said, text="", retry_after_s=retry_after_s)
 
 

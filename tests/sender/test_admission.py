@@ -730,7 +730,7 @@ async def test_a_line_of_ours_is_not_the_servers_time(
                 began = trio.current_time()
                 link = await exchange.connect(peer)
                 assert link is not None
-                _, verdict = await exchange.put(link, a_transaction(), timeout_s=30)
+                _, verdict = await exchange.put(link, a_transaction(), deadline=began + 30)
                 permit.answered()
                 permit.let_go()
                 assert verdict.outcome is Outcome.DELIVERED

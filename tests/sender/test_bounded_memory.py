@@ -48,7 +48,7 @@ async def test_what_one_queue_still_holds_stays_and_is_pruned_when_redacted(
         await world.redact("!b:hs.example", secret.event_id)
         await trio.sleep(1)
         # In flight, the secret, and its redaction.
-        assert len(sender.context.pdu_pool) == len(sender.active[B].outbox.queue) == 3
+        assert len(sender.context.pdu_pool) == sender.active[B].outbox.queued == 3
         assert sender.active[B].outbox.level
         await trio.sleep(200)
         assert len(sender.context.pdu_pool) == 0

@@ -80,7 +80,7 @@ def test_states_go_out_fifty_at_a_time_and_stay_until_answered(users: int, max_e
     for number in range(users):
         queue.put(PresenceState(f"@{number}:{HS}"), expires_at=10)
     seen = 0
-    while len(queue) and max_edus:
+    while len(queue.waiting) and max_edus:
         draft = Draft(max_pdus=50, max_edus=max_edus, max_bytes=2**20)
         queue.fill(draft, 0)
         assert all(len(edu.keys) <= 50 for edu in draft.edus)

@@ -38,7 +38,7 @@ def test_every_pdu_leaves_in_stream_order_and_only_once_answered(
     for ordering in sorted(orderings):
         assert queue.add(pdu(ordering))
     sent: list[int] = []
-    while len(queue):
+    while queue.pdus:
         failed, answered = draft(max_pdus), draft(max_pdus)
         queue.fill(failed)
         queue.fill(answered)
@@ -58,7 +58,7 @@ def test_a_full_queue_refuses_and_an_older_pdu_is_an_error() -> None:
         queue.add(pdu(4))
     assert queue.add(pdu(6))
     assert not queue.add(pdu(7))
-    assert len(queue) == 2
+    assert len(queue.pdus) == 2
 
 
 def test_a_pdu_redacted_while_it_waits_goes_out_pruned() -> None:
@@ -98,5 +98,5 @@ def test_ephemeral_edus_are_bounded_and_grow_old_with_a_count() -> None:
     queue.expire(10)
 
     assert [edu.wire for edu in filled.edus] == [b"b", b"c"]
-    assert len(queue) == 0
+    assert not queue.waiting
     assert left == {"crowded out": 1, "expired": 2}

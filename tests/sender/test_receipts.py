@@ -75,7 +75,7 @@ def test_the_newest_of_each_key_is_said_once_with_few_edus(items: list[Receipt])
     assert len(filled.edus) <= 3
     assert queue.oldest == min((item.stream_id for item in newest.values()), default=None)
     queue.answered(key for edu in filled.edus for key in edu.keys)
-    assert len(queue) == 0
+    assert len(queue.waiting) == 0
 
 
 @given(receipts, st.integers(1, 8))
@@ -85,7 +85,7 @@ def test_too_many_become_a_debt_that_covers_them_all(items: list[Receipt], limit
     for item in items:
         queue.put(item)
 
-    assert len(queue) <= limit
+    assert len(queue.waiting) <= limit
     owed = queue.owed_above
     if items:
         assert owed is not None

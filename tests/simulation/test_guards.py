@@ -46,8 +46,8 @@ def test_i2_a_mark_past_what_was_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def too_far(self: PduQueue, draft: Any) -> None:
         fill(self, draft)
-        if draft.pdus and self._pdus:
-            draft.lsso = self._pdus[-1].stream_ordering + 5
+        if draft.pdus and self.pdus:
+            draft.lsso = self.pdus[-1].stream_ordering + 5
 
     monkeypatch.setattr(PduQueue, "fill", too_far)
 

@@ -169,11 +169,6 @@ class Policy(Section):
         description="How long one attempt may take, answer included;"
         " null takes federation.request_timeout.",
     )
-    coalesce: Seconds = Field(
-        default=0.02,
-        le=5,
-        description="While busy, how long a small transaction waits for company.",
-    )
     backoff: Backoff = Field(
         default_factory=Backoff,
         description="Waits after failures; an override's backoff counts as a whole.",

@@ -5,7 +5,8 @@ It has only facts: the sender's failure table decides on their consequences.
 
 import email.utils
 import json
-from collections.abc import Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,10 +36,7 @@ class Answer:
             transaction; of those that were in it, at most 50, each error at most 200 bytes.
         text: the error in the peer's words; "" if it gives none.
         retry_after_s: seconds for which the peer asks to be left alone.
-        ms: duration of the exchange in milliseconds, a repetition on a new connection included.
         reused: it came over a connection that had carried an exchange before.
-        request_bytes: size of the request's body.
-        answer_bytes: size of the answer's body.
     """
 
     status: int
@@ -46,10 +44,7 @@ class Answer:
     refused: Mapping[str, str]
     text: str
     retry_after_s: float | None
-    ms: int
     reused: bool
-    request_bytes: int
-    answer_bytes: int
 
 
 def longest_answer(pdus: int) -> int:
@@ -61,16 +56,14 @@ def answer_of(
     response: Response,
     event_ids: Sequence[str],
     *,
-    ms: int,
     reused: bool,
-    request_bytes: int,
-    now_ms: int,
+    now_ms: Callable[[], int],
 ) -> Answer:
     """`response` as an `Answer`.
 
     Args:
         event_ids: of the PDUs that the transaction carried.
-        now_ms: the wall clock, for dates in `Retry-After`.
+        now_ms: reads the wall clock, for dates in `Retry-After`.
     """
     content = parse_answer(response.body, len(event_ids)) if response.status == 200 else None
     return Answer(
@@ -79,10 +72,7 @@ def answer_of(
         refused=_refused(content or {}, event_ids),
         text="" if content is not None else _error_text(response),
         retry_after_s=retry_after_s(response, now_ms),
-        ms=ms,
         reused=reused,
-        request_bytes=request_bytes,
-        answer_bytes=len(response.body),
     )
 
 
@@ -109,17 +99,17 @@ def json_object(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
         return None
     try:
         # Not orjson: it refuses lone surrogates, which a peer may quote from an event it refused.
-        document = json.loads(body, parse_constant=_refuse)
+        document = _decoder.decode(body.removeprefix(BOM_UTF8).decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
 
 
-def retry_after_s(response: Response, now_ms: int) -> float | None:
+def retry_after_s(response: Response, now_ms: Callable[[], int]) -> float | None:
     """The seconds that `Retry-After`, or Matrix's older `retry_after_ms`, asks us to wait."""
     header = response.header(b"retry-after")
     if header is not None:
-        wait = _seconds_until(header[:_MAX_DATE].decode("latin-1").strip(), now_ms)
+        wait = _seconds_until(header[:_MAX_DATE].decode("latin-1").strip(), now_ms())
         if wait is not None:
             return min(max(wait, 0.0), MAX_RETRY_AFTER_S)
     if response.status in (429, 503):
@@ -141,6 +131,9 @@ def _seconds_until(value: str, now_ms: int) -> float | None:
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
+
+
+_decoder: Final = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _refused(content: Mapping[str, Any], event_ids: Sequence[str]) -> dict[str, str]:

@@ -35,9 +35,9 @@ from fedsender.federation.transport import (
     Connection,
     ExchangeFailed,
     FailureKind,
-    Header,
     Response,
     get,
+    header_lines,
     words,
 )
 from fedsender.runtime import OutOfResources, Runtime
@@ -320,12 +320,14 @@ class Peer:
             raise Unreachable(failure.kind, failure.text + note) from failure
         if client.metrics is not None:
             client.metrics.handshakes.inc()
-        headers = (
-            (b"host", resolved.host_header.encode("ascii")),
-            (b"user-agent", client.user_agent.encode("ascii")),
-            (b"accept-encoding", b"identity"),
+        lines = header_lines(
+            (
+                (b"host", resolved.host_header.encode("ascii")),
+                (b"user-agent", client.user_agent.encode("ascii")),
+                (b"accept-encoding", b"identity"),
+            )
         )
-        return Live(connection, headers, self._opened_by)
+        return Live(connection, lines, self._opened_by)
 
     async def _resolve(self) -> Resolved:
         result = "found"
@@ -418,16 +420,8 @@ class Link:
         client = self._peer._client
         target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"
         longest = min(client.config.max_answer_bytes, longest_answer(len(event_ids)))
-        started = trio.current_time()
         response, reused = await self._exchange("PUT", target, body, Bounds(body_bytes=longest))
-        return answer_of(
-            response,
-            event_ids,
-            ms=round((trio.current_time() - started) * 1000),
-            reused=reused,
-            request_bytes=len(body),
-            now_ms=client.runtime.now_ms(),
-        )
+        return answer_of(response, event_ids, reused=reused, now_ms=client.runtime.now_ms)
 
     async def _exchange(
         self, method: str, target: str, body: bytes | None, bounds: Bounds
@@ -469,29 +463,28 @@ class Link:
         metrics = client.metrics
         self._peer._permit.asked()
         if metrics is not None:
-            metrics.http_requests.labels(method).inc()
-        headers = self._live.headers if body is None else self._signed(method, target, body)
+            metrics.http_request(method).inc()
+        lines = self._live.lines if body is None else self._signed(method, target, body)
         try:
             response = await connection.exchange(
-                method, target, headers, body, bounds=bounds, memory=client.memory
+                method, target, lines, body, bounds=bounds, memory=client.memory
             )
         finally:
             self.sent |= connection.sent
         if metrics is not None:
-            metrics.http_responses.labels(method, str(response.status)).inc()
+            metrics.http_response(method, response.status).inc()
         return response
 
-    def _signed(self, method: str, target: str, body: bytes) -> list[Header]:
+    def _signed(self, method: str, target: str, body: bytes) -> bytes:
         """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""
         client = self._peer._client
         value = authorization_header(
             client.server_name, self._peer.destination, method, target, body, client.key
         )
-        return [
-            *self._live.headers,
-            (b"content-type", b"application/json"),
-            (b"authorization", value.encode("ascii")),
-        ]
+        return b"%bcontent-type: application/json\r\nauthorization: %b\r\n" % (
+            self._live.lines,
+            value.encode("ascii"),
+        )
 
 
 def _user_agent(suffix: str | None) -> str:

@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from fedsender.federation.transport import Connection, Header
+from fedsender.federation.transport import Connection
 from fedsender.runtime import Network
 from fedsender.waiting import Signal
 
@@ -31,14 +31,14 @@ class Live:
     """An open connection with the settings it was opened for.
 
     Attributes:
-        headers: `Host` and the like, the same for each request on it.
+        lines: the headers that are the same for each request on it, as `header_lines` makes them.
         opened_by: the settings it was opened under; under others it is not used.
         reused: it was idle before.
         precious_until: before this time it is closed after others (trio's clock, seconds).
     """
 
     connection: Connection
-    headers: tuple[Header, ...]
+    lines: bytes
     opened_by: Hashable
     reused: bool = False
     idle_since: float = 0.0

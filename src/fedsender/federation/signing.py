@@ -8,6 +8,7 @@ canonical already: the rest of the object is written around them, and nothing is
 import re
 from base64 import b64decode, b64encode
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,8 @@ _PREFIX: Final = "ed25519:"
 _PEM: Final = b"-----BEGIN "
 _VERSION: Final = re.compile(r"[A-Za-z0-9_]{1,64}", re.ASCII)
 _SEED_BYTES: Final = 32
+# Server names that were looked at; a name is at most 255 bytes.
+_REMEMBERED: Final = 10_000
 # Server names and key ids have none of these (appendix "Server name"), so nothing needs escaping.
 _UNQUOTABLE: Final = re.compile(r'["\\\x00-\x20\x7f-\U0010ffff]')
 
@@ -178,9 +181,9 @@ def request_to_sign(
     content = b"" if body is None else b'"content":' + body + b","
     return b'{%b"destination":%b,"method":%b,"origin":%b,"uri":%b}' % (
         content,
-        orjson.dumps(destination),
-        orjson.dumps(method),
-        orjson.dumps(origin),
+        _quoted(destination),
+        _quoted(method),
+        _quoted(origin),
         orjson.dumps(uri),
     )
 
@@ -198,14 +201,22 @@ def authorization_header(
     Raises:
         ValueError: a name holds a character that no server name has.
     """
-    for name in (origin, destination):
-        if _UNQUOTABLE.search(name):
-            raise ValueError(f"not a server name: {name[:255]!r}")
+    _quotable(origin)
+    _quotable(destination)
     signature = key.sign(request_to_sign(origin, destination, method, uri, body))
     return (
         f'X-Matrix origin="{origin}",destination="{destination}",'
         f'key="{key.key_id}",sig="{signature}"'
     )
+
+
+_quoted = lru_cache(_REMEMBERED)(orjson.dumps)
+
+
+@lru_cache(_REMEMBERED)
+def _quotable(name: str) -> None:
+    if _UNQUOTABLE.search(name):
+        raise ValueError(f"not a server name: {name[:255]!r}")
 
 
 def _unpadded(data: bytes) -> str:

@@ -13,7 +13,7 @@ more than speed. This is the only module of the daemon that imports httpx.
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -304,7 +304,7 @@ class Connection:
         self,
         method: str,
         target: str,
-        headers: Sequence[Header],
+        lines: bytes,
         body: bytes | None = None,
         *,
         bounds: Bounds,
@@ -315,13 +315,16 @@ class Connection:
         The deadline is the caller's. After an error or a cancellation the connection is closed;
         `sent` and `heard` then show its progress.
 
+        Args:
+            lines: the headers, as `header_lines` makes them.
+
         Raises:
             ExchangeFailed: there is no whole answer.
         """
         self.sent = self.heard = False
         if not self.reusable:
             raise ExchangeFailed("closed", "the connection is closed")
-        head = request_head(method, target, headers, body)
+        head = request_head(method, target, lines, body)
         self.reusable = False
         reader = ResponseReader(bounds)
         try:
@@ -392,23 +395,30 @@ class Connection:
         reader.feed(bytes(data))
 
 
-def request_head(method: str, target: str, headers: Sequence[Header], body: bytes | None) -> bytes:
-    """The bytes of a request before its body.
+def request_head(method: str, target: str, lines: bytes, body: bytes | None) -> bytes:
+    """The bytes of a request before its body; `lines`: its headers, as `header_lines` makes them.
 
     Raises:
-        ValueError: `target` or a header would break out of its line.
+        ValueError: `target` would break out of its line.
     """
     if not _TARGET.fullmatch(target):
         raise ValueError("request target with characters that need escaping")
-    parts = [f"{method} {target} HTTP/1.1\r\n".encode("ascii")]
+    start = f"{method} {target} HTTP/1.1\r\n".encode("ascii")
+    if body is None:
+        return b"%b%b\r\n" % (start, lines)
+    return b"%b%bcontent-length: %d\r\n\r\n" % (start, lines, len(body))
+
+
+def header_lines(headers: Iterable[Header]) -> bytes:
+    """The lines of these headers.
+
+    Raises:
+        ValueError: a header would break out of its line.
+    """
     for name, value in headers:
         if not _HEADER_VALUE.fullmatch(value):
             raise ValueError(f"header {name.decode('latin-1')} with a control character")
-        parts += (name, b": ", value, b"\r\n")
-    if body is not None:
-        parts.append(b"content-length: %d\r\n" % len(body))
-    parts.append(b"\r\n")
-    return b"".join(parts)
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
 
 
 def words(text: str) -> str:
@@ -477,7 +487,7 @@ class HttpsTransport(httpx.AsyncBaseTransport):
             response = await connection.exchange(
                 request.method,
                 url.raw_path.decode("ascii"),
-                headers,
+                header_lines(headers),
                 body or None,
                 bounds=self._bounds,
                 memory=self._memory,

@@ -14,7 +14,13 @@ from typing import Any
 import orjson
 import trio
 
-from fedsender.federation.transport import AnswerMemory, Bounds, Connection, ExchangeFailed
+from fedsender.federation.transport import (
+    AnswerMemory,
+    Bounds,
+    Connection,
+    ExchangeFailed,
+    header_lines,
+)
 from fedsender.replication.line_stream import Disconnected, Endpoint, connect
 from fedsender.runtime import Runtime
 from fedsender.streams import Json
@@ -79,8 +85,8 @@ async def _ask(connection: Connection, secret: str | None, target: str) -> bytes
     if secret is not None:
         headers.append((b"authorization", b"Bearer " + secret.encode()))
     try:
-        memory = AnswerMemory(BOUNDS.body_bytes)
-        answer = await connection.exchange("GET", target, headers, bounds=BOUNDS, memory=memory)
+        memory, lines = AnswerMemory(BOUNDS.body_bytes), header_lines(headers)
+        answer = await connection.exchange("GET", target, lines, bounds=BOUNDS, memory=memory)
     except ExchangeFailed as error:
         raise NotFetched(error.text) from error
     if answer.status == 500:

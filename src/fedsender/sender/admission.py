@@ -36,7 +36,6 @@ SLOW_S: Final = 5.0
 FEW: Final = 20
 """An item for at most this number of servers goes first."""
 _REMEMBERED: Final = 65_536
-_BUSY: Final = 75
 _LEAST_BYTES: Final = 65_536
 _LOOK_AT: Final = 20
 _LOOK_EACH_S: Final = 0.05
@@ -270,12 +269,6 @@ class Lane:
     def __len__(self) -> int:
         return len(self._inside)
 
-    @property
-    def fresh(self) -> int:
-        """The number of places that were taken a short while ago."""
-        self._ripen()
-        return len(self._fresh)
-
     def at_once(self, permit: "Permit", *, first: bool) -> bool:
         """Take a place if one is free and no other attempt waits for it."""
         self._ripen()
@@ -399,6 +392,8 @@ class Lane:
 
     def _ripen(self) -> None:
         """Move attempts that have had their places for `QUICK_S` from `_fresh` to `_long`."""
+        if not self._fresh:
+            return
         long_ago = trio.current_time() - QUICK_S
         while self._fresh:
             permit, since = next(iter(self._fresh.items()))
@@ -662,11 +657,6 @@ class Admission:
     def in_flight(self) -> int:
         """The number of places taken."""
         return len(self.quick) + len(self.slow) + len(self.ill)
-
-    @property
-    def busy(self) -> bool:
-        """Whether so many transactions began a moment ago that fewer and larger ones cost less."""
-        return self.quick.fresh >= _BUSY
 
     def permit(self, server: str) -> Permit:
         """A `Permit` for the attempts at one server, one at a time."""

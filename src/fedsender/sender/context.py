@@ -19,6 +19,7 @@ from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.sender import ReceiptRecords, SenderStore
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
+from fedsender.waiting import Alarms
 
 
 class Announcer(Protocol):
@@ -62,6 +63,7 @@ class Context:
     ids: TransactionIds
     announcer: Announcer
     pdu_pool: PduPool
+    alarms: Alarms = field(default_factory=Alarms)
     full: set[str] = field(default_factory=set)
     troubles: dict[str, float] = field(default_factory=dict)
 

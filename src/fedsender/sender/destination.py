@@ -46,7 +46,7 @@ from fedsender.sender.transaction import (
 )
 from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.sender import FrozenRecord
-from fedsender.waiting import Signal
+from fedsender.waiting import Alarm, Alarms, Signal
 
 T = TypeVar("T")
 
@@ -122,9 +122,11 @@ class Exchange:
         raise Unreachable("timeout", self._why_ended("no connection"))
 
     async def put(
-        self, link: Link, transaction: Transaction, timeout_s: float
+        self, link: Link, transaction: Transaction, deadline: float
     ) -> tuple[Answer | None, Verdict]:
         """Send the transaction; return the server's answer, or None, and the verdict.
+
+        `deadline`: on trio's clock.
 
         Raises:
             GaveWay: it was ended for others.
@@ -133,7 +135,7 @@ class Exchange:
         event_ids = [pdu.event_id for pdu in transaction.pdus]
         sending = link.put_transaction(transaction.id, transaction.body, event_ids)
         try:
-            answer = await self._within(trio.current_time() + timeout_s, sending)
+            answer = await self._within(deadline, sending)
         except SendFailed as error:
             outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
             return None, Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
@@ -207,14 +209,16 @@ class AttemptTimer:
         not_before: when the next attempt may start.
     """
 
-    def __init__(self, state: ServerState, runtime: Runtime) -> None:
+    def __init__(self, state: ServerState, runtime: Runtime, alarms: Alarms) -> None:
         self._runtime = runtime
         now = trio.current_time()
         self._failed_at = -math.inf
         if not state.healthy and state.last_attempt_ms is not None:
             self._failed_at = min(now, self._from_wall(state.last_attempt_ms))
         self.not_before = now + state.wait_s(runtime.now_ms())
-        self._news = Signal()
+        self._news = False
+        self._signal = Signal()
+        self._alarm = Alarm(alarms, self._signal)
         self._woken_in_attempt = False
 
     def _from_wall(self, at_ms: int | None) -> float:
@@ -250,13 +254,18 @@ class AttemptTimer:
 
     def look_again(self) -> None:
         """Have the task look again: an item may be due now."""
-        self._news.set()
+        self._news = True
+        self._signal.set()
 
     async def sleep_until(self, due: float) -> bool:
-        """Wait until this time; False: `look_again` was called before it."""
-        with trio.move_on_at(due) as wait:
-            await self._news.wait()
-        return wait.cancelled_caught
+        """Wait until this time; False: `look_again` was called before it was seen to have come."""
+        self._alarm.set(due)
+        while not self._news:
+            await self._signal.wait()
+            if not self._news and trio.current_time() >= due:
+                return True
+        self._news = False
+        return False
 
 
 class Destination:
@@ -283,7 +292,7 @@ class Destination:
         self.phase = Phase.IDLE
         self.since = trio.current_time()
         self._context = context
-        self._timer = AttemptTimer(state, context.runtime)
+        self._timer = AttemptTimer(state, context.runtime, context.alarms)
         self._exchange = Exchange()
         self._reporter = Reporter(name, context)
         self._permit = context.admission.permit(name)
@@ -485,9 +494,9 @@ class Destination:
             self._before = self.phase
         self._in_phase(Phase.QUEUED if waiting else self._before)
 
-    def _in_phase(self, phase: Phase) -> None:
+    def _in_phase(self, phase: Phase, now: float | None = None) -> None:
         self.phase = phase
-        self.since = trio.current_time()
+        self.since = trio.current_time() if now is None else now
 
     @property
     def _held(self) -> bool:
@@ -511,7 +520,7 @@ class Destination:
             if not_before > now + LEAVE_AFTER_S and due < math.inf:
                 return False
             idle_until = now + self._context.sending.idle_destination
-            self._in_phase(Phase.IDLE if due == math.inf else Phase.WAITING)
+            self._in_phase(Phase.IDLE if due == math.inf else Phase.WAITING, now)
             if not_before > now + PUT_AWAY_AFTER_S:
                 self._put_away()
             # Through a long wait of a search, what is not concerned by it may still come.
@@ -524,7 +533,10 @@ class Destination:
         """The time when an item may be sent, on trio's clock; infinity: there is none."""
         if self.frozen is not None:
             return self._timer.not_before
-        return min((self._due_with(kind) for kind in Kind), default=math.inf)
+        if self.state.pdu_search is None and self.state.edu_search is None:
+            owes = self.outbox.owes_pdus or self.outbox.has_edus
+            return self._timer.not_before if owes else math.inf
+        return min(self._due_with(kind) for kind in Kind)
 
     def _due_with(self, kind: Kind) -> float:
         """The time when an item of this kind may be sent, on trio's clock; infinity: none."""
@@ -577,7 +589,6 @@ class Destination:
         """The frozen transaction, or one made now. None: there is none to send at this moment."""
         gate = self._context.admission.gate
         if self.frozen is None and not self._held:
-            await self._coalesce()
             draft = await self._fill()
             self._permit.hurried = False
             if draft.empty and not draft.asks:
@@ -591,22 +602,15 @@ class Destination:
         # Told to stop while it waited for its place, or shut out while it connected.
         return self.frozen if gate.open and not self._held else None
 
-    async def _coalesce(self) -> None:
-        """While there is much to do, let a small transaction grow for a moment."""
-        outbox = self.outbox
-        small = outbox.level and len(outbox.queue) < self.policy.max_pdus // 2
-        if small and self._context.admission.busy:
-            await trio.sleep(self.policy.coalesce)
-
     async def _send(self, peer: Peer, link: Link, transaction: Transaction) -> None:
         context = self._context
-        self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP)
-        transaction.attempts += 1
         started = trio.current_time()
+        self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP, started)
+        transaction.attempts += 1
         slot = context.attempt_log.begin(self.name, transaction, context.runtime.now_ms())
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
-            answer, verdict = await self._exchange.put(link, transaction, timeout_s)
+            answer, verdict = await self._exchange.put(link, transaction, started + timeout_s)
         except (Exception, trio.Cancelled) as error:
             took_s = trio.current_time() - started
             cut_off = _why_cut_off(error)

@@ -200,6 +200,8 @@ class ServerState:
     def searches(self) -> list[Search]:
         """The searches under way. While there is one, no transaction has PDUs and EDUs."""
         both = (self.pdu_search, self.edu_search)
+        if both == (None, None):
+            return []
         return [search for search in both if search is not None and search.active]
 
     @property
@@ -285,18 +287,16 @@ def after_failure(
 
 def after_success(state: ServerState, now_ms: int) -> ServerState:
     """The server's health once an attempt was answered: the streak of failures is cleared."""
-    return replace(
-        state,
-        failing_since_ms=None,
-        failures=0,
+    return ServerState(
+        state.destination,
         last_attempt_ms=now_ms,
-        next_attempt_ms=None,
         last_success_ms=now_ms,
-        outcome=None,
-        reason=None,
-        stubborn=0,
-        stubborn_since_ms=None,
-        shared_interval_ms=0,
+        wake_tokens=state.wake_tokens,
+        wake_tokens_ms=state.wake_tokens_ms,
+        pdu_search=state.pdu_search,
+        edu_search=state.edu_search,
+        paused=state.paused,
+        parked=state.parked,
     )
 
 

@@ -153,19 +153,26 @@ class Outbox:
     @property
     def owes(self) -> bool:
         """Whether the server is still owed any durable item."""
-        receipts = len(self.receipts) > 0 or self.receipts.debt is not None
+        receipts = bool(self.receipts.waiting) or self.receipts.debt is not None
         return self.owes_pdus or self._owes_to_device or self._owes_device_lists or receipts
 
     @property
     def owes_pdus(self) -> bool:
         """Whether any PDU is left to send."""
-        return not self.level or len(self.queue) > 0 or self._owes_redeliveries
+        return not self.level or bool(self.queue.pdus) or self._owes_redeliveries
 
     @property
     def has_edus(self) -> bool:
         """Whether there is any EDU to send, as far as memory knows."""
-        debt = self.receipts.debt is not None
-        return self._owes_to_device or self._owes_device_lists or debt or self.edus_waiting > 0
+        receipts = self.receipts
+        return bool(
+            self._owes_to_device
+            or self._owes_device_lists
+            or receipts.debt is not None
+            or receipts.waiting
+            or self.ephemeral.waiting
+            or self.presence.waiting
+        )
 
     @property
     def has_new_pdus(self) -> bool:
@@ -175,7 +182,7 @@ class Outbox:
     @property
     def queued(self) -> int:
         """The number of live PDUs that wait."""
-        return len(self.queue)
+        return len(self.queue.pdus)
 
     @property
     def oldest(self) -> Pdu | None:
@@ -185,17 +192,19 @@ class Outbox:
     @property
     def edus_waiting(self) -> int:
         """The number of EDUs that wait in memory."""
-        return len(self.ephemeral) + len(self.receipts) + len(self.presence)
+        in_memory = len(self.ephemeral.waiting) + len(self.presence.waiting)
+        return in_memory + len(self.receipts.waiting)
 
     def expire(self) -> None:
         """Drop the EDUs that have expired."""
-        now = trio.current_time()
-        self.ephemeral.expire(now)
-        self.presence.expire(now)
+        if self.ephemeral.waiting or self.presence.waiting:
+            now = trio.current_time()
+            self.ephemeral.expire(now)
+            self.presence.expire(now)
 
     def close(self) -> None:
         """Count typing and presence that are lost unsent, as the outbox leaves memory."""
-        waiting = len(self.ephemeral) + len(self.presence)
+        waiting = len(self.ephemeral.waiting) + len(self.presence.waiting)
         if waiting:
             self._count_dropped("expired", waiting)
 
@@ -219,11 +228,12 @@ class Outbox:
             self.queue.fill(draft)
         if page is not None:
             draft.receipts_upto = fill_page(draft, *page)
-        self._drop_unwanted(policy.edus)
-        self.expire()
-        self.receipts.fill(draft)
-        self.ephemeral.fill(draft)
-        self.presence.fill(draft, self._context.runtime.now_ms())
+        if self.edus_waiting:
+            self._drop_unwanted(policy.edus)
+            self.expire()
+            self.receipts.fill(draft)
+            self.ephemeral.fill(draft)
+            self.presence.fill(draft, self._context.runtime.now_ms())
 
     async def fill_alone(self, draft: Draft, policy: Policy, search: Search) -> None:
         """Put in the PDU of this search's turn, if there is one; the search has a suspect.
@@ -451,9 +461,10 @@ class Outbox:
         if quarantined or not self._settled_later(transaction):
             await self._move(transaction.record, transaction.rooms_done, resync=quarantined)
             self._context.ledger.settled(self.destination)
-        self.ephemeral.answered(transaction.ephemeral)
-        self.receipts.answered(transaction.ephemeral)
-        self.presence.answered(transaction.ephemeral)
+        if transaction.ephemeral:
+            self.ephemeral.answered(transaction.ephemeral)
+            self.receipts.answered(transaction.ephemeral)
+            self.presence.answered(transaction.ephemeral)
         if transaction.receipts_upto is not None:
             self.receipts.pay(transaction.receipts_upto)
 

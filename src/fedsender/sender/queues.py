@@ -6,9 +6,9 @@ Ephemeral EDUs are kept by key, and the newest value replaces the one before. Th
 answered, or by age; those that leave unsent are counted.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 from fedsender.matrix import Pdu
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
@@ -91,19 +91,17 @@ class PduPool:
 
 
 class PduQueue:
-    """Live PDUs for one server, in stream order, at most `limit` of them."""
+    """Live PDUs for one server, in stream order, at most `limit` of them.
+
+    Attributes:
+        pdus: oldest first.
+    """
 
     def __init__(self, limit: int, pool: PduPool) -> None:
         self._limit = limit
         self._pool = pool
         # No deque: an empty one takes 600 bytes, for each of thousands of servers.
-        self._pdus: list[Pdu] = []
-
-    def __len__(self) -> int:
-        return len(self._pdus)
-
-    def __iter__(self) -> Iterator[Pdu]:
-        return iter(self._pdus)
+        self.pdus: list[Pdu] = []
 
     def add(self, pdu: Pdu) -> bool:
         """Queue the PDU; False if the queue is full, and then it does not hold it.
@@ -111,39 +109,41 @@ class PduQueue:
         Raises:
             ValueError: it is not newer than the newest queued one (I2).
         """
-        if self._pdus and pdu.stream_ordering <= self._pdus[-1].stream_ordering:
-            raise ValueError(
-                f"{pdu.stream_ordering} offered after {self._pdus[-1].stream_ordering}"
-            )
-        if len(self._pdus) >= self._limit:
+        if self.pdus and pdu.stream_ordering <= self.pdus[-1].stream_ordering:
+            raise ValueError(f"{pdu.stream_ordering} offered after {self.pdus[-1].stream_ordering}")
+        if len(self.pdus) >= self._limit:
             return False
-        self._pdus.append(pdu)
+        self.pdus.append(pdu)
         self._pool.hold(pdu)
         return True
 
     @property
     def oldest(self) -> Pdu | None:
         """The PDU at the head."""
-        return self._pdus[0] if self._pdus else None
+        return self.pdus[0] if self.pdus else None
 
     def fill(self, draft: Draft) -> None:
         """Put as many PDUs from the head into the draft as it takes; they stay queued."""
-        for pdu in self._pdus:
+        for pdu in self.pdus:
             if not draft.add_pdu(Outgoing(self._pool.as_it_goes_out(pdu), "live")):
                 return
             draft.lsso = pdu.stream_ordering
 
     def settled(self, upto: int) -> None:
         """Remove the PDUs up to this stream ordering: they were answered, or quarantined."""
-        leaving = list(takewhile(lambda pdu: pdu.stream_ordering <= upto, self._pdus))
-        del self._pdus[: len(leaving)]
-        self._pool.let_go(leaving)
+        count = 0
+        for pdu in self.pdus:
+            if pdu.stream_ordering > upto:
+                break
+            count += 1
+        self._pool.let_go(self.pdus[:count])
+        del self.pdus[:count]
 
     def clear(self) -> int:
         """Forget all; return their number."""
-        count = len(self._pdus)
-        self._pool.let_go(self._pdus)
-        self._pdus.clear()
+        count = len(self.pdus)
+        self._pool.let_go(self.pdus)
+        self.pdus.clear()
         return count
 
 
@@ -155,51 +155,52 @@ class _Waiting:
 
 
 class EphemeralQueue:
-    """Typing for one server: newest value per key, at most `limit` keys."""
+    """Typing for one server: newest value per key, at most `limit` keys.
+
+    Attributes:
+        waiting: by key, in the order in which the keys came.
+    """
 
     def __init__(self, limit: int, count: Callable[[str, int], None]) -> None:
         """`count` gets a reason ("expired", "replaced", "crowded out") and number of EDUs lost."""
         self._limit = limit
         self._count = count
-        self._waiting: dict[Key, _Waiting] = {}
+        self.waiting: dict[Key, _Waiting] = {}
         self._version = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def put(self, key: Key, edu_type: str, wire: bytes, *, expires_at: float) -> None:
         """Queue this EDU, in place of any other of the same key."""
         self._version += 1
-        if key in self._waiting:
+        if key in self.waiting:
             self._count("replaced", 1)
-        elif len(self._waiting) >= self._limit:
-            del self._waiting[next(iter(self._waiting))]
+        elif len(self.waiting) >= self._limit:
+            del self.waiting[next(iter(self.waiting))]
             self._count("crowded out", 1)
         edu = Edu(edu_type, wire, keys=((key, self._version),))
         # A value replaced in place keeps its turn: the oldest key goes out first.
-        self._waiting[key] = _Waiting(edu, self._version, expires_at)
+        self.waiting[key] = _Waiting(edu, self._version, expires_at)
 
     def expire(self, now: float) -> None:
         """Drop the EDUs that have expired."""
-        stale = [key for key, item in self._waiting.items() if item.expires_at <= now]
+        stale = [key for key, item in self.waiting.items() if item.expires_at <= now]
         for key in stale:
-            del self._waiting[key]
+            del self.waiting[key]
         if stale:
             self._count("expired", len(stale))
 
     def clear(self) -> None:
         """Forget all."""
-        self._waiting.clear()
+        self.waiting.clear()
 
     def fill(self, draft: Draft) -> None:
         """Put as many EDUs as fit into the draft; they stay until they are answered."""
-        for item in self._waiting.values():
+        for item in self.waiting.values():
             if not draft.add_edu(item.edu):
                 return
 
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
         """Remove these versions, which arrived; a newer value of the same key stays."""
         for key, version in taken:
-            item = self._waiting.get(key)
+            item = self.waiting.get(key)
             if item is not None and item.version == version:
-                del self._waiting[key]
+                del self.waiting[key]

@@ -147,7 +147,7 @@ class Registry:
                 phase=destination.phase.value,
                 for_s=now - destination.since,
                 level=destination.outbox.level,
-                queued=len(destination.outbox.queue),
+                queued=destination.outbox.queued,
                 retry_in_s=destination.retry_in_s,
                 in_flight=destination.frozen.id if destination.frozen else None,
                 state=destination.state,

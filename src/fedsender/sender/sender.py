@@ -426,9 +426,10 @@ async def _run_loops(
     }
     with trio.CancelScope() as scope:
         task_status.started(scope)
-        name = "the look for what is owed"
-        await supervise(load, name, context.metrics.crashes.inc, context.troubles, once=True)
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(context.alarms.run)
+            name = "the look for what is owed"
+            await supervise(load, name, context.metrics.crashes.inc, context.troubles, once=True)
             for name, loop in loops.items():
                 nursery.start_soon(
                     supervise, loop, name, context.metrics.crashes.inc, context.troubles, name=name

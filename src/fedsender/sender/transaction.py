@@ -8,6 +8,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from fedsender.ledger import DevicePoke, SentPdu, TransactionRecord
@@ -18,6 +19,7 @@ from fedsender.store.records import Settlement
 from fedsender.store.sender import SenderStore
 
 _ENVELOPE = b'{"edus":[],"origin":,"origin_server_ts":,"pdus":[]}'
+_LONGEST_TIME = len(str(2**53))
 Key = tuple[str, ...]
 """The subject of a conflated EDU; a newer one of the same key replaces it."""
 
@@ -259,9 +261,14 @@ def _item(pdu: SentPdu) -> Item:
     return Item(pdu.event_id, pdu.room_id, place)
 
 
+@lru_cache(16)
+def _origin_json(origin: str) -> bytes:
+    return canonical_json(origin)
+
+
 def envelope_bytes(origin: str) -> int:
     """The most bytes of a transaction's body that are neither PDUs nor EDUs."""
-    return len(_ENVELOPE) + len(canonical_json(origin)) + len(str(2**53))
+    return len(_ENVELOPE) + len(_origin_json(origin)) + _LONGEST_TIME
 
 
 def freeze(
@@ -278,7 +285,7 @@ def freeze(
         (
             b"{",
             b'"edus":[' + edus + b"]," if draft.edus else b"",
-            b'"origin":' + canonical_json(origin),
+            b'"origin":' + _origin_json(origin),
             b',"origin_server_ts":%d' % now_ms,
             b',"pdus":[',
             pdus,

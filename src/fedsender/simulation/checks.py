@@ -73,8 +73,8 @@ class MemoryChecks:
         most = daemon.config.sending.queue_pdus
         queued_ids: set[str] = set()
         for destination in sender.active.values():
-            queued = len(destination.outbox.queue)
-            queued_ids.update(pdu.event_id for pdu in destination.outbox.queue)
+            queued = destination.outbox.queued
+            queued_ids.update(pdu.event_id for pdu in destination.outbox.queue.pdus)
             counts["longest queue"] = max(counts["longest queue"], queued)
             if queued > most:
                 observed.fail("I7", f"{destination.name}: {queued} PDUs queued, {most} may be")

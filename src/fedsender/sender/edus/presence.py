@@ -81,43 +81,43 @@ class PresenceQueue:
     """The states that wait for one server: one for each user, at most `limit`.
 
     `count` gets a reason ("expired", "replaced", "crowded out") and number of states lost.
+
+    Attributes:
+        waiting: by user, in the order in which the users came.
     """
 
     def __init__(self, limit: int, count: Callable[[str, int], None]) -> None:
         self._limit = limit
         self._count = count
-        self._waiting: dict[Key, _Waiting] = {}
+        self.waiting: dict[Key, _Waiting] = {}
         self._version = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def put(self, state: PresenceState, *, expires_at: float) -> None:
         """Queue this state, in the place of any other of its user."""
         self._version += 1
         key = key_of(state)
-        if key in self._waiting:
+        if key in self.waiting:
             self._count("replaced", 1)
-        elif len(self._waiting) >= self._limit:
-            del self._waiting[next(iter(self._waiting))]
+        elif len(self.waiting) >= self._limit:
+            del self.waiting[next(iter(self.waiting))]
             self._count("crowded out", 1)
-        self._waiting[key] = _Waiting(state, self._version, expires_at)
+        self.waiting[key] = _Waiting(state, self._version, expires_at)
 
     def expire(self, now: float) -> None:
         """Drop the states that have expired."""
-        stale = [key for key, item in self._waiting.items() if item.expires_at <= now]
+        stale = [key for key, item in self.waiting.items() if item.expires_at <= now]
         for key in stale:
-            del self._waiting[key]
+            del self.waiting[key]
         if stale:
             self._count("expired", len(stale))
 
     def clear(self) -> None:
         """Forget all."""
-        self._waiting.clear()
+        self.waiting.clear()
 
     def fill(self, draft: Draft, now_ms: int) -> None:
         """Put as many states as fit into the draft; they stay until they are answered."""
-        items = list(self._waiting.items())
+        items = list(self.waiting.items())
         for start in range(0, len(items), STATES_PER_EDU):
             if not draft.add_edu(_edu(items[start : start + STATES_PER_EDU], now_ms)):
                 return
@@ -125,9 +125,9 @@ class PresenceQueue:
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
         """Remove these versions, which arrived; a newer state of the same user stays."""
         for key, version in taken:
-            item = self._waiting.get(key)
+            item = self.waiting.get(key)
             if item is not None and item.version == version:
-                del self._waiting[key]
+                del self.waiting[key]
 
 
 def _edu(items: Sequence[tuple[Key, _Waiting]], now_ms: int) -> Edu:

@@ -89,24 +89,22 @@ class ReceiptQueue:
     """The receipts that wait for one server: the newest of each key, at most `limit` of them.
 
     Attributes:
+        waiting: by key, the receipts that wait here.
         debt: the stream id above which the server is owed receipts; they wait in the database.
             None: all that it is owed is here.
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: dict[Key, Receipt] = {}
+        self.waiting: dict[Key, Receipt] = {}
         self._offered = 0
         self._page_after: int | None = None
         self.debt: int | None = None
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     @property
     def oldest(self) -> int | None:
         """The smallest stream id that waits here."""
-        return min((item.stream_id for item in self._waiting.values()), default=None)
+        return min((item.stream_id for item in self.waiting.values()), default=None)
 
     @property
     def owed_above(self) -> int | None:
@@ -122,10 +120,10 @@ class ReceiptQueue:
             self.debt = min(self.debt, receipt.stream_id - 1)
             return
         key = key_of(receipt)
-        there = self._waiting.get(key)
+        there = self.waiting.get(key)
         if there is None or there.stream_id < receipt.stream_id:
-            self._waiting[key] = receipt
-        if len(self._waiting) > self._limit:
+            self.waiting[key] = receipt
+        if len(self.waiting) > self._limit:
             self.give_up()
 
     def give_up(self) -> None:
@@ -136,25 +134,25 @@ class ReceiptQueue:
         """Note a debt: the server is owed the receipts above `after`. None changes nothing."""
         if after is not None:
             self.debt = after if self.debt is None else min(after, self.debt)
-            self._waiting.clear()
+            self.waiting.clear()
 
     def clear(self) -> None:
         """Forget all receipts and the debt."""
         self.debt = None
-        self._waiting.clear()
+        self.waiting.clear()
 
     def fill(self, draft: Draft) -> None:
         """Put as many receipts as fit into the draft; they stay until they are answered."""
-        for edu, _ in compose(self._waiting.values()):
+        for edu, _ in compose(self.waiting.values()):
             if not draft.add_edu(edu):
                 return
 
     def answered(self, taken: Iterable[tuple[Key, int]]) -> None:
         """Remove these receipts, which arrived; a newer one of the same key stays."""
         for key, stream_id in taken:
-            item = self._waiting.get(key)
+            item = self.waiting.get(key)
             if item is not None and item.stream_id <= stream_id:
-                del self._waiting[key]
+                del self.waiting[key]
 
     # --- Paying a debt, page by page --------------------------------------------------------------
 
