@@ -1,6 +1,8 @@
 """For all tests: servers that are started once for those that ask, and a log left as found."""
 
 import logging
+import os
+import shutil
 import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -28,6 +30,9 @@ _SHARED = ("homeserver_a", "spark")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that need a server as slow, and keep those of a file in one process.
 
+    A test of a program that is missing is not run, and the summary says so. On CI, where
+    FEDSENDER_ALL_PROGRAMS is set, it is run and fails.
+
     What takes longest begins first, so that both processes end at about the same time.
     """
     order: dict[str, int] = {}
@@ -37,6 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         if needed or "postgres" in item.fixturenames or "postgresql" in map(str, parameters):
             item.add_marker(pytest.mark.slow)
+        program = item.get_closest_marker("program")
+        if program is not None:
+            item.add_marker(pytest.mark.slow)
+            name, package = program.args
+            if shutil.which(name) is None and not os.environ.get("FEDSENDER_ALL_PROGRAMS"):
+                why = f"{name} is missing: apt-get install {package}"
+                item.add_marker(pytest.mark.skip(reason=why))
         group = needed[0] if needed else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
         order[item.nodeid] = 0 if needed else 1 if item.get_closest_marker("slow") else 2

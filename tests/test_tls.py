@@ -1,7 +1,6 @@
 """The stream under every federation request: TLS over a socket, bounded and cancellable."""
 
 import gc
-import shutil
 import ssl
 import subprocess
 import sys
@@ -186,7 +185,7 @@ async def test_refused_certificate_is_told_to_the_server(tmp_path: Path) -> None
     assert "alert" in str(heard[0].__cause__).lower()
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the command openssl")
+@pytest.mark.program("openssl", "openssl")
 async def test_key_updates_are_taken_and_answered(tmp_path: Path) -> None:
     """A server may renew its keys, and ask us to renew ours, between any two records."""
     authority = Authority(tmp_path)

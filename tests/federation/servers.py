@@ -151,8 +151,14 @@ class Authority:
     ) -> ssl.SSLContext:
         """A server's context with a certificate for `names`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._ca.issue_cert(*names, key_type=key_type).configure_cert(context)
+        self.issue(*names, key_type=key_type).configure_cert(context)
         return context
+
+    def issue(
+        self, *names: str, key_type: trustme.KeyType = trustme.KeyType.ECDSA
+    ) -> trustme.LeafCert:
+        """A certificate for `names`, with its key."""
+        return self._ca.issue_cert(*names, key_type=key_type)
 
 
 @dataclass
