@@ -78,8 +78,15 @@ async def gnutls(directory: Path, version: str) -> AsyncIterator[TlsStream]:
     """A stream to a server that sends each line back, and takes commands in lines of their own."""
     authority, port = Authority(directory), free_port()
     chain, key = files(authority, directory)
-    command = ["gnutls-serv", "--echo", "--port", str(port), "--x509certfile", chain]
-    command += ["--x509keyfile", key, "--priority", f"NORMAL:-VERS-ALL:+VERS-TLS{version}"]
+    command: list[str | Path] = ["gnutls-serv", "--echo", "--port", str(port)]
+    command += [
+        "--x509certfile",
+        chain,
+        "--x509keyfile",
+        key,
+        "--priority",
+        f"NORMAL:-VERS-ALL:+VERS-TLS{version}",
+    ]
     async with running(command, directory):
         connection = await dial(authority, port)
         assert isinstance(connection.stream, TlsStream)
@@ -132,8 +139,8 @@ async def test_rustls_requests_of_any_size_on_one_connection(tmp_path: Path, ver
     authority, port = Authority(tmp_path), free_port()
     chain, key = files(authority, tmp_path)
     (tmp_path / "app.py").write_text(APP)
-    command = [sys.executable, "-m", "granian", "--interface", "asgi", "--port", str(port)]
-    command += ["--ssl-certificate", chain, "--ssl-keyfile", key, "app:app"]
+    command: list[str | Path] = [sys.executable, "-m", "granian", "--interface", "asgi"]
+    command += ["--port", str(port), "--ssl-certificate", chain, "--ssl-keyfile", key, "app:app"]
     command += ["--ssl-protocol-min", f"tls{version}"]
     async with running(command, tmp_path):
         with trio.fail_after(90):

@@ -54,7 +54,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     # The same: of a transaction.
     "append-relay": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
     # Events: messages to each room.
-    "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=100, rounds=3),
+    "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=60, rounds=3),
     # Events: appends.
     "append-busy": Bench("fedsender.bench.append", servers=300, events=2_000, rounds=1),
 }
