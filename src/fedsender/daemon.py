@@ -10,10 +10,12 @@ import errno
 import gc
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -104,6 +106,7 @@ async def open_core(
     boot_id = runtime.entropy(8).hex()
     keys = load_signing_keys(config.signing_key, config.signing_key_id)
     metrics = Metrics(config.server_name, config.metrics.per_destination)
+    metrics.build_info.labels(_version(), config.instance_name).set(1)
     policies = Policies(config)
     admission = Admission(
         max_in_flight=config.sending.max_in_flight,
@@ -241,6 +244,27 @@ class LoopWatch(trio.abc.Instrument):
             self._gauge.set(took_s)
 
 
+LAG_EVERY_S = 1.0
+LAG_LOOKS = 60
+
+
+async def watch_lag(metrics: Metrics) -> None:
+    """Measure, for ever, how late the event loop wakes a task that waits."""
+    lags: deque[float] = deque(maxlen=LAG_LOOKS)
+    while True:
+        due = trio.current_time() + LAG_EVERY_S
+        await trio.sleep_until(due)
+        lags.append(trio.current_time() - due)
+        metrics.loop_lag_seconds.set(max(lags))
+
+
+def _version() -> str:
+    try:
+        return version("fedsender")
+    except PackageNotFoundError:
+        return "not installed"
+
+
 def collect_less_often() -> None:
     """Have Python's garbage collector search for cycles less often than after 700 new objects.
 
@@ -351,6 +375,7 @@ async def _run_until_told(run: _Run, config: Config) -> None:
             ready, endpoints = trio.Event(), [admin, *intake]
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(give_memory_back, run.runtime.run_sync)
+                nursery.start_soon(watch_lag, daemon.metrics)
                 nursery.start_soon(_announce_ready, daemon, run.notifier, ready)
                 nursery.start_soon(_reload_when_told, run, daemon, endpoints, ready)
                 await run.signals.stop.wait()

@@ -7,6 +7,7 @@ that begin with `synapse_` are read by Synapse's dashboards and rules, and mean 
 
 import json
 import logging
+import resource
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
@@ -18,7 +19,7 @@ import orjson
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fedsender.config import Log
@@ -177,6 +178,10 @@ def _catch_libraries(
 _PROCESSOR: Final = "federation_sender"
 _LAG_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
 _ATTEMPT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
+
+
+STATES: Final = ("level", "sending", "catching_up", "failing", "waiting", "parked", "paused")
+"""The values of the label `state` of `fedsender_destinations`."""
 
 
 class Metrics:
@@ -384,8 +389,32 @@ class Metrics:
         self.full_quarantines = self._gauge(
             "fedsender_full_quarantines", "Servers with an item that quarantine has no room for"
         )
-        self.destinations_by_phase = self._gauge(
-            "fedsender_destinations", "Destinations by what they are doing", "phase"
+        self.destinations_by_state = self._gauge(
+            "fedsender_destinations", f"Destinations by state: {', '.join(STATES)}", "state"
+        )
+        self.owed_rooms = self._gauge(
+            "fedsender_owed_rooms",
+            "Rooms with an event that a server has not answered for, summed over servers;"
+            " looked up every 5 minutes",
+        )
+        self.oldest_owed_seconds = self._gauge(
+            "fedsender_oldest_owed_seconds",
+            "Age of the oldest event that is owed, without servers that are paused or parked",
+        )
+        self.quarantine_items = self._gauge("fedsender_quarantine_items", "Items in quarantine")
+        self.admission_used = self._gauge(
+            "fedsender_admission_used", "Attempts that have a place, by lane", "lane"
+        )
+        self.admission_waiting = self._gauge(
+            "fedsender_admission_waiting", "Attempts that wait for a place, by lane", "lane"
+        )
+        self.ready = self._gauge("fedsender_ready", "1 while /ready answers 200")
+        self.build_info = self._gauge(
+            "fedsender_build_info", "1, with the version and the instance", "version", "instance"
+        )
+        self.loop_lag_seconds = self._gauge(
+            "fedsender_loop_lag_seconds",
+            "How late the event loop woke a task, in seconds: the longest of the last minute",
         )
         self.inbound_rdata = self._counter(
             "synapse_replication_tcp_protocol_inbound_rdata_count",
@@ -438,7 +467,7 @@ class _WithServerName(Collector):
         self._attempts = attempts
 
     def collect(self) -> Iterator[Metric]:
-        for metric in (*self._registry.collect(), self._blocks()):
+        for metric in (*self._registry.collect(), *self._blocks(), self._name()):
             metric.samples = [
                 sample._replace(labels={**self._labels, **sample.labels})
                 for sample in metric.samples
@@ -447,18 +476,30 @@ class _WithServerName(Collector):
             ]
             yield metric
 
-    def _blocks(self) -> Metric:
-        """The attempts: Synapse's dashboards subtract the transactions sent, for a failure rate."""
-        blocks = CounterMetricFamily(
-            "synapse_util_metrics_block_count",
-            "Attempts, as Synapse counts them",
-            labels=["block_name"],
-        )
+    def _blocks(self) -> Iterator[Metric]:
+        """The attempts: Synapse's dashboards subtract the transactions sent, for a failure rate.
+
+        They also join on the CPU time of a block; ours is all of the process's.
+        """
         attempts = sum(
             sample.value
             for metric in self._attempts.collect()
             for sample in metric.samples
             if sample.name.endswith("_total")
         )
-        blocks.add_metric(["_send_new_transaction"], attempts)
-        return blocks
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        blocks = "synapse_util_metrics_block"
+        for name, meaning, value in (
+            ("count", "Attempts, as Synapse counts them", attempts),
+            ("ru_utime_seconds", "User CPU time of the process, in seconds", used.ru_utime),
+            ("ru_stime_seconds", "System CPU time of the process, in seconds", used.ru_stime),
+        ):
+            block = CounterMetricFamily(f"{blocks}_{name}", meaning, labels=["block_name"])
+            block.add_metric(["_send_new_transaction"], value)
+            yield block
+
+    def _name(self) -> Metric:
+        """The homeserver's name: Synapse's dashboards list servers by it."""
+        family = GaugeMetricFamily("synapse_server_name_info", "1, with the homeserver's name")
+        family.add_metric([], 1)
+        return family

@@ -319,7 +319,9 @@ async def test_metrics_are_what_prometheus_reads(world: World, autojump_clock: M
         assert (
             'fedsender_stream_position{server_name="hs.example",stream="events"}' in response.text
         )
-        assert 'fedsender_destinations{phase="catching up",server_name="hs' in response.text
+        assert (
+            'fedsender_destinations{server_name="hs.example",state="catching_up"}' in response.text
+        )
 
 
 # --- the description ------------------------------------------------------------------------------

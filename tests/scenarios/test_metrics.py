@@ -84,8 +84,26 @@ BY_LACK = {"fedsender_out_of_resources"}
 BY_LOOP = {"fedsender_loop_longest_step_seconds"}
 """What tests/test_telemetry.py sees move."""
 
-BY_QUARANTINE = {"fedsender_full_quarantines"}
+BY_QUARANTINE = {"fedsender_full_quarantines", "fedsender_quarantine_items"}
 """What tests/admin/test_probes.py sees move."""
+
+BY_OUTAGE = {
+    "fedsender_admission_used",
+    "fedsender_admission_waiting",
+    "fedsender_build_info",
+    "fedsender_loop_lag_seconds",
+    "fedsender_oldest_owed_seconds",
+    "fedsender_owed_rooms",
+    "fedsender_ready",
+}
+"""What tests/admin/test_outage.py sees move."""
+
+BY_NATURE = {
+    "synapse_server_name_info",
+    "synapse_util_metrics_block_ru_stime_seconds",
+    "synapse_util_metrics_block_ru_utime_seconds",
+}
+"""What is never zero."""
 
 BY_PUSH = {"fedsender_takes_appends"}
 """What tests/intake/test_processes.py sees move."""
@@ -110,6 +128,7 @@ def touched(metrics: Metrics) -> set[str]:
 def test_every_declared_metric_is_in_one_of_the_lists() -> None:
     """A new metric must be shown to move, or it is dead weight on a dashboard."""
     known = BY_TROUBLE | BY_SOCKETS | BY_RELAY | BY_LACK | BY_LOOP | BY_QUARANTINE | BY_PUSH
+    known |= BY_OUTAGE | BY_NATURE
     assert set(values(Metrics(HS))) == known
     assert not BY_TROUBLE & BY_SOCKETS
 

@@ -516,11 +516,11 @@ async def test_lagging_destinations_are_those_that_are_owed_something(
 
         assert await synapse.store.lagging() == [
             Lagging("b.example", 10, 0, owes_keys=True),
-            Lagging("c.example", 9, 2, owes_keys=True),
-            Lagging("d.example", 9, 2, owes_keys=False),
-            Lagging("e.example", 9, 2, owes_keys=False),
+            Lagging("c.example", 9, 2, owes_keys=True, oldest=10),
+            Lagging("d.example", 9, 2, owes_keys=False, oldest=10),
+            Lagging("e.example", 9, 2, owes_keys=False, oldest=10),
             Lagging("keys.example", None, 0, owes_keys=True),
-            Lagging("unknown.example", None, 1, owes_keys=False),
+            Lagging("unknown.example", None, 1, owes_keys=False, oldest=5),
         ]
 
 

@@ -6,13 +6,13 @@ readiness, metrics). `client` is for the command line.
 """
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from fedsender.admin.context import Failing, Follows, Gate
+    from fedsender.admin.context import AdminContext, Failing, Follows, Gate
     from fedsender.admin.serving import Admin
     from fedsender.config import Policies
     from fedsender.runtime import Runtime
@@ -35,20 +35,20 @@ async def open_admin(
     metrics: "Metrics",
     runtime: "Runtime",
 ) -> AsyncIterator["Admin"]:
-    """The endpoint of this daemon, answering until the body is left.
+    """The endpoint of this daemon, and that of its metrics, answering until the body is left.
 
     Raises:
         ConfigError: the token's file cannot be read.
         CannotListen: the address cannot be listened on; an OSError.
     """
     # Here, because the command line only needs the client.
+    from fedsender.admin.http1 import PROBES
     from fedsender.admin.serving import serve_app
 
-    def make_app() -> "FastAPI":
-        from fedsender.admin.app import build_app
+    def context() -> "AdminContext":
         from fedsender.admin.context import AdminContext
 
-        context = AdminContext(
+        return AdminContext(
             policies=policies,
             sender=sender,
             homeserver=store.homeserver,
@@ -60,10 +60,24 @@ async def open_admin(
             metrics=metrics,
             ledger_directory=policies.config.ledger.directory,
         )
-        return build_app(context)
 
-    admin = policies.config.admin
-    async with serve_app(
-        make_app, admin.listen, admin.token_file, runtime, "admin endpoint"
-    ) as served:
+    def make_app() -> "FastAPI":
+        from fedsender.admin.app import build_app
+
+        return build_app(context())
+
+    def make_probes() -> "FastAPI":
+        from fedsender.admin.app import build_probes
+
+        return build_probes(context())
+
+    admin, listen = policies.config.admin, policies.config.metrics.listen
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(
+            serve_app(make_app, admin.listen, admin.token_file, runtime, "admin endpoint")
+        )
+        if listen is not None:
+            await stack.enter_async_context(
+                serve_app(make_probes, listen, None, runtime, "metrics endpoint", PROBES)
+            )
         yield served

@@ -66,12 +66,14 @@ class Doorkeeper:
                 await _refuse(send, Refusal(500, "M_UNKNOWN", "internal error; the log has more"))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if not _names_this_machine(scope):
+        if not self._bounds.any_host and not _names_this_machine(scope):
             text = "the Host header must be an IP address or localhost: a name may be anybody's"
             raise Refusal(403, "M_FORBIDDEN", text)
         if scope["path"] in OPEN_PATHS:
             await self._ask(scope, _replay(b"", receive), send)
             return
+        if self._bounds.any_host:
+            raise Refusal(404, "M_NOT_FOUND", f"here are only {', '.join(OPEN_PATHS)}")
         refusal = self._refusal(scope)
         if refusal is not None:
             raise refusal

@@ -47,6 +47,13 @@ def build_app(context: AdminContext | None) -> FastAPI:
     return app
 
 
+def build_probes(context: AdminContext) -> FastAPI:
+    """The application that answers machines on other hosts: health, readiness, metrics."""
+    app = new_app("fedsender", "Health, readiness and metrics", "", context)
+    app.include_router(probes.router)
+    return app
+
+
 def _version() -> str:
     try:
         return version("fedsender")

@@ -55,11 +55,13 @@ class Bounds:
         body_bytes: of one request.
         requests: with a token, under way at once; their bodies are in memory.
         setting: where the configuration names the token's file.
+        any_host: whether a Host header may be a name: nothing there is for one user alone.
     """
 
     body_bytes: int = 2**20
     requests: int = 32
     setting: str = "admin.token_file"
+    any_host: bool = False
 
     @property
     def connections(self) -> int:
@@ -68,6 +70,7 @@ class Bounds:
 
 
 OPERATORS: Final = Bounds()
+PROBES: Final = Bounds(requests=8, any_host=True)
 
 Load = Callable[[], Awaitable["ASGIApp"]]
 Server = tuple[str, int | None]

@@ -1,6 +1,5 @@
 """The endpoints for machines, without a token: alive, ready, metrics."""
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -11,10 +10,9 @@ from starlette.responses import Response
 from fedsender.admin.bodies import json_answer
 from fedsender.admin.context import AdminContext, Follows, Reach
 from fedsender.admin.display import many
-from fedsender.sender.destination import Phase
 from fedsender.sender.sender import Sender
 from fedsender.streams import FeedStatus
-from fedsender.telemetry import EXPOSITION_TYPE, Metrics
+from fedsender.telemetry import EXPOSITION_TYPE, STATES, Metrics
 
 router = APIRouter(tags=["probes"])
 
@@ -60,9 +58,15 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     metrics.pending_pdus.set(sum(one.outbox.queued for one in active))
     metrics.pending_edus.set(sum(one.outbox.edus_waiting for one in active))
     metrics.in_flight.set(sender.in_flight)
-    phases = Counter(one.phase for one in active)
-    for phase in Phase:
-        metrics.destinations_by_phase.labels(phase.value).set(phases[phase])
+    counts = sender.registry.counts()
+    for state in STATES:
+        metrics.destinations_by_state.labels(state).set(counts[state])
+    rooms, oldest_s = sender.owed()
+    metrics.owed_rooms.set(rooms)
+    metrics.oldest_owed_seconds.set(oldest_s)
+    for name, lane in sender.context.admission.lanes.items():
+        metrics.admission_used.labels(name).set(len(lane))
+        metrics.admission_waiting.labels(name).set(lane.waiting)
     metrics.full_quarantines.set(len(sender.full_quarantines))
     metrics.feed_connected.set(status.connected)
     metrics.takes_appends.set(status.appends == "we do")
@@ -120,6 +124,7 @@ def _warnings(sender: Sender) -> Iterator[str]:
 @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
 async def metrics(context: Reach) -> Response:
     observe(context.sender, context.feed, context.metrics)
+    context.metrics.ready.set(next(problems(context), None) is None)
     # In a thread: with thousands of samples it would keep the loop from sending.
     text = await context.runtime.run_sync(context.metrics.exposition, limiter=context.rendering)
     return Response(text, media_type=EXPOSITION_TYPE)

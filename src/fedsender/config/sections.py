@@ -310,6 +310,11 @@ class Admin(Section):
 class Metrics(Section):
     """The metrics, for Prometheus."""
 
+    listen: ListenAddress | None = Field(
+        default=None,
+        description='"ip:port" or "unix:..." that serves /metrics, /health and /ready to anybody,'
+        " and nothing else; null: only the admin endpoint has them.",
+    )
     per_destination: tuple[ServerName, ...] = Field(
         default=(),
         max_length=100,

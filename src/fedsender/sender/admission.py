@@ -144,8 +144,8 @@ class _Line:
         # Of all who wait, one watches the clock.
         self._watching: _Waiting | None = None
 
-    def __bool__(self) -> bool:
-        return any(self._classes)
+    def __len__(self) -> int:
+        return sum(map(len, self._classes))
 
     async def wait(
         self, waiting: _Waiting, serve: Callable[[], None], due: Callable[[], float]
@@ -268,6 +268,11 @@ class Lane:
 
     def __len__(self) -> int:
         return len(self._inside)
+
+    @property
+    def waiting(self) -> int:
+        """The number of attempts that wait for a place."""
+        return len(self._line) + sum(map(len, self._held_up.values()))
 
     def at_once(self, permit: "Permit", *, first: bool) -> bool:
         """Take a place if one is free and no other attempt waits for it."""
@@ -652,6 +657,11 @@ class Admission:
         self.bodies = 0
         self._in_flight_bytes = in_flight_bytes
         self.known: LRUCache[str, _Known] = LRUCache(_REMEMBERED)
+
+    @property
+    def lanes(self) -> dict[str, Lane]:
+        """The lanes by name."""
+        return {"quick": self.quick, "slow": self.slow, "ill": self.ill}
 
     @property
     def in_flight(self) -> int:

@@ -11,6 +11,7 @@ configured pace, the most useful first (I8).
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -21,7 +22,7 @@ import trio
 from fedsender.config import Policies
 from fedsender.matrix import matches
 from fedsender.sender.admission import Pace
-from fedsender.sender.context import Context
+from fedsender.sender.context import Context, Phase
 from fedsender.sender.destination import LEAVE_AFTER_S, Destination
 from fedsender.sender.failure import MIN_GAP_SECONDS, ServerState, take_wake
 from fedsender.sender.isolation import Kind
@@ -184,6 +185,27 @@ class Registry:
             elif oldest is not None:
                 delivered = min(delivered, oldest.stream_ordering - 1)
         return Progress(fanned_out, delivered, servers, behind)
+
+    def owes(self, server: str) -> bool:
+        """Whether the server is owed a durable item, as far as memory knows."""
+        destination = self.active.get(server)
+        return server in self._behind if destination is None else destination.owes
+
+    def failing(self) -> list[str]:
+        """The servers with a last attempt that failed."""
+        active = [name for name, each in self.active.items() if not each.state.healthy]
+        states = self._states.items()
+        return active + [name for name, state in states if not state.healthy]
+
+    def counts(self) -> Counter[str]:
+        """The number of servers in each of `telemetry.STATES`, from memory alone."""
+        found = Counter(_state(each.state, each) for each in self.active.values())
+        for name in self._behind:
+            if name not in self.active:
+                found[_state(self.state_of(name), None)] += 1
+        known = sum(name not in self.active and name not in self._behind for name in self._states)
+        found["level"] += known
+        return found
 
     # --- Who becomes active -----------------------------------------------------------------------
 
@@ -459,3 +481,18 @@ class Registry:
             if state.paused or state.parked:
                 self.put_off(server)
         self.complete.set()
+
+
+def _state(state: ServerState, destination: Destination | None) -> str:
+    """One of `telemetry.STATES`; None: no task works on it, and it is owed something."""
+    if state.paused or state.parked:
+        return "paused" if state.paused else "parked"
+    if not state.healthy:
+        return "failing"
+    if destination is None:
+        return "waiting"
+    if not destination.owes:
+        return "level"
+    if not destination.outbox.level:
+        return "catching_up"
+    return "waiting" if destination.phase in (Phase.WAITING, Phase.QUEUED) else "sending"

@@ -61,7 +61,8 @@ class Reporter:
         metrics = self._context.metrics
         if self._context.ledger.failing is None:
             metrics.ledger_lines.inc()
-        if verdict is not None:
+        if verdict is not None and verdict.sent:
+            # A connection that failed took no time of a transaction's.
             metrics.attempt_seconds.observe(took_s)
         if delivered and transaction is not None:
             self._delivered.inc()

@@ -6,6 +6,7 @@ takes over the last daemon's records, and drains at the end.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -31,6 +32,7 @@ from fedsender.sender.registry import Progress, Registry, Status
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.sender.transaction import TransactionIds
 from fedsender.store import Store
+from fedsender.store.records import Lagging
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
 from fedsender.waiting import attempted, supervise
@@ -78,6 +80,7 @@ class Sender:
         self._nursery = nursery
         self._store = store
         self.operations = Operations(self.context, self.registry, self.fan_out, self.edus)
+        self.backlog: dict[str, Backlog] = {}
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
 
@@ -254,13 +257,45 @@ class Sender:
         """Find owed items that no destination works on: a hint was lost, or another process wrote
         them.
         """
-        for lag in await self.context.homeserver.lagging():
+        lagging = await self.context.homeserver.lagging()
+        await self._note_backlog(lagging)
+        for lag in lagging:
             destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
             if destination is not None and lag.owes_keys:
                 destination.owe_keys()
         for server in list(self.edus.debts):
             # It was denied when it was to get a receipt, and may be allowed now.
             self.reach(server)
+
+    async def _note_backlog(self, lagging: Collection[Lagging]) -> None:
+        """Note, for the metrics, how much is owed and since when."""
+        tokens = {lag.oldest for lag in lagging if lag.oldest is not None}
+        received = await self.context.homeserver.received_ms(tokens)
+        self.backlog = {
+            lag.destination: Backlog(lag.rooms, received.get(lag.oldest or 0))
+            for lag in lagging
+            if lag.rooms
+        }
+        size = await self.context.store.quarantine_size()
+        self.context.metrics.quarantine_items.set(size)
+
+    def owed(self) -> tuple[int, float]:
+        """Rooms that are owed, and the age of the oldest event, in seconds.
+
+        Servers that are paused or parked have no part in the age. A server that has fallen behind
+        since the last sweep counts from its first failure.
+        """
+        registry, now_ms = self.registry, self.context.runtime.now_ms()
+        rooms, oldest_ms = 0, now_ms
+        for server in {*self.backlog, *registry.failing()}:
+            if not registry.owes(server):
+                continue
+            state, known = registry.state_of(server), self.backlog.get(server)
+            rooms += 1 if known is None else known.rooms
+            since_ms = state.failing_since_ms if known is None else known.oldest_ms
+            if not (state.paused or state.parked) and since_ms is not None:
+                oldest_ms = min(oldest_ms, since_ms)
+        return rooms, (now_ms - oldest_ms) / 1000
 
     async def sweep_for_ever(self) -> None:
         """Sweep soon after the start, and then at fixed intervals."""
@@ -279,7 +314,9 @@ class Sender:
     async def load_registry(self, failure_rate: Callable[[str], int]) -> None:
         """Put every server with owed items behind, the most useful first."""
         context = self.context
-        lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
+        found = await context.homeserver.lagging()
+        await self._note_backlog(found)
+        lagging = {lag.destination: lag for lag in found}
         for server in await context.store.catching_up():
             if not self._policies.handles(server):
                 continue
@@ -306,6 +343,20 @@ class Sender:
             for server in list(self.registry.unsaved):
                 nursery.start_soon(self.registry.write_down_unsaved, server)
         await self.edus.save()
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a server was owed at the last sweep.
+
+    Attributes:
+        rooms: rooms with an event that it had not answered for.
+        oldest_ms: when the homeserver received the oldest event that stands for such a room, in ms
+            since the epoch; None: unknown.
+    """
+
+    rooms: int
+    oldest_ms: int | None
 
 
 @asynccontextmanager

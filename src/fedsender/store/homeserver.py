@@ -6,7 +6,7 @@ of a connection in a module beside this one: `event_rows`, `room_servers`, `edus
 for the embedded store `embedded`, `appends` and `relay_load`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -498,8 +498,10 @@ class HomeserverStore:
             page, start = await self._database.read(look)
             for item in page:
                 before = found.get(item.destination)
-                rooms = item.rooms + (0 if before is None else before.rooms)
-                found[item.destination] = replace(item, rooms=rooms)
+                if before is not None and before.oldest is not None and item.oldest is not None:
+                    rooms, oldest = before.rooms + item.rooms, min(before.oldest, item.oldest)
+                    item = replace(item, rooms=rooms, oldest=oldest)
+                found[item.destination] = item
         owing_keys = await self._owing_keys()
         others = [name for name in owing_keys if name not in found]
         rows = await self.backoffs(others)
@@ -507,6 +509,18 @@ class HomeserverStore:
             found[name] = Lagging(name, None if row is None else row.lsso, 0, owes_keys=True)
         found.update((name, replace(found[name], owes_keys=True)) for name in owing_keys)
         return [found[name] for name in sorted(found)]
+
+    @reading
+    def received_ms(self, connection: Connection, tokens: Collection[int]) -> dict[int, int]:
+        """When the homeserver received the events of these stream orderings, in ms; known ones."""
+        events = tables.events.c
+        found: dict[int, int] = {}
+        for chunk in in_chunks(sorted(tokens)):
+            query = select(events.stream_ordering, events.received_ts).where(
+                events.stream_ordering.in_(chunk), events.received_ts.is_not(None)
+            )
+            found.update((token, at) for token, at in connection.execute(query))
+        return found
 
     async def _owing_keys(self) -> list[str]:
         names: set[str] = set()
@@ -1108,6 +1122,7 @@ def _lagging_page(
             func.sum(owed),
             func.count(),
             func.max(page.c.room_id),
+            func.min(case((owed == 1, page.c.stream_ordering))),
         )
         .select_from(page.outerjoin(destinations, destinations.c.destination == page.c.destination))
         .group_by(page.c.destination, mark)
@@ -1115,7 +1130,9 @@ def _lagging_page(
     )
     found = connection.execute(query).all()
     lagging = [
-        Lagging(name, lsso, rooms, owes_keys=False) for name, lsso, rooms, *_ in found if rooms
+        Lagging(name, lsso, rooms, owes_keys=False, oldest=oldest)
+        for name, lsso, rooms, _, _, oldest in found
+        if rooms
     ]
     full = sum(row[3] for row in found) == LAGGING_ROWS
     return lagging, (found[-1][0], found[-1][4]) if full else None

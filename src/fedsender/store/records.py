@@ -101,12 +101,14 @@ class Lagging:
         lsso: last successful stream ordering; None: unknown.
         rooms: number of rooms with an event above it.
         owes_keys: whether to-device messages or device lists wait.
+        oldest: the smallest stream ordering of an event that stands for such a room, or None.
     """
 
     destination: str
     lsso: int | None
     rooms: int
     owes_keys: bool
+    oldest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

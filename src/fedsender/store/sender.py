@@ -364,6 +364,13 @@ class SenderStore:
         return {row[0]: row[1] for row in connection.execute(query)}
 
     @reading
+    def quarantine_size(self, connection: Connection) -> int:
+        """The number of items in quarantine that we hold."""
+        return connection.execute(
+            select(func.count()).select_from(quarantine).where(self._held)
+        ).scalar_one()
+
+    @reading
     def quarantined_for_all(self, connection: Connection) -> int:
         """The number of quarantined events that no server got."""
         query = select(func.count()).where(quarantine.c.destination.is_(None), self._held)

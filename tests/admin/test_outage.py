@@ -1,0 +1,100 @@
+"""Metrics that show an outage, and the endpoint from which other hosts read them."""
+
+import httpx
+import trio
+import trio.testing
+from prometheus_client.parser import text_string_to_metric_families
+from tests.admin.desk import open_desk
+from tests.sender.harness import World
+from trio.testing import MockClock
+
+from fedsender.admin import probes
+from fedsender.admin.access import Doorkeeper
+from fedsender.admin.app import new_app
+from fedsender.admin.http1 import PROBES
+from fedsender.daemon import LAG_EVERY_S, watch_lag
+from fedsender.telemetry import Metrics
+
+A, B = "a.example", "b.example"
+R1, R2 = "!1:hs.example", "!2:hs.example"
+
+
+def samples(text: str, name: str) -> dict[str, float]:
+    """The samples of a metric, by the values of its own labels."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == name:
+                own = [value for key, value in sample.labels.items() if key != "server_name"]
+                found[" ".join(own)] = sample.value
+    return found
+
+
+async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+
+        async def read(name: str) -> dict[str, float]:
+            response: httpx.Response = await desk.http.get("/metrics")
+            return samples(response.text, name)
+
+        for room in (R1, R2):
+            await world.join(room, A, B)
+        await trio.sleep(20)
+        assert (await read("fedsender_ready")) == {"": 1}
+        assert (await read("fedsender_owed_rooms")) == {"": 0}
+        assert (await read("fedsender_oldest_owed_seconds")) == {"": 0}
+
+        world.servers[A].down = True
+        for room in (R1, R2):
+            await world.say(room, "to both")
+        await trio.sleep(700)
+        states = await read("fedsender_destinations")
+        assert (states["failing"], states["level"]) == (1, 1)
+        assert (await read("fedsender_owed_rooms")) == {"": 2}
+        assert 600 < (await read("fedsender_oldest_owed_seconds"))[""] < 800
+
+        world.servers[A].down = False
+        world.sender.registry.wake([A], by_admin=True)
+        await trio.sleep(60)
+        assert (await read("fedsender_destinations"))["failing"] == 0
+        assert (await read("fedsender_oldest_owed_seconds")) == {"": 0}
+        assert (await read("fedsender_owed_rooms")) == {"": 0}
+
+
+async def test_attempts_that_wait_for_a_place_are_counted(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        world.servers[A].latency = 20
+        await world.say(R1, "slowly")
+        await trio.sleep(5)
+        response: httpx.Response = await desk.http.get("/metrics")
+        assert sum(samples(response.text, "fedsender_admission_used").values()) == 1
+        assert sum(samples(response.text, "fedsender_admission_waiting").values()) == 0
+
+
+async def test_the_lag_of_the_loop_is_that_of_the_last_minute(autojump_clock: MockClock) -> None:
+    metrics = Metrics("hs.example")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch_lag, metrics)
+        await trio.sleep(0.5)
+        autojump_clock.jump(LAG_EVERY_S + 2)
+        await trio.testing.wait_all_tasks_blocked()
+        assert 2 < metrics.loop_lag_seconds._value.get() < 3
+        await trio.sleep(100)
+        assert metrics.loop_lag_seconds._value.get() == 0
+        nursery.cancel_scope.cancel()
+
+
+async def test_other_hosts_read_health_by_any_name_and_nothing_else() -> None:
+    """`metrics.listen` serves no user's data, and needs no token."""
+    door = Doorkeeper(new_app("x", "x", "", None), lambda: None, PROBES)
+    door._app.include_router(probes.router)  # type: ignore[attr-defined]
+    transport = httpx.ASGITransport(door)
+    async with httpx.AsyncClient(transport=transport, base_url="http://node1.example") as http:
+        assert (await http.get("/health")).json() == {"alive": True}
+        refused = await http.get("/_fedsender/admin/v1/destinations")
+        assert (refused.status_code, refused.json()["errcode"]) == (404, "M_NOT_FOUND")
