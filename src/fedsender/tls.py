@@ -33,10 +33,10 @@ a record of 16 KiB until it is whole."""
 TLS_PIECE_BYTES = 32
 """Counted for each piece that completes nothing, because a piece costs work too."""
 
-# The data of one record. Larger writes make OpenSSL's buffers, which never shrink, grow with them.
-_RECORD_BYTES: Final = 16_384
-# One whole record, with its header and its seal.
-_RECEIVE_BYTES: Final = _RECORD_BYTES + 512
+# The data of one record of ours. OpenSSL's buffers grow with each write, and never shrink.
+_RECORD_BYTES: Final = 8_192
+# The largest record of a peer (RFC 8446, section 5.1), with its header and its seal.
+_RECEIVE_BYTES: Final = 16_384 + 512
 _NOTHING: Final = memoryview(b"")
 
 
@@ -189,7 +189,7 @@ class TlsStream(trio.abc.Stream):
         if self._receiving:
             raise trio.BusyResourceError("another task is receiving")
         self._check_open()
-        most = _RECORD_BYTES if max_bytes is None else max_bytes
+        most = _RECEIVE_BYTES if max_bytes is None else max_bytes
         self._receiving = True
         try:
             if self._incoming.pending or self._tls.pending() or self._ended:

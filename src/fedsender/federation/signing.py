@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedsender.config.document import OutOfReach, cannot_be_read
+from fedsender.matrix import canonical_json
 
 MAX_KEY_FILE_BYTES: Final = 65_536
 _PREFIX: Final = "ed25519:"
@@ -210,7 +211,8 @@ def authorization_header(
     )
 
 
-_quoted = lru_cache(_REMEMBERED)(orjson.dumps)
+# Not orjson's own bytes: they keep the 4 KiB that they were written into.
+_quoted = lru_cache(_REMEMBERED)(canonical_json)
 
 
 @lru_cache(_REMEMBERED)

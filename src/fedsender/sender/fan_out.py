@@ -167,9 +167,11 @@ class FanOut:
         """Fan out the first `limit` events above the position, at most up to `upto`."""
         await self._look_at_quarantine()
         told = sorted(self._redacted)
-        rows = await self._homeserver.read_events(self.position, upto, limit)
+        rows, before = await self._homeserver.read_to_route(
+            self.position, upto, limit, self._router.is_ours
+        )
         position = rows[-1].stream_ordering if len(rows) == limit else upto
-        routed = await self._sort_out(await self._router.route(rows))
+        routed = await self._sort_out(await self._router.route(rows, before))
         await self._notice_redactions(rows, told)
         owed: dict[tuple[str, str], int] = {}
         first: dict[str, int] = {}

@@ -35,7 +35,7 @@ from fedsender.matrix import (
     server_of,
 )
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.store.records import EventRow, stands_above
+from fedsender.store.records import EventRow, Hosts, HostsUnknown, stands_above
 
 FIRST_WAIT_S = 0.1
 """The first wait for an event's servers that are not known yet; each further wait is longer."""
@@ -132,14 +132,24 @@ class Router:
         self._forgotten += 1
         self._routed.clear()
 
-    async def route(self, rows: Sequence[EventRow]) -> list[Routed | Bad]:
-        """Route every row that is ours to send, in order; leave the others out."""
+    def is_ours(self, row: EventRow) -> bool:
+        """Whether `route` routes this row."""
+        return is_ours(row, self._server_name)
+
+    async def route(
+        self, rows: Sequence[EventRow], known_before: Mapping[str, Hosts] | None = None
+    ) -> list[Routed | Bad]:
+        """Route every row that is ours to send, in order; leave the others out.
+
+        Args:
+            known_before: by event id the servers before it, as far as they were read with the rows.
+        """
         forgotten = self._forgotten
         known: dict[str, Routed | Bad] = {}
         fresh: list[EventRow] = []
         parsed: dict[str, tuple[Pdu, Mapping[str, Any]]] = {}
         for row in rows:
-            if not is_ours(row, self._server_name):
+            if not self.is_ours(row):
                 continue
             cached = self._routed.get(row.event_id)
             if cached is not None:
@@ -155,14 +165,13 @@ class Router:
             if len(parsed) % 50 == 49:
                 # Parsing is the only long stretch without waiting: let the others have their turn.
                 await trio.lowlevel.checkpoint()
-        before = await self._servers_before(fresh)
+        before = await self._servers_before(fresh, known_before or {})
         memberships = await self._memberships_before(fresh)
         for row in fresh:
             pdu, event = parsed[row.event_id]
             servers = before[row.event_id]
-            if not isinstance(servers, frozenset):
-                why = getattr(servers, "reason", servers)
-                known[row.event_id] = _bad(row, f"servers before it are unknown: {why}")
+            if isinstance(servers, HostsUnknown):
+                known[row.event_id] = _bad(row, f"servers before it are unknown: {servers.reason}")
                 continue
             target = _target_outside(row, memberships.get(row.event_id), event.get("content"))
             mark = stands_above(row.internal_metadata)
@@ -187,19 +196,21 @@ class Router:
         asked = [row for row in rows if row.type == "m.room.member" and row.state_key != row.sender]
         return await self._homeserver.auth_memberships(asked) if asked else {}
 
-    async def _servers_before(self, rows: Sequence[EventRow]) -> dict[str, object]:
+    async def _servers_before(
+        self, rows: Sequence[EventRow], known: Mapping[str, Hosts]
+    ) -> dict[str, Hosts]:
         """The servers before each event; the store is asked for unknown ones a few times."""
-        found: dict[str, object] = {}
-        open_rows = list(rows)
+        found = dict(known)
+
+        def unknown() -> list[EventRow]:
+            return [row for row in rows if not isinstance(found.get(row.event_id), frozenset)]
 
         async def ask() -> None:
-            nonlocal open_rows
-            found.update(await self._homeserver.servers_before(open_rows))
-            open_rows = [row for row in open_rows if not isinstance(found[row.event_id], frozenset)]
+            found.update(await self._homeserver.servers_before(unknown()))
 
-        if open_rows:
+        if any(row.event_id not in found for row in rows):
             await ask()
-        if not open_rows:
+        if not unknown():
             return found
         await trio.sleep(FIRST_WAIT_S)
         async for attempt in tenacity.AsyncRetrying(
@@ -211,7 +222,7 @@ class Router:
         ):
             with attempt:
                 await ask()
-                if open_rows:
+                if unknown():
                     raise _NotYet
         return found
 

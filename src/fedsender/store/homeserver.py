@@ -367,24 +367,45 @@ class HomeserverStore:
 
     async def servers_before(self, events: Sequence[EventRow]) -> dict[str, Hosts]:
         """By event id the servers joined in the state before it, or why they are unknown."""
+        return await self._read_with_groups(partial(self._servers_before, events=events))
+
+    async def read_to_route(
+        self, after: int, upto: int, limit: int, wanted: Callable[[EventRow], bool]
+    ) -> tuple[list[EventRow], dict[str, Hosts]]:
+        """`read_events`, and `servers_before` for the wanted ones among them, in one transaction.
+
+        Args:
+            wanted: called in a worker thread.
+        """
+
+        def look(connection: Connection) -> tuple[list[EventRow], dict[str, Hosts]]:
+            rows = event_rows.read_events(connection, after, upto, limit, late=self._late)
+            return rows, self._servers_before(connection, [row for row in rows if wanted(row)])
+
+        return await self._read_with_groups(look)
+
+    async def _read_with_groups(self, look: Callable[[Connection], T]) -> T:
         if self._embedded:
-            return await self._database.read(
-                partial(room_servers.embedded_servers_before, events=events)
-            )
-
-        def look(connection: Connection) -> dict[str, Hosts]:
-            states = room_servers.load_states(connection, events)
-
-            def memberships(event_ids: Iterable[str]) -> Mapping[str, str]:
-                return room_servers.memberships_of(connection, event_ids)
-
-            if self._state_database is None:
-                return self._groups.servers_before(connection, events, states, memberships)
-            with self._state_database.reading() as state:
-                return self._groups.servers_before(state, events, states, memberships)
-
-        async with self._groups_lock:
             return await self._database.read(look)
+        async with self._groups_lock:  # One thread at a time.
+            return await self._database.read(look)
+
+    def _servers_before(
+        self, connection: Connection, events: Sequence[EventRow]
+    ) -> dict[str, Hosts]:
+        if not events:
+            return {}
+        if self._embedded:
+            return room_servers.embedded_servers_before(connection, events)
+        states = room_servers.load_states(connection, events)
+
+        def memberships(event_ids: Iterable[str]) -> Mapping[str, str]:
+            return room_servers.memberships_of(connection, event_ids)
+
+        if self._state_database is None:
+            return self._groups.servers_before(connection, events, states, memberships)
+        with self._state_database.reading() as state:
+            return self._groups.servers_before(state, events, states, memberships)
 
     async def servers_now(self, room_ids: Sequence[str]) -> dict[str, frozenset[str]]:
         """By room the servers in it now; of a partial-state room all that may be in it."""
