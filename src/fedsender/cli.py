@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 
 from fedsender.admin import commands
 from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake
-from fedsender.console import say, say_text, show
+from fedsender.console import say, say_alarm, say_json, say_text, show
 from fedsender.pipeline import commands as pipeline_commands
 from fedsender.relay import commands as relay_commands
 
@@ -234,6 +234,35 @@ def openapi() -> int:
 
     say_text(json.dumps(description(), indent=1))
     return DONE
+
+
+@app.command()
+def probe(server: str, config: ConfigFile, as_json: AsJson = False) -> int:
+    """Try the way to a server, step by step, up to where a transaction would go."""
+    import trio
+
+    from fedsender.admin import display, reach
+    from fedsender.config import load
+    from fedsender.matrix import is_server_name
+    from fedsender.runtime import real_runtime
+    from fedsender.telemetry import configure_logging
+
+    if not is_server_name(server):
+        raise Mistake(f"{server[:300]!r} is not a server name")
+    loaded, runtime = load(config, signs=False), real_runtime()
+    configure_logging(loaded.log, now_ms=runtime.now_ms)
+
+    def seen(step: reach.Step) -> None:
+        if not as_json:
+            for line in display.step(step):
+                (say if step.ok else say_alarm)(line)
+
+    report = trio.run(reach.probe, loaded, runtime, server, seen)
+    if as_json:
+        say_json(report.as_json())
+    else:
+        (say if report.failed is None else say_alarm)(report.summary)
+    return DONE if report.failed is None else WRONG
 
 
 @db_app.command("upgrade")

@@ -25,6 +25,15 @@ def say(line: object, *, error: bool = False) -> None:
     print(safe(line), file=sys.stderr if error else sys.stdout, flush=error)
 
 
+def say_alarm(line: object) -> None:
+    """Print one line, in red if standard output is a terminal with colours."""
+    from rich.console import Console
+    from rich.text import Text
+
+    # A line that is cut or broken at the edge could not be copied; the terminal wraps it.
+    Console(highlight=False).print(Text(safe(line), style="red"), soft_wrap=True)
+
+
 def say_text(text: str) -> None:
     """Print a text of several lines that is ours, such as YAML."""
     for line in text.removesuffix("\n").split("\n"):

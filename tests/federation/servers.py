@@ -11,6 +11,7 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 import dns.message
@@ -147,18 +148,25 @@ class Authority:
         self._ca.cert_pem.write_to_path(str(self.file))
 
     def context(
-        self, *names: str, key_type: trustme.KeyType = trustme.KeyType.ECDSA
+        self,
+        *names: str,
+        key_type: trustme.KeyType = trustme.KeyType.ECDSA,
+        life: tuple[datetime, datetime] | None = None,
     ) -> ssl.SSLContext:
-        """A server's context with a certificate for `names`."""
+        """A server's context with a certificate for `names`; `life`: its first and last moment."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.issue(*names, key_type=key_type).configure_cert(context)
+        self.issue(*names, key_type=key_type, life=life).configure_cert(context)
         return context
 
     def issue(
-        self, *names: str, key_type: trustme.KeyType = trustme.KeyType.ECDSA
+        self,
+        *names: str,
+        key_type: trustme.KeyType = trustme.KeyType.ECDSA,
+        life: tuple[datetime, datetime] | None = None,
     ) -> trustme.LeafCert:
         """A certificate for `names`, with its key."""
-        return self._ca.issue_cert(*names, key_type=key_type)
+        first, last = life or (None, None)
+        return self._ca.issue_cert(*names, key_type=key_type, not_before=first, not_after=last)
 
 
 @dataclass

@@ -63,6 +63,21 @@ def test_allowed_ranges_are_holes_in_denied_ones_but_never_reach_nowhere() -> No
         assert not everything.permit(nowhere)
 
 
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("10.6.0.1", "ip_deny has 10.0.0.0/8"),
+        ("::ffff:10.6.0.1", "ip_deny has 10.0.0.0/8"),
+        ("10.5.0.1", "ip_allow has 10.5.0.0/16"),
+        ("8.8.8.8", "no range of ip_deny has it"),
+        *((each, "not an address to connect to") for each in ("0.0.0.0", "b.example", "fe80::1%x")),
+    ],
+)
+def test_verdict_names_the_range_that_decides(address: str, says: str) -> None:
+    ten, five = ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("10.5.0.0/16")
+    assert IPRanges((ten,), (five,)).verdict(address) == says
+
+
 @given(st.ip_addresses(v=4))
 def test_ipv4_address_in_ipv6_clothes_is_judged_as_itself(ip: ipaddress.IPv4Address) -> None:
     assert DEFAULT.permit(f"::ffff:{ip}") == DEFAULT.permit(str(ip))

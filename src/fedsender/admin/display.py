@@ -21,12 +21,30 @@ def duration(seconds: float) -> str:
     return " ".join(said[:2]) or "0 s"
 
 
+def took(ms: float) -> str:
+    """A measured time: "12 ms", "15.0 s"."""
+    return f"{ms:.0f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
+
+
 def many(number: int, thing: str) -> str:
     """`number` of a thing; its plural takes an s: "1 room", "2 rooms"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 Answer = Mapping[str, Any]
+
+
+class Measured(Protocol):
+    """One step of a probe."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def ok(self) -> bool: ...
+    @property
+    def took_ms(self) -> float: ...
+    @property
+    def lines(self) -> Sequence[str]: ...
 
 
 class Line(Protocol):
@@ -186,3 +204,11 @@ def policy(lines: Iterable[Line]) -> Table:
     for line in lines:
         table.add_row(plain(line.field), plain(line.value), plain(line.source))
     return table
+
+
+def step(done: Measured) -> Iterable[str]:
+    """The lines of one step of a probe; the first has its name and its time."""
+    start = f"{done.name:<12}{took(done.took_ms):>8}  "
+    for number, line in enumerate(done.lines):
+        failed = "" if done.ok or number else "failed: "
+        yield f"{start if number == 0 else ' ' * len(start)}{failed}{line}"

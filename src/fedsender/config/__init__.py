@@ -181,11 +181,15 @@ class Config(Section):
 
         Worth remembering: this reads both lists.
         """
-        return (
-            server != self.server_name
-            and not matching(self.deny, server)
-            and bool(matching(self.allow, server))
-        )
+        return self.refusal(server) is None
+
+    def refusal(self, server: str) -> str | None:
+        """Why nothing may be sent to `server`, in a few words; None: it may."""
+        if server == self.server_name:
+            return "it is our own server_name"
+        if denied := matching(self.deny, server):
+            return f"deny has {self.deny[denied[0]]}"
+        return None if matching(self.allow, server) else "allow does not have it"
 
     def lists(self) -> dict[str, Any]:
         """The lists that `allows` goes by, as values of a configuration; empty: all are allowed."""

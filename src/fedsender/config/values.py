@@ -227,10 +227,29 @@ class IPRanges:
         except ValueError:
             return False
 
+    def verdict(self, address: str) -> str:
+        """Why `address` may be connected to or not: a few words with the range that decides."""
+        permitted = self.permit(address)
+        try:
+            led_to = list(_led_to(ipaddress.ip_address(address)))
+        except ValueError:
+            led_to = []
+        if permitted:
+            hole = _first_with(led_to, self.allowed)
+            return f"ip_allow has {hole}" if hole else "no range of ip_deny has it"
+        barred = [ip for ip in led_to if not self._permit(ip)]
+        found = _first_with(barred, self.denied)
+        return f"ip_deny has {found}" if found else "not an address to connect to"
+
     def _permit(self, ip: IpAddress) -> bool:
         if ip.is_unspecified:
             return False
         return _lies_in(ip, self.allowed) or not _lies_in(ip, self.denied)
+
+
+def _first_with(ips: Iterable[IpAddress], networks: Iterable[IpNetwork]) -> IpNetwork | None:
+    """The first network that has one of `ips`."""
+    return next((network for ip in ips for network in networks if ip in network), None)
 
 
 def _lies_in(ip: IpAddress, networks: Iterable[IpNetwork]) -> bool:

@@ -11,7 +11,7 @@ No request looks through the connections of other destinations.
 
 import importlib.metadata
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +24,16 @@ from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
 from fedsender.federation.answer import Answer, answer_of, longest_answer, parse_answer
 from fedsender.federation.connections import Connections, Live
-from fedsender.federation.dialing import Dialer, TlsPolicy, Unreachable
-from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Resolved
-from fedsender.federation.discovery_cache import DiscoveryCache, keep_saved, load_cache, save_cache
+from fedsender.federation.dialing import Dialer, Reached, TlsPolicy, Unreachable, unheard
+from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Question, Resolved
+from fedsender.federation.discovery_cache import (
+    Delegation,
+    DiscoveryCache,
+    Lookup,
+    keep_saved,
+    load_cache,
+    save_cache,
+)
 from fedsender.federation.places import Displaced, Places
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.federation.transport import (
@@ -49,6 +56,7 @@ __all__ = [
     "Link",
     "Peer",
     "SendFailed",
+    "Stage",
     "Statistics",
     "Unreachable",
     "open_client",
@@ -62,7 +70,10 @@ _PLACES: Final = 300
 _LOOKUP_S: Final = 10.0
 # For the whole of it, redirects included; most of those that take longer never answer.
 _WELL_KNOWN_S: Final = 15.0
-_VERSION_BOUNDS: Final = Bounds(body_bytes=16_384, framing_bytes=16_384)
+_GET_BOUNDS: Final = Bounds(body_bytes=65_536, framing_bytes=16_384)
+
+Stage = Question | Delegation | Lookup | Resolved | Reached | Connection
+"""A step on the way to a server: a question and its answer, its place, TCP, and then TLS."""
 
 
 class SendFailed(Exception):
@@ -142,12 +153,13 @@ async def open_client(
     config: Federation,
     runtime: Runtime,
     server_name: str,
-    key: SigningKey,
+    key: SigningKey | None,
     metrics: Metrics | None = None,
 ) -> AsyncIterator["FederationClient"]:
     """A client that sends as `server_name`, signing with `key`.
 
-    At the end idle connections are closed and the cache of discovery is saved.
+    At the end idle connections are closed and the cache of discovery is saved. A client without a
+    key only looks: it sends no transaction, and the file of the cache stays as it is.
     """
     client = FederationClient(config, runtime, server_name, key, metrics)
     cache = client.discovery.cache
@@ -155,12 +167,14 @@ async def open_client(
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.connections.watch, name="idle connections")
-            nursery.start_soon(keep_saved, cache, config.discovery_cache, runtime)
+            if key is not None:
+                nursery.start_soon(keep_saved, cache, config.discovery_cache, runtime)
             yield client
             nursery.cancel_scope.cancel()
     finally:
-        with trio.CancelScope(shield=True):
-            await save_cache(cache, config.discovery_cache, runtime)
+        if key is not None:
+            with trio.CancelScope(shield=True):
+                await save_cache(cache, config.discovery_cache, runtime)
         await client.connections.close()
 
 
@@ -172,7 +186,7 @@ class FederationClient:
         config: Federation,
         runtime: Runtime,
         server_name: str,
-        key: SigningKey,
+        key: SigningKey | None,
         metrics: Metrics | None,
     ) -> None:
         self.server_name = server_name
@@ -200,9 +214,19 @@ class FederationClient:
         if metrics is not None:
             metrics.connections.set_function(lambda: self.connections.open)
 
-    def peer(self, destination: str, policy: Policy, permit: Permit) -> "Peer":
-        """The peer at `destination`, for one task at a time, which enters it with `async with`."""
-        return Peer(self, destination, policy, permit)
+    def peer(
+        self,
+        destination: str,
+        policy: Policy,
+        permit: Permit,
+        told: Callable[[Stage], None] = unheard,
+    ) -> "Peer":
+        """The peer at `destination`, for one task at a time, which enters it with `async with`.
+
+        Args:
+            told: is called at each step of opening a connection; raises nothing.
+        """
+        return Peer(self, destination, policy, permit, told)
 
     def forget(self, destination: str) -> None:
         """Drop the cached discovery of a server that is said to be up again."""
@@ -228,10 +252,16 @@ class Peer:
     """The access to one destination, for one task; made by `FederationClient.peer`."""
 
     def __init__(
-        self, client: FederationClient, destination: str, policy: Policy, permit: Permit
+        self,
+        client: FederationClient,
+        destination: str,
+        policy: Policy,
+        permit: Permit,
+        told: Callable[[Stage], None],
     ) -> None:
         self.destination = destination
         self._permit = permit
+        self._told = told
         self._client = client
         self._address = None if policy.address is None else str(policy.address)
         config = client.config
@@ -286,13 +316,22 @@ class Peer:
         The deadline is the caller's.
         """
         try:
-            link = await self.connect()
-            response, _ = await link._exchange(
-                "GET", "/_matrix/federation/v1/version", None, _VERSION_BOUNDS
-            )
+            response = await self.get("/_matrix/federation/v1/version")
         except (Unreachable, SendFailed, OutOfResources):
             return False
         return response.status == 200 and parse_answer(response.body) is not None
+
+    async def get(self, target: str) -> Response:
+        """The answer to an unsigned GET, at most 64 KiB; the deadline is the caller's.
+
+        Raises:
+            Unreachable: no connection to the server can be made.
+            SendFailed: there is no whole answer.
+            OutOfResources: we can open no connection to any server.
+        """
+        link = await self.connect()
+        response, _ = await link._exchange("GET", target, None, _GET_BOUNDS)
+        return response
 
     def release(self) -> None:
         """Give the connection back to the client, if there is one."""
@@ -311,7 +350,7 @@ class Peer:
             )
             async with client.connections.place():
                 connection = await client.dialer.open(
-                    resolved.candidates, resolved.tls_name, self._tls, ranges
+                    resolved.candidates, resolved.tls_name, self._tls, ranges, self._told
                 )
             self._permit.reached(client.dialer.worked(resolved.tls_name))
         except Unreachable as failure:
@@ -333,7 +372,10 @@ class Peer:
         result = "found"
         try:
             return await self._client.discovery.resolve(
-                self.destination, self._fetch_well_known, fixed_address=self._address
+                self.destination,
+                self._fetch_well_known,
+                fixed_address=self._address,
+                told=self._told,
             )
         except Unreachable as failure:
             result = failure.kind
@@ -478,6 +520,7 @@ class Link:
     def _signed(self, method: str, target: str, body: bytes) -> bytes:
         """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""
         client = self._peer._client
+        assert client.key is not None, "a client without a key sends no transaction"
         value = authorization_header(
             client.server_name, self._peer.destination, method, target, body, client.key
         )

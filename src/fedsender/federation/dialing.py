@@ -10,7 +10,7 @@ import errno
 import math
 import os
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -31,6 +31,17 @@ Address = tuple[str, int]
 _STAGGER_S: Final = 0.25
 _CLOSING_S: Final = 1.0
 _REMEMBERED: Final = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A TCP connection to this address stands."""
+
+    address: Address
+
+
+def unheard(_: object) -> None:
+    """Do nothing: for callers that need not be told of the steps."""
 
 
 class Unreachable(Exception):
@@ -107,9 +118,18 @@ class Dialer:
     _connecting: int = 0
 
     async def open(
-        self, candidates: Sequence[Address], tls_name: str, tls: TlsPolicy, ranges: IPRanges
+        self,
+        candidates: Sequence[Address],
+        tls_name: str,
+        tls: TlsPolicy,
+        ranges: IPRanges,
+        told: Callable[[Reached | Connection], None] = unheard,
     ) -> Connection:
         """Connect to the first of `candidates` that answers and check that it is `tls_name`.
+
+        Args:
+            told: is called with the address when TCP stands, and with the connection when TLS
+                does; raises nothing.
 
         Raises:
             Unreachable: refused, timeout, blocked or tls.
@@ -122,10 +142,11 @@ class Dialer:
             raise Unreachable("blocked", f"address outside the permitted IP ranges: {addresses}")
         stream, address = await self._race(self._in_order(permitted, tls_name))
         self._remember(tls_name, address, permitted)
+        told(Reached(address))
         where = f"TLS with {address[0]} port {address[1]} as {tls_name}"
         try:
             with trio.fail_after(self.handshake_s):
-                return Connection(await self.network.start_tls(stream, context, tls_name))
+                connection = Connection(await self.network.start_tls(stream, context, tls_name))
         except trio.TooSlowError as error:
             await trio.aclose_forcefully(stream)
             text = f"{where}: no handshake within {self.handshake_s:g} s"
@@ -136,6 +157,8 @@ class Dialer:
         except BaseException:
             await trio.aclose_forcefully(stream)
             raise
+        told(connection)
+        return connection
 
     def worked(self, tls_name: str) -> str | None:
         """The IP of the last connection for this name."""

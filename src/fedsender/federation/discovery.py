@@ -19,7 +19,7 @@ from typing import Final, Literal
 import trio
 
 from fedsender.federation.answer import json_object
-from fedsender.federation.dialing import Unreachable
+from fedsender.federation.dialing import Unreachable, unheard
 from fedsender.federation.discovery_cache import (
     ERROR_MAX_S,
     SRV_SERVICES,
@@ -364,13 +364,20 @@ class Discovery:
         self._asking: dict[Question, trio.Lock] = {}
 
     async def resolve(
-        self, server_name: str, fetch: FetchWellKnown, *, fixed_address: str | None = None
+        self,
+        server_name: str,
+        fetch: FetchWellKnown,
+        *,
+        fixed_address: str | None = None,
+        told: Callable[[Question | Answer | Resolved], None] = unheard,
     ) -> Resolved:
         """The place of `server_name`.
 
         Args:
             fetch: makes the .well-known request, if one is needed.
             fixed_address: "host:port" to use in place of the answers.
+            told: is called with each question, then with its answer, and with the place at the
+                end; raises nothing.
 
         Raises:
             Unreachable: dns or well_known.
@@ -378,8 +385,13 @@ class Discovery:
         """
         resolution = Resolution(server_name, self._random, fixed_address=fixed_address)
         while (question := resolution.question) is not None:
-            resolution.answer(await self._find_out(question, fetch))
-        return resolution.result()
+            told(question)
+            answer = await self._find_out(question, fetch)
+            told(answer)
+            resolution.answer(answer)
+        place = resolution.result()
+        told(place)
+        return place
 
     async def addresses(self, host: str) -> list[str]:
         """The addresses of a host name or literal; raises Unreachable, or ValueError."""
