@@ -158,7 +158,7 @@ def _postgresql_engine(kind: str, url: URL, size: int, options: DatabaseOptions)
         pool_size=size,
         max_overflow=0,
         # The driver prepares what one connection runs often.
-        use_lifo=True,
+        pool_use_lifo=True,
         hide_parameters=True,
         isolation_level="REPEATABLE READ" if kind == "read" else "READ COMMITTED",
         connect_args=connect_args,
