@@ -100,7 +100,7 @@ def imports() -> dict[str, set[str]]:
                 for alias in node.names:
                     whole = f"{base}.{alias.name}".lstrip(".")
                     found[module].add(whole if whole in files else base)
-        found[module].discard(module)
+        found[module] -= {module, ""}  # The package itself imports nothing.
     return dict(found)
 
 

@@ -4,6 +4,7 @@ The commands run in a thread beside a real endpoint on a Unix socket.
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ import yaml
 from tests.admin.desk import TOKEN, Standing, serve
 from tests.sender.harness import HS, World
 
+from fedsender import version
 from fedsender.cli import run_command
 from fedsender.streams import FeedStatus
 from fedsender.testing.clock import until
@@ -130,7 +132,7 @@ async def test_why_prints_a_sentence_and_the_facts(
         await with_a_dead_server(shell.world)
         assert await shell("why", B) == 0
         assert "Failing for" in shell.out
-        assert shell.out.count("refused: connection refused") == 1
+        assert shell.out.count("connection refused") == 1
         assert await shell("why", B, "--json") == 0
         assert shell.lines[0]["last_error"]["outcome"] == "unreachable"
 
@@ -387,6 +389,36 @@ def test_openapi_and_the_unit_are_printed(capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["openapi"].startswith("3.")
     assert run_command(["systemd-unit", "--executable", "/opt/fedsender", "-c", "/etc/f.yaml"]) == 0
     assert "ExecStart=/opt/fedsender run -c /etc/f.yaml\n" in capsys.readouterr().out
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out == f"fedsender {version()}\n"
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["run"], ["config"], ["config", "check"], ["quarantine", "list"], ["relay"]]
+)
+def test_h_is_help_for_every_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([*words, "--help"]) == 0
+    long = capsys.readouterr().out
+    assert run_command([*words, "-h"]) == 0
+    assert capsys.readouterr().out == long
+    assert long.startswith(" ".join(["Usage: fedsender", *words]))
+
+
+def test_a_shell_completes_commands() -> None:
+    environ = {**os.environ, "_FEDSENDER_COMPLETE": "complete_bash"}
+    environ |= {"COMP_WORDS": "fedsender quar", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", "from fedsender.cli import main; main()"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.stdout.split() == ["quarantine"], done.stderr
 
 
 def test_help_does_not_wait_for_what_it_does_not_need() -> None:

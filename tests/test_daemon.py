@@ -22,7 +22,7 @@ from sqlalchemy.exc import OperationalError
 from tests.servers import Databases
 from tests.service import PATIENCE_S, Service, World, open_world
 
-from fedsender import daemon
+from fedsender import daemon, version
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.demo.process import SERVER_NAME, write_signing_key
@@ -60,6 +60,10 @@ async def test_ready_is_said_when_the_feed_has_connected_and_not_before(home: Pa
         assert answer.status_code == 503
         assert "the feed is not connected" in answer.text
         assert service.manager.rest() == []
+        [start] = service.logged("starting")
+        assert (start["what"], start["version"]) == ("sender", version())
+        assert (start["instance"], start["server"]) == ("fedsender", SERVER_NAME)
+        assert start["file"] == str(world.config)
 
         await world.open_feed()
         assert await service.manager.next() == f"READY=1\nSTATUS={SENDING}"

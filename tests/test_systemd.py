@@ -15,7 +15,7 @@ import trio.testing
 from fedsender import systemd
 from fedsender.cli import run_command
 from fedsender.limits import MIB, Limits
-from fedsender.systemd import Notifier, notifier_from, unit_text
+from fedsender.systemd import Notifier, is_journal, notifier_from, unit_text
 
 LIMITS = Limits(4000, 3000 * MIB)
 
@@ -257,6 +257,48 @@ def test_systemd_accepts_the_pipelines_service_and_timer(
     rated = analyze("security", "--offline=true", "--threshold=20", "--no-pager", unit)
     assert rated.returncode == 0, rated.stdout
     assert run_command(["systemd-unit", "--relay", "--pipeline"]) == 2
+
+
+@pytest.mark.parametrize("user", [None, "root"])
+def test_systemd_accepts_a_template_for_several_senders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], user: str | None
+) -> None:
+    """Each instance has a configuration, secrets, directories and a user of its own. A % in the
+    path of the command stays one."""
+    executable = tmp_path / "100%i"
+    executable.write_text("#!/bin/sh\n")
+    executable.chmod(0o755)
+    words = ["systemd-unit", "--template", "--executable", str(executable)]
+    assert run_command([*words, *(() if user is None else ("--user", user))]) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    command = str(executable).replace("%", "%%")
+    assert f"ExecStart={command} run -c /etc/fedsender/%i.yaml" in lines
+    assert {"StateDirectory=fedsender-%i", "RuntimeDirectory=fedsender-%i"} <= set(lines)
+    assert "WorkingDirectory=/var/lib/fedsender-%i" in lines
+    assert ("User=fedsender-%i" if user is None else f"User={user}") in lines
+    secret = "LoadCredential=signing.key:/etc/fedsender/%i/signing.key"
+    assert (secret in lines) is (user is None)
+    assert "/etc/systemd/system/fedsender@.service" in text
+    unit = tmp_path / "fedsender@.service"
+    unit.write_text(text)
+    verified = analyze("verify", str(unit))
+    assert (verified.returncode, verified.stderr) == (0, "")
+    rated = analyze("security", "--offline=true", "--threshold=20", "--no-pager", str(unit))
+    assert rated.returncode == 0, rated.stdout
+    for other in ("--relay", "--pipeline"):
+        assert run_command(["systemd-unit", "--template", other]) == 2
+
+
+def test_a_descriptor_is_the_journal_if_systemd_says_so(tmp_path: Path) -> None:
+    with (tmp_path / "one").open("wb") as one, (tmp_path / "other").open("wb") as other:
+        status = os.fstat(one.fileno())
+        environ = {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
+        assert is_journal(environ, one.fileno())
+        assert not is_journal(environ, other.fileno())
+        assert not is_journal({}, one.fileno())
+        closed = other.fileno()
+    assert not is_journal(environ, closed)
 
 
 def test_systemd_accepts_what_the_command_prints(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 import io
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,6 +128,48 @@ def test_a_log_that_cannot_be_written_stops_nothing() -> None:
     file.close()
     structlog.get_logger().error("lost")
     logging.getLogger("library").error("lost too")
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+def test_lines_for_the_journal_begin_with_their_priority(
+    form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line of a traceback, too: the journal makes an entry of each."""
+    path = tmp_path / "journal"
+    with path.open("wb") as file:
+        status = os.fstat(file.fileno())
+        monkeypatch.setenv("JOURNAL_STREAM", f"{status.st_dev}:{status.st_ino}")
+        configure_logging(Log(format=form, level="debug"), now_ms=lambda: 1_500, file=file)
+        log = structlog.get_logger()
+        for level in ("debug", "info", "warning", "error", "critical"):
+            getattr(log, level)("said")
+        logging.getLogger("httpx").warning("theirs")
+        logging.getLogger("httpx").error("theirs")
+        try:
+            raise ValueError("twice")
+        except ValueError:
+            log.exception("failed")
+    said = path.read_text().splitlines()
+    assert [line[:3] for line in said[:7]] == ["<7>", "<6>", "<4>", "<3>", "<3>", "<4>", "<3>"]
+    assert {line[:3] for line in said[7:]} == {"<3>"}
+    assert len(said) > 8 or form == "json"
+    if form == "json":
+        assert json.loads(said[0][3:])["level"] == "debug"
+
+
+@pytest.mark.parametrize("told", [None, "", "0:1", "no numbers"])
+def test_lines_for_other_files_have_no_priority(
+    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in a unit inherits `JOURNAL_STREAM`, and may send our lines elsewhere."""
+    monkeypatch.delenv("JOURNAL_STREAM", raising=False)
+    if told is not None:
+        monkeypatch.setenv("JOURNAL_STREAM", told)
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        configure_logging(Log(format="json", level="info"), now_ms=lambda: 1_500, file=file)
+        structlog.get_logger().error("said")
+    assert path.read_text().startswith("{")
 
 
 def samples(metrics: Metrics) -> dict[str, dict[frozenset[tuple[str, str]], float]]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from typer.exceptions import TyperException
 
+from fedsender import version
 from fedsender.admin import commands
 from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake
 from fedsender.console import say, say_alarm, say_json, say_text, show
@@ -36,8 +37,9 @@ _USER_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}")
 app = typer.Typer(
     help="Delivers a Matrix homeserver's events to the servers of the federation.",
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode=None,
+    # All commands below take these from here.
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 config_app = typer.Typer(help="Look at a configuration.")
 db_app = typer.Typer(help="The databases.")
@@ -46,6 +48,24 @@ app.add_typer(db_app, name="db")
 app.add_typer(commands.app)
 app.add_typer(pipeline_commands.app, name="pipeline")
 app.add_typer(relay_commands.app, name="relay")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"fedsender {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version_wanted: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version, and end."
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before every command."""
 
 
 def main() -> None:
@@ -170,14 +190,22 @@ def systemd_unit(
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="For a scheduled `pipeline run`, with its timer.")
     ] = False,
+    template: Annotated[
+        bool,
+        typer.Option(
+            "--template",
+            help="For several senders: fedsender@INSTANCE runs with /etc/fedsender/INSTANCE.yaml."
+            " Limits are those of --config.",
+        ),
+    ] = False,
 ) -> int:
     """Print a hardened systemd unit."""
     from fedsender.config import Federation, Relay, Sending
     from fedsender.limits import of_daemon, of_relay
-    from fedsender.systemd import pipeline_units_text, relay_unit_text, unit_text
+    from fedsender.systemd import pipeline_units_text, relay_unit_text, template_text, unit_text
 
-    if relay and pipeline:
-        raise Mistake("--relay and --pipeline are units of their own: one at a time")
+    if relay + pipeline + template > 1:
+        raise Mistake("--relay, --pipeline and --template are units of their own: one at a time")
 
     if user is not None and not _USER_NAME.fullmatch(user):
         raise Mistake(f"{user[:100]!r} is not a user name")
@@ -186,7 +214,7 @@ def systemd_unit(
         _complain(f"{command} is below a home directory, which the unit cannot see", DONE)
     paths = {"executable": str(command), "config": str(config.absolute())}
     loaded = _readable(config, signs=not relay)
-    name = name or _unit_name(loaded, relay)
+    name = name or ("fedsender" if template else _unit_name(loaded, relay))
     if not _USER_NAME.fullmatch(name):
         raise Mistake(f"{name[:100]!r} cannot be a unit's name: give --name, 31 letters at most")
     if relay:
@@ -196,13 +224,19 @@ def systemd_unit(
         text = pipeline_units_text(**paths, user=user, name=name)
     else:
         sending = loaded.sending if loaded else Sending()
-        text = unit_text(
-            **paths,
-            user=user,
-            name=name,
-            drain_seconds=sending.drain,
-            limits=of_daemon(loaded.federation if loaded else Federation(), sending),
-        )
+        limits = of_daemon(loaded.federation if loaded else Federation(), sending)
+        if template:
+            text = template_text(
+                executable=str(command),
+                user=user,
+                name=name,
+                drain_seconds=sending.drain,
+                limits=limits,
+            )
+        else:
+            text = unit_text(
+                **paths, user=user, name=name, drain_seconds=sending.drain, limits=limits
+            )
     say_text(text)
     return DONE
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,7 @@ import structlog
 import tenacity
 import trio
 
+from fedsender import version
 from fedsender.admin import open_admin
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policies, load
@@ -51,7 +51,7 @@ from fedsender.store.engine import Faults
 from fedsender.store.lock import SendersDiffer
 from fedsender.switching.shards import take_shard
 from fedsender.systemd import Notifier, real_notifier
-from fedsender.telemetry import Metrics, configure_logging
+from fedsender.telemetry import Metrics, configure_logging, note_start
 
 if TYPE_CHECKING:
     from fedsender.admin.serving import Admin
@@ -106,7 +106,7 @@ async def open_core(
     boot_id = runtime.entropy(8).hex()
     keys = load_signing_keys(config.signing_key, config.signing_key_id)
     metrics = Metrics(config.server_name, config.metrics.per_destination)
-    metrics.build_info.labels(_version(), config.instance_name).set(1)
+    metrics.build_info.labels(version(), config.instance_name).set(1)
     policies = Policies(config)
     admission = Admission(
         max_in_flight=config.sending.max_in_flight,
@@ -258,13 +258,6 @@ async def watch_lag(metrics: Metrics) -> None:
         metrics.loop_lag_seconds.set(max(lags))
 
 
-def _version() -> str:
-    try:
-        return version("fedsender")
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def collect_less_often() -> None:
     """Have Python's garbage collector search for cycles less often than after 700 new objects.
 
@@ -292,6 +285,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=runtime.now_ms)
+    note_start(config, path, "sender")
     for text in config.warnings():
         log.warning("configuration is not safe", reason=text)
     use_few_arenas()

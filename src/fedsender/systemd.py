@@ -1,4 +1,4 @@
-"""Talking to systemd: readiness, reload, stop, watchdog (sd_notify(3)), and the unit to run under.
+"""Talking to systemd: readiness, reload, stop, watchdog (sd_notify(3)), the journal, and the unit.
 
 Nothing here needs systemd: without `NOTIFY_SOCKET` every notification is a no-op.
 """
@@ -83,6 +83,20 @@ def notifier_from(environ: Mapping[str, str], *, pid: int) -> Notifier:
     address = environ.get("NOTIFY_SOCKET")
     send = None if not address else _datagram_sender(address)
     return Notifier(send, _monotonic_us, _watchdog_seconds(environ, pid))
+
+
+def is_journal(environ: Mapping[str, str], descriptor: int) -> bool:
+    """Whether this file descriptor is the journal's stream that `JOURNAL_STREAM` names
+    (systemd.exec(5)). False for a descriptor that is closed.
+    """
+    told = environ.get("JOURNAL_STREAM")
+    if not told:
+        return False
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return False
+    return told == f"{found.st_dev}:{found.st_ino}"
 
 
 def _watchdog_seconds(environ: Mapping[str, str], pid: int) -> float | None:
@@ -186,8 +200,8 @@ WantedBy=multi-user.target
 """
 
 _UNIT: Final = """\
-# A unit for fedsender. Save it as /etc/systemd/system/{name}.service, adjust the paths, then:
-#   systemctl daemon-reload && systemctl enable --now {name}
+# {title} Save it as /etc/systemd/system/{unit}.service, adjust the paths, then:
+#   systemctl daemon-reload && systemctl enable --now {started}
 # In the configuration, let sender_database, ledger.directory and federation.discovery_cache (and an
 # embedded homeserver.database) be files below {state}, which is all it may write to.
 
@@ -292,6 +306,9 @@ Persistent=yes
 WantedBy=timers.target
 """
 
+_INSTANCE: Final = "@INSTANCE@"
+"""Stands for the specifier %i until all other specifiers are escaped."""
+
 CREDENTIALS: Final = ("signing.key", "admin.token", "database.password")
 RELAY_CREDENTIALS: Final = ("sender-1.secret", "intake.token", "admin.token")
 PIPELINE_CREDENTIALS: Final = ("database.password",)
@@ -329,8 +346,40 @@ def unit_text(
         credentials_directory,
         user,
         limits=_limits_text(limits),
+        title="A unit for fedsender.",
+        unit=name,
+        started=name,
         stop_seconds=int(drain_seconds) + 40,
     )
+
+
+def template_text(
+    *,
+    executable: str = "/usr/bin/fedsender",
+    user: str | None = None,
+    name: str = "fedsender",
+    drain_seconds: float = 20.0,
+    limits: Limits,
+) -> str:
+    """A hardened unit for several senders of one host: `name@INSTANCE`.
+
+    Each instance has the configuration /etc/fedsender/INSTANCE.yaml, its secrets in
+    /etc/fedsender/INSTANCE, and directories and a user called `name`-INSTANCE. The arguments are
+    those of `unit_text`, and hold for all instances.
+    """
+    return _unit(
+        _UNIT,
+        f"{name}-{_INSTANCE}",
+        (executable, "run", "-c", f"/etc/fedsender/{_INSTANCE}.yaml"),
+        CREDENTIALS,
+        f"/etc/fedsender/{_INSTANCE}",
+        user,
+        limits=_limits_text(limits),
+        title="A unit for several senders.",
+        unit=f"{name}@",
+        started=f"{name}@INSTANCE",
+        stop_seconds=int(drain_seconds) + 40,
+    ).replace(_INSTANCE, "%i")
 
 
 def relay_unit_text(

@@ -1,18 +1,21 @@
 """Telemetry: the log and all metrics.
 
-Logs are structlog events, one line each, on standard error. Metrics are declared here and nowhere
+Logs are structlog events, one line each, on standard error. Lines for systemd's journal begin with
+their priority (sd-daemon(3)). Metrics are declared here and nowhere
 else, in a registry per daemon, so that many daemons can live in one process. Metrics with names
 that begin with `synapse_` are read by Synapse's dashboards and rules, and mean the same as there.
 """
 
 import json
 import logging
+import os
 import resource
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from io import StringIO
+from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO
 
 import orjson
@@ -22,10 +25,12 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fedsender.config import Log
+from fedsender import version
+from fedsender.config import Config, Log
 from fedsender.console import safe
+from fedsender.systemd import is_journal
 
-__all__ = ["EXPOSITION_TYPE", "Metrics", "configure_logging"]
+__all__ = ["EXPOSITION_TYPE", "Metrics", "configure_logging", "note_start"]
 
 EXPOSITION_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 """Content type of `Metrics.exposition`."""
@@ -65,6 +70,23 @@ def configure_logging(log: Log, *, now_ms: Callable[[], int], file: BinaryIO | N
         cache_logger_on_first_use=False,
     )
     _catch_libraries(shared, renderer, out, max(level, logging.WARNING))
+
+
+def note_start(config: Config, file: Path, what: str) -> None:
+    """Write the first line of a run: its version, names and configuration file.
+
+    Args:
+        file: the configuration was read from it.
+        what: the kind of process: "sender", "relay" or "shadow".
+    """
+    structlog.get_logger().info(
+        "starting",
+        what=what,
+        version=version(),
+        instance=config.instance_name,
+        server=config.server_name,
+        file=str(file.absolute()),
+    )
 
 
 def _timestamp(now_ms: Callable[[], int]) -> structlog.types.Processor:
@@ -126,17 +148,46 @@ def _plain_traceback(out: TextIO, error: Any) -> None:
 
 
 class _Lines:
-    """A logger for structlog: writes finished lines, and drops those that cannot be written."""
+    """A logger for structlog: writes finished lines, and drops those that cannot be written.
+
+    Its methods have the names of structlog's levels.
+    """
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
+        self._for_journal = _goes_to_journal(out)
 
-    def msg(self, line: str) -> None:
+    def debug(self, text: str) -> None:
+        self._write("<7>", text)
+
+    def info(self, text: str) -> None:
+        self._write("<6>", text)
+
+    def warning(self, text: str) -> None:
+        self._write("<4>", text)
+
+    def error(self, text: str) -> None:
+        self._write("<3>", text)
+
+    msg = log = info
+    warn = warning
+    err = critical = fatal = exception = failure = error
+
+    def _write(self, priority: str, text: str) -> None:
+        if self._for_journal:
+            # The journal makes an entry of each line, such as those of a traceback.
+            text = "\n".join(priority + line for line in text.split("\n"))
         with suppress(OSError, ValueError):
-            self._out.write(line.encode(errors="backslashreplace") + b"\n")
+            self._out.write(text.encode(errors="backslashreplace") + b"\n")
             self._out.flush()
 
-    log = debug = info = warn = warning = err = error = critical = fatal = exception = failure = msg
+
+def _goes_to_journal(out: BinaryIO) -> bool:
+    try:
+        return is_journal(os.environ, out.fileno())
+    except (OSError, ValueError):
+        # No file of the system, or a closed one.
+        return False
 
 
 class _LibraryHandler(logging.Handler):
@@ -147,7 +198,8 @@ class _LibraryHandler(logging.Handler):
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.msg(self.format(record))
+        write = self._lines.error if record.levelno >= logging.ERROR else self._lines.warning
+        write(self.format(record))
 
 
 def _catch_libraries(

@@ -364,9 +364,10 @@ async def test_version_of_a_server_that_is_down_does_not_answer(tmp_path: Path) 
         async with client.peer(NAME, policy, AnybodyMay()) as peer:
             with trio.fail_after(60):
                 assert not await peer.version_answers()
-            with pytest.raises(Unreachable, match="Connection refused") as caught:
+            with pytest.raises(Unreachable, match="connection refused") as caught:
                 await peer.connect()
             assert caught.value.kind == "refused"
+            assert caught.value.text == f"connection refused ({policy.address})"
         assert client.statistics().open == 0
 
 

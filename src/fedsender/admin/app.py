@@ -1,11 +1,11 @@
 """The endpoints put together, and their description."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
+from fedsender import version
 from fedsender.admin import bodies, endpoints, probes, synapse_endpoints
 from fedsender.admin.context import AdminContext
 
@@ -25,7 +25,7 @@ def new_app(title: str, summary: str, openapi_url: str, context: object) -> Fast
     app = FastAPI(
         title=title,
         summary=summary,
-        version=_version(),
+        version=version(),
         openapi_url=openapi_url,
         # Their pages load scripts from other people's servers.
         docs_url=None,
@@ -52,13 +52,6 @@ def build_probes(context: AdminContext) -> FastAPI:
     app = new_app("fedsender", "Health, readiness and metrics", "", context)
     app.include_router(probes.router)
     return app
-
-
-def _version() -> str:
-    try:
-        return version("fedsender")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def description() -> dict[str, Any]:

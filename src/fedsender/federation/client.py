@@ -9,7 +9,6 @@ Each is closed when it has been idle for long, or its peer has left.
 No request looks through the connections of other destinations.
 """
 
-import importlib.metadata
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from urllib.parse import quote
 
 import trio
 
+from fedsender import version
 from fedsender.config import Federation, Policy
 from fedsender.config.values import IPRanges
 from fedsender.federation.answer import Answer, answer_of, longest_answer, parse_answer
@@ -82,7 +82,7 @@ class SendFailed(Exception):
     Attributes:
         kind: the class of the failure.
         sent: its first byte may have left, so that the peer may have acted on it.
-        text: the reason in words, at most 300 characters.
+        text: the reason in words, which need no `kind` beside them; at most 300 characters.
     """
 
     def __init__(self, kind: FailureKind, text: str, *, sent: bool) -> None:
@@ -496,9 +496,7 @@ class Link:
         try:
             self._live = peer._held = await peer._open()
         except Unreachable as failure:
-            raise SendFailed(
-                "closed", f"a new connection failed: {failure.text}", sent=True
-            ) from failure
+            raise SendFailed("closed", failure.text, sent=True) from failure
 
     async def _once(self, method: str, target: str, body: bytes | None, bounds: Bounds) -> Response:
         client, connection = self._peer._client, self._live.connection
@@ -531,8 +529,4 @@ class Link:
 
 
 def _user_agent(suffix: str | None) -> str:
-    try:
-        version = importlib.metadata.version("fedsender")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unreleased"
-    return f"fedsender/{version}" + ("" if suffix is None else f" {suffix}")
+    return f"fedsender/{version()}" + ("" if suffix is None else f" {suffix}")

@@ -26,7 +26,7 @@ from fedsender.replication.server import Door, close, listen
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.signals import Signals
 from fedsender.systemd import Notifier, real_notifier
-from fedsender.telemetry import configure_logging
+from fedsender.telemetry import configure_logging, note_start
 
 log = structlog.get_logger()
 
@@ -60,6 +60,7 @@ async def run(
     runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=runtime.now_ms)
+    note_start(config, path, "relay")
     for text in config.warnings("relay", "admin"):
         log.warning("configuration is not safe", reason=text)
     use_few_arenas()

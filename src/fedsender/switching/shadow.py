@@ -29,7 +29,7 @@ from fedsender.store.records import EventRow, PresenceState
 from fedsender.streams import Watermark
 from fedsender.switching.comparison import Comparison, Expected, Report, Stand
 from fedsender.systemd import Notifier, real_notifier
-from fedsender.telemetry import configure_logging
+from fedsender.telemetry import configure_logging, note_start
 
 T = TypeVar("T")
 
@@ -205,6 +205,7 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     runtime = runtime or real_runtime()
     notifier = notifier or real_notifier()
     configure_logging(config.log, now_ms=runtime.now_ms)
+    note_start(config, path, "shadow")
     signals = Signals(STOP_PATIENCE_S)
     report, code = Report(config.ledger.directory), 0
     async with signals.heard(notifier):
