@@ -133,6 +133,7 @@ class Closing(trio.abc.Stream):
 
 
 V4, V6, OTHER = "192.0.2.1", "2001:db8::1", "192.0.2.2"
+PLACES = "[2001:db8::1]:8448, 192.0.2.1:8448"
 HANGS = float("inf")
 
 
@@ -187,21 +188,29 @@ async def test_address_that_worked_goes_first_next_time_and_its_family_elsewhere
 @pytest.mark.parametrize(
     ("roads", "kind", "text"),
     [
-        ({V6: refused(), V4: refused()}, "refused", "192.0.2.1 port 8448: Connection refused"),
-        ({V6: HANGS, V4: HANGS}, "timeout", "2001:db8::1 port 8448: no answer within 10 s"),
-        ({V6: HANGS, V4: refused()}, "refused", "Connection refused; 2001:db8::1"),
-        ({V6: OSError(110, "x"), V4: TimeoutError(110, "x")}, "timeout", "Connection timed out"),
+        ({V6: refused(), V4: refused()}, "refused", f"connection refused ({PLACES})"),
+        ({V6: HANGS, V4: HANGS}, "timeout", f"no connection within 10 s ({PLACES})"),
+        (
+            {V6: HANGS, V4: refused()},
+            "refused",
+            "connection refused (192.0.2.1:8448); no connection within 10 s ([2001:db8::1]:8448)",
+        ),
+        (
+            {V6: OSError(110, "x"), V4: TimeoutError(110, "x")},
+            "timeout",
+            f"connection timed out ({PLACES})",
+        ),
     ],
 )
-async def test_failure_names_every_address(
+async def test_failure_is_said_once_and_names_every_address(
     autojump_clock: trio.testing.MockClock,
     roads: dict[str, float | OSError],
     kind: str,
     text: str,
 ) -> None:
-    with pytest.raises(Unreachable, match=text) as caught:
+    with pytest.raises(Unreachable) as caught:
         await dial(dialer_on(Roads(roads)), V6, V4)
-    assert caught.value.kind == kind
+    assert (caught.value.kind, caught.value.text) == (kind, text)
     assert trio.current_time() <= 10
 
 
@@ -414,8 +423,8 @@ async def test_certificates_go_unchecked_only_where_the_policy_says_so(tmp_path:
     ("behaviour", "kind", "text"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "tls", "TLS: wrong version number"),
-        (b"", "tls", "as d.example: .+"),
-        (None, "timeout", "no handshake within 0.2 s"),
+        (b"", "tls", "^TLS: .+ as d.example"),
+        (None, "timeout", "no TLS handshake within 0.2 s"),
     ],
 )
 async def test_server_that_does_not_speak_tls_is_told_apart(

@@ -184,7 +184,7 @@ async def test_what_stands_in_the_way_of_a_connection_is_said_in_the_systems_wor
         port = taken.getsockname()[1]
         with pytest.raises(Disconnected) as caught:
             await connect(Endpoint(TcpAddress("127.0.0.1", port)), real_runtime())
-    assert str(caught.value) == f"127.0.0.1:{port}: Connection refused"
+    assert str(caught.value) == f"connection refused (127.0.0.1:{port})"
 
 
 async def test_pause_is_short_again_once_the_server_was_level(

@@ -986,7 +986,7 @@ async def test_every_attempt_leaves_one_line_with_its_reason(
     ]
     assert [line["attempt"] for line in lines] == [0, 1, 2, 3]
     assert len(lines) == len(server.attempts)
-    assert lines[0]["reason"] == "refused: connection refused"
+    assert lines[0]["reason"] == "connection refused"
     assert lines[-1]["lsso"] == world.token
 
 

@@ -49,7 +49,7 @@ class Unreachable(Exception):
 
     Attributes:
         kind: the class of the failure.
-        text: the reason in words, at most 300 characters.
+        text: the reason in words, which need no `kind` beside them; at most 300 characters.
     """
 
     def __init__(self, kind: UnreachableKind, text: str) -> None:
@@ -143,17 +143,17 @@ class Dialer:
         stream, address = await self._race(self._in_order(permitted, tls_name))
         self._remember(tls_name, address, permitted)
         told(Reached(address))
-        where = f"TLS with {address[0]} port {address[1]} as {tls_name}"
+        where = f"({_place(address)} as {tls_name})"
         try:
             with trio.fail_after(self.handshake_s):
                 connection = Connection(await self.network.start_tls(stream, context, tls_name))
         except trio.TooSlowError as error:
             await trio.aclose_forcefully(stream)
-            text = f"{where}: no handshake within {self.handshake_s:g} s"
+            text = f"no TLS handshake within {self.handshake_s:g} s {where}"
             raise Unreachable("timeout", text) from error
         except (trio.BrokenResourceError, ssl.SSLError, ValueError) as error:
             await trio.aclose_forcefully(stream)
-            raise Unreachable("tls", f"{where}: {reason(error)}") from error
+            raise Unreachable("tls", f"{_of_tls(error)} {where}") from error
         except BaseException:
             await trio.aclose_forcefully(stream)
             raise
@@ -237,16 +237,30 @@ class Dialer:
     def _refusal(
         self, candidates: Sequence[Address], failures: Sequence[tuple[Address, OSError]]
     ) -> Unreachable:
-        """The error with each candidate's failure; one without a failure had no time left."""
-        texts = [f"{ip} port {port}: {reason(error)}" for (ip, port), error in failures]
+        """The error: each failure once, with its addresses. No failure means: no time left."""
+        places: dict[str, list[str]] = {}
+        for address, error in failures:
+            places.setdefault(reason(error), []).append(_place(address))
         failed = {address for address, _ in failures}
-        texts += [
-            f"{ip} port {port}: no answer within {self.connect_s:g} s"
-            for ip, port in candidates
-            if (ip, port) not in failed
-        ]
+        for address in candidates:
+            if address not in failed:
+                text = f"no connection within {self.connect_s:g} s"
+                places.setdefault(text, []).append(_place(address))
         heard = any(not _timed_out(error) for _, error in failures)
+        texts = (f"{text} ({', '.join(where)})" for text, where in places.items())
         return Unreachable("refused" if heard else "timeout", "; ".join(texts))
+
+
+def _place(address: Address) -> str:
+    """`ip:port`, with brackets for IPv6."""
+    ip, port = address
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
+
+
+def _of_tls(error: BaseException) -> str:
+    """The reason of a failed handshake; it names TLS, or a certificate."""
+    text = reason(error)
+    return text if text.startswith(("TLS: ", "certificate ")) else f"TLS: {text}"
 
 
 async def _close_all(connected: Sequence[tuple[trio.abc.Stream, Address]]) -> None:

@@ -74,7 +74,7 @@ class ExchangeFailed(Exception):
 
     Attributes:
         kind: the class of the failure; "crowded": our memory for answers was full.
-        text: the reason in words, at most 300 characters.
+        text: the reason in words, which need no `kind` beside them; at most 300 characters.
     """
 
     def __init__(self, kind: FailureKind, text: str) -> None:
@@ -115,7 +115,7 @@ class AnswerMemory:
         finally:
             self._release(scope)
         if scope.cancelled_caught:
-            text = f"{self._maximum} bytes of answers were being read, and this one for the longest"
+            text = f"our memory for answers was full ({self._maximum} bytes), this one the oldest"
             raise ExchangeFailed("crowded", text)
 
     def _grown(self, scope: trio.CancelScope, size: int) -> None:
@@ -183,7 +183,7 @@ class ResponseReader:
         # What has no end stays inside the parser, so it is the input that is counted.
         most = self._bounds.framing_bytes
         if not self.complete and self._framing > most:
-            text = f"more than {most} bytes of headers, chunk sizes and trailers, or tiny pieces"
+            text = f"answer with more than {most} bytes of headers and framing, or in tiny pieces"
             raise ExchangeFailed("protocol", text)
 
     def end(self) -> None:
@@ -222,7 +222,7 @@ class ResponseReader:
     def on_header(self, name: bytes, value: bytes) -> None:
         self._header_count += 1
         if self._header_count > self._bounds.headers:
-            raise _Refused("protocol", f"more than {self._bounds.headers} headers")
+            raise _Refused("protocol", f"answer with more than {self._bounds.headers} headers")
         if self._headers_done:
             return
         key = name.lower()
@@ -238,10 +238,10 @@ class ResponseReader:
         self._headers_done = True
         if self._values(b"content-encoding") not in ([], [b"identity"]):
             # Unpacked, it could be of any size; and we said that we take none.
-            raise _Refused("protocol", "compressed, though not asked for")
+            raise _Refused("protocol", "answer compressed, though not asked for")
         transfer = self._values(b"transfer-encoding")
         if transfer not in ([], [b"chunked"]):
-            raise _Refused("protocol", "a transfer encoding other than chunked")
+            raise _Refused("protocol", "answer with a transfer encoding other than chunked")
         lengths = self._values(b"content-length")
         self._until_eof = not transfer and not lengths
         if lengths and self._successful and int(lengths[0][:20]) > self._bounds.body_bytes:
@@ -451,12 +451,14 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 def _own_words(error: BaseException) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return f"certificate refused: {error.verify_message}"
+        return f"certificate refused: {error.verify_message.rstrip('.')}"
     if isinstance(error, ssl.SSLError):
         return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
     if isinstance(error, OSError) and error.strerror:
         # Trio's own text names the address, which the caller names already.
-        return os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        text = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        # In the middle of our sentences.
+        return text[:1].lower() + text[1:]
     return str(error)
 
 

@@ -54,12 +54,12 @@ async def connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:
         with trio.fail_after(CONNECT_S):
             return await _connect(endpoint, runtime)
     except trio.TooSlowError as slow:
-        raise Disconnected(f"{endpoint.address}: no connection in {CONNECT_S:.0f} s") from slow
+        raise Disconnected(f"no connection in {CONNECT_S:.0f} s ({endpoint.address})") from slow
     except (OSError, trio.BrokenResourceError, NameNotFound, ResolveFailed) as error:
         text = (
             reason(error) if isinstance(error, OSError | trio.BrokenResourceError) else str(error)
         )
-        raise Disconnected(f"{endpoint.address}: {text}") from error
+        raise Disconnected(f"{text} ({endpoint.address})") from error
 
 
 async def _connect(endpoint: Endpoint, runtime: Runtime) -> trio.abc.Stream:

@@ -138,7 +138,7 @@ class Exchange:
             answer = await self._within(deadline, sending)
         except SendFailed as error:
             outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
-            return None, Verdict(outcome, f"{error.kind}: {error.text}", sent=error.sent)
+            return None, Verdict(outcome, error.text, sent=error.sent)
         if answer is None:
             outcome = Outcome.FAILING if link.sent else Outcome.UNREACHABLE
             return None, Verdict(outcome, self._why_ended("no answer"), sent=link.sent)
@@ -565,7 +565,7 @@ class Destination:
             link = await self._exchange.connect(peer)
         except Unreachable as reason:
             permit.hurried = False
-            verdict = Verdict(Outcome.UNREACHABLE, f"{reason.kind}: {reason.text}")
+            verdict = Verdict(Outcome.UNREACHABLE, reason.text)
             self._reporter.attempt(None, verdict)
             await self._failed(peer, None, verdict)
             return
