@@ -161,6 +161,7 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" beyond the first {access.SMALL_BODY // kib} KiB of each;"
         f" {http1.SEND_SECONDS:.0f} s to read each 64 KiB",
         f"a drain waits {http1.GRACE_SECONDS:.0f} s",
+        f"a `Host` of any name; at most {http1.PROBES.connections} connections",
         f"{protocol.SYNAPSE_MAX_LINE // kib} KiB from Synapse and"
         f" {protocol.OWN_MAX_LINE // kib} KiB from our own kind, Redis replies of"
         f" {resp.MAX_BULK // mib} MiB, {server.MAX_CONNECTIONS} clients",

@@ -32,6 +32,7 @@ __all__ = ["app", "main", "run_command"]
 MIGRATION_SECONDS: Final = 600.0
 # Of the endpoint's refusals these are ours to put right: configuration and arguments.
 _USAGE_STATUSES: Final = (400, 401, 403, 413)
+_DASHBOARDS: Final = Path(__file__).parent / "dashboards"
 _USER_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}")
 
 app = typer.Typer(
@@ -297,6 +298,20 @@ def probe(server: str, config: ConfigFile, as_json: AsJson = False) -> int:
     else:
         (say if report.failed is None else say_alarm)(report.summary)
     return DONE if report.failed is None else WRONG
+
+
+@app.command("grafana-board")
+def grafana_board() -> int:
+    """Print a dashboard for Grafana 10 and newer, as JSON."""
+    say_text((_DASHBOARDS / "board.json").read_text("utf-8"))
+    return DONE
+
+
+@app.command("alert-rules")
+def alert_rules() -> int:
+    """Print alert rules for Prometheus, as YAML."""
+    say_text((_DASHBOARDS / "rules.yaml").read_text("utf-8"))
+    return DONE
 
 
 @db_app.command("upgrade")
