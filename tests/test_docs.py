@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from tests.benchmarks import relay
 from typer.core import TyperGroup
 
@@ -20,6 +21,7 @@ from fedsender.federation import answer, client, discovery, places, transport
 from fedsender.replication import protocol, resp, server
 from fedsender.sender import admission, isolation
 from fedsender.sender.destination import QUARANTINE_LIMIT
+from fedsender.telemetry import Metrics
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -167,3 +169,34 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {resp.MAX_BULK // mib} MiB, {server.MAX_CONNECTIONS} clients",
     ):
         assert text in page, text
+
+
+def rows_of_metrics() -> list[str]:
+    """The rows of the table of metrics: name as Prometheus stores it, type, labels, meaning."""
+    metrics = Metrics("hs.example")
+    labels = {each._name: each._labelnames for each in metrics._registry._collector_to_names}  # type: ignore[attr-defined]
+    rows = []
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        if family.name.startswith("process_"):
+            continue
+        name = family.name + "_total" * (family.type == "counter")
+        own = labels.get(family.name)
+        if own is None:
+            own = [label for label in family.samples[0].labels if label != "server_name"]
+        shown = ", ".join(f"`{label}`" for label in own)
+        rows.append(f"| `{name}` | {family.type} | {shown} | {family.documentation} |")
+    return rows
+
+
+def test_the_table_of_metrics_is_that_of_the_code() -> None:
+    """When this fails: put the rows of `rows_of_metrics` into the page."""
+    section = (ROOT / "docs/admin.md").read_text().split("\n## Metrics\n")[1]
+    shown = re.findall(r"^\| `(?:fedsender|synapse)_.*$", section, re.M)
+    assert shown == rows_of_metrics()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_metrics_exist(page: Path) -> None:
+    known = {row.split("`")[1] for row in rows_of_metrics()}
+    for name in re.findall(r"`(fedsender_\w+_(?:total|seconds|items|rooms))`", page.read_text()):
+        assert name in known, f"{page.name} names {name}"

@@ -280,7 +280,8 @@ class Metrics:
         """Count an answered transaction, for a destination that has metrics of its own.
 
         Args:
-            last_pdu_ms: `origin_server_ts` of its last PDU.
+            last_pdu_ms: when its last PDU was put into it, in ms since the epoch; None: it has no
+                PDU.
         """
         if destination not in self._named:
             return
@@ -339,7 +340,8 @@ class Metrics:
         )
         self.last_sent_pdu_time = self._gauge(
             "synapse_federation_last_sent_pdu_time",
-            "when the last PDU answered by a configured server was put into its transaction",
+            "When the last PDU that a configured server answered was put into its transaction,"
+            " in seconds since the epoch",
             "destination_server_name",
         )
         self.sent_pdus = self._counter("fedsender_sent_pdus", "PDUs in answered transactions")
@@ -360,7 +362,9 @@ class Metrics:
             "fedsender_attempts", "Attempts to deliver a transaction, by outcome", "outcome"
         )
         self.attempt_seconds = self._histogram(
-            "fedsender_attempt_seconds", "How long attempts took, in seconds", _ATTEMPT_BUCKETS
+            "fedsender_attempt_seconds",
+            "How long attempts took that sent their transaction, in seconds",
+            _ATTEMPT_BUCKETS,
         )
         self.delivery_seconds = self._histogram(
             "fedsender_delivery_seconds",
@@ -380,8 +384,8 @@ class Metrics:
         )
         self.dropped_edus = self._counter(
             "fedsender_dropped_edus",
-            "Typing and presence that left a queue unsent, by why: expired, replaced, crowded out,"
-            " refused",
+            "Typing and presence that left a queue unsent, by reason: expired, replaced,"
+            " crowded out, refused, unsendable",
             "reason",
         )
         self.crashes = self._counter(
@@ -406,7 +410,9 @@ class Metrics:
             f"{event}_last_ts", "When the last event fanned out was received, in ms", "name"
         )
         self.event_processing_lag = self._gauge(
-            f"{event}_lag", "How long ago that was when it was fanned out, in ms", "name"
+            f"{event}_lag",
+            "Age of the last event fanned out, when it was fanned out, in ms",
+            "name",
         )
         self.event_processing_lag_by_event = self._histogram(
             f"{event}_lag_by_event",
@@ -451,7 +457,8 @@ class Metrics:
         )
         self.oldest_owed_seconds = self._gauge(
             "fedsender_oldest_owed_seconds",
-            "Age of the oldest event that is owed, without servers that are paused or parked",
+            "Age of the oldest event that is owed, without servers that are paused or parked,"
+            " in seconds",
         )
         self.quarantine_items = self._gauge("fedsender_quarantine_items", "Items in quarantine")
         self.admission_used = self._gauge(
@@ -489,11 +496,14 @@ class Metrics:
             "fedsender_stream_position", "Linear token of a stream, as the feed knows it", "stream"
         )
         self.stream_held_seconds = self._gauge(
-            "fedsender_stream_held_seconds", "How long a stream has been held back", "stream"
+            "fedsender_stream_held_seconds",
+            "How long a stream has been held back, in seconds",
+            "stream",
         )
         self.loop_longest_step = self._gauge(
             "fedsender_loop_longest_step_seconds",
-            "CPU time of the event loop's longest stretch between two waits, since the start",
+            "CPU time of the event loop's longest stretch between two waits since the start,"
+            " in seconds",
         )
         self.ledger_lines = self._counter("fedsender_ledger_lines", "Ledger lines of attempts")
         self.ledger_failures = self._counter(
