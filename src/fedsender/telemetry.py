@@ -460,6 +460,10 @@ class Metrics:
             "Age of the oldest event that is owed, without servers that are paused or parked,"
             " in seconds",
         )
+        self.oldest_owed_healthy_seconds = self._gauge(
+            "fedsender_oldest_owed_healthy_seconds",
+            "Age of the oldest event owed to a server that does not fail, in seconds",
+        )
         self.quarantine_items = self._gauge("fedsender_quarantine_items", "Items in quarantine")
         self.admission_used = self._gauge(
             "fedsender_admission_used", "Attempts that have a place, by lane", "lane"

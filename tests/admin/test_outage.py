@@ -54,6 +54,7 @@ async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
         assert (states["failing"], states["level"]) == (1, 1)
         assert (await read("fedsender_owed_rooms")) == {"": 2}
         assert 600 < (await read("fedsender_oldest_owed_seconds"))[""] < 800
+        assert (await read("fedsender_oldest_owed_healthy_seconds")) == {"": 0}
 
         world.servers[A].down = False
         world.sender.registry.wake([A], by_admin=True)
@@ -61,6 +62,22 @@ async def test_an_outage_shows_by_state_by_age_and_by_rooms_and_ends(
         assert (await read("fedsender_destinations"))["failing"] == 0
         assert (await read("fedsender_oldest_owed_seconds")) == {"": 0}
         assert (await read("fedsender_owed_rooms")) == {"": 0}
+
+
+async def test_a_server_that_hangs_and_does_not_fail_has_an_age_of_its_own(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await trio.sleep(20)
+        world.servers[A].latency = 10_000
+        await world.say(R1, "unanswered")
+        await trio.sleep(30)
+        await world.sender._note_backlog(await world.sender.context.homeserver.lagging())
+        await trio.sleep(20)
+        response: httpx.Response = await desk.http.get("/metrics")
+        for name in ("fedsender_oldest_owed_seconds", "fedsender_oldest_owed_healthy_seconds"):
+            assert 45 < samples(response.text, name)[""] < 60, name
 
 
 async def test_attempts_that_wait_for_a_place_are_counted(

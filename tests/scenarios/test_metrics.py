@@ -92,6 +92,7 @@ BY_OUTAGE = {
     "fedsender_admission_waiting",
     "fedsender_build_info",
     "fedsender_loop_lag_seconds",
+    "fedsender_oldest_owed_healthy_seconds",
     "fedsender_oldest_owed_seconds",
     "fedsender_owed_rooms",
     "fedsender_ready",

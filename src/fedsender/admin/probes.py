@@ -61,9 +61,10 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     counts = sender.registry.counts()
     for state in STATES:
         metrics.destinations_by_state.labels(state).set(counts[state])
-    rooms, oldest_s = sender.owed()
-    metrics.owed_rooms.set(rooms)
-    metrics.oldest_owed_seconds.set(oldest_s)
+    owed = sender.owed()
+    metrics.owed_rooms.set(owed.rooms)
+    metrics.oldest_owed_seconds.set(owed.oldest_s)
+    metrics.oldest_owed_healthy_seconds.set(owed.oldest_healthy_s)
     for name, lane in sender.context.admission.lanes.items():
         metrics.admission_used.labels(name).set(len(lane))
         metrics.admission_waiting.labels(name).set(lane.waiting)

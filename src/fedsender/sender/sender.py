@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 import trio
@@ -279,14 +280,13 @@ class Sender:
         size = await self.context.store.quarantine_size()
         self.context.metrics.quarantine_items.set(size)
 
-    def owed(self) -> tuple[int, float]:
-        """Rooms that are owed, and the age of the oldest event, in seconds.
+    def owed(self) -> "Owed":
+        """How much is owed, and for how long.
 
-        Servers that are paused or parked have no part in the age. A server that has fallen behind
-        since the last sweep counts from its first failure.
+        A server that has fallen behind since the last sweep counts from its first failure.
         """
         registry, now_ms = self.registry, self.context.runtime.now_ms()
-        rooms, oldest_ms = 0, now_ms
+        rooms, oldest_ms, healthy_ms = 0, now_ms, now_ms
         for server in {*self.backlog, *registry.failing()}:
             if not registry.owes(server):
                 continue
@@ -295,7 +295,9 @@ class Sender:
             since_ms = state.failing_since_ms if known is None else known.oldest_ms
             if not (state.paused or state.parked) and since_ms is not None:
                 oldest_ms = min(oldest_ms, since_ms)
-        return rooms, (now_ms - oldest_ms) / 1000
+                if state.healthy:
+                    healthy_ms = min(healthy_ms, since_ms)
+        return Owed(rooms, (now_ms - oldest_ms) / 1000, (now_ms - healthy_ms) / 1000)
 
     async def sweep_for_ever(self) -> None:
         """Sweep soon after the start, and then at fixed intervals."""
@@ -357,6 +359,21 @@ class Backlog:
 
     rooms: int
     oldest_ms: int | None
+
+
+class Owed(NamedTuple):
+    """What all servers are owed.
+
+    Attributes:
+        rooms: rooms with an event that a server has not answered for, summed over servers.
+        oldest_s: age of the oldest of these events, in seconds, without servers that are paused or
+            parked; 0: there is none.
+        oldest_healthy_s: the same, also without servers whose last attempt failed.
+    """
+
+    rooms: int
+    oldest_s: float
+    oldest_healthy_s: float
 
 
 @asynccontextmanager
