@@ -229,6 +229,7 @@ def _catch_libraries(
 # The fan-out's name among Synapse's event processors.
 _PROCESSOR: Final = "federation_sender"
 _LAG_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+_LEDGER_BUCKETS: Final = (0.0001, 0.001, 0.01, 0.1, 1, 10)
 _ATTEMPT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
 
 
@@ -512,6 +513,11 @@ class Metrics:
         self.ledger_lines = self._counter("fedsender_ledger_lines", "Ledger lines of attempts")
         self.ledger_failures = self._counter(
             "fedsender_ledger_failures", "Ledger lines lost because they could not be written"
+        )
+        self.ledger_seconds = self._histogram(
+            "fedsender_ledger_seconds",
+            "How long writing a ledger line of an attempt took, in seconds",
+            _LEDGER_BUCKETS,
         )
         self.database_retries = self._counter(
             "fedsender_database_retries", "Database transactions tried again, by database", "name"

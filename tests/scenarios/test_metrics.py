@@ -34,6 +34,7 @@ BY_TROUBLE = {
     "fedsender_isolations",
     "fedsender_ledger_failures",
     "fedsender_ledger_lines",
+    "fedsender_ledger_seconds",
     "fedsender_quarantined",
     "fedsender_refused_pdus",
     "fedsender_sent_pdus",

@@ -1,6 +1,7 @@
 """The reports of a destination: to the ledger, to metrics, to the log, to the homeserver."""
 
 import structlog
+import trio
 
 from fedsender.federation.client import Answer
 from fedsender.ledger import Line, TransactionRecord
@@ -57,8 +58,9 @@ class Reporter:
             took_ms=round(took_s * 1000),
             reused=answer.reused if answer else False,
         )
+        metrics, began = self._context.metrics, trio.current_time()
         self._context.ledger.record(line)
-        metrics = self._context.metrics
+        metrics.ledger_seconds.observe(trio.current_time() - began)
         if self._context.ledger.failing is None:
             metrics.ledger_lines.inc()
         if verdict is not None and verdict.sent:
