@@ -170,6 +170,36 @@ def test_every_problem_is_a_line_with_file_line_column_and_key() -> None:
         ("pipeline: {relay: 'file:/var/lib/relay'}", "not a URL"),
         ("federation: {ip_deny: [10.0.0.1/8]}", "federation.ip_deny[0]: 10.0.0.1/8 has host bits"),
         ("federation: {nameservers: [ns.example]}", "nameservers[0]: "),
+        ("federation: {proxy: {url: 'socks5://p:1'}}", "proxy.url: must be a URL such as http://"),
+        ("federation: {proxy: {url: 'http://p'}}", "proxy.url: must be a URL such as http://"),
+        ("federation: {proxy: {url: 'http://p:1/x'}}", "proxy.url: must be a URL such as http://"),
+        ("federation: {proxy: {username: u}}", "proxy.username: has no use without a url"),
+        ("federation: {proxy: {names: nowhere}}", "must be 'here_first', 'here' or 'proxy'"),
+        (
+            "federation: {proxy: {url: 'http://p:1', no_proxy: [a b]}}",
+            "no_proxy[0]: must be a name",
+        ),
+        (
+            "federation: {proxy: {url: 'http://p:1', no_proxy: ['*']}}",
+            "no_proxy[0]: must be a name",
+        ),
+        (
+            "federation: {proxy: {url: 'http://p:1', no_proxy: [10.0.0.256]}}",
+            "no_proxy[0]: must be a name",
+        ),
+        ("federation: {proxy: {url: 'http://p:1', ca_file: x}}", "ca_file: is for a url of https:"),
+        (
+            "federation: {proxy: {url: 'http://p:1', username: u}}",
+            "proxy.username: needs username and password_file together",
+        ),
+        (
+            "federation: {proxy: {url: 'http://p:1', password_file: x}}",
+            "proxy.password_file: needs username and password_file together",
+        ),
+        (
+            "federation: {proxy: {url: 'http://p:1', username: 'u:x', password_file: x}}",
+            "proxy.username: has characters that are not allowed",
+        ),
         ("federation: {minimum_tls_version: 1.1}", "must be '1.2' or '1.3'"),
         ('federation: {user_agent_suffix: "a\\nb"}', "has characters that are not allowed"),
         ("feed: {tcp: {address: localhost}}", "must be an address such as"),

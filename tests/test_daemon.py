@@ -19,6 +19,7 @@ import trio
 import trio.testing
 import yaml
 from sqlalchemy.exc import OperationalError
+from tests.federation.servers import proxy_py
 from tests.servers import Databases
 from tests.service import PATIENCE_S, Service, World, open_world
 
@@ -120,6 +121,66 @@ async def test_without_a_feed_ready_is_said_after_30_seconds(
         "STOPPING=1\nSTATUS=draining",
     ]
     assert heard[2][0] - heard[1][0] == pytest.approx(daemon.FEED_PATIENCE_S, abs=1)
+
+
+async def test_a_proxy_that_goes_away_is_no_failure_of_a_server(home: Path) -> None:
+    """Behind a real one, all is sent; while it is down, nothing is written about any server."""
+    async with open_world(home) as world, trio.open_nursery() as nursery:
+        async with proxy_py(home) as port:
+            world.configure(federation={"proxy": {"url": f"http://127.0.0.1:{port}"}})
+            service = await nursery.start(kept, world)
+            await service.manager.ready()
+            await until(lambda: world.servers[0].received)
+        # Its tunnels ended with it.
+        later = world.say()
+        broken = f"the proxy 127.0.0.1:{port}: connection refused"
+        await until(lambda: service.logged("the proxy does not work: no server is attempted"))
+        [line, *_] = service.logged("the proxy does not work: no server is attempted")
+        assert line["reason"] == f"no connection to {broken}"
+        answer = await service.ask("/ready")
+        assert answer.status_code == 503
+        assert broken in answer.text
+        assert later not in world.servers[0].received
+        async with proxy_py(home, port=port):
+            await arrived(later, world.servers[0])
+        # An attempt on a tunnel that had just ended has no verdict.
+        assert {line["outcome"] for line in world.ledger()} <= {"delivered", "unknown"}
+        nursery.cancel_scope.cancel()
+
+
+async def kept(world: World, task_status: trio.TaskStatus[Service]) -> None:
+    """The daemon, until it is cancelled."""
+    async with world.service() as service:
+        task_status.started(service)
+        await trio.sleep_forever()
+
+
+@pytest.mark.usefixtures("_log_as_it_was")
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:3128"])
+async def test_a_proxy_of_the_environment_that_is_not_used_is_said_once(
+    home: Path,
+    url: str | None,
+    autojump_clock: trio.testing.MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("https_proxy", "http://u:c4n4ry@proxy:3128")
+    started = trio.Event()
+
+    def send(message: bytes) -> None:
+        if message.startswith(b"STATUS=waiting"):
+            started.set()
+
+    runtime = replace(real_runtime(), run_sync=inline, network=NoNetwork())  # type: ignore[arg-type]
+    path = write_config(home, federation={"proxy": {"url": url}})
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(daemon.run, path, runtime, Notifier(send, lambda: 1))
+        await started.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+    said = capsys.readouterr().err
+    lines = [json.loads(line) for line in said.splitlines() if "environment" in line]
+    assert [line["variables"] for line in lines] == ([["https_proxy"]] if url is None else [])
+    assert "c4n4ry" not in said
 
 
 def write_config(directory: Path, **settings: Any) -> Path:

@@ -19,7 +19,7 @@ from tests.servers import Databases
 from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, TcpAddress, UnixAddress, database_url, loads
 from fedsender.config.from_synapse import Converted, from_synapse
-from fedsender.config.values import HttpPeer
+from fedsender.config.values import HttpPeer, proxy_url
 
 CANARY = "c4n4ry-"
 Files = dict[str, Any]
@@ -301,6 +301,62 @@ def test_what_could_not_be_carried_over_is_named(tmp_path: Path) -> None:
     ):
         assert f"fedsender: {setting}: " in err, setting
     assert "backoff" not in out
+
+
+def test_a_proxy_is_carried_over_and_its_password_goes_into_a_file(tmp_path: Path) -> None:
+    hs = homeserver(
+        https_proxy="http://us%40r:c4n4ry%2Fproxy@proxy.example:3128/",
+        no_proxy_hosts=["a.example", ".B.example", "10.1.2.3/16", "192.0.2.7", "bad name"],
+    )
+    files = write(tmp_path, homeserver=hs, worker=WORKER)
+    secrets = tmp_path / "secrets"
+    code, out, err = run("config", "from-synapse", *files, "--secrets", secrets)
+
+    assert code == 0, err
+    assert CANARY not in out + err
+    proxy = loads(out, directory=tmp_path).federation.proxy
+    assert str(proxy.url and proxy_url(proxy.url)) == "http://proxy.example:3128"
+    assert proxy.username == "us@r"
+    assert proxy.password_file == secrets / "proxy-password"
+    assert proxy.password_file.read_text() == "c4n4ry/proxy\n"
+    assert list(map(str, proxy.no_proxy)) == [
+        *("a.example", ".a.example", "b.example", ".b.example", "10.1.0.0/16", "192.0.2.7/32")
+    ]
+    assert "no_proxy_hosts: 1 of it left out" in err
+    assert "https_proxy: federation.ip_deny is judged here, too" in err
+
+
+@pytest.mark.parametrize(
+    ("setting", "url"),
+    [
+        ("proxy.example", "http://proxy.example:1080"),
+        ("https://[2001:db8::1]:443", "https://[2001:db8::1]:443"),
+        ("", None),
+    ],
+)
+def test_a_proxy_without_a_port_or_a_scheme_is_read_as_synapse_reads_it(
+    tmp_path: Path, setting: str, url: str | None
+) -> None:
+    hs = homeserver(https_proxy=setting)
+    code, out, err = run("config", "from-synapse", *write(tmp_path, homeserver=hs, worker=WORKER))
+    assert code == 0, err
+    found = loads(out, directory=tmp_path).federation.proxy.url
+    assert (None if found is None else proxy_url(found)) == url
+
+
+def test_a_proxy_for_no_server_is_left_out_and_a_bad_one_is_an_error_without_its_value(
+    tmp_path: Path,
+) -> None:
+    hs = homeserver(https_proxy="http://proxy:1", no_proxy_hosts=["*"])
+    code, out, err = run("config", "from-synapse", *write(tmp_path, homeserver=hs, worker=WORKER))
+    assert code == 0
+    assert "proxy" not in out
+    assert "https_proxy: is left out: no_proxy_hosts has *" in err
+    hs = homeserver(https_proxy=f"socks5://u:{CANARY}@proxy:1")
+    code, out, err = run("config", "from-synapse", *write(tmp_path, homeserver=hs, worker=WORKER))
+    assert code != 0
+    assert "https_proxy: must be a URL such as http://proxy.example:3128" in err
+    assert CANARY not in out + err
 
 
 # --- who we are -----------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ feed: the backlog can be delivered while the homeserver is down.
 import errno
 import gc
 import json
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
@@ -27,6 +28,7 @@ from fedsender.admin import open_admin
 from fedsender.allocator import give_memory_back, use_few_arenas
 from fedsender.config import Config, ConfigError, Policies, load
 from fedsender.federation.client import open_client
+from fedsender.federation.proxy import proxies_in
 from fedsender.federation.signing import load_signing_keys
 from fedsender.health import failure_rate, read_health
 from fedsender.ledger import EVERY_SERVER, Ledger, Line, open_ledger
@@ -288,6 +290,9 @@ async def run(path: Path, runtime: Runtime | None = None, notifier: Notifier | N
     note_start(config, path, "sender")
     for text in config.warnings():
         log.warning("configuration is not safe", reason=text)
+    unused = proxies_in(os.environ) if config.federation.proxy.url is None else []
+    if unused:
+        log.warning("proxy of the environment is not used: see federation.proxy", variables=unused)
     use_few_arenas()
     raise_file_limit(of_daemon(config.federation, config.sending).files)
     collect_less_often()

@@ -93,7 +93,10 @@ class Network(Protocol):
     async def start_tls(
         self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
     ) -> trio.abc.Stream:
-        """Finish a TLS handshake on `stream`; raises ssl.SSLError, trio.BrokenResourceError."""
+        """Finish a TLS handshake on `stream`; raises ssl.SSLError, trio.BrokenResourceError.
+
+        The stream may be a TLS stream of this network: then the new one runs inside it.
+        """
         ...
 
     async def resolve(
@@ -207,7 +210,12 @@ class RealNetwork:
     async def start_tls(
         self, stream: trio.abc.Stream, context: ssl.SSLContext, server_hostname: str
     ) -> trio.abc.Stream:
-        assert isinstance(stream, trio.SocketStream)
+        if not isinstance(stream, trio.SocketStream):
+            inner = trio.SSLStream(
+                stream, context, server_hostname=server_hostname, https_compatible=True
+            )
+            await inner.do_handshake()
+            return inner
         tls = TlsStream(socket.socket(fileno=stream.socket.detach()), context, server_hostname)
         try:
             await tls.do_handshake()
@@ -260,14 +268,16 @@ class RealNetwork:
         return self._hosts[1].get((name.rstrip(".").lower(), rdtype), ())
 
     def deserted(self, streams: Sequence[trio.abc.Stream]) -> list[trio.abc.Stream]:
-        by_descriptor: dict[int, TlsStream] = {}
+        by_descriptor: dict[int, tuple[trio.abc.Stream, TlsStream]] = {}
         poll = select.poll()
         for stream in streams:
-            if isinstance(stream, TlsStream) and stream.socket.fileno() >= 0:
-                by_descriptor[stream.socket.fileno()] = stream
-                poll.register(stream.socket, select.POLLIN)
+            # Of TLS in TLS the outer one is asked: in idle times nothing comes through it.
+            outer = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+            if isinstance(outer, TlsStream) and outer.socket.fileno() >= 0:
+                by_descriptor[outer.socket.fileno()] = (stream, outer)
+                poll.register(outer.socket, select.POLLIN)
         news = [by_descriptor[descriptor] for descriptor, _ in poll.poll(0)]
-        return [stream for stream in news if stream.deserted()]
+        return [stream for stream, outer in news if outer.deserted()]
 
 
 def our_lack(error: object) -> OutOfResources | None:

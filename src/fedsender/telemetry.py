@@ -374,7 +374,7 @@ class Metrics:
         )
         self.out_of_resources = self._counter(
             "fedsender_out_of_resources",
-            "Attempts that could not be made: we had no file descriptor, buffer or memory for them",
+            "Attempts that could not be made: no file descriptor, memory or working proxy",
         )
         self.isolations = self._counter(
             "fedsender_isolations", "Steps of finding the item that makes a server refuse"

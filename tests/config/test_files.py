@@ -260,3 +260,31 @@ def test_a_database_of_ours_that_others_may_read_is_warned_of(tmp_path: Path) ->
     for setting in ("sender_database", "federation.discovery_cache"):
         assert f"{setting}: {tmp_path}/" in found
     assert found.count("can be read or written by others (mode 644") == 3  # the key too
+
+
+def test_the_password_of_a_proxy_is_a_file_that_is_checked_and_never_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    proxy = "federation: {proxy: {url: 'URL', username: u, password_file: secret}}"
+    config = config_with(tmp_path, proxy.replace("URL", "http://proxy.example:3128"))
+    assert run_command(["config", "check", "-c", str(config)]) == 2
+    assert f"federation.proxy.password_file: {tmp_path}/secret: " in capsys.readouterr().err
+
+    (tmp_path / "secret").write_text("c4n4ry\n")
+    (tmp_path / "secret").chmod(0o600)
+    assert load(config).file_problems() == []
+    found = "\n".join(load(config).warnings())
+    assert "federation.proxy.password_file: goes to proxy.example in clear: use https://" in found
+    for url in ("http://127.0.0.1:3128", "https://proxy.example:3128"):
+        safe = config_with(tmp_path, proxy.replace("URL", url))
+        assert "in clear" not in "\n".join(load(safe).warnings())
+    run_command(["config", "check", "-c", str(config)])
+    said = capsys.readouterr()
+    read = load(config)
+    assert "c4n4ry" not in said.out + said.err + repr(read) + read.model_dump_json()
+
+    inside = config_with(tmp_path, "federation: {proxy: {url: 'http://u:c4n4ry@proxy:3128'}}")
+    assert run_command(["config", "check", "-c", str(inside)]) == 2
+    err = capsys.readouterr().err
+    assert "federation.proxy.url: must not hold a password: see proxy.username" in err
+    assert "c4n4ry" not in err

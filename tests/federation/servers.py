@@ -4,6 +4,8 @@ import os
 import random
 import resource
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import (
     asynccontextmanager,
@@ -12,6 +14,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 import dns.message
@@ -308,3 +311,29 @@ async def send(
     with trio.fail_after(60):
         link = await peer.connect()
         return await link.put_transaction(transaction_id, body, event_ids)
+
+
+@asynccontextmanager
+async def proxy_py(directory: Path, *options: str, port: int = 0) -> AsyncIterator[int]:
+    """An HTTP proxy of the package proxy.py as a process; yields its port (0: any)."""
+    file = directory / "proxy.port"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "proxy", "--port", str(port), "--port-file", str(file)]
+    command += ["--num-workers", "1", "--num-acceptors", "1", "--data-dir", str(directory / "data")]
+    environment = {**os.environ, "HOME": str(directory)}
+    async with trio.open_nursery() as nursery:
+        run = partial(
+            trio.run_process,
+            [*command, "--log-level", "ERROR", *options],
+            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        process: trio.Process = await nursery.start(run)
+        with trio.fail_after(30):
+            while not (file.exists() and file.read_text().strip()):
+                assert process.returncode is None, "the proxy ended"
+                await trio.sleep(0.05)
+        yield int(file.read_text().split()[0])
+        nursery.cancel_scope.cancel()

@@ -9,6 +9,7 @@ from tests.sender.harness import Request, World, ok
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
+from fedsender.federation.proxy import ProxyBroken
 from fedsender.runtime import OutOfResources
 
 A, B = "a.example", "b.example"
@@ -82,6 +83,36 @@ async def test_a_transaction_that_met_our_own_lack_is_the_next_thing_sent_and_no
     assert {line["outcome"] for line in lines[:-2]} == {"unknown"}
     assert "Too many open files" in lines[0]["reason"]
     assert [line["outcome"] for line in lines[-2:]] == ["delivered"] * 2
+
+
+async def test_a_broken_proxy_is_no_failure_of_a_server(
+    world: World, autojump_clock: MockClock
+) -> None:
+    reason = "the proxy 192.0.2.1:3128 answered 407 to CONNECT 198.51.100.7:8448"
+
+    def broken() -> None:
+        raise ProxyBroken(reason)
+
+    server = world.server(A, connecting=broken)
+    async with world.run() as sender:
+        await world.join(R1, A)
+        with structlog.testing.capture_logs() as logs:
+            await world.say(R1, "one")
+            await trio.sleep(60)
+        assert sender.context.admission.gate.lack == reason
+        assert [line for line in logs if line["log_level"] == "error"] == [
+            {
+                "event": "the proxy does not work: no server is attempted",
+                "log_level": "error",
+                "reason": reason,
+                "for_s": 5.0,
+            }
+        ]
+        assert sender.active[A].state.healthy
+        assert world.ledger(A) == []
+        server.connecting = None
+        await trio.sleep(6)
+    assert server.got == ["one"]
 
 
 async def test_a_stop_does_not_wait_for_descriptors(

@@ -37,7 +37,8 @@ def problems(context: AdminContext) -> Iterator[str]:
     if not gate.open:
         yield "the instance lock is lost: nothing is sent until it is taken again"
     if gate.lack is not None:
-        yield f"no server can be attempted, we lack file descriptors or memory: {gate.lack}"
+        lacking = "file descriptors, memory or the proxy"
+        yield f"no server can be attempted, we lack {lacking}: {gate.lack}"
     now = trio.current_time()
     standstill = sender.fan_out.standstill
     if standstill is not None:

@@ -30,6 +30,7 @@ from fedsender.federation.client import (
 from fedsender.federation.dialing import Reached, TlsPolicy
 from fedsender.federation.discovery import AskDns, AskWellKnown, Resolved
 from fedsender.federation.discovery_cache import Delegation, Lookup
+from fedsender.federation.proxy import ProxyBroken
 from fedsender.federation.transport import Connection, causes, words
 from fedsender.runtime import OutOfResources, Runtime
 from fedsender.tls import TlsStream
@@ -227,6 +228,8 @@ class _Walk:
             self.fail(str(unfit))
         except trio.TooSlowError:
             self.fail(f"the probe is not done within {PROBE_S:g} s")
+        except ProxyBroken as broken:
+            self.fail(str(broken.strerror))
         except OutOfResources as lack:
             self.fail(f"this machine has no room for a connection: {lack.strerror}")
         else:

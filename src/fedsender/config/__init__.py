@@ -271,7 +271,9 @@ class Config(Section):
     def warnings(self, *sections: str) -> list[str]:
         """The settings that can be used and are not safe, one line each; sections as for
         `file_problems`."""
-        clear = ((("feed", *place), text) for place, text in self.feed.warnings())
+        clear = [(("feed", *place), text) for place, text in self.feed.warnings()]
+        proxy = self.federation.proxy.warnings()
+        clear += [(("federation", "proxy", *place), text) for place, text in proxy]
         return [
             self.problem(location, text)
             for location, text in (*weak_files(self), *clear)

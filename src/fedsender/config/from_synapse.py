@@ -5,12 +5,14 @@ named, one by one. No secret's value is printed: the configuration names a file 
 Synapse's own where it has one.
 """
 
+import ipaddress
 import os
 import secrets as random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
@@ -26,13 +28,16 @@ from fedsender.config.synapse import (
     read_synapse,
     roles_of,
 )
+from fedsender.config.values import TcpAddress, parse_no_proxy, parse_proxy, proxy_url
 from fedsender.matrix import is_server_name
 
 MAX_PER_DESTINATION: Final = 100
+MAX_NO_PROXY: Final = 1000
+# Where a URL has no port.
+_PROXY_PORT: Final = 1080
 
 _NOTHING_LIKE_IT: Final = {
-    "http_proxy": "connections to other servers are made directly",
-    "https_proxy": "connections to other servers are made directly",
+    "http_proxy": "other servers are reached by https_proxy",
     "worker_log_config": "the log goes to standard error: see log",
     "worker_listeners": "metrics and health are at admin.listen",
     "modules": "what a module does in a sender, such as to route presence, is not done",
@@ -194,7 +199,7 @@ class _Making:
             "signing_key": path,
             "homeserver": self.homeserver(roles),
             "feed": {"kind": "redis", "redis": self.redis()} | self.http(roles),
-            "federation": federation_of(settings, self.note),
+            "federation": federation_of(settings, self.note) | self.proxy(),
             "sending": self.sending(),
             "destinations": destinations_of(settings, self.note),
             "metrics": self.metrics(),
@@ -318,6 +323,68 @@ class _Making:
         if secret is not None:
             values["secret_file"] = secret
         return {"http": values}
+
+    # --- the proxy --------------------------------------------------------------------------------
+
+    def proxy(self) -> dict[str, Any]:
+        settings = self.settings
+        # "" is none, too.
+        text = settings.text("https_proxy") if settings.values.get("https_proxy") else None
+        if text is None:
+            if settings.values.get("no_proxy_hosts"):
+                self.note("no_proxy_hosts", "is left out: there is no https_proxy")
+            return {}
+        spared = self.no_proxy()
+        if spared is None:
+            self.note("https_proxy", "is left out: no_proxy_hosts has *, which is all servers")
+            return {}
+        must = "must be a URL such as http://proxy.example:3128"
+        try:
+            parts = urlsplit(text if "://" in text else f"http://{text}")
+            address = TcpAddress(parts.hostname or "", parts.port or _PROXY_PORT)
+            url = proxy_url(parse_proxy(f"{parts.scheme}://{address}"))
+        except ValueError:
+            raise settings.wrong("https_proxy", must) from None
+        values: dict[str, Any] = {"url": url}
+        if parts.username and parts.password:
+            password = unquote(parts.password)
+            values["username"] = unquote(parts.username)
+            values["password_file"] = self.secret("https_proxy", "proxy-password", password)
+        elif parts.username or parts.password:
+            self.note("https_proxy", "its user is left out: there must be a name and a password")
+        if spared:
+            values["no_proxy"] = spared
+        self.note(
+            "https_proxy",
+            "federation.ip_deny is judged here, too, which Synapse leaves to its proxy",
+        )
+        return {"proxy": values}
+
+    def no_proxy(self) -> list[str] | None:
+        """Our `no_proxy`; None: no server is reached through the proxy."""
+        found: list[str] = []
+        listed = self.settings.texts("no_proxy_hosts") or ()
+        if "*" in listed:
+            return None
+        wrong = 0
+        for each in listed:
+            try:
+                found.append(str(ipaddress.ip_network(each, strict=False)))
+                continue
+            except ValueError:
+                pass
+            try:
+                name = parse_no_proxy(each.lstrip("."))
+            except ValueError:
+                wrong += 1
+                continue
+            # There a name is also all names below it.
+            found += [str(name), f".{name}"]
+        if wrong:
+            self.note("no_proxy_hosts", f"{wrong} of it left out: no names, IPs or ranges")
+        if len(found) > MAX_NO_PROXY:
+            self.note("no_proxy_hosts", f"only the first {MAX_NO_PROXY}")
+        return found[:MAX_NO_PROXY]
 
     # --- the rest ---------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ from fedsender.config.values import (
     ListenAddress,
     Nameserver,
     Network,
+    NoProxy,
+    ProxyAddress,
     Seconds,
     SecretPath,
     ServerName,
@@ -124,6 +126,59 @@ def _tls_version(value: object) -> object:
     return str(value) if isinstance(value, float) else value
 
 
+class Proxy(Section):
+    """The HTTP proxy through which other servers are reached."""
+
+    url: ProxyAddress | None = Field(
+        default=None,
+        description='"http://host:port", or "https://host:port" for TLS with the proxy itself;'
+        " null: none.",
+    )
+    username: str | None = Field(
+        default=None,
+        pattern=r"^[^\x00-\x1f\x7f:]{1,200}$",
+        description="User for the proxy's basic authorization.",
+    )
+    password_file: SecretPath | None = Field(
+        default=None, description="File with the password of that user."
+    )
+    ca_file: FilePath | None = Field(
+        default=None,
+        description="Certificates to trust for an https proxy, instead of the system's.",
+    )
+    names: Literal["here_first", "here", "proxy"] = Field(
+        default="here_first",
+        description="Where names of servers are resolved. here_first: the proxy resolves a name"
+        " that has no address here; here: the proxy gets IPs only; proxy: the proxy resolves all.",
+    )
+    no_proxy: tuple[NoProxy, ...] = Field(
+        default=(),
+        max_length=1000,
+        description="Servers that are connected to directly: a name, a .suffix of names, an IP, an"
+        " IP range.",
+    )
+
+    def contradictions(self) -> Contradictions:
+        if self.url is None:
+            for name in sorted(self.model_fields_set - {"url"}):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    yield (name,), "has no use without a url"
+            return
+        if (self.username is None) != (self.password_file is None):
+            set_one = "username" if self.password_file is None else "password_file"
+            yield (set_one,), "needs username and password_file together"
+        if self.ca_file is not None and not self.url.tls:
+            yield ("ca_file",), "is for a url of https:// only"
+
+    def warnings(self) -> Contradictions:
+        """The unsafe settings."""
+        if self.password_file is None or self.url is None or self.url.tls:
+            return
+        host = self.url.address.host if isinstance(self.url.address, TcpAddress) else ""
+        if not is_loopback(host):
+            yield ("password_file",), f"goes to {host} in clear: use https://, or a tunnel"
+
+
 class Federation(Section):
     """How other servers are found and connected to."""
 
@@ -164,6 +219,9 @@ class Federation(Section):
         description='DNS servers to ask for other servers, "ip" or "ip:port";'
         " [] takes those of /etc/resolv.conf.",
     )
+    proxy: Proxy = Field(
+        default_factory=Proxy, description="The HTTP proxy through which other servers are reached."
+    )
     discovery_cache: FilePath = Field(
         default=Path("discovery-cache.sqlite3"),
         description="File that keeps where other servers were found over a restart.",
@@ -193,6 +251,8 @@ class Federation(Section):
             yield ("ca_file",), "has no use with verify_certificates: false"
         if self.more_ca_files and self.ca_file is None:
             yield ("more_ca_files",), "has no use without ca_file"
+        for place, text in self.proxy.contradictions():
+            yield ("proxy", *place), text
 
 
 class Sending(Section):

@@ -39,6 +39,8 @@ _UNITS_BYTES: Final = {
     "TiB": 2**40,
 }
 _DURATION: Final = re.compile(r"(?:[0-9]{1,9}(?:\.[0-9]{1,6})?(?:ms|[smhdw]))+")
+_PROXY: Final = re.compile(r"(https?)://([^/?#]+)/?", re.IGNORECASE)
+_NO_PROXY: Final = re.compile(r"\.?(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?", re.ASCII)
 _DURATION_PART: Final = re.compile(r"([0-9.]+)(ms|[smhdw])")
 _SIZE: Final = re.compile(r"([0-9]{1,15}) ?([kKMGT]?i?B|)")
 _MAX_SECONDS: Final = 10 * 365 * 86_400
@@ -132,6 +134,40 @@ def parse_http_peer(value: object) -> HttpPeer:
         raise ValueError(
             "must be an address such as 127.0.0.1:9093, https://hs.example:9093 or unix:/run/x.sock"
         ) from None
+
+
+def parse_proxy(value: object) -> HttpPeer:
+    """From `http://host:port` or `https://host:port`; raises ValueError, which quotes nothing."""
+    if isinstance(value, HttpPeer):
+        return value
+    found = _PROXY.fullmatch(value) if isinstance(value, str) else None
+    if found is not None and "@" in found[2]:
+        raise ValueError("must not hold a password: see proxy.username and proxy.password_file")
+    try:
+        address = None if found is None else parse_address(found[2])
+    except ValueError:
+        address = None
+    if found is None or not isinstance(address, TcpAddress):
+        raise ValueError("must be a URL such as http://proxy.example:3128 or https://192.0.2.1:443")
+    return HttpPeer(address, tls=found[1].lower() == "https")
+
+
+def proxy_url(peer: HttpPeer) -> str:
+    """The URL of a proxy, as `parse_proxy` reads it."""
+    return f"{'https' if peer.tls else 'http'}://{peer.address}"
+
+
+def parse_no_proxy(value: object) -> "IpNetwork | str":
+    """From an IP, `10.0.0.0/8`, `b.example` or `.example`; names made lower. Raises ValueError."""
+    if isinstance(value, ipaddress.IPv4Network | ipaddress.IPv6Network):
+        return value
+    if isinstance(value, str):
+        try:
+            return ipaddress.ip_network(value)
+        except ValueError:
+            if _NO_PROXY.fullmatch(value) and not value.rstrip(".").rpartition(".")[2].isdigit():
+                return value.lower().rstrip(".")
+    raise ValueError("must be a name, .suffix, IP or IP range, such as b.example or 10.0.0.0/8")
 
 
 def parse_listen_address(value: object) -> TcpAddress | UnixAddress:
@@ -379,6 +415,8 @@ Seconds = Annotated[float, BeforeValidator(parse_duration)]
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 Address = Annotated[TcpAddress | UnixAddress, PlainValidator(parse_address), PlainSerializer(str)]
 HttpAddress = Annotated[HttpPeer, PlainValidator(parse_http_peer), PlainSerializer(str)]
+ProxyAddress = Annotated[HttpPeer, PlainValidator(parse_proxy), PlainSerializer(proxy_url)]
+NoProxy = Annotated[IpNetwork | str, PlainValidator(parse_no_proxy), PlainSerializer(str)]
 ListenAddress = Annotated[
     TcpAddress | UnixAddress, PlainValidator(parse_listen_address), PlainSerializer(str)
 ]

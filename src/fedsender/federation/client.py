@@ -25,7 +25,13 @@ from fedsender.config.values import IPRanges
 from fedsender.federation.answer import Answer, answer_of, longest_answer, parse_answer
 from fedsender.federation.connections import Connections, Live
 from fedsender.federation.dialing import Dialer, Reached, TlsPolicy, Unreachable, unheard
-from fedsender.federation.discovery import WELL_KNOWN_BOUNDS, Discovery, Question, Resolved
+from fedsender.federation.discovery import (
+    WELL_KNOWN_BOUNDS,
+    Discovery,
+    Question,
+    Resolved,
+    all_here,
+)
 from fedsender.federation.discovery_cache import (
     Delegation,
     DiscoveryCache,
@@ -35,6 +41,7 @@ from fedsender.federation.discovery_cache import (
     save_cache,
 )
 from fedsender.federation.places import Displaced, Places
+from fedsender.federation.proxy import Proxy
 from fedsender.federation.signing import SigningKey, authorization_header
 from fedsender.federation.transport import (
     AnswerMemory,
@@ -160,6 +167,9 @@ async def open_client(
 
     At the end idle connections are closed and the cache of discovery is saved. A client without a
     key only looks: it sends no transaction, and the file of the cache stays as it is.
+
+    Raises:
+        ConfigError: the file with the proxy's password cannot be used.
     """
     client = FederationClient(config, runtime, server_name, key, metrics)
     cache = client.discovery.cache
@@ -196,7 +206,10 @@ class FederationClient:
         self.metrics = metrics
         self.memory = AnswerMemory()
         self.user_agent = _user_agent(config.user_agent_suffix)
-        self.dialer = Dialer(runtime.network, config.connect_timeout, config.handshake_timeout)
+        proxy = _proxy_of(config, runtime)
+        self.dialer = Dialer(
+            runtime.network, config.connect_timeout, config.handshake_timeout, proxy
+        )
         self.discovery = Discovery(
             runtime.network,
             runtime.random,
@@ -205,6 +218,7 @@ class FederationClient:
             concurrent_lookups=_PLACES,
             lookup_s=_LOOKUP_S,
             nameservers=[(each.host, each.port) for each in config.nameservers],
+            resolves=all_here if proxy is None else proxy.resolves,
         )
         self.web_places = Places(_PLACES)
         self.connections = Connections(
@@ -526,6 +540,17 @@ class Link:
             self._live.lines,
             value.encode("ascii"),
         )
+
+
+def _proxy_of(config: Federation, runtime: Runtime) -> Proxy | None:
+    """The proxy of the configuration; raises ConfigError for its files."""
+    settings = config.proxy
+    if settings.url is None:
+        return None
+    context = None
+    if settings.url.tls:
+        context = TlsPolicy(settings.ca_file, config.minimum_tls_version).context()
+    return Proxy(settings, runtime.network, context)
 
 
 def _user_agent(suffix: str | None) -> str:

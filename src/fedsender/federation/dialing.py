@@ -4,6 +4,9 @@ The address connected to is the very address that was checked against the IP ran
 resolved between the check and the connect, so a DNS answer that changes cannot lead us into a
 private network. The certificate is checked for the name that the Matrix delegation ended in, with
 any address.
+
+Behind a proxy the connection is asked for by that same address. Only a name without an address here
+goes to the proxy unchecked, if the configuration allows it.
 """
 
 import errno
@@ -19,6 +22,7 @@ import trio
 from cachetools import LRUCache
 
 from fedsender.config.values import IPRanges
+from fedsender.federation.proxy import Proxy, ProxyRefused
 from fedsender.federation.transport import Connection, causes, reason, words
 from fedsender.limits import MAX_CONNECTING
 from fedsender.runtime import Network, OutOfResources, our_lack
@@ -105,13 +109,15 @@ class Dialer:
     """Opens connections; knows the addresses that worked before.
 
     Attributes:
-        connect_s: seconds for a TCP connection, over all addresses.
+        connect_s: seconds for a TCP connection, over all addresses, the proxy's part included.
         handshake_s: seconds for the TLS handshake.
+        proxy: the way of all connections that it does not spare; None: all are direct.
     """
 
     network: Network
     connect_s: float
     handshake_s: float
+    proxy: Proxy | None = None
     _contexts: dict[TlsPolicy, ssl.SSLContext] = field(default_factory=dict)
     _worked: LRUCache[str, str] = field(default_factory=lambda: LRUCache(maxsize=_REMEMBERED))
     _prefer_ipv4: bool = False
@@ -136,11 +142,15 @@ class Dialer:
             OutOfResources: this process can open no connection now.
         """
         context = self._context(tls)
-        permitted = [address for address in candidates if ranges.permit(address[0])]
+        permitted = [
+            address
+            for address in candidates
+            if ranges.permit(address[0]) or self._resolved_by_proxy(address[0], tls_name)
+        ]
         if not permitted:
             addresses = ", ".join(sorted({ip for ip, _ in candidates}))
             raise Unreachable("blocked", f"address outside the permitted IP ranges: {addresses}")
-        stream, address = await self._race(self._in_order(permitted, tls_name))
+        stream, address = await self._race(self._in_order(permitted, tls_name), tls_name)
         self._remember(tls_name, address, permitted)
         told(Reached(address))
         where = f"({_place(address)} as {tls_name})"
@@ -194,7 +204,29 @@ class Dialer:
             # Where both families were on offer, the one that worked says something about our side.
             self._prefer_ipv4 = ":" not in address[0]
 
-    async def _race(self, candidates: list[Address]) -> tuple[trio.abc.Stream, Address]:
+    def _resolved_by_proxy(self, host: str, tls_name: str) -> bool:
+        proxy = self.proxy
+        return (
+            proxy is not None
+            and proxy.resolves(host) != "here"
+            and not proxy.spares(tls_name, host)
+        )
+
+    def _proxy_for(self, address: Address, tls_name: str) -> Proxy | None:
+        spared = self.proxy is None or self.proxy.spares(tls_name, address[0])
+        return None if spared else self.proxy
+
+    async def _open(self, address: Address, tls_name: str, within_s: float) -> trio.abc.Stream:
+        """A connection to an address, through the proxy if there is one for it. Raises OSError."""
+        proxy = self._proxy_for(address, tls_name)
+        if proxy is None:
+            return await self.network.open_tcp(*address)
+        # Half of the time is left to the proxy, so that its own silence is told from a server's.
+        return await proxy.open(*address, within_s=min(within_s, self.connect_s) / 2)
+
+    async def _race(
+        self, candidates: list[Address], tls_name: str
+    ) -> tuple[trio.abc.Stream, Address]:
         """The first connection to succeed; each address has a head start over the next."""
         won: list[tuple[trio.abc.Stream, Address]] = []
         failures: list[tuple[Address, OSError]] = []
@@ -203,7 +235,7 @@ class Dialer:
             self._connecting += 1
             try:
                 with trio.fail_after(within_s):
-                    stream = await self.network.open_tcp(*address)
+                    stream = await self._open(address, tls_name, within_s)
             except (trio.TooSlowError, OSError) as error:
                 timed_out = TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
                 failures.append((address, error if isinstance(error, OSError) else timed_out))
@@ -231,24 +263,36 @@ class Dialer:
         await _close_all(won[1:])
         if not won:
             lacks = (error for _, error in failures if isinstance(error, OutOfResources))
-            raise next(lacks, None) or self._refusal(candidates, failures)
+            raise next(lacks, None) or self._refusal(candidates, failures, tls_name)
         return won[0]
 
     def _refusal(
-        self, candidates: Sequence[Address], failures: Sequence[tuple[Address, OSError]]
+        self,
+        candidates: Sequence[Address],
+        failures: Sequence[tuple[Address, OSError]],
+        tls_name: str,
     ) -> Unreachable:
         """The error: each failure once, with its addresses. No failure means: no time left."""
         places: dict[str, list[str]] = {}
         for address, error in failures:
-            places.setdefault(reason(error), []).append(_place(address))
+            # The words of the proxy name the address.
+            where = [] if isinstance(error, ProxyRefused) else [self._way(address, tls_name)]
+            places.setdefault(reason(error), []).extend(where)
         failed = {address for address, _ in failures}
         for address in candidates:
             if address not in failed:
                 text = f"no connection within {self.connect_s:g} s"
-                places.setdefault(text, []).append(_place(address))
+                places.setdefault(text, []).append(self._way(address, tls_name))
         heard = any(not _timed_out(error) for _, error in failures)
-        texts = (f"{text} ({', '.join(where)})" for text, where in places.items())
+        texts = (
+            f"{text} ({', '.join(where)})" if where else text for text, where in places.items()
+        )
         return Unreachable("refused" if heard else "timeout", "; ".join(texts))
+
+    def _way(self, address: Address, tls_name: str) -> str:
+        proxy = self._proxy_for(address, tls_name)
+        through = "" if proxy is None else f" through {proxy.name}"
+        return f"{_place(address)}{through}"
 
 
 def _place(address: Address) -> str:

@@ -30,6 +30,7 @@ from fedsender.federation.discovery_cache import (
     delegation_after,
 )
 from fedsender.federation.places import Displaced, Places
+from fedsender.federation.proxy import Names
 from fedsender.federation.transport import Bounds, ExchangeFailed, Response
 from fedsender.matrix import parse_server_name
 from fedsender.runtime import NameNotFound, Network, RecordType, ResolveFailed
@@ -66,7 +67,8 @@ class Resolved:
     Attributes:
         host_header: the value of the `Host` header.
         tls_name: the host name or IP literal its certificate must be for (no brackets, no port).
-        candidates: (IP, port) pairs to try, best first.
+        candidates: (IP, port) pairs to try, best first; a host name in place of the IP is for the
+            proxy to resolve.
         note: errors on the way that did not end it, for an operator; "" if there were none.
     """
 
@@ -96,7 +98,13 @@ class AskDns:
 
 Question = AskWellKnown | AskDns
 Answer = Delegation | Lookup
+Resolves = Callable[[str], Names]
+"""The place where a host name is resolved, as `Proxy.resolves` says it."""
 _Steps = Generator[Question, Answer, Resolved]
+
+
+def all_here(host: str) -> Names:
+    return "here"
 
 
 class Resolution:
@@ -110,9 +118,14 @@ class Resolution:
     """The next question; None when `result` is known."""
 
     def __init__(
-        self, server_name: str, rng: random.Random, *, fixed_address: str | None = None
+        self,
+        server_name: str,
+        rng: random.Random,
+        *,
+        fixed_address: str | None = None,
+        resolves: Resolves = all_here,
     ) -> None:
-        self._steps = _Rules(rng).resolve(server_name, fixed_address)
+        self._steps = _Rules(rng, resolves).resolve(server_name, fixed_address)
         self._result: Resolved | Unreachable | None = None
         self._step(None)
 
@@ -149,8 +162,9 @@ class Srv:
 class _Rules:
     """The steps of the specification; a generator yields each question and is sent its answer."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, resolves: Resolves) -> None:
         self._random = rng
+        self._resolves = resolves
         self._notes: list[str] = []
         self._well_known_broken = False
 
@@ -185,11 +199,16 @@ class _Rules:
 
     def _by_srv(self, host_header: str, host: str) -> _Steps:
         """Steps 3.3 to 3.5, or 4 to 6: an SRV record, its old form, or the default port."""
-        for service in SRV_SERVICES:
+        names = self._resolves(host)
+        # A proxy is asked for connections, and knows no SRV records.
+        for service in () if names == "proxy" else SRV_SERVICES:
             lookup = yield from self._lookup(f"{service}.{host}", "SRV")
             if lookup.failed:
-                # Port 8448 of a server that means another one would be a wrong guess.
-                raise self._undiscoverable(lookup.text)
+                # Port 8448 of a server that means another one would be a wrong guess, unless no
+                # name is known here and the proxy resolves this one.
+                if names == "here" or (yield from self._known_here(host)):
+                    raise self._undiscoverable(lookup.text)
+                break
             records = in_srv_order(parse_srv(lookup.values), self._random)
             if records and all(record.target == "" for record in records):
                 text = f"{service}.{host}: the SRV record says that there is no such service"
@@ -199,6 +218,12 @@ class _Rules:
                 return (yield from self._at(host_header, host, targets[:MAX_SRV_TARGETS]))
         return (yield from self._at(host_header, host, [(host, DEFAULT_PORT)]))
 
+    def _known_here(self, host: str) -> Generator[Question, Answer, bool]:
+        for rdtype in ("AAAA", "A"):
+            if (yield from self._lookup(host, rdtype)).values:
+                return True
+        return False
+
     def _at(self, host_header: str, tls_name: str, targets: list[tuple[str, int]]) -> _Steps:
         """The place with the addresses of (name or literal, port) targets: the last step always."""
         found: list[tuple[str, int]] = []
@@ -207,10 +232,17 @@ class _Rules:
             if is_literal(host):
                 found.append((host, port))
                 continue
+            names = "here" if self._resolves(tls_name) == "here" else self._resolves(host)
+            if names == "proxy":
+                found.append((host, port))
+                continue
+            before = len(found)
             for rdtype in ("AAAA", "A"):
                 lookup = yield from self._lookup(host, rdtype)
                 found += [(value, port) for value in lookup.values if is_literal(value)]
                 failures += [lookup.text] if not lookup.values else []
+            if len(found) == before and names == "here_first":
+                found.append((host, port))
             if len(found) >= MAX_CANDIDATES:
                 break
         if not found:
@@ -351,6 +383,7 @@ class Discovery:
         concurrent_lookups: int,
         lookup_s: float,
         nameservers: Sequence[tuple[str, int]] = (),
+        resolves: Resolves = all_here,
     ) -> None:
         self.cache = cache
         self.lookups = 0
@@ -360,6 +393,7 @@ class Discovery:
         self._now_ms = now_ms
         self._lookup_s = lookup_s
         self._nameservers = tuple(nameservers)
+        self._resolves = resolves
         self._places = Places(concurrent_lookups)
         self._asking: dict[Question, trio.Lock] = {}
 
@@ -383,7 +417,9 @@ class Discovery:
             Unreachable: dns or well_known.
             ValueError: a name is malformed.
         """
-        resolution = Resolution(server_name, self._random, fixed_address=fixed_address)
+        resolution = Resolution(
+            server_name, self._random, fixed_address=fixed_address, resolves=self._resolves
+        )
         while (question := resolution.question) is not None:
             told(question)
             answer = await self._find_out(question, fetch)
@@ -394,9 +430,14 @@ class Discovery:
         return place
 
     async def addresses(self, host: str) -> list[str]:
-        """The addresses of a host name or literal; raises Unreachable, or ValueError."""
+        """The addresses of a host name or literal, or the name for the proxy.
+
+        Raises Unreachable, or ValueError.
+        """
         # A name with a port is one whose resolution asks for addresses and nothing else.
-        resolution = Resolution(f"[{host}]:1" if ":" in host else f"{host}:1", self._random)
+        resolution = Resolution(
+            f"[{host}]:1" if ":" in host else f"{host}:1", self._random, resolves=self._resolves
+        )
         while isinstance(question := resolution.question, AskDns):
             resolution.answer(await self._find_out(question, None))
         return [ip for ip, _ in resolution.result().candidates]

@@ -4,6 +4,7 @@ import structlog
 import trio
 
 from fedsender.federation.client import Answer
+from fedsender.federation.proxy import ProxyBroken
 from fedsender.ledger import Line, TransactionRecord
 from fedsender.runtime import OutOfResources
 from fedsender.sender.admission import LACK_S
@@ -103,8 +104,10 @@ class Reporter:
         """Stop new attempts for a while: one failed for lack of a resource of our own."""
         self._context.metrics.out_of_resources.inc()
         if self._context.admission.gate.freeze(str(lack.strerror)):
+            broken = "the proxy does not work: no server is attempted"
+            lacking = "out of file descriptors or memory: no server is attempted"
             log.error(
-                "out of file descriptors or memory: no server is attempted",
+                broken if isinstance(lack, ProxyBroken) else lacking,
                 reason=lack.strerror,
                 for_s=LACK_S,
             )
