@@ -94,13 +94,15 @@ async def test_destinations_are_a_table_or_one_object_per_line(
     async with open_shell(tmp_path, capsys) as shell:
         await with_a_dead_server(shell.world)
         assert await shell("destinations") == 0
-        assert [line.split()[0] for line in shell.out.splitlines()] == ["SERVER", A, B]
+        assert [line.split()[0] for line in shell.out.splitlines()] == ["SERVER", A, B, "1"]
+        assert shell.out.splitlines()[-1].startswith("1 behind of 2; rooms as counted ")
 
         assert await shell("destinations", "--behind", "--json") == 0
         [entry] = shell.lines
         assert entry["destination"] == B
         assert set(entry) == {
             *("destination", "state", "behind", "rooms_owed", "owes_keys", "oldest_owed_s"),
+            *("events_owed", "in_flight"),
             *("queued_pdus", "failures", "failing_since_ts", "failing_for_s", "last_success_ts"),
             *("next_attempt_ts", "next_attempt_in_s", "last_error", "reason", "paused", "parked"),
         }
@@ -143,6 +145,7 @@ async def test_destinations_show_an_operators_reason_before_an_older_error_and_k
     async with open_shell(tmp_path, capsys) as shell:
         await with_a_dead_server(shell.world)
         await shell.world.store.homeserver.queue_to_device(B, 1, '{"messages":{"n":"1"}}')
+        await shell.world.sender.sweep()
         assert await shell("destinations", "--behind") == 0
         assert "1 room, keys" in shell.out
         assert "connection refused" in shell.out

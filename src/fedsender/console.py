@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 
 def safe(value: object) -> str:
@@ -51,12 +52,23 @@ def say_json(value: object) -> None:
     say(json_line(value))
 
 
-def show(table: "Table") -> None:
-    """Print a table with cells from `display.plain`."""
+def screen_width() -> int:
+    """The columns of the terminal at standard output; 1,000 for a file or a pipe.
+
+    There is no screen to whose width anything could be cut.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        # Into a file or a pipe nothing is cut to the width of a screen that is not there.
-        console = Console(highlight=False, width=200)
-    console.print(table)
+    console = Console()
+    return console.width if console.is_terminal else 1000
+
+
+def show(*parts: "Table | Text") -> None:
+    """Print tables with cells from `display.plain`, or lines."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, width=screen_width())
+    for part in parts:
+        # A line that is too long is the terminal's to wrap: so it can be copied.
+        console.print(part, soft_wrap=isinstance(part, Text))

@@ -258,6 +258,7 @@ async def watch_lag(metrics: Metrics) -> None:
         await trio.sleep_until(due)
         lags.append(trio.current_time() - due)
         metrics.loop_lag_seconds.set(max(lags))
+        metrics.sample(trio.current_time())
 
 
 def collect_less_often() -> None:

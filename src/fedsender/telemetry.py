@@ -11,12 +11,22 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections import deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TextIO
+from typing import Any, BinaryIO, Final, NamedTuple, TextIO
 
 import orjson
 import structlog
@@ -229,12 +239,57 @@ def _catch_libraries(
 # The fan-out's name among Synapse's event processors.
 _PROCESSOR: Final = "federation_sender"
 _LAG_BUCKETS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 3600)
+# One a second, over a minute.
+_SAMPLES: Final = 61
 _LEDGER_BUCKETS: Final = (0.0001, 0.001, 0.01, 0.1, 1, 10)
 _ATTEMPT_BUCKETS: Final = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120)
 
 
 STATES: Final = ("level", "sending", "catching_up", "failing", "waiting", "parked", "paused")
 """The values of the label `state` of `fedsender_destinations`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What was delivered lately.
+
+    Attributes:
+        over_s: the time that was looked at, in seconds: a minute, or less after a start.
+        p50_ms, p95_ms, p99_ms: from making a transaction to its being answered; None: none was.
+    """
+
+    over_s: float
+    pdus_per_s: float
+    edus_per_s: float
+    transactions_per_s: float
+    p50_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+
+
+class _Sample(NamedTuple):
+    """Totals at one moment; `delivered` has those of each bucket of `delivery_seconds`."""
+
+    at: float
+    pdus: float
+    edus: float
+    transactions: float
+    delivered: tuple[float, ...]
+
+
+def _total(counter: Counter) -> float:
+    [family] = counter.collect()
+    return family.samples[0].value
+
+
+def _percentile(share: float, delivered: Sequence[float]) -> float | None:
+    """The duration (ms) that this share of the deliveries took at most, within its bucket."""
+    rank, below, start = share * delivered[-1], 0.0, 0.0
+    for end, upto in zip((*_LAG_BUCKETS, _LAG_BUCKETS[-1]), delivered, strict=True):
+        if upto >= rank and upto > below:
+            return 1000 * (start + (end - start) * (rank - below) / (upto - below))
+        below, start = upto, end
+    return None
 
 
 class Metrics:
@@ -249,6 +304,7 @@ class Metrics:
         self._named = frozenset(per_destination)
         self._requests: dict[str, Counter] = {}
         self._responses: dict[tuple[str, int], Counter] = {}
+        self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._declare_delivery()
         self._declare_fan_out()
         self._declare_client()
@@ -318,6 +374,34 @@ class Metrics:
         if received:
             self.event_processing_last_ts.labels(_PROCESSOR).set(received[-1])
             self.event_processing_lag.labels(_PROCESSOR).set(now_ms - received[-1])
+
+    def sample(self, now: float) -> None:
+        """Note the totals at this moment (Trio's clock), for `rates`; at most once a second."""
+        [delivery] = self.delivery_seconds.collect()
+        self._samples.append(
+            _Sample(
+                now,
+                _total(self.sent_pdus),
+                _total(self.sent_edus),
+                _total(self.sent_transactions),
+                tuple(each.value for each in delivery.samples if each.name.endswith("_bucket")),
+            )
+        )
+
+    def rates(self) -> Rates | None:
+        """What was delivered in the last minute; None: before the second sample."""
+        if len(self._samples) < 2:
+            return None
+        first, last = self._samples[0], self._samples[-1]
+        over_s = last.at - first.at
+        delivered = [new - old for new, old in zip(last.delivered, first.delivered, strict=True)]
+        return Rates(
+            over_s,
+            (last.pdus - first.pdus) / over_s,
+            (last.edus - first.edus) / over_s,
+            (last.transactions - first.transactions) / over_s,
+            *(_percentile(share, delivered) for share in (0.5, 0.95, 0.99)),
+        )
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(name, meaning, labels, registry=self._registry)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import trio
 from tests.sender.harness import World
 
 from fedsender.admin import open_admin
@@ -105,6 +106,7 @@ def context_of(world: World, standing: Standing) -> AdminContext:
         runtime=world.runtime,
         metrics=world.metrics,
         ledger_directory=world.directory / "ledger",
+        began=trio.current_time(),
     )
 
 

@@ -335,6 +335,7 @@ async def test_openapi_describes_every_endpoint(world: World, autojump_clock: Mo
     assert ours == {
         "/notify_remote_server_up",
         "/destinations",
+        "/overview",
         "/destinations/{server}",
         "/why/{server}",
         "/trace/{event_id}",

@@ -125,8 +125,10 @@ async def test_behind_lists_only_those_that_are_owed_something(
         page = await desk.get("destinations", behind=True)
 
         [entry] = page["destinations"]
-        assert (entry["destination"], entry["state"]) == (B, "waiting after a failure")
-        assert (entry["behind"], entry["rooms_owed"], entry["failures"] > 1) == (True, 1, True)
+        assert (entry["destination"], entry["state"]) == (B, "failing")
+        assert entry["behind"]
+        assert entry["failures"] > 1
+        assert entry["queued_pdus"] + entry["events_owed"] == 1
         assert entry["last_error"] == "unreachable"
         assert entry["oldest_owed_s"] == pytest.approx(60, abs=1)
 
@@ -200,13 +202,10 @@ async def test_a_server_with_a_frozen_transaction_is_neither_idle_nor_level(
         frozen = FrozenRecord(A, "m1", b"{}", {}, frozen_ms=world.runtime.now_ms(), attempts=3)
         await world.store.sender.save_frozen(frozen)
         why = await desk.get(f"why/{A}")
-        page = await desk.get("destinations", behind=True)
 
     assert why["in_flight"]["transaction_id"] == "m1"
     assert why["state"] == "waiting"
     assert why["summary"].endswith("; waiting: 1 frozen transaction.")
-    listed = [(entry["destination"], entry["state"]) for entry in page["destinations"]]
-    assert listed == [(A, "waiting")]
 
 
 async def test_a_reason_is_said_once_in_the_summary(

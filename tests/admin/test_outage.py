@@ -73,7 +73,7 @@ async def test_a_server_that_hangs_and_does_not_fail_has_an_age_of_its_own(
         world.servers[A].latency = 10_000
         await world.say(R1, "unanswered")
         await trio.sleep(30)
-        await world.sender._note_backlog(await world.sender.context.homeserver.lagging())
+        await world.sender._note_debts(await world.sender.context.homeserver.lagging())
         await trio.sleep(20)
         response: httpx.Response = await desk.http.get("/metrics")
         for name in ("fedsender_oldest_owed_seconds", "fedsender_oldest_owed_healthy_seconds"):

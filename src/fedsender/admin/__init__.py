@@ -42,8 +42,12 @@ async def open_admin(
         CannotListen: the address cannot be listened on; an OSError.
     """
     # Here, because the command line only needs the client.
+    import trio
+
     from fedsender.admin.http1 import PROBES
     from fedsender.admin.serving import serve_app
+
+    began = trio.current_time()
 
     def context() -> "AdminContext":
         from fedsender.admin.context import AdminContext
@@ -59,6 +63,7 @@ async def open_admin(
             runtime=runtime,
             metrics=metrics,
             ledger_directory=policies.config.ledger.directory,
+            began=began,
         )
 
     def make_app() -> "FastAPI":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fedsender.console import say, say_json, show
+from fedsender.console import say, say_json, screen_width, show
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -59,22 +59,76 @@ def destinations(
     config: ConfigFile,
     behind: Annotated[bool, typer.Option("--behind", help="Only those owed something.")] = False,
     pattern: Annotated[str, typer.Option(metavar="GLOB", help="Only those it covers.")] = "*",
+    state: Annotated[str | None, typer.Option(help="Only those in this state.")] = None,
+    sort: Annotated[str, typer.Option(help="name, owed, age or fails.")] = "name",
+    limit: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="At most so many; all without it.")
+    ] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="error", help="Count failing servers by error and age.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """List the destinations; say why the daemon is not ready, if it is not."""
     from fedsender.admin import display
 
-    asked = {"behind": "true" if behind else "false", "pattern": pattern, "limit": 1000}
+    if by not in (None, "error"):
+        raise Mistake("--by takes `error` only")
     client = _client(config)
     for reason in client.problems():
         say(f"fedsender: not ready: {reason}", error=True)
-    entries = client.pages("destinations", "destinations", **asked)
-    if not as_json:
-        show(display.destinations(entries))
+    if by is not None:
+        failing = client.get("overview", limit=1)["failing_by_age"]
+        if as_json:
+            say_json(failing)
+        else:
+            show(display.by_error(failing))
         return DONE
-    for entry in entries:
-        say_json(entry)
+    page: dict[str, Any] = {}
+    entries: list[dict[str, Any]] = []
+    start: object = None
+    while limit is None or len(entries) < limit:
+        page = client.get(
+            "destinations",
+            behind="true" if behind else "false",
+            pattern=pattern,
+            state=state,
+            sort=sort,
+            limit=1000 if limit is None else min(1000, limit - len(entries)),
+            from_=start,
+        )
+        entries += page["destinations"]
+        start = page["next_from"]
+        if start is None:
+            break
+    if as_json:
+        for entry in entries:
+            say_json(entry)
+        return DONE
+    show(*display.destinations(entries, screen_width()))
+    say(display.footer(page))
     return DONE
+
+
+@app.command()
+def status(config: ConfigFile, as_json: AsJson = False) -> int:
+    """Show the daemon at a glance; exit code 1 if it is not ready."""
+    from fedsender.admin import display
+
+    answer = _client(config).get("overview", behind="true", sort="age", limit=5)
+    if as_json:
+        say_json(answer)
+    else:
+        show(*display.head(answer))
+    return DONE if answer["ready"] else WRONG
+
+
+@app.command()
+def top(config: ConfigFile) -> int:
+    """Watch the daemon: the overview and its servers, drawn anew each second."""
+    from fedsender.admin.top import watch
+
+    return DONE if watch(_client(config)) else WRONG
 
 
 @app.command()

@@ -48,6 +48,7 @@ class AdminContext:
         gate: shut while this daemon may not send.
         rendering: for the thread that writes the metrics out; two at once would not be faster.
         ledger_reading: the same for reading the ledger.
+        began: the start, on Trio's clock.
     """
 
     policies: Policies
@@ -60,6 +61,7 @@ class AdminContext:
     runtime: Runtime
     metrics: Metrics
     ledger_directory: Path
+    began: float
     rendering: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
     ledger_reading: trio.CapacityLimiter = field(default_factory=lambda: trio.CapacityLimiter(1))
 

@@ -1,18 +1,31 @@
 """The destinations as an operator lists and names them."""
 
-from collections.abc import Sequence
+import heapq
+import math
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Final, Literal
+
+import trio
 
 from fedsender.admin.bodies import MAX_SERVERS, Servers, bad_param, not_found
 from fedsender.admin.context import AdminContext
+from fedsender.admin.display import AGES
 from fedsender.matrix import matches
 from fedsender.sender.failure import ServerState
-from fedsender.sender.sender import Status
-from fedsender.store.records import Lagging
+from fedsender.sender.sender import Sender, Status
 
 ROWS = 1_000
 """Rows of the destinations table that are read at once."""
+WITHOUT_A_BREAK: Final = 1_000
+"""Servers that are looked at between two turns of other tasks."""
 UNKNOWN = "not a server that we know of"
+
+
+Sort = Literal["name", "owed", "age", "fails"]
+"""The order of a list: by name; or the most rooms, the oldest event, the longest failure first."""
+State = Literal["level", "sending", "catching_up", "failing", "waiting", "parked", "paused"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,21 +33,26 @@ class Summary:
     """One destination in a list; times in milliseconds since the epoch.
 
     Attributes:
-        state: its activity, in words.
+        state: a value of the metric `fedsender_destinations`, "not allowed" or "another sender's".
         behind: whether it is owed anything.
-        rooms_owed: rooms with an event that it has not answered for.
-        owes_keys: to-device messages or device lists wait.
+        rooms_owed: rooms with an event that it had not answered for at the last sweep; null: it
+            has fallen behind since.
+        events_owed: events for it since that sweep.
+        owes_keys: to-device messages or device lists wait, as far as memory knows.
         oldest_owed_s: seconds since the homeserver received the oldest event that stands for such
             a room.
+        in_flight: the id of the frozen transaction, if there is one in memory.
     """
 
     destination: str
     state: str
     behind: bool
-    rooms_owed: int
+    rooms_owed: int | None
+    events_owed: int
     owes_keys: bool
     oldest_owed_s: float | None
     queued_pdus: int
+    in_flight: str | None
     failures: int
     failing_since_ts: int | None
     failing_for_s: float | None
@@ -49,16 +67,39 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Destinations by name.
+    """Destinations in the order that was asked for.
 
     Attributes:
         total: on all pages.
+        behind: all servers that are owed anything.
+        known: all servers with a record, or with items to send.
+        counted_s: seconds since rooms were counted.
         next_from: the `from` of the next page; null: this was the last page.
     """
 
     destinations: tuple[Summary, ...]
     total: int
+    behind: int
+    known: int
+    counted_s: float
     next_from: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A list as it is asked for.
+
+    Attributes:
+        after: the `from` of this page: a name, or the number of those before it; "": the first.
+        state: only those in this state; null: all.
+    """
+
+    behind: bool = False
+    state: State | None = None
+    sort: Sort = "name"
+    after: str = ""
+    limit: int = 100
+    pattern: str = "*"
 
 
 async def is_known(context: AdminContext, server: str) -> bool:
@@ -99,49 +140,90 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
     return list(dict.fromkeys(request.servers))
 
 
-async def list_page(
-    context: AdminContext, *, behind: bool, after: str, limit: int, pattern: str
-) -> Page:
-    """Up to `limit` destinations with names behind `after`."""
-    lagging = {lag.destination: lag for lag in await context.homeserver.lagging()}
-    owed = {
-        *lagging,
-        *await context.store.destinations_with_redeliveries(),
-        *await context.store.frozen_destinations(),
-    }
-    if behind:
-        names = sorted(name for name in owed if matches(pattern, name))
-    else:
-        names = await known_names(context, pattern)
-        names = sorted({*names, *(name for name in owed if matches(pattern, name))})
-    shown = [name for name in names if name > after][: limit + 1]
-    rows = [
-        await _summary(context, name, lagging.get(name), name in owed) for name in shown[:limit]
-    ]
-    return Page(tuple(rows), len(names), shown[limit - 1] if len(shown) > limit else None)
+async def list_page(context: AdminContext, listing: Listing) -> Page:
+    """One page of a list. What servers are owed comes from memory, never from the database.
+
+    Raises:
+        Refusal: `after` is not what an earlier page gave.
+    """
+    sender, registry = context.sender, context.sender.registry
+    known = registry.names()
+    names: Collection[str] = known
+    if not listing.behind and listing.state in (None, "level"):
+        # A level server without a record of ours may have a row of the homeserver.
+        names = await known_names(context, listing.pattern)
+    start, skip = "", 0
+    if listing.sort == "name":
+        start = listing.after
+    elif listing.after:
+        if not re.fullmatch("[0-9]{1,9}", listing.after):
+            raise bad_param("from must be the next_from of the last page")
+        skip = int(listing.after)
+
+    now_ms, total = context.runtime.now_ms(), 0
+    keys: list[tuple[float, float, str]] = []
+    for number, name in enumerate(names):
+        if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
+            await trio.lowlevel.checkpoint()
+        if listing.behind and not registry.owes(name):
+            continue
+        if listing.state is not None and registry.label(name) != listing.state:
+            continue
+        if listing.pattern != "*" and not matches(listing.pattern, name):
+            continue
+        total += 1
+        if listing.sort != "name":
+            keys.append((*_rank(sender, name, listing.sort, now_ms), name))
+        elif name > start:
+            keys.append((0, 0, name))
+    chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
+    shown = [name for _, _, name in chosen_keys[: listing.limit]]
+    next_from: str | None = None
+    if len(chosen_keys) > listing.limit:
+        next_from = shown[-1] if listing.sort == "name" else str(skip + listing.limit)
+    return Page(
+        tuple(_summary(context, name, now_ms) for name in shown),
+        total,
+        sum(map(registry.owes, known)),
+        len(known) if names is known else len(known.union(names)),
+        trio.current_time() - sender.context.debts.counted_at,
+        next_from,
+    )
 
 
-async def _summary(context: AdminContext, name: str, lag: Lagging | None, owed: bool) -> Summary:
-    oldest = None
-    if lag is not None:
-        oldest = (await context.homeserver.pending_counts(name)).oldest_received_ts
-    status = context.sender.registry.status(name)
+def _rank(sender: Sender, name: str, sort: Sort, now_ms: int) -> tuple[float, float]:
+    """The sort key: the smallest goes first."""
+    if sort == "fails":
+        since = sender.registry.state_of(name).failing_since_ms
+        return (math.inf if since is None else since, 0)
+    debt = sender.debt(name)
+    if debt is None:
+        return (math.inf, 0)
+    if sort == "owed":
+        return (-debt.rooms, -debt.events)
+    return (now_ms if debt.oldest_ms is None else debt.oldest_ms, 0)
+
+
+def _summary(context: AdminContext, name: str, now_ms: int) -> Summary:
+    registry = context.sender.registry
+    status, debt = registry.status(name), context.sender.debt(name)
     state = ServerState(name) if status is None else status.state
     next_ms = next_attempt_ms(context, name, status)
-    now_ms = context.runtime.now_ms()
+    since_ms = state.failing_since_ms
+    oldest_ms = None if debt is None else debt.oldest_ms
     return Summary(
         destination=name,
-        state=state_in_words(context, name, status, owed=owed),
-        behind=owed,
-        rooms_owed=lag.rooms if lag is not None else 0,
-        owes_keys=lag is not None and lag.owes_keys,
-        oldest_owed_s=None if oldest is None else max(0.0, (now_ms - oldest) / 1000),
+        state=_not_ours(context, name) or registry.label(name),
+        behind=debt is not None,
+        rooms_owed=0 if debt is None else debt.rooms or None,
+        events_owed=0 if debt is None else debt.events,
+        owes_keys=debt is not None and (debt.owes_keys or registry.owes_keys(name)),
+        oldest_owed_s=None if oldest_ms is None else max(0.0, (now_ms - oldest_ms) / 1000),
         queued_pdus=status.queued if status is not None else 0,
+        in_flight=None if status is None else status.in_flight,
         failures=state.failures,
-        failing_since_ts=state.failing_since_ms,
-        failing_for_s=None
-        if state.failing_since_ms is None
-        else (now_ms - state.failing_since_ms) / 1000,
+        failing_since_ts=since_ms,
+        failing_for_s=None if since_ms is None else (now_ms - since_ms) / 1000,
         last_success_ts=state.last_success_ms,
         next_attempt_ts=next_ms,
         next_attempt_in_s=None if next_ms is None else (next_ms - now_ms) / 1000,
@@ -152,12 +234,22 @@ async def _summary(context: AdminContext, name: str, lag: Lagging | None, owed: 
     )
 
 
-def state_in_words(context: AdminContext, name: str, status: Status | None, *, owed: bool) -> str:
-    """The activity of a destination, in one or a few words."""
+def age_class(age_s: float) -> str:
+    """The class of an age (seconds): a name in `AGES`."""
+    return next(name for name, end_s in AGES if age_s < end_s)
+
+
+def _not_ours(context: AdminContext, name: str) -> str | None:
+    """Why this sender never sends to it; None: it does."""
     if not context.config.allows(name):
         return "not allowed"
-    if not context.config.handles(name):
-        return "another sender's"
+    return None if context.config.handles(name) else "another sender's"
+
+
+def state_in_words(context: AdminContext, name: str, status: Status | None, *, owed: bool) -> str:
+    """The activity of a destination, in one or a few words."""
+    if (refusal := _not_ours(context, name)) is not None:
+        return refusal
     phase = "level" if status is None else status.phase
     if owed and phase in ("level", "idle"):
         # Its task has not looked yet, or its turn after a start has not come.

@@ -1,9 +1,11 @@
 """The endpoint's answers, as the command line prints them: tables for people, lines for scripts."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +34,9 @@ def many(number: int, thing: str) -> str:
 
 
 Answer = Mapping[str, Any]
+
+AGES: Final = (("<1m", 60), ("<1h", 3_600), ("<1d", 86_400), ("<7d", 604_800), ("older", math.inf))
+"""The classes of ages, each with its end in seconds."""
 
 
 class Measured(Protocol):
@@ -85,27 +90,130 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def destinations(entries: Iterable[Answer]) -> Table:
-    """A list of destinations."""
-    table = new_table("SERVER", "STATE", "OWED", "OLDEST", "FAILING FOR", "NEXT TRY IN", "REASON")
+# The columns of the list of destinations before the reason, each with the narrowest terminal that
+# shows it.
+_COLUMNS: Final = (
+    ("SERVER", 0),
+    ("STATE", 0),
+    ("OWED", 0),
+    ("OLDEST", 0),
+    ("FAILING", 100),
+    ("NEXT TRY", 100),
+)
+_LEAST_REASON: Final = 12
+
+
+def destinations(entries: Iterable[Answer], width: int) -> list[Text]:
+    """A list of destinations, for a terminal of `width` columns: a line for each, after a head.
+
+    The reason is cut at the edge. Nothing else is: a long name makes the line longer.
+    """
+    names = [name for name, least in _COLUMNS if width >= least]
+    rows = [[*names, "REASON"]]
     for entry in entries:
-        table.add_row(
-            plain(entry["destination"]),
-            plain(entry["state"]),
-            plain(_owed(entry)),
-            plain(lasting(entry["oldest_owed_s"])),
-            plain(lasting(entry["failing_for_s"])),
-            plain(lasting(entry["next_attempt_in_s"])),
-            # An operator's reason is why nothing is sent; the last error is older.
-            plain(entry["paused"] or entry["parked"] or entry["reason"]),
-        )
-    return table
+        cells = {
+            "SERVER": entry["destination"],
+            "STATE": entry["state"].replace("_", " "),
+            "OWED": _owed(entry),
+            "OLDEST": _roughly(entry["oldest_owed_s"]),
+            "FAILING": _roughly(entry["failing_for_s"]),
+            "NEXT TRY": _roughly(entry["next_attempt_in_s"]),
+        }
+        # An operator's reason is why nothing is sent; the last error is older.
+        reason = entry["paused"] or entry["parked"] or entry["reason"]
+        rows.append([safe(cells[name] or "-") for name in names] + [safe(reason or "-")])
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)][:-1]
+    room = max(_LEAST_REASON, width - sum(widths) - 2 * len(widths))
+    lines = []
+    for number, (*cells_, reason) in enumerate(rows):
+        line = Text(style="" if number else "bold")
+        for cell, size in zip(cells_, widths, strict=True):
+            line.append(cell + " " * (size - cell_len(cell) + 2))
+        last = Text(reason)
+        last.truncate(room, overflow="ellipsis")
+        lines.append(line.append(last))
+    return lines
+
+
+def _roughly(seconds: float | None) -> str | None:
+    """A duration in its largest unit: "3 h"."""
+    said = lasting(seconds)
+    return said and " ".join(said.split()[:2])
 
 
 def _owed(entry: Answer) -> str | None:
-    rooms = [many(entry["rooms_owed"], "room")] if entry["rooms_owed"] else []
-    keys = ["keys"] if entry["owes_keys"] else []
-    return ", ".join(rooms + keys) or None
+    if not entry["behind"]:
+        return None
+    parts = [many(entry["rooms_owed"], "room")] if entry["rooms_owed"] else []
+    events = entry["events_owed"] or entry["queued_pdus"]
+    parts += [many(events, "event")] if events and not parts else []
+    parts += ["keys"] if entry["owes_keys"] else []
+    if not parts and entry["in_flight"]:
+        return "1 transaction"
+    return ", ".join(parts) or "not counted yet"
+
+
+def footer(page: Answer) -> str:
+    """The last line of a list: how many there are, and how old the count of rooms is."""
+    counted = f"; rooms as counted {lasting(page['counted_s'])} ago" if page["behind"] else ""
+    return f"{page['behind']:,} behind of {page['known']:,}{counted}"
+
+
+def by_error(failing: Mapping[str, Mapping[str, int]]) -> Table:
+    """The failing servers: class of the last failure, by the time since the first one."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("ERROR", no_wrap=True)
+    for name in ("SERVERS", *(age for age, _ in AGES)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome, ages in failing.items():
+        counts = [sum(ages.values()), *(ages.get(age, 0) for age, _ in AGES)]
+        table.add_row(plain(outcome), *(f"{count:,}" if count else "-" for count in counts))
+    return table
+
+
+def head(answer: Answer) -> list[Text]:
+    """The overview, a line for each fact."""
+    feed, rates, page = answer["feed"], answer["rates"], answer["page"]
+    up = lasting(answer["uptime_s"])
+    lines = [
+        Text(
+            f"fedsender {answer['version']}, {safe(answer['instance'])} of"
+            f" {safe(answer['server_name'])}, up {up}",
+            style="bold",
+        )
+    ]
+    if answer["ready"]:
+        lines.append(Text("ready", style="green"))
+    lines += [Text(safe(f"not ready: {reason}"), style="red") for reason in answer["reasons"]]
+
+    def fact(name: str, text: str) -> None:
+        lines.append(Text.assemble((f"{name:<11}", "dim"), safe(text)))
+
+    left = max(0, feed["head"] - feed["fanned_out"])
+    fact("feed", f"at token {feed['fanned_out']:,}, {left:,} behind the homeserver")
+    if rates is not None:
+        fact(
+            "delivered",
+            f"{rates['pdus_per_s']:,.1f} PDUs/s, {rates['edus_per_s']:,.1f} EDUs/s in"
+            f" {rates['transactions_per_s']:,.1f} transactions/s; {answer['in_flight']} in flight",
+        )
+        if rates["p50_ms"] is not None:
+            said = (f"p{share} {took(rates[f'p{share}_ms'])}" for share in (50, 95, 99))
+            fact("latency", ", ".join(said))
+    states = sorted(answer["states"].items(), key=lambda each: -each[1])
+    counts = (f"{number:,} {name.replace('_', ' ')}" for name, number in states if number)
+    fact("servers", f"{page['known']:,}: {', '.join(counts) or 'none'}")
+    owed = ((age, each) for age, each in answer["owed_by_age"].items() if each["servers"])
+    ages = ", ".join(f"{age} {each['servers']:,}" for age, each in owed)
+    rooms = sum(each["rooms"] for each in answer["owed_by_age"].values())
+    to = f"{many(rooms, 'room')} to {many(page['behind'], 'server')}"
+    fact("owed", f"{to}: {ages}" if ages else "nothing")
+    if failing := answer["failing_by_age"]:
+        errors = (f"{outcome} {sum(found.values()):,}" for outcome, found in failing.items())
+        fact("failing", ", ".join(errors))
+    if answer["quarantine_items"]:
+        fact("quarantine", many(answer["quarantine_items"], "item"))
+    return lines
 
 
 def why(answer: Answer) -> Table:

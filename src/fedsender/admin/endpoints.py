@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import structlog
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
 from fedsender.admin.bodies import (
     MAX_INTEGER,
@@ -23,7 +23,10 @@ from fedsender.admin.bodies import (
 from fedsender.admin.context import AdminContext, Reach
 from fedsender.admin.destinations import (
     UNKNOWN,
+    Listing,
     Page,
+    Sort,
+    State,
     chosen,
     is_known,
     left_alone,
@@ -31,6 +34,7 @@ from fedsender.admin.destinations import (
     list_page,
 )
 from fedsender.admin.display import many
+from fedsender.admin.overview import Overview, overview
 from fedsender.admin.trace import Trace, trace
 from fedsender.admin.why import Why, explain
 from fedsender.config.values import ServerName, ServerPattern
@@ -79,17 +83,33 @@ async def notify_remote_server_up(request: Servers, context: Reach) -> Woken:
 # --- looking --------------------------------------------------------------------------------------
 
 
-@router.get("/destinations", summary="The destinations, by name, in pages")
-async def destinations(
-    context: Reach,
+# Async, or FastAPI would go through a thread for it.
+async def _listing(
     behind: Annotated[bool, Query(description="Only those that are owed something.")] = False,
+    state: Annotated[State | None, Query(description="Only those in this state.")] = None,
+    sort: Annotated[
+        Sort, Query(description="name; or first the most rooms, the oldest, the longest failing.")
+    ] = "name",
     after: Annotated[
         str, Query(alias="from", max_length=300, description="`next_from` of the last page.")
     ] = "",
     limit: Limit = 100,
     pattern: Annotated[ServerPattern, Query(description="A name or a pattern with * and ?.")] = "*",
-) -> Page:
-    return await list_page(context, behind=behind, after=after, limit=limit, pattern=pattern)
+) -> Listing:
+    return Listing(behind, state, sort, after, limit, pattern)
+
+
+Listed = Annotated[Listing, Depends(_listing)]
+
+
+@router.get("/destinations", summary="The destinations, in pages")
+async def destinations(context: Reach, listing: Listed) -> Page:
+    return await list_page(context, listing)
+
+
+@router.get("/overview", summary="The daemon at a glance, with a page of destinations")
+async def overview_of_all(context: Reach, listing: Listed) -> Overview:
+    return await overview(context, listing)
 
 
 @router.get("/destinations/{server:path}", summary="One destination; the same as why/{server}")

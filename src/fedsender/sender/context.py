@@ -10,6 +10,7 @@ from fedsender.ledger import Ledger
 from fedsender.runtime import Runtime
 from fedsender.sender.admission import Admission
 from fedsender.sender.attempt_log import AttemptLog
+from fedsender.sender.debts import Debts
 from fedsender.sender.failure import ServerState
 from fedsender.sender.queues import PduPool
 from fedsender.sender.routing import Router
@@ -63,6 +64,7 @@ class Context:
     ids: TransactionIds
     announcer: Announcer
     pdu_pool: PduPool
+    debts: Debts = field(default_factory=Debts)
     alarms: Alarms = field(default_factory=Alarms)
     full: set[str] = field(default_factory=set)
     troubles: dict[str, float] = field(default_factory=dict)

@@ -93,7 +93,10 @@ class Outbox:
         self._news += 1
         if self.lsso is not None and pdu.stream_ordering <= self.lsso:
             return  # Catch-up saw it in the database first.
-        if self.level and not self.queue.add(pdu):
+        if not self.level:
+            self._owe(1)
+        elif not self.queue.add(pdu):
+            self._owe(1)
             self.spill(healthy=healthy)
 
     def spill(self, *, healthy: bool) -> None:
@@ -106,7 +109,16 @@ class Outbox:
             self.level = False
             self._spilled_in_health = healthy
             self._context.metrics.spills.inc()
+        self.clear()
+
+    def clear(self) -> None:
+        """Empty the queue of PDUs; the database has them."""
+        if self.queue.pdus:
+            self._owe(len(self.queue.pdus))
         self.queue.clear()
+
+    def _owe(self, events: int) -> None:
+        self._context.debts.add(self.destination, events, self._context.runtime.now_ms())
 
     def owe_keys(self) -> None:
         """Note that the database may have to-device messages, or device lists."""
@@ -155,6 +167,11 @@ class Outbox:
         """Whether the server is still owed any durable item."""
         receipts = bool(self.receipts.waiting) or self.receipts.debt is not None
         return self.owes_pdus or self._owes_to_device or self._owes_device_lists or receipts
+
+    @property
+    def owes_keys(self) -> bool:
+        """Whether to-device messages or device lists wait; False too as long as nobody knows."""
+        return self.level and (self._owes_to_device or self._owes_device_lists)
 
     @property
     def owes_pdus(self) -> bool:
@@ -446,6 +463,7 @@ class Outbox:
         # No await from here on: what was not offered by now will be offered to a level queue.
         if self._news == news:
             self.level = True
+            self._context.debts.settled(self.destination)
             self._spilled_in_health = False
             self._ahead = frozenset()
 

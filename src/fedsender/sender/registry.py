@@ -135,8 +135,7 @@ class Registry:
 
     def known(self, pattern: str) -> list[str]:
         """The servers that are active, behind or have a record, by glob."""
-        names = {*self.active, *self._behind, *self._states}
-        return sorted(name for name in names if matches(pattern, name))
+        return sorted(name for name in self.names() if matches(pattern, name))
 
     def status(self, server: str) -> Status | None:
         """The status of this server; None: it is idle, and has no record."""
@@ -191,21 +190,31 @@ class Registry:
         destination = self.active.get(server)
         return server in self._behind if destination is None else destination.owes
 
+    def owes_keys(self, server: str) -> bool:
+        """Whether an active server is owed to-device messages or device lists."""
+        destination = self.active.get(server)
+        return destination is not None and destination.outbox.owes_keys
+
     def failing(self) -> list[str]:
         """The servers with a last attempt that failed."""
         active = [name for name, each in self.active.items() if not each.state.healthy]
         states = self._states.items()
         return active + [name for name, state in states if not state.healthy]
 
+    def names(self) -> set[str]:
+        """The servers that are active, behind or have a record."""
+        return {*self.active, *self._behind, *self._states}
+
+    def label(self, server: str) -> str:
+        """One of `telemetry.STATES`, from memory alone."""
+        destination = self.active.get(server)
+        if destination is None and server not in self._behind:
+            return "level"
+        return _state(self.state_of(server), destination)
+
     def counts(self) -> Counter[str]:
         """The number of servers in each of `telemetry.STATES`, from memory alone."""
-        found = Counter(_state(each.state, each) for each in self.active.values())
-        for name in self._behind:
-            if name not in self.active:
-                found[_state(self.state_of(name), None)] += 1
-        known = sum(name not in self.active and name not in self._behind for name in self._states)
-        found["level"] += known
-        return found
+        return Counter(map(self.label, self.names()))
 
     # --- Who becomes active -----------------------------------------------------------------------
 
@@ -307,6 +316,7 @@ class Registry:
         self._context.note(ServerState(server))
         self.unsaved.pop(server, None)
         self._frozen.discard(server)
+        self._context.debts.settled(server)
 
     def spill_all(self) -> None:
         """Give up all queues: owed PDUs may not have been offered; the database has them all."""
@@ -387,7 +397,7 @@ class Registry:
         elif destination.owes:
             self.schedule(name, trio.current_time() + destination.retry_in_s)
         # Whoever comes after it reads these from the database.
-        destination.outbox.queue.clear()
+        destination.outbox.clear()
 
     # --- The timer --------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ takes over the last daemon's records, and drains at the end.
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from fedsender.runtime import Runtime
 from fedsender.sender.admission import FEW, Admission, Pace
 from fedsender.sender.attempt_log import open_attempt_log
 from fedsender.sender.context import Announcer, Context
+from fedsender.sender.debts import Debt
 from fedsender.sender.destination import Destination
 from fedsender.sender.edus.flow import EduFlow
 from fedsender.sender.failure import states_of
@@ -53,7 +53,11 @@ MARKS_EVERY_S = 2.0
 
 
 class Sender:
-    """The sender; made by `open_sender`."""
+    """The sender; made by `open_sender`.
+
+    Attributes:
+        quarantine_items: the number of items in quarantine at the last sweep.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Sender:
         self._nursery = nursery
         self._store = store
         self.operations = Operations(self.context, self.registry, self.fan_out, self.edus)
-        self.backlog: dict[str, Backlog] = {}
+        self.quarantine_items = 0
         self._looked_at: set[str] = set()
         self._look_again: set[str] = set()
 
@@ -122,9 +126,11 @@ class Sender:
         destination = self.registry.reach(server, kind=Kind.PDUS)
         if destination is not None:
             destination.offer(pdu)
-        elif not self._policies.may_send_to(server):
+            return
+        if not self._policies.may_send_to(server):
             self.registry.put_off(server)  # Denied since the event was routed.
-        # Else the database remembers.
+        # The database remembers.
+        self.context.debts.add(server, 1, self.context.runtime.now_ms())
 
     def owe(self, server: str, pdu: Pdu) -> None:
         """Have catch-up send a PDU that is durably owed to this server. Never waits."""
@@ -259,7 +265,7 @@ class Sender:
         them.
         """
         lagging = await self.context.homeserver.lagging()
-        await self._note_backlog(lagging)
+        await self._note_debts(lagging)
         for lag in lagging:
             destination = self.registry.reach(lag.destination, level=lag.rooms == 0)
             if destination is not None and lag.owes_keys:
@@ -268,35 +274,40 @@ class Sender:
             # It was denied when it was to get a receipt, and may be allowed now.
             self.reach(server)
 
-    async def _note_backlog(self, lagging: Collection[Lagging]) -> None:
-        """Note, for the metrics, how much is owed and since when."""
+    async def _note_debts(self, lagging: Collection[Lagging]) -> None:
+        """Note how much is owed and since when, as the database has it."""
         tokens = {lag.oldest for lag in lagging if lag.oldest is not None}
         received = await self.context.homeserver.received_ms(tokens)
-        self.backlog = {
-            lag.destination: Backlog(lag.rooms, received.get(lag.oldest or 0))
+        debts = {
+            lag.destination: Debt(lag.rooms, received.get(lag.oldest or 0), owes_keys=lag.owes_keys)
             for lag in lagging
-            if lag.rooms
         }
-        size = await self.context.store.quarantine_size()
-        self.context.metrics.quarantine_items.set(size)
+        self.context.debts.count_anew(debts)
+        self.quarantine_items = await self.context.store.quarantine_size()
+        self.context.metrics.quarantine_items.set(self.quarantine_items)
+
+    def debt(self, server: str) -> Debt | None:
+        """What the server is owed, from memory alone; None: nothing."""
+        if not self.registry.owes(server):
+            return None
+        known = self.context.debts.of(server)
+        # All that it is owed is in its queue: nothing is older than its first failure.
+        return known or Debt(oldest_ms=self.registry.state_of(server).failing_since_ms)
 
     def owed(self) -> "Owed":
-        """How much is owed, and for how long.
-
-        A server that has fallen behind since the last sweep counts from its first failure.
-        """
+        """How much all servers are owed, and for how long."""
         registry, now_ms = self.registry, self.context.runtime.now_ms()
         rooms, oldest_ms, healthy_ms = 0, now_ms, now_ms
-        for server in {*self.backlog, *registry.failing()}:
-            if not registry.owes(server):
+        for server in {*self.context.debts, *registry.failing()}:
+            debt = self.debt(server)
+            if debt is None:
                 continue
-            state, known = registry.state_of(server), self.backlog.get(server)
-            rooms += 1 if known is None else known.rooms
-            since_ms = state.failing_since_ms if known is None else known.oldest_ms
-            if not (state.paused or state.parked) and since_ms is not None:
-                oldest_ms = min(oldest_ms, since_ms)
+            state = registry.state_of(server)
+            rooms += debt.rooms or bool(debt.events)
+            if not (state.paused or state.parked) and debt.oldest_ms is not None:
+                oldest_ms = min(oldest_ms, debt.oldest_ms)
                 if state.healthy:
-                    healthy_ms = min(healthy_ms, since_ms)
+                    healthy_ms = min(healthy_ms, debt.oldest_ms)
         return Owed(rooms, (now_ms - oldest_ms) / 1000, (now_ms - healthy_ms) / 1000)
 
     async def sweep_for_ever(self) -> None:
@@ -317,7 +328,7 @@ class Sender:
         """Put every server with owed items behind, the most useful first."""
         context = self.context
         found = await context.homeserver.lagging()
-        await self._note_backlog(found)
+        await self._note_debts(found)
         lagging = {lag.destination: lag for lag in found}
         for server in await context.store.catching_up():
             if not self._policies.handles(server):
@@ -345,20 +356,6 @@ class Sender:
             for server in list(self.registry.unsaved):
                 nursery.start_soon(self.registry.write_down_unsaved, server)
         await self.edus.save()
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """What a server was owed at the last sweep.
-
-    Attributes:
-        rooms: rooms with an event that it had not answered for.
-        oldest_ms: when the homeserver received the oldest event that stands for such a room, in ms
-            since the epoch; None: unknown.
-    """
-
-    rooms: int
-    oldest_ms: int | None
 
 
 class Owed(NamedTuple):

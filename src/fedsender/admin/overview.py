@@ -1,0 +1,124 @@
+"""The overview of the whole daemon, from memory alone, for `fedsender status` and `top`."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import trio
+
+from fedsender import version
+from fedsender.admin.context import AdminContext
+from fedsender.admin.destinations import WITHOUT_A_BREAK, Listing, Page, age_class, list_page
+from fedsender.admin.display import AGES
+from fedsender.admin.probes import problems
+from fedsender.telemetry import Rates
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """The events stream of the homeserver.
+
+    Attributes:
+        position: the token up to which the sender was given events.
+        head: the newest token that we have heard of.
+        held_s: seconds for which the stream has been held back.
+        fanned_out: the token up to which the servers of every event are on record.
+    """
+
+    connected: bool
+    position: int
+    head: int
+    held_s: float
+    fanned_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """What servers of one age class are owed.
+
+    Attributes:
+        rooms: as counted at the last sweep, summed over servers.
+    """
+
+    servers: int = 0
+    rooms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """The daemon at a glance.
+
+    Attributes:
+        reasons: why it is not ready, one sentence each.
+        in_flight: attempts under way.
+        rates: of the last minute; null: the daemon has just started.
+        states: the number of servers in each state.
+        owed_by_age: by the age of the oldest event that is owed; "unknown": only keys are owed, or
+            the age is not known.
+        failing_by_age: by class of failure, and by the time since the first failure.
+        quarantine_items: as counted at the last sweep.
+        page: the servers that were asked for.
+    """
+
+    version: str
+    instance: str
+    server_name: str
+    uptime_s: float
+    ready: bool
+    reasons: tuple[str, ...]
+    feed: Feed
+    in_flight: int
+    rates: Rates | None
+    states: Mapping[str, int]
+    owed_by_age: Mapping[str, Owed]
+    failing_by_age: Mapping[str, Mapping[str, int]]
+    quarantine_items: int
+    page: Page
+
+
+async def overview(context: AdminContext, listing: Listing) -> Overview:
+    """The overview, with a page of this list."""
+    sender, config = context.sender, context.config
+    reasons, status = tuple(problems(context)), context.feed.status()
+    owed, failing = await _by_age(context)
+    return Overview(
+        version=version(),
+        instance=config.instance_name,
+        server_name=config.server_name,
+        uptime_s=trio.current_time() - context.began,
+        ready=not reasons,
+        reasons=reasons,
+        feed=Feed(
+            status.connected, status.position, status.head, status.held_s, sender.fan_out.position
+        ),
+        in_flight=sender.in_flight,
+        rates=context.metrics.rates(),
+        states=dict(sender.registry.counts()),
+        owed_by_age=owed,
+        failing_by_age=failing,
+        quarantine_items=sender.quarantine_items,
+        page=await list_page(context, listing),
+    )
+
+
+async def _by_age(
+    context: AdminContext,
+) -> tuple[dict[str, Owed], dict[str, dict[str, int]]]:
+    sender, now_ms = context.sender, context.runtime.now_ms()
+    servers, rooms = Counter[str](), Counter[str]()
+    failing: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for number, name in enumerate(sender.registry.names()):
+        if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
+            await trio.lowlevel.checkpoint()
+        if (debt := sender.debt(name)) is not None:
+            at = debt.oldest_ms
+            age = "unknown" if at is None else age_class((now_ms - at) / 1000)
+            servers[age] += 1
+            rooms[age] += debt.rooms
+        state = sender.registry.state_of(name)
+        if state.failing_since_ms is not None:
+            age = age_class((now_ms - state.failing_since_ms) / 1000)
+            failing[state.outcome or "unknown"][age] += 1
+    classes = [*(name for name, _ in AGES), "unknown"]
+    owed = {name: Owed(servers[name], rooms[name]) for name in classes}
+    return owed, {outcome: dict(found) for outcome, found in sorted(failing.items())}

@@ -1,0 +1,63 @@
+"""What servers are owed beyond the queues in memory, for the operator's lists and the metrics.
+
+The database knows it exactly, but to ask it takes minutes with thousands of servers behind. So the
+sweep, which asks it anyway, leaves its counts here; events that come later are added one by one.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import trio
+
+
+@dataclass(slots=True)
+class Debt:
+    """What one server is owed.
+
+    Attributes:
+        rooms: at the last sweep, rooms with an event that it had not answered for.
+        oldest_ms: when the homeserver received the oldest event that stands for such a room, in ms
+            since the epoch; None: unknown.
+        events: events since the sweep that are in no queue.
+        owes_keys: to-device messages or device lists waited at the last sweep.
+    """
+
+    rooms: int = 0
+    oldest_ms: int | None = None
+    events: int = 0
+    owes_keys: bool = False
+
+
+class Debts:
+    """The debts of all servers that are behind.
+
+    Attributes:
+        counted_at: the last sweep, on Trio's clock (s).
+    """
+
+    def __init__(self) -> None:
+        self.counted_at = trio.current_time()
+        self._known: dict[str, Debt] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def of(self, server: str) -> Debt | None:
+        """The debt to this server; None: none is known."""
+        return self._known.get(server)
+
+    def add(self, server: str, events: int, now_ms: int) -> None:
+        """Count events that are owed and in no queue."""
+        debt = self._known.get(server)
+        if debt is None:
+            debt = self._known[server] = Debt(oldest_ms=now_ms)
+        debt.events += events
+
+    def settled(self, server: str) -> None:
+        """Forget the debt: all that is owed from here on is in a queue."""
+        self._known.pop(server, None)
+
+    def count_anew(self, found: Mapping[str, Debt]) -> None:
+        """Take over what the database says."""
+        self._known = dict(found)
+        self.counted_at = trio.current_time()

@@ -1,0 +1,231 @@
+"""The overview and the lists of servers: right, from memory alone, and readable at each width."""
+
+import os
+import pty
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from tests.admin.desk import open_desk
+from tests.sender.harness import World
+from tests.test_cli import open_shell
+from trio.testing import MockClock
+
+from fedsender.admin import display
+from fedsender.sender.failure import ServerState
+from fedsender.store.homeserver import HomeserverStore
+from fedsender.store.records import Lagging
+from fedsender.telemetry import Metrics
+
+A, B, C = "a.example", "b.example", "c.example"
+R1, R2 = "!1:hs.example", "!2:hs.example"
+
+
+async def fall_behind(world: World, *servers: str) -> None:
+    """The servers are down and get one event in each of two rooms, 100 s apart."""
+    for room in (R1, R2):
+        await world.join(room, A, *servers)
+    for server in servers:
+        world.servers[server].down = True
+    await world.say(R1, "one")
+    await trio.sleep(100)
+    await world.say(R2, "two")
+    await trio.sleep(20)
+
+
+async def test_what_is_owed_is_counted_from_memory(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_desk(world) as desk:
+        await fall_behind(world, B)
+        await trio.sleep(300)
+        for second in range(2):
+            world.metrics.sample(float(second))
+        monkeypatch.setattr(HomeserverStore, "lagging", None)
+        monkeypatch.setattr(HomeserverStore, "pending_counts", None)
+        monkeypatch.setattr(HomeserverStore, "destinations_page", None)
+        found = await desk.get("overview", behind=True)
+
+        assert (found["ready"], found["reasons"], found["server_name"]) == (True, [], "hs.example")
+        assert found["states"] == {"failing": 1, "level": 1}
+        assert found["owed_by_age"]["<1h"] == {"servers": 1, "rooms": 2}
+        assert found["failing_by_age"] == {"unreachable": {"<1h": 1}}
+        assert found["rates"]["pdus_per_s"] == 0
+        [entry] = found["page"]["destinations"]
+        assert (entry["destination"], entry["rooms_owed"], entry["state"]) == (B, 2, "failing")
+        assert entry["oldest_owed_s"] == pytest.approx(420, abs=5)
+        assert (found["page"]["behind"], found["page"]["known"]) == (1, 2)
+
+
+async def test_a_server_that_is_level_again_owes_nothing_of_before(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A count of the last sweep must not come back with the next failure."""
+    async with open_desk(world) as desk:
+        await fall_behind(world, B)
+        await trio.sleep(300)
+        world.servers[B].down = False
+        world.sender.registry.wake([B], by_admin=True)
+        await trio.sleep(5)
+        await world.say(R1, "three")
+        await trio.sleep(1)
+        page = await desk.get("destinations", behind=True)
+        assert page["destinations"] == []
+        world.servers[B].down = True
+        await world.say(R1, "four")
+        await trio.sleep(1)
+        [entry] = (await desk.get("destinations", behind=True))["destinations"]
+        assert entry["rooms_owed"] is None
+        assert entry["queued_pdus"] + entry["events_owed"] == 1
+        assert entry["oldest_owed_s"] < 10
+
+
+async def test_lists_are_sorted_filtered_and_paged(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        sender = world.sender
+        now_ms = world.runtime.now_ms()
+        lags = []
+        for number in range(9):
+            name, failing = f"s{number}.example", number % 3 == 0
+            since = now_ms - 1000 * number * 1000
+            state = ServerState(name, failing_since_ms=since if failing else None, failures=failing)
+            sender.registry.take_in({name: state}, [])
+            sender.registry.schedule(name, trio.current_time() + 10_000)
+            lags.append(Lagging(name, 0, (number * 5) % 7, owes_keys=number == 8, oldest=number))
+        await sender._note_debts(lags)
+
+        async def names(**query: Any) -> list[str]:
+            seen: list[str] = []
+            query["from"] = ""
+            while query["from"] is not None:
+                page = await desk.get("destinations", **query)
+                seen += [each["destination"][1] for each in page["destinations"]]
+                assert page["total"] == len(seen) or page["next_from"] is not None
+                query["from"] = page["next_from"]
+            return seen
+
+        assert await names(behind=True, limit=4) == list("012345678")
+        assert await names(behind=True, sort="owed", limit=4) == list("418526307")
+        assert (await names(sort="fails", state="failing", limit=2)) == list("630")
+        assert await names(state="waiting", pattern="s4*", limit=2) == ["4"]
+        assert await names(state="waiting", limit=2) == list("124578")
+        await desk.get("destinations", 400, sort="age", **{"from": "s1.example"})
+        await desk.get("destinations", 400, sort="size")
+
+
+def test_rates_are_of_the_last_minute() -> None:
+    metrics = Metrics("hs.example")
+    metrics.sample(0.0)
+    assert metrics.rates() is None
+    metrics.sent_pdus.inc(1_000)
+    for second in range(100, 161):
+        metrics.sent_pdus.inc(3)
+        metrics.sent_edus.inc(2)
+        metrics.sent_transactions.inc()
+        metrics.delivery_seconds.observe(0.15 if second % 10 else 2)
+        metrics.sample(float(second))
+    rates = metrics.rates()
+    assert rates is not None
+    assert (rates.over_s, rates.pdus_per_s, rates.edus_per_s) == (60.0, 3.0, 2.0)
+    assert rates.transactions_per_s == 1.0
+    assert 100 < (rates.p50_ms or 0) < 250
+    assert 1000 < (rates.p99_ms or 0) < 2500
+
+
+def entry(name: str, **more: object) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "destination": name,
+        "state": "failing",
+        "behind": True,
+        "rooms_owed": 3,
+        "events_owed": 0,
+        "owes_keys": True,
+        "oldest_owed_s": 3700.0,
+        "failing_for_s": 3600.0,
+        "next_attempt_in_s": 60.0,
+        "queued_pdus": 0,
+        "reason": "connection refused (192.0.2.7:8448); " * 9,
+        "paused": None,
+        "parked": None,
+    }
+    return values | more
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_a_list_fits_the_terminal_and_cuts_no_name(width: int) -> None:
+    long = "a-very-long-name-of-a-server.federation.example.org:8448"
+    entries = [entry(long), entry("b.example", paused="moving house"), entry("c.example")]
+    lines = [line.plain for line in display.destinations(entries, width)]
+    assert len(lines) == 4
+    assert lines[1].startswith(long + "  failing")
+    assert "moving house" in lines[2]
+    assert ("NEXT TRY" in lines[0]) == (width >= 100)
+    if width == 200:
+        assert max(map(len, lines)) == 200
+    short = [line.plain for line in display.destinations(entries[1:], width)]
+    assert max(map(len, short)) <= width
+
+
+async def test_status_is_one_screen_and_its_code_says_whether_it_is_ready(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tests.admin.desk import Standing
+
+    standing = Standing()
+    async with open_shell(tmp_path, capsys, standing) as shell:
+        await shell.world.join(R1, A)
+        await shell.world.say(R1, "one")
+        assert await shell("status") == 0
+        assert shell.out.splitlines()[1] == "ready"
+        assert len(shell.out.splitlines()) < 24
+        standing.open = False
+        assert await shell("status") == 1
+        assert "not ready: the instance lock is lost" in shell.out
+        assert await shell("destinations", "--by", "error") == 0
+        assert shell.out.split()[:2] == ["ERROR", "SERVERS"]
+        assert await shell("destinations", "--by", "age") == 2
+        assert await shell("destinations", "--limit", "1") == 0
+        assert shell.out.splitlines()[-1].startswith("0 behind of 1")
+        assert await shell("top") == 1
+        assert shell.out.splitlines()[-1].endswith("q quit")
+
+
+async def test_top_shows_a_server_and_puts_the_terminal_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await shell.world.join(R1, A, B)
+        shell.world.servers[B].down = True
+        await shell.world.say(R1, "one")
+        end, terminal = pty.openpty()
+        command = [sys.executable, "-m", "fedsender", "top", "-c", str(shell.config)]
+        environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+        process = await trio.lowlevel.open_process(
+            command, stdin=terminal, stdout=terminal, stderr=terminal, env=environ
+        )
+        seen = ""
+
+        async def until(pattern: str) -> None:
+            nonlocal seen
+            with trio.fail_after(30):
+                while not re.search(pattern, seen):
+                    await trio.lowlevel.wait_readable(end)
+                    seen += os.read(end, 65_536).decode(errors="replace")
+
+        try:
+            await until(r"b\.example +failing[^\n]*connection refused")
+            os.write(end, b"\n")
+            await until("last error")
+            os.write(end, b" p")
+            await until("pause: b.example")
+            os.write(end, b"q")
+            await until(re.escape("\x1b[?1049l"))
+            assert await process.wait() == 0
+        finally:
+            process.kill()
+            os.close(terminal)
+            os.close(end)
+        assert shell.world.sender.registry.state_of(B).paused is not None
