@@ -1,0 +1,146 @@
+"""docs/Containerfile and docs/container.md fit the package, the defaults and each other.
+
+No container engine is needed: the image itself is not built here.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedsender.config import Federation, Sending
+from fedsender.config.sections import Admin
+from fedsender.limits import MIB, of_daemon
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "container.md").read_text()
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The instructions of the Containerfile in order: name, arguments."""
+    text = (ROOT / "docs" / "Containerfile").read_text()
+    joined = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
+    return [(name, " ".join(rest.split())) for name, rest in lines]
+
+
+def of(name: str) -> list[str]:
+    return [arguments for each, arguments in instructions() if each == name]
+
+
+def service() -> Any:
+    """The service of the compose example."""
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+    return yaml.safe_load(block)["services"]["fedsender"]
+
+
+def test_the_build_has_every_file_that_the_wheel_is_made_of() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    copied = {word for each in of("COPY") if "--from" not in each for word in each.split()[:-1]}
+
+    assert all((ROOT / name).exists() for name in copied)
+    needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
+    assert needed <= copied
+    for path in (*wheel["packages"], *wheel["force-include"]):
+        assert path.split("/")[0] in copied
+
+
+def test_the_image_has_the_wheel_alone_and_is_not_root() -> None:
+    names = [name for name, _ in instructions()]
+    last = len(names) - names[::-1].index("FROM")
+    copies = [arguments for name, arguments in instructions()[last:] if name == "COPY"]
+    assert copies == ["--from=build /opt/fedsender /opt/fedsender"]
+    (user,) = of("USER")
+    assert user == "991:991"
+    assert "user | 991:991" in PAGE
+
+
+def test_the_versions_of_python_are_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (argument,) = of("ARG")
+    assert project["project"]["requires-python"] == ">=" + argument.removeprefix("PYTHON=")
+
+
+def test_without_arguments_it_runs_the_installed_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (entrypoint,), (arguments,) = of("ENTRYPOINT"), of("CMD")
+    (command,) = json.loads(entrypoint)
+    assert command in project["project"]["scripts"]
+    assert f"`{' '.join(json.loads(arguments))}`" in PAGE
+
+
+@contextmanager
+def answering(status: int) -> Iterator[int]:
+    """A server on loopback that answers /health so, and anything else with 404; its port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def health_check(port: int) -> int:
+    """Run the image's health check against this port; its exit code."""
+    (line,) = of("HEALTHCHECK")
+    python, *arguments = json.loads(line.split(" CMD ", 1)[1])
+    assert python == "python"
+    listen = str(Admin().listen)
+    address, default = listen.split(":")
+    assert f"'{address}', {default}," in arguments[-1]
+    script = arguments[-1].replace(default, str(port))
+    proxied = {"http_proxy": "http://127.0.0.1:1", "HTTP_PROXY": "http://127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, *arguments[:-1], script], env=proxied, capture_output=True, check=False
+    )
+    return done.returncode
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
+def test_the_health_check_asks_the_daemon(status: int, code: int) -> None:
+    with answering(status) as port:
+        assert health_check(port) == code
+
+
+def test_the_health_check_fails_where_nothing_listens() -> None:
+    with answering(200) as port:
+        pass
+    assert health_check(port) == 1
+
+
+def test_the_service_has_time_and_memory_for_the_defaults() -> None:
+    grace_s = int(service()["stop_grace_period"].removesuffix("s"))
+    memory_mib = 1024 * int(service()["mem_limit"].removesuffix("g"))
+    assert grace_s >= Sending().drain + 40
+    assert memory_mib >= of_daemon(Federation(), Sending()).bytes // MIB
+
+
+def test_the_service_writes_to_its_own_volume_alone() -> None:
+    mounts = [each.split(":") for each in service()["volumes"]]
+    assert service()["read_only"] is True
+    assert [path for _, path, *mode in mounts if mode != ["ro"]] == of("WORKDIR")[-1:]
+    (arguments,) = of("CMD")
+    directory = str(Path(json.loads(arguments)[-1]).parent)
+    assert directory in [path for _, path, *mode in mounts if mode == ["ro"]]
