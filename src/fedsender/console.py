@@ -6,7 +6,8 @@ character among them could move the cursor, overwrite text or set the window's t
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,23 +53,33 @@ def say_json(value: object) -> None:
     say(json_line(value))
 
 
-def screen_width() -> int:
-    """The columns of the terminal at standard output; 1,000 for a file or a pipe.
+class Lines(Protocol):
+    """A table that lays itself out: one line of safe text a row."""
 
-    There is no screen to whose width anything could be cut.
-    """
+    def lines(self, width: int | None) -> "Sequence[Text]": ...
+
+
+def screen_width() -> int | None:
+    """The columns of the terminal at standard output; None: it is no terminal."""
     from rich.console import Console
 
     console = Console()
-    return console.width if console.is_terminal else 1000
+    return console.width if console.is_terminal else None
 
 
-def show(*parts: "Table | Text") -> None:
-    """Print tables with cells from `display.plain`, or lines."""
+def show(*parts: "Table | Text | Lines") -> None:
+    """Print tables and lines; cells of a Rich table come from `display.plain`."""
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False, width=screen_width())
+    width = screen_width()
+    # Into a file or a pipe nothing is cut to the width of a screen that is not there.
+    console = Console(highlight=False, width=1000 if width is None else width)
     for part in parts:
-        # A line that is too long is the terminal's to wrap: so it can be copied.
-        console.print(part, soft_wrap=isinstance(part, Text))
+        if isinstance(part, Table):
+            console.print(part)
+            continue
+        for line in [part] if isinstance(part, Text) else part.lines(width):
+            # A line that is too long is the terminal's to wrap: so it can be copied.
+            console.print(line, soft_wrap=True)

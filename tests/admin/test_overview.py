@@ -14,7 +14,6 @@ from tests.sender.harness import World
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
-from fedsender.admin import display
 from fedsender.sender.failure import ServerState
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
@@ -133,40 +132,6 @@ def test_rates_are_of_the_last_minute() -> None:
     assert rates.transactions_per_s == 1.0
     assert 100 < (rates.p50_ms or 0) < 250
     assert 1000 < (rates.p99_ms or 0) < 2500
-
-
-def entry(name: str, **more: object) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "destination": name,
-        "state": "failing",
-        "behind": True,
-        "rooms_owed": 3,
-        "events_owed": 0,
-        "owes_keys": True,
-        "oldest_owed_s": 3700.0,
-        "failing_for_s": 3600.0,
-        "next_attempt_in_s": 60.0,
-        "queued_pdus": 0,
-        "reason": "connection refused (192.0.2.7:8448); " * 9,
-        "paused": None,
-        "parked": None,
-    }
-    return values | more
-
-
-@pytest.mark.parametrize("width", [80, 100, 200])
-def test_a_list_fits_the_terminal_and_cuts_no_name(width: int) -> None:
-    long = "a-very-long-name-of-a-server.federation.example.org:8448"
-    entries = [entry(long), entry("b.example", paused="moving house"), entry("c.example")]
-    lines = [line.plain for line in display.destinations(entries, width)]
-    assert len(lines) == 4
-    assert lines[1].startswith(long + "  failing")
-    assert "moving house" in lines[2]
-    assert ("NEXT TRY" in lines[0]) == (width >= 100)
-    if width == 200:
-        assert max(map(len, lines)) == 200
-    short = [line.plain for line in display.destinations(entries[1:], width)]
-    assert max(map(len, short)) <= width
 
 
 async def test_status_is_one_screen_and_its_code_says_whether_it_is_ready(

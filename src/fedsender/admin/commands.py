@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fedsender.console import say, say_json, screen_width, show
+from fedsender.console import say, say_json, show
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -105,7 +105,7 @@ def destinations(
         for entry in entries:
             say_json(entry)
         return DONE
-    show(*display.destinations(entries, screen_width()))
+    show(display.destinations(entries))
     say(display.footer(page))
     return DONE
 

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.table import Table
 from rich.text import Text
 
@@ -82,57 +83,136 @@ def moment(at_ms: int | None) -> str | None:
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def new_table(*columns: str) -> Table:
-    """An empty table in our style."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a `Sheet`.
 
-
-# The columns of the list of destinations before the reason, each with the narrowest terminal that
-# shows it.
-_COLUMNS: Final = (
-    ("SERVER", 0),
-    ("STATE", 0),
-    ("OWED", 0),
-    ("OLDEST", 0),
-    ("FAILING", 100),
-    ("NEXT TRY", 100),
-)
-_LEAST_REASON: Final = 12
-
-
-def destinations(entries: Iterable[Answer], width: int) -> list[Text]:
-    """A list of destinations, for a terminal of `width` columns: a line for each, after a head.
-
-    The reason is cut at the edge. Nothing else is: a long name makes the line longer.
+    Attributes:
+        rank: the column with the highest rank leaves first when the screen is narrow; 0: it stays.
+        least: the column may be cut down to this width; 0: it is never cut.
+        right: whether it holds numbers.
     """
-    names = [name for name, least in _COLUMNS if width >= least]
-    rows = [[*names, "REASON"]]
+
+    title: str
+    rank: int = 0
+    least: int = 0
+    right: bool = False
+
+
+class Sheet:
+    """A table with one line a row: no name, id or error goes over two lines.
+
+    On a narrow screen columns leave by rank, and long texts are cut. A name that is longer than its
+    column moves the rest of its line to the right. Without a screen nothing is cut.
+    """
+
+    GAP: Final = 2
+
+    def __init__(self, *columns: Column) -> None:
+        self.columns = columns
+        self.rows: list[tuple[str | None, ...]] = []
+
+    def add(self, *cells: object) -> None:
+        """Add a row; None is shown as a dash."""
+        assert len(cells) == len(self.columns)
+        self.rows.append(tuple(None if cell is None else safe(cell) for cell in cells))
+
+    def lines(self, width: int | None) -> list[Text]:
+        """The header and each row; `width`: of the screen, in cells; None: there is none."""
+        chosen = self._widths(width)
+        header = Text(style="bold")
+        for at, size in chosen.items():
+            self._put(header, at, self.columns[at].title, size)
+        lines = [header]
+        for row in self.rows:
+            line = Text()
+            for at, size in chosen.items():
+                self._put(line, at, row[at], size)
+            lines.append(line)
+        for line in lines:
+            line.rstrip()
+        return lines
+
+    def _widths(self, width: int | None) -> dict[int, int]:
+        """The width of each column that is shown, by its place."""
+        natural = {}
+        for at, column in enumerate(self.columns):
+            sizes = [cell_len(row[at] or "-") for row in self.rows]
+            if width is not None and not (column.rank or column.least):
+                # One long name is not the reason why all other rows lose their columns.
+                sizes = [size for size in sizes if size <= max(24, width * 2 // 5)]
+            natural[at] = max(cell_len(column.title), *sizes, 0)
+        if width is None:
+            return natural
+        least = {at: min(size, self.columns[at].least or size) for at, size in natural.items()}
+        shown = dict(natural)
+        while self._sum(least, shown) > width and len(shown) > 1:
+            last = max(shown, key=lambda at: self.columns[at].rank)
+            if not self.columns[last].rank:
+                break
+            del shown[last]
+        spare = width - self._sum(least, shown)
+        for at in sorted(shown, key=lambda at: self.columns[at].rank):
+            more = min(max(0, spare), natural[at] - least[at])
+            shown[at] = least[at] + more
+            spare -= more
+        return shown
+
+    def _sum(self, sizes: Mapping[int, int], shown: Iterable[int]) -> int:
+        return sum(sizes[at] + self.GAP for at in shown) - self.GAP
+
+    def _put(self, line: Text, at: int, cell: str | None, size: int) -> None:
+        column = self.columns[at]
+        text = "-" if cell is None else cell
+        if column.least:
+            text = shortened(text, size)
+        blank = max(0, size - cell_len(text))
+        style = "dim" if cell is None else ""
+        before = blank if column.right else 0
+        line.append(" " * before)
+        line.append(text, style)
+        line.append(" " * (blank - before + self.GAP))
+
+
+def shortened(text: str, width: int) -> str:
+    """`text` in at most `width` cells: the words before the first colon stay, and the last ones.
+
+    What stands between them goes first: `closed: … Connection refused`. A text without such
+    parts loses its end.
+    """
+    if cell_len(text) <= width:
+        return text
+    parts = text.split(": ")
+    for kept in range(len(parts) - 2, 0, -1):
+        short = f"{': '.join(parts[:kept])}: … {parts[-1]}"
+        if cell_len(short) <= width:
+            return short
+    return set_cell_size(text, max(0, width - 1)).rstrip(" :,;") + "…"
+
+
+def destinations(entries: Iterable[Answer]) -> Sheet:
+    """A list of destinations."""
+    sheet = Sheet(
+        Column("SERVER"),
+        Column("STATE"),
+        Column("OWED", 1),
+        Column("OLDEST", 3),
+        Column("FAILING", 4),
+        Column("NEXT TRY", 5),
+        Column("REASON", 2, 24),
+    )
     for entry in entries:
-        cells = {
-            "SERVER": entry["destination"],
-            "STATE": entry["state"].replace("_", " "),
-            "OWED": _owed(entry),
-            "OLDEST": _roughly(entry["oldest_owed_s"]),
-            "FAILING": _roughly(entry["failing_for_s"]),
-            "NEXT TRY": _roughly(entry["next_attempt_in_s"]),
-        }
-        # An operator's reason is why nothing is sent; the last error is older.
-        reason = entry["paused"] or entry["parked"] or entry["reason"]
-        rows.append([safe(cells[name] or "-") for name in names] + [safe(reason or "-")])
-    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)][:-1]
-    room = max(_LEAST_REASON, width - sum(widths) - 2 * len(widths))
-    lines = []
-    for number, (*cells_, reason) in enumerate(rows):
-        line = Text(style="" if number else "bold")
-        for cell, size in zip(cells_, widths, strict=True):
-            line.append(cell + " " * (size - cell_len(cell) + 2))
-        last = Text(reason)
-        last.truncate(room, overflow="ellipsis")
-        lines.append(line.append(last))
-    return lines
+        sheet.add(
+            entry["destination"],
+            entry["state"].replace("_", " "),
+            _owed(entry),
+            _roughly(entry["oldest_owed_s"]),
+            _roughly(entry["failing_for_s"]),
+            _roughly(entry["next_attempt_in_s"]),
+            # An operator's reason is why nothing is sent; the last error is older.
+            entry["paused"] or entry["parked"] or entry["reason"],
+        )
+    return sheet
 
 
 def _roughly(seconds: float | None) -> str | None:
@@ -159,16 +239,14 @@ def footer(page: Answer) -> str:
     return f"{page['behind']:,} behind of {page['known']:,}{counted}"
 
 
-def by_error(failing: Mapping[str, Mapping[str, int]]) -> Table:
+def by_error(failing: Mapping[str, Mapping[str, int]]) -> Sheet:
     """The failing servers: class of the last failure, by the time since the first one."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("ERROR", no_wrap=True)
-    for name in ("SERVERS", *(age for age, _ in AGES)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for outcome, ages in failing.items():
-        counts = [sum(ages.values()), *(ages.get(age, 0) for age, _ in AGES)]
-        table.add_row(plain(outcome), *(f"{count:,}" if count else "-" for count in counts))
-    return table
+    ages = [age for age, _ in AGES]
+    sheet = Sheet(Column("ERROR"), *(Column(name, right=True) for name in ("SERVERS", *ages)))
+    for outcome, found in failing.items():
+        counts = [sum(found.values()), *(found.get(age, 0) for age in ages)]
+        sheet.add(outcome, *(f"{count:,}" if count else None for count in counts))
+    return sheet
 
 
 def head(answer: Answer) -> list[Text]:
@@ -275,43 +353,58 @@ def trace_facts(answer: Answer) -> list[str]:
     return said
 
 
-def fates(entries: Sequence[Answer]) -> Table:
+def fates(entries: Sequence[Answer]) -> Sheet:
     """The fate of an event, server by server."""
-    table = new_table("SERVER", "OUTCOME", "WHEN", "TRANSACTION", "FAILED", "MORE")
+    sheet = Sheet(
+        Column("SERVER"),
+        Column("OUTCOME"),
+        Column("WHEN", 2),
+        Column("TRANSACTION", 4),
+        Column("FAILED", 3),
+        Column("MORE", 1, 20),
+    )
     for entry in entries:
-        table.add_row(
-            plain(entry["destination"]),
-            plain(entry["outcome"]),
-            plain(moment(entry["at_ts"])),
-            plain(entry["transaction_id"]),
-            plain(entry["attempts"] or None),
-            plain(entry["reason"]),
+        sheet.add(
+            entry["destination"],
+            entry["outcome"],
+            moment(entry["at_ts"]),
+            entry["transaction_id"],
+            entry["attempts"] or None,
+            entry["reason"],
         )
-    return table
+    return sheet
 
 
-def quarantine(entries: Iterable[Answer]) -> Table:
+def quarantine(entries: Iterable[Answer]) -> Sheet:
     """The items in quarantine."""
-    table = new_table("ID", "SERVER", "WHAT", "EVENT", "ROOM", "SINCE", "REASON")
+    sheet = Sheet(
+        Column("ID"),
+        Column("SERVER"),
+        Column("WHAT", 2),
+        Column("EVENT", 3),
+        Column("ROOM", 5),
+        Column("SINCE", 4),
+        Column("REASON", 1, 26),
+    )
     for entry in entries:
-        table.add_row(
-            plain(entry["id"]),
-            plain(entry["destination"] or "every server"),
-            plain(entry["kind"]),
-            plain(entry["event_id"]),
-            plain(entry["room_id"]),
-            plain(moment(entry["at_ts"])),
-            plain(entry["reason"]),
+        sheet.add(
+            entry["id"],
+            entry["destination"] or "every server",
+            entry["kind"],
+            entry["event_id"],
+            entry["room_id"],
+            moment(entry["at_ts"]),
+            entry["reason"],
         )
-    return table
+    return sheet
 
 
-def policy(lines: Iterable[Line]) -> Table:
+def policy(lines: Iterable[Line]) -> Sheet:
     """The settings for one server, each with the line of the configuration that sets it."""
-    table = new_table("SETTING", "VALUE", "SET BY")
+    sheet = Sheet(Column("SETTING"), Column("VALUE"), Column("SET BY"))
     for line in lines:
-        table.add_row(plain(line.field), plain(line.value), plain(line.source))
-    return table
+        sheet.add(line.field, line.value, line.source)
+    return sheet
 
 
 def step(done: Measured) -> Iterable[str]:

@@ -186,7 +186,7 @@ class _Screen:
                 console.print(display.why(self.client.get("why", server)))
             self.why = captured.get()
 
-    def lines(self, width: int, height: int) -> list[Text]:
+    def lines(self, width: int | None, height: int) -> list[Text]:
         """The drawing."""
         if self.why is not None:
             return [Text(line) for line in self.why.split("\n")[: height - 1]] + [
@@ -198,7 +198,7 @@ class _Screen:
             asked += f", state {state}"
         if self.pattern != "*":
             asked += f", pattern {self.pattern}"
-        lines += [Text(), *display.destinations(self._entries, width)]
+        lines += [Text(), *display.destinations(self._entries).lines(width)]
         if self._entries:
             first = len(lines) - len(self._entries)
             lines[first + min(self.marked, len(self._entries) - 1)].stylize("reverse")

@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from fedsender.admin.commands import DONE, WRONG, AsJson, ConfigFile, Mistake
-from fedsender.admin.display import duration, lasting, new_table, plain
+from fedsender.admin.display import Column, Sheet, duration, lasting
 from fedsender.console import say, say_json, say_text, show
 
 Answer = Mapping[str, Any]
@@ -33,18 +32,26 @@ def facts(answer: Answer) -> Iterator[str]:
         yield f"wrong: {problem}"
 
 
-def consumers(found: Sequence[Answer]) -> Table:
+def consumers(found: Sequence[Answer]) -> Sheet:
     """The consumers, one row each."""
-    shown = new_table("CONSUMER", "STATE", "PIN", "BEHIND", "FOR", "LAST SEEN", "LAST ERROR")
+    shown = Sheet(
+        Column("CONSUMER"),
+        Column("STATE"),
+        Column("PIN", 5),
+        Column("BEHIND", 1),
+        Column("FOR", 3),
+        Column("LAST SEEN", 4),
+        Column("LAST ERROR", 2, 26),
+    )
     for one in found:
-        shown.add_row(
-            plain(one["name"]),
-            plain(one["state"]),
-            plain(one["pin"]),
-            plain(one["lag_tokens"]),
-            plain(lasting(one["lag_s"]) if one["lag_tokens"] else None),
-            plain("connected" if one["connected"] else f"{duration(one['seen_s'])} ago"),
-            plain(one["error"]),
+        shown.add(
+            one["name"],
+            one["state"],
+            one["pin"],
+            one["lag_tokens"],
+            lasting(one["lag_s"]) if one["lag_tokens"] else None,
+            "connected" if one["connected"] else f"{duration(one['seen_s'])} ago",
+            one["error"],
         )
     return shown
 
