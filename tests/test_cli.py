@@ -241,6 +241,24 @@ async def test_pause_park_resume_and_purge_reach_the_daemon(
         assert shell.world.sender.registry.status(B) is None
 
 
+async def test_a_pause_has_an_end_and_the_name_of_its_user(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUDO_USER", "anna")
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        assert await shell("pause", B, "--for", "2h", "--reason", "later") == 0
+        assert await shell("why", B) == 0
+        facts = [line.split() for line in shell.out.splitlines()]
+        assert ["paused", "by", "anna"] in facts
+        assert [line[-1] for line in facts if line[:2] == ["paused", "until"]] == ["UTC"]
+        assert await shell("pause", B, "--by", "bert") == 0
+        state = shell.world.sender.registry.state_of(B)
+        assert (state.paused_by, state.paused_until_ms) == ("bert", None)
+        assert await shell("pause", B, "--for", "soon") == 2
+        assert "--for 'soon': must be a duration such as 30s" in shell.err
+
+
 async def test_quarantine_is_listed_released_and_dropped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

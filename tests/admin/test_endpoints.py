@@ -379,6 +379,89 @@ async def test_a_hold_survives_a_restart(world: World, autojump_clock: MockClock
         assert world.servers[B].got == []
 
 
+async def pause_for(desk: Desk, hours: float) -> None:
+    """B is paused by anna for so long."""
+    body = {"servers": [B], "reason": "moving house", "by": "anna", "for_ms": int(hours * 3.6e6)}
+    await desk.post("pause", body)
+
+
+async def test_a_pause_ends_by_itself_and_why_says_when_and_whose_it_is(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        world.servers[B].down = False
+        now_ms = world.runtime.now_ms()
+        await pause_for(desk, 2)
+        why = await desk.get(f"why/{B}")
+        assert (why["paused"], why["paused_by"]) == ("moving house", "anna")
+        assert why["paused_ts"] == pytest.approx(now_ms, abs=1000)
+        assert why["paused_until_ts"] == why["paused_ts"] + 2 * 3_600_000
+        assert why["summary"].startswith("Paused for another 2 h by anna: moving house;")
+
+        await world.say(R1, "two")
+        await settle(2 * 3600 - 60)
+        assert world.servers[B].got == []
+        await settle(120)
+        assert world.servers[B].got == ["one", "two"]
+        why = await desk.get(f"why/{B}")
+        assert [why[key] for key in why if key.startswith("paused")] == [None] * 4
+        stored = (await world.store.sender.all_server_states())[B]
+        assert (stored["paused"], stored["paused_until_ms"]) == (None, None)
+
+
+@pytest.mark.parametrize("away_h", [1, 5])
+async def test_the_end_of_a_pause_survives_a_restart(
+    world: World, autojump_clock: MockClock, away_h: float
+) -> None:
+    """Also if it comes while no daemon runs."""
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        await pause_for(desk, 2)
+    world.servers[B].down = False
+    await settle(away_h * 3600)
+    async with open_desk(world) as desk:
+        if away_h < 2:
+            await settle(1800)
+            assert (await desk.get(f"why/{B}"))["paused_by"] == "anna"
+            assert world.servers[B].got == []
+        await settle(3600)
+        assert (await desk.get(f"why/{B}"))["paused"] is None
+        assert world.servers[B].got == ["one"]
+
+
+async def test_a_newer_order_takes_the_place_of_the_end_of_a_pause(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        world.servers[B].down = False
+        await pause_for(desk, 1)
+        await desk.post("pause", {"servers": [B], "reason": "for good"})
+        await settle(7200)
+        assert (await desk.get(f"why/{B}"))["paused"] == "for good"
+
+        await pause_for(desk, 1)
+        await desk.post("park", {"servers": [B], "reason": "gone"})
+        assert (await desk.get(f"why/{B}"))["paused_by"] == "anna"
+        await settle(7200)
+        why = await desk.get(f"why/{B}")
+        assert (why["paused"], why["parked"], world.servers[B].got) == (None, "gone", [])
+
+        await pause_for(desk, 1)
+        await desk.post("resume", {"servers": [B]})
+        await settle(5)
+        assert world.servers[B].got == ["one"]
+
+
+async def test_the_length_of_a_pause_has_bounds(world: World, autojump_clock: MockClock) -> None:
+    async with open_desk(world) as desk:
+        await with_a_dead_server(desk)
+        for for_ms in (0, 999, 367 * 86_400_000, "2h", True):
+            await desk.post("pause", {"servers": [B], "for_ms": for_ms}, 400)
+        await desk.post("pause", {"servers": [B], "by": "a\nb"}, 400)
+
+
 async def test_one_unknown_server_leaves_all_as_they_are(
     world: World, autojump_clock: MockClock
 ) -> None:

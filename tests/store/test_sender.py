@@ -70,6 +70,9 @@ async def test_a_servers_state_comes_back_whole(store: SenderStore) -> None:
         shared_interval_ms=9,
         pdu_search=Search(10, suspect="$a", turn=Turn.AGAIN, witnesses=("$b",), ahead=("$b", "$c")),
         paused="by hand",
+        paused_by="anna",
+        paused_ms=11,
+        paused_until_ms=12,
         parked="for long",
     )
     await store.save_server_state(ServerState(ONE))

@@ -218,6 +218,18 @@ def upgrade() -> None:
             "paused", sa.Text(), nullable=True, comment="an operator's reason; NULL: not paused"
         ),
         sa.Column(
+            "paused_by", sa.Text(), nullable=True, comment="the operator's name; NULL: not known"
+        ),
+        sa.Column(
+            "paused_ms", sa.BigInteger(), nullable=True, comment="when the operator paused it"
+        ),
+        sa.Column(
+            "paused_until_ms",
+            sa.BigInteger(),
+            nullable=True,
+            comment="when it ends by itself; NULL: never",
+        ),
+        sa.Column(
             "parked", sa.Text(), nullable=True, comment="why nothing is tried; NULL: not parked"
         ),
         sa.Column(

@@ -153,6 +153,10 @@ class Servers(Body):
         return self
 
 
+_ONE_LINE = r"^[^\x00-\x1f\x7f]*$"
+MAX_PAUSE_MS = 366 * 86_400_000
+
+
 class ServersWithReason(Servers):
     """Servers, and why."""
 
@@ -160,8 +164,26 @@ class ServersWithReason(Servers):
         default="by an operator",
         min_length=1,
         max_length=500,
-        pattern=r"^[^\x00-\x1f\x7f]*$",
+        pattern=_ONE_LINE,
         description="Shown wherever the servers' state is.",
+    )
+
+
+class Pause(ServersWithReason):
+    """Servers to send nothing to, why, and for how long."""
+
+    for_ms: StrictInt | None = Field(
+        default=None,
+        ge=1_000,
+        le=MAX_PAUSE_MS,
+        description="The pause ends by itself after so many milliseconds; else by resume only.",
+    )
+    by: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=100,
+        pattern=_ONE_LINE,
+        description="The operator's name, as why shows it.",
     )
 
 

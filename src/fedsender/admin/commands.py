@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fedsender.console import say, say_json, show
+from fedsender.console import safe, say, say_json, show
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -257,11 +257,42 @@ def pause(
     config: ConfigFile,
     servers: ServersGiven = None,
     pattern: Pattern = None,
+    lasting: Annotated[
+        str | None, typer.Option("--for", metavar="TIME", help="Until so long from now: 2h, 30m.")
+    ] = None,
     reason: Reason = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Who says so; else the user's name.")
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Send nothing to servers for now; their backlog is kept."""
-    return _hold(config, "pause", servers, pattern, reason, as_json)
+    more: dict[str, object] = {"by": _operator() if by is None else by}
+    if lasting is not None:
+        more["for_ms"] = _ms(lasting, "--for")
+    return _hold(config, "pause", servers, pattern, reason, as_json, more)
+
+
+def _operator() -> str | None:
+    """The name of the user who runs this command, also behind sudo; None: there is none."""
+    import getpass
+    import os
+
+    try:
+        name = os.environ.get("SUDO_USER") or getpass.getuser()
+    except (KeyError, OSError):
+        return None
+    return safe(name)[:100] or None
+
+
+def _ms(text: str, option: str) -> int:
+    """Milliseconds of a duration that was given to this option."""
+    from fedsender.config.values import parse_duration
+
+    try:
+        return round(parse_duration(text) * 1000)
+    except ValueError as error:
+        raise Mistake(f"{option} {text[:100]!r}: {error}") from None
 
 
 @app.command()
@@ -294,8 +325,10 @@ def _hold(
     pattern: str | None,
     reason: str | None,
     as_json: bool,
+    more: Mapping[str, object] | None = None,
 ) -> int:
     body = _chosen(servers, pattern) | ({} if reason is None else {"reason": reason})
+    body |= more or {}
     answer = _client(config).post(verb, body=body)
     if as_json:
         say_json(answer)

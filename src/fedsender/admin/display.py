@@ -329,6 +329,10 @@ def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
     for sentence in answer["held"]:
         yield "held", sentence
     yield "paused", answer["paused"]
+    if answer["paused"] is not None:
+        yield "paused by", answer["paused_by"]
+        yield "paused at", moment(answer["paused_ts"])
+        yield "paused until", moment(answer["paused_until_ts"]) or "an operator resumes it"
     yield "parked", answer["parked"]
     if health := answer["health"]:
         rate, attempts = health["success_rate"], health["attempts"]

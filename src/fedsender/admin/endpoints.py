@@ -13,6 +13,7 @@ from fedsender.admin.bodies import (
     EventId,
     Ids,
     Pairs,
+    Pause,
     Purge,
     Refusal,
     Servers,
@@ -279,15 +280,31 @@ class Held:
 
 
 @router.post("/pause", summary="Send nothing to these servers for now")
-async def pause(request: ServersWithReason, context: Reach) -> Held:
-    """Their backlog is kept; `resume` sends it. Survives restarts."""
-    return await _hold(context, request, "paused")
+async def pause(request: Pause, context: Reach) -> Held:
+    """Their backlog is kept. `resume` sends it, or the end of the pause. Survives restarts."""
+    servers = await chosen(context, request)
+    operations, registry = context.sender.operations, context.sender.registry
+    for server in servers:
+        await operations.hold(
+            server,
+            paused=request.reason,
+            parked=registry.state_of(server).parked,
+            by=request.by,
+            for_ms=request.for_ms,
+        )
+    said = {"reason": request.reason, "by": request.by, "for_ms": request.for_ms}
+    log.info("paused", servers=servers[:20], n=len(servers), **said)
+    return Held(servers)
 
 
 @router.post("/park", summary="Give these servers up until somebody says otherwise")
 async def park(request: ServersWithReason, context: Reach) -> Held:
     """As pausing, for servers that are believed to be gone: the first step before a purge."""
-    return await _hold(context, request, "parked")
+    servers = await chosen(context, request)
+    for server in servers:
+        await context.sender.operations.park(server, request.reason)
+    log.info("parked", servers=servers[:20], n=len(servers), reason=request.reason)
+    return Held(servers)
 
 
 @router.post("/resume", summary="Undo pause and park")
@@ -296,21 +313,6 @@ async def resume(request: Servers, context: Reach) -> Held:
     for server in servers:
         await context.sender.operations.hold(server, paused=None, parked=None)
     log.info("resumed", servers=servers[:20], n=len(servers))
-    return Held(servers)
-
-
-async def _hold(context: AdminContext, request: ServersWithReason, verb: str) -> Held:
-    servers = await chosen(context, request)
-    for server in servers:
-        status = context.sender.registry.status(server)
-        paused = status.state.paused if status is not None else None
-        parked = status.state.parked if status is not None else None
-        if verb == "paused":
-            paused = request.reason
-        else:
-            parked = request.reason
-        await context.sender.operations.hold(server, paused=paused, parked=parked)
-    log.info(verb, servers=servers[:20], n=len(servers), reason=request.reason)
     return Held(servers)
 
 

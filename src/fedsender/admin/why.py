@@ -111,6 +111,8 @@ class Why:
         summary: all of it in one sentence.
         isolating: items per transaction while a poisonous one is looked for.
         held: suspects, one sentence each: its record, and why it is still owed.
+        paused_by: the operator who paused it, if known.
+        paused_until_ts: when the pause ends by itself; null: by resume only.
         settings: the configuration of this server beyond the defaults.
         health: its last day, by the data pipeline; null: not known, or known too long ago.
     """
@@ -129,6 +131,9 @@ class Why:
     isolating: int | None
     held: tuple[str, ...]
     paused: str | None
+    paused_by: str | None
+    paused_ts: int | None
+    paused_until_ts: int | None
     parked: str | None
     shared_backoff: Shared | None
     allowed: bool
@@ -199,6 +204,9 @@ def _put_together(
         isolating=state.isolating,
         held=tuple(_held(state)),
         paused=state.paused,
+        paused_by=state.paused_by,
+        paused_ts=state.paused_ms,
+        paused_until_ts=state.paused_until_ms,
         parked=state.parked,
         shared_backoff=Shared(row.retry_last_ts, row.retry_interval, row.failure_ts, row.lsso)
         if row is not None
@@ -280,7 +288,10 @@ def _sentence(
     if words == "another sender's":
         return "Another federation sender handles it."
     if state.paused is not None:
-        return f"Paused: {state.paused}; {waits}."
+        left_s = state.pause_left_s(now_ms)
+        until = "" if left_s is None else f" for another {duration(left_s)}"
+        by = "" if state.paused_by is None else f" by {state.paused_by}"
+        return f"Paused{until}{by}: {state.paused}; {waits}."
     if state.parked is not None:
         return f"Parked: {state.parked}; {waits}."
     if error is not None:

@@ -428,14 +428,18 @@ class Destination:
         if late and self._exchange.give_up():
             self._timer.wake_after_attempt()
 
-    def come_due(self) -> None:
-        """Try now: the registry's timer, on Trio's clock, says that it is due."""
+    def come_due(self, *, pause_ended: bool = False) -> None:
+        """Try now: the registry's timer, on Trio's clock, says that it is due.
+
+        `pause_ended`: the state on record still has a pause that is over.
+        """
+        self._state_unsaved = self._state_unsaved or pause_ended
         self._timer.hasten()
         self._timer.look_again()
 
-    def hold(self, *, paused: str | None, parked: str | None) -> None:
-        """Set or clear an operator's reasons not to send."""
-        self.state = replace(self.state, paused=paused, parked=parked)
+    def hold(self, state: ServerState) -> None:
+        """Take this state, with an operator's reasons not to send set or cleared."""
+        self.state = state
         self._look_up()
 
     def use_policy(self, policy: Policy, *, allowed: bool) -> None:
@@ -463,6 +467,8 @@ class Destination:
 
         `frozen`: there is a frozen transaction of it in the database.
         """
+        if self._state_unsaved:
+            await self._save_state()
         if self.frozen is not None and self.frozen.answered:
             await self._settle(self.frozen)
         elif frozen and self.frozen is None:

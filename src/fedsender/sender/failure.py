@@ -150,6 +150,8 @@ class ServerState:
         shared_interval_ms: the interval last written to the homeserver's backoff columns.
         pdu_search, edu_search: the search for a poisonous item; None: there is none.
         paused: an operator's reason; None: not paused.
+        paused_by, paused_ms: the operator who paused it, if known, and when.
+        paused_until_ms: when the pause ends by itself; None: not by itself.
         parked: the reason why nothing is tried until an operator says so; None: not parked.
     """
 
@@ -169,6 +171,9 @@ class ServerState:
     pdu_search: Search | None = None
     edu_search: Search | None = None
     paused: str | None = None
+    paused_by: str | None = None
+    paused_ms: int | None = None
+    paused_until_ms: int | None = None
     parked: str | None = None
 
     def wait_s(self, now_ms: int) -> float:
@@ -180,6 +185,20 @@ class ServerState:
             return 0.0
         meant = max(0, self.next_attempt_ms - self.last_attempt_ms)
         return min(max(0, self.next_attempt_ms - now_ms), meant) / 1000
+
+    def pause_left_s(self, now_ms: int) -> float | None:
+        """Seconds until the pause ends by itself, as of now; None: it does not, or there is none.
+
+        Never longer than was meant, even if the wall clock was set back since.
+        """
+        if self.paused is None or self.paused_until_ms is None:
+            return None
+        meant = self.paused_until_ms - (self.paused_ms or 0)
+        return max(0, min(self.paused_until_ms - now_ms, meant)) / 1000
+
+    def unpaused(self) -> "ServerState":
+        """The same state, without a pause."""
+        return replace(self, paused=None, paused_by=None, paused_ms=None, paused_until_ms=None)
 
     @property
     def healthy(self) -> bool:
@@ -296,6 +315,9 @@ def after_success(state: ServerState, now_ms: int) -> ServerState:
         pdu_search=state.pdu_search,
         edu_search=state.edu_search,
         paused=state.paused,
+        paused_by=state.paused_by,
+        paused_ms=state.paused_ms,
+        paused_until_ms=state.paused_until_ms,
         parked=state.parked,
     )
 

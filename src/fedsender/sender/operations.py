@@ -1,10 +1,12 @@
 """Operations of an operator: events sent again, quarantine released, servers forgotten."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fedsender.ledger import EVERY_SERVER, Line, SentPdu, TransactionRecord
 from fedsender.sender.context import Context
 from fedsender.sender.edus.flow import EduFlow
+from fedsender.sender.failure import ServerState
 from fedsender.sender.fan_out import FanOut
 from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed
@@ -101,9 +103,39 @@ class Operations:
         await self._context.store.drop(ids)
         await self._fan_out.look_again()
 
-    async def hold(self, server: str, *, paused: str | None, parked: str | None) -> None:
-        """Set or clear an operator's reasons not to send to this server."""
-        state = self._registry.hold(server, paused=paused, parked=parked)
+    async def hold(
+        self,
+        server: str,
+        *,
+        paused: str | None,
+        parked: str | None,
+        by: str | None = None,
+        for_ms: int | None = None,
+    ) -> None:
+        """Set or clear an operator's reasons not to send to this server.
+
+        Args:
+            by: the operator who pauses it; None: not known.
+            for_ms: milliseconds until the pause ends by itself; None: it does not.
+        """
+        now_ms = self._context.runtime.now_ms()
+        await self._hold(
+            replace(
+                self._registry.state_of(server),
+                paused=paused,
+                paused_by=by,
+                paused_ms=now_ms if paused else None,
+                paused_until_ms=now_ms + for_ms if paused and for_ms is not None else None,
+                parked=parked,
+            )
+        )
+
+    async def park(self, server: str, reason: str) -> None:
+        """Set the reason why nothing is sent to this server; a pause stays as it is."""
+        await self._hold(replace(self._registry.state_of(server), parked=reason))
+
+    async def _hold(self, state: ServerState) -> None:
+        self._registry.hold(state)
         await self._context.store.save_server_state(state)
 
     async def purge(self, server: str, *, force: bool = False) -> list[str]:

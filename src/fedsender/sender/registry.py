@@ -13,7 +13,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import structlog
@@ -32,7 +32,7 @@ from fedsender.waiting import Signal
 log = structlog.get_logger()
 
 NEVER = math.inf
-"""The time at which a paused or parked server is due."""
+"""The time at which a paused or parked server is due, unless its pause ends by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +259,8 @@ class Registry:
     def _goes_on(self, server: str, kind: Kind | None) -> bool:
         """Whether only a search for a poisonous item waits, and items of this kind need not."""
         state, now_ms = self.state_of(server), self._context.runtime.now_ms()
+        if state.paused or state.parked:
+            return False
         if kind is None or self._behind[server] == NEVER or not state.searches:
             return False
         search = state.search(kind)
@@ -295,19 +297,21 @@ class Registry:
         destination = self.reach(server, level=False, though_behind=True)
         return destination is not None and destination.wake(by_admin=True)
 
-    def hold(self, server: str, *, paused: str | None, parked: str | None) -> ServerState:
-        """Set or clear an operator's reasons not to send; return the state to make durable."""
+    def hold(self, state: ServerState) -> None:
+        """Take this state of a server, with an operator's reasons not to send set or cleared.
+
+        The caller makes it durable.
+        """
+        server = state.destination
         destination = self.active.get(server)
         if destination is not None:
-            destination.hold(paused=paused, parked=parked)
-            return destination.state
-        state = replace(self.state_of(server), paused=paused, parked=parked)
+            destination.hold(state)  # Once it has left, it is put off.
+            return
         self._states[server] = state
-        if paused or parked:
+        if state.paused or state.parked:
             self.put_off(server)
         elif server in self._behind:
             self.schedule(server, trio.current_time())
-        return state
 
     def forget(self, server: str) -> None:
         """Forget all that is known of this server: it is owed nothing."""
@@ -402,8 +406,12 @@ class Registry:
     # --- The timer --------------------------------------------------------------------------------
 
     def put_off(self, server: str) -> None:
-        """Put this server behind, with no time at which it is due."""
-        self._behind[server] = NEVER
+        """Put this server behind, with no time at which it is due but the end of its pause."""
+        left_s = self.state_of(server).pause_left_s(self._context.runtime.now_ms())
+        if left_s is None:
+            self._behind[server] = NEVER
+        else:
+            self.schedule(server, trio.current_time() + left_s)
 
     def schedule(self, server: str, at: float) -> None:
         """Bring this server back at `at` (on trio's clock); those of one time in order of calls."""
@@ -429,9 +437,21 @@ class Registry:
                 continue  # Woken, paused or rescheduled since.
             await pace.wait()
             if self._behind.get(server) == at:
-                destination = self.reach(server, level=False, though_behind=True)
-                if destination is not None:
-                    destination.come_due()
+                self._bring_back(server)
+
+    def _bring_back(self, server: str) -> None:
+        """Activate a server that is due. A paused one is due when its pause ends."""
+        state = self.state_of(server)
+        pause_ended = state.paused is not None
+        if pause_ended:
+            log.info("pause ended", destination=server, reason=state.paused, by=state.paused_by)
+            self._states[server] = state.unpaused()
+        if state.parked:
+            self.put_off(server)
+            return
+        destination = self.reach(server, level=False, though_behind=True)
+        if destination is not None:
+            destination.come_due(pause_ended=pause_ended)
 
     def take_in(self, states: Mapping[str, ServerState], frozen: Iterable[str]) -> None:
         """Take in the records of the last daemon, before anything else.

@@ -353,6 +353,9 @@ server_states = Table(
     Column("pdu_search", JSON(none_as_null=True), comment="for a poisonous PDU: sender.isolation"),
     Column("edu_search", JSON(none_as_null=True), comment="the same among EDUs"),
     Column("paused", Text, comment="an operator's reason; NULL: not paused"),
+    Column("paused_by", Text, comment="the operator's name; NULL: not known"),
+    Column("paused_ms", BigInteger, comment="when the operator paused it"),
+    Column("paused_until_ms", BigInteger, comment="when it ends by itself; NULL: never"),
     Column("parked", Text, comment="why nothing is tried; NULL: not parked"),
 )
 catch_ups = Table(

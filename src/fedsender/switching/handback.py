@@ -200,16 +200,18 @@ async def _settle(
     debts = (await store.receipts.load(config.instance_name)).debts
     if owed := sum(config.handles(name) for name in debts):
         notes.append(f"receipts that {owed} servers are owed are not sent")
-    return [*notes, *await _held_back(store, config)]
+    return [*notes, *await _held_back(store, config, runtime.now_ms())]
 
 
-async def _held_back(store: Store, config: Config) -> list[str]:
+async def _held_back(store: Store, config: Config, now_ms: int) -> list[str]:
     """The notes on servers that only we do not send to, because an operator said so."""
     states = states_of(await store.sender.all_server_states())
     notes = []
     for name, state in sorted(states.items()):
         word = "parked" if state.parked is not None else "paused"
-        if (state.parked is not None or state.paused is not None) and config.handles(name):
+        over = state.parked is None and state.pause_left_s(now_ms) == 0
+        held = state.parked is not None or state.paused is not None
+        if held and not over and config.handles(name):
             notes.append(f"{name} is {word} here; {_next(config)} sends to it")
     if config.lists():
         notes.append(f"allow and deny hold here alone: {_next(config)} does not read them")
