@@ -5,8 +5,10 @@ The commands run in a thread beside a real endpoint on a Unix socket.
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,6 +27,11 @@ from fedsender.streams import FeedStatus
 from fedsender.testing.clock import until
 
 R1 = "!1:hs.example"
+LEDGER_LINE = (
+    '{"v":2,"ms":1800000000000,"destination":"a.example","transaction_id":"t.1","attempt":1,'
+    '"outcome":"failing","status":502,"reason":"answered 502","pdus":[],"edus":{"m.typing":1},'
+    '"refused":{},"took_ms":17}\n'
+)
 A, B, C = "a.example", "b.example", "c.example"
 
 
@@ -257,6 +264,64 @@ async def test_a_pause_has_an_end_and_the_name_of_its_user(
         assert (state.paused_by, state.paused_until_ms) == ("bert", None)
         assert await shell("pause", B, "--for", "soon") == 2
         assert "--for 'soon': must be a duration such as 30s" in shell.err
+
+
+async def test_attempts_are_listed_with_and_without_a_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(
+        tmp_path, capsys, ledger={"directory": str(tmp_path / "ledger")}
+    ) as shell:
+        await with_a_dead_server(shell.world)
+        assert await shell("attempts", B, "--failed", "--since", "1h", "--json") == 0
+        assert {line["outcome"] for line in shell.lines} == {"unreachable"}
+        assert shell.err == ""
+        with_daemon = shell.lines
+        assert await shell("attempts", B) == 0
+        assert "connection refused" in shell.out
+        assert await shell("attempts", C) == 0
+        assert shell.out == f"no such attempt at {C} in the ledger\n"
+        for wrong in ("soon", "2026-13-01", "-5"):
+            assert await shell("attempts", B, f"--since={wrong}") == 2
+            assert shell.err.startswith(f"fedsender: --since {wrong!r}: must be a duration")
+    assert await shell("attempts", B, "--since", "2020-01-01T00:00", "--json") == 0
+    assert shell.lines[: len(with_daemon)] == with_daemon
+    assert shell.err.startswith("fedsender: no daemon answers; this is from ")
+
+
+def test_tail_prints_attempts_as_they_are_written_until_it_is_told_to_end(tmp_path: Path) -> None:
+    ledger = tmp_path / "ledger"
+    ledger.mkdir()
+    config = write_config(tmp_path, ledger={"directory": str(ledger)})
+    command = [sys.executable, "-m", "fedsender", "tail", "-c", str(config), "--failed"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        written = threading.Event()
+
+        def write() -> None:
+            for number in range(1000):
+                with (ledger / f"fed1.b00t.{number:06d}.open").open("w") as file:
+                    file.write(LEDGER_LINE.replace("failing", "delivered") + LEDGER_LINE)
+                if written.wait(0.05):
+                    return
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            first = process.stdout.readline()
+        finally:
+            written.set()
+            writer.join()
+        process.send_signal(signal.SIGINT)
+        rest, err = process.communicate(timeout=20)
+    assert first == (
+        "2027-01-15 08:00:00 UTC a.example failing 502, 0 PDUs 1 EDU, 17 ms, t.1: answered 502\n"
+    )
+    assert set(rest.splitlines(keepends=True)) <= {first}
+    assert (process.returncode, err) == (0, "")
 
 
 async def test_quarantine_is_listed_released_and_dropped(

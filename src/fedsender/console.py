@@ -5,6 +5,7 @@ character among them could move the cursor, overwrite text or set the window's t
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,17 @@ def safe(value: object) -> str:
 def say(line: object, *, error: bool = False) -> None:
     """Print one line; `error`: on standard error."""
     print(safe(line), file=sys.stderr if error else sys.stdout, flush=error)
+
+
+def say_live(line: object) -> bool:
+    """Print one line at once; False: nobody reads standard output any more."""
+    try:
+        print(safe(line), flush=True)
+    except BrokenPipeError:
+        # The interpreter would complain about the same line at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 def say_alarm(line: object) -> None:

@@ -4,12 +4,13 @@ All of them go through the admin endpoint. Its address and token stand in the co
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from fedsender.console import safe, say, say_json, show
+from fedsender.console import json_line, safe, say, say_json, say_live, show
 
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
@@ -22,6 +23,8 @@ USAGE: Final = 2
 """Exit codes: done; it ran and found something wrong; usage or configuration."""
 
 PAIRS_AT_ONCE: Final = 1_000
+TAIL_SECONDS: Final = 0.25
+"""Between two looks of `tail` at the ledger."""
 
 app = typer.Typer()
 quarantine_app = typer.Typer(help="What was taken out of the way.")
@@ -158,6 +161,109 @@ def trace(event_id: str, config: ConfigFile, as_json: AsJson = False) -> int:
     if answer["destinations"]:
         show(display.fates(answer["destinations"]))
     return DONE
+
+
+@app.command()
+def attempts(
+    server: str,
+    config: ConfigFile,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="No older ones: 1h, or 2026-11-24T03:00 (in UTC)."),
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only those that failed.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=10_000, help="The newest ones.")] = 100,
+    as_json: AsJson = False,
+) -> int:
+    """List the attempts at a server, from the ledger; also if the daemon is stopped."""
+    from fedsender.admin import display
+
+    since_ms = 0 if since is None else _since_ms(since)
+    answer = _attempts(config, server, since_ms, failed=failed, limit=limit)
+    if answer["cut"] is not None:
+        say(f"fedsender: {answer['cut']}", error=True)
+    if as_json:
+        for entry in answer["attempts"]:
+            say_json(entry)
+    elif answer["attempts"]:
+        show(display.attempts(answer["attempts"]))
+    else:
+        say(f"no such attempt at {server} in the ledger")
+    return DONE
+
+
+def _attempts(
+    config: Path, server: str, since_ms: int, *, failed: bool, limit: int
+) -> dict[str, Any]:
+    """The daemon's answer; without a daemon, that of the ledger's files."""
+    from dataclasses import asdict
+
+    from fedsender.admin.attempts import read_attempts
+    from fedsender.admin.client import AdminClient, AdminError
+    from fedsender.config import load
+    from fedsender.matrix import is_server_name
+
+    if not is_server_name(server):
+        raise Mistake(f"{server[:300]!r} is not a server name")
+    loaded = load(config)
+    asked = {"since": since_ms, "failed": "true" if failed else "false", "limit": limit}
+    try:
+        return AdminClient.of(loaded).get("attempts", server, **asked)
+    except AdminError as error:
+        if not isinstance(error.__cause__, FileNotFoundError | ConnectionRefusedError):
+            raise
+    directory = loaded.ledger.directory
+    found = read_attempts(directory, server, since_ms=since_ms, failed=failed, limit=limit)
+    say(f"fedsender: no daemon answers; this is from {directory}", error=True)
+    return asdict(found)
+
+
+@app.command()
+def tail(
+    config: ConfigFile,
+    pattern: Annotated[str, typer.Argument(metavar="[GLOB]", help="Only these servers.")] = "*",
+    failed: Annotated[bool, typer.Option("--failed", help="Only those that failed.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Print attempts as they end, one a line, until Ctrl-C."""
+    import time
+    from dataclasses import asdict
+
+    from fedsender.admin import display
+    from fedsender.admin.attempts import Follower
+    from fedsender.config import load
+
+    directory = load(config).ledger.directory
+    with suppress(KeyboardInterrupt), Follower(directory, pattern, failed=failed) as follower:
+        while True:
+            for attempt in follower.new():
+                entry = asdict(attempt)
+                if not say_live(json_line(entry) if as_json else display.attempt(entry)):
+                    return DONE  # Its reader has left.
+            time.sleep(TAIL_SECONDS)
+    return DONE
+
+
+def _since_ms(text: str) -> int:
+    """Milliseconds since the epoch, of a duration before now or of a time."""
+    from datetime import UTC, datetime
+
+    from fedsender.config.values import parse_duration
+    from fedsender.runtime import real_runtime
+
+    with suppress(ValueError):
+        return max(0, real_runtime().now_ms() - round(parse_duration(text) * 1000))
+    try:
+        at = datetime.fromisoformat(text)
+        at_ms = round((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() * 1000)
+    except (ValueError, OverflowError):
+        at_ms = -1
+    if at_ms < 0:
+        raise Mistake(
+            f"--since {text[:100]!r}: must be a duration such as 2h, or a time such as"
+            " 2026-11-24T03:00"
+        )
+    return at_ms
 
 
 # --- quarantine -----------------------------------------------------------------------------------

@@ -379,6 +379,46 @@ def fates(entries: Sequence[Answer]) -> Sheet:
     return sheet
 
 
+def attempts(entries: Iterable[Answer]) -> Sheet:
+    """The attempts at one server."""
+    sheet = Sheet(
+        Column("WHEN"),
+        Column("TRANSACTION", 4),
+        Column("TRY", 3),
+        Column("PDUS", 2),
+        Column("EDUS", 2),
+        Column("OUTCOME"),
+        Column("TOOK", 2),
+        Column("REASON", 1, 26),
+    )
+    for entry in entries:
+        sheet.add(
+            moment(entry["at_ts"]),
+            entry["transaction_id"],
+            entry["attempt"] or None,
+            entry["pdus"],
+            entry["edus"],
+            _outcome(entry),
+            took(entry["took_ms"]),
+            entry["reason"] or None,
+        )
+    return sheet
+
+
+def attempt(entry: Answer) -> str:
+    """One attempt in one line."""
+    carried = f"{many(entry['pdus'], 'PDU')} {many(entry['edus'], 'EDU')}"
+    reason = f": {entry['reason']}" if entry["reason"] else ""
+    said = f"{moment(entry['at_ts'])} {entry['destination']} {_outcome(entry)}, {carried},"
+    return f"{said} {took(entry['took_ms'])}, {entry['transaction_id'] or '-'}{reason}"
+
+
+def _outcome(entry: Answer) -> str:
+    status = "" if entry["status"] is None else f" {entry['status']}"
+    refused = f", {many(entry['refused'], 'PDU')} refused" if entry["refused"] else ""
+    return f"{entry['outcome']}{status}{refused}"
+
+
 def quarantine(entries: Iterable[Answer]) -> Sheet:
     """The items in quarantine."""
     sheet = Sheet(

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 import structlog
 from fastapi import APIRouter, Depends, Query
 
+from fedsender.admin.attempts import MAX_ATTEMPTS, Attempts, read_attempts
 from fedsender.admin.bodies import (
     MAX_INTEGER,
     Error,
@@ -128,6 +130,30 @@ async def trace_event(event_id: EventId, context: Reach) -> Trace:
     if found is None:
         raise not_found("the homeserver has no such event")
     return found
+
+
+@router.get("/attempts/{server:path}", summary="The attempts at a server, newest last")
+async def attempts(
+    server: ServerName,
+    context: Reach,
+    since: Annotated[
+        int, Query(ge=0, le=MAX_INTEGER, description="No older ones; milliseconds since the epoch.")
+    ] = 0,
+    failed: Annotated[bool, Query(description="Only those that failed.")] = False,
+    limit: Annotated[int, Query(ge=1, le=MAX_ATTEMPTS, description="The newest ones.")] = 100,
+) -> Attempts:
+    read = partial(
+        read_attempts,
+        context.ledger_directory,
+        server,
+        since_ms=since,
+        failed=failed,
+        limit=limit,
+    )
+    try:
+        return await context.runtime.run_sync(read, limiter=context.ledger_reading)
+    except OSError as error:
+        raise Refusal(503, "M_UNKNOWN", f"the ledger cannot be read: {error}") from None
 
 
 # --- quarantine -----------------------------------------------------------------------------------
