@@ -348,6 +348,24 @@ async def test_quarantine_is_listed_released_and_dropped(
         assert await shell("quarantine", "drop", "many") == 2
 
 
+async def test_redeliver_since_lists_first_and_then_sends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        event_id = await with_a_dead_server(shell.world)
+        assert await shell("redeliver", A, "--since", "2020-01-01", "--dry-run") == 0
+        [listed, summary] = shell.out.splitlines()
+        assert listed.split()[-2:] == [event_id, R1]
+        assert summary == "would be sent again: 1"
+        assert shell.world.servers[A].got == ["one"]
+        assert await shell("redeliver", A, "--since", "2020-01-01", "--json") == 0
+        # The daemon's log is on the same screen here.
+        assert json.loads(shell.out.splitlines()[-1]) == {"accepted": 1, "refused": []}
+        await until(lambda: shell.world.servers[A].got == ["one", "one"])
+        for wrong in ([], [event_id, "--since", "1h"], [event_id, "--dry-run"]):
+            assert await shell("redeliver", A, *wrong) == 2
+
+
 async def test_redeliver_says_by_its_exit_code_whether_all_were_accepted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -579,6 +579,73 @@ async def test_redelivery_goes_to_servers_that_may_see_the_event_and_no_other(
         assert world.servers[B].got == []
 
 
+async def since(desk: Desk, since_ts: int, **asked: Any) -> tuple[int, list[str]]:
+    """What A gets again since then, part by part; the number of parts and the event ids."""
+    body: dict[str, Any] = {"server": A, "since_ts": since_ts, **asked}
+    parts, found = 0, []
+    while True:
+        part = await desk.post("redeliver_since", body)
+        parts += 1
+        found += [each["event_id"] for each in part["events"]]
+        if part["next_after"] is None:
+            return parts, found
+        body |= {"after": part["next_after"], "upto": part["upto"]}
+
+
+async def test_what_a_server_got_since_a_time_is_sent_again_in_parts(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedsender.sender.operations.EVENTS_AT_ONCE", 2)
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await world.join(R2, B)
+        await world.say(R1, "too old")
+        await settle(3600)
+        since_ts, ids = world.runtime.now_ms(), []
+        for number in range(3):
+            await world.say(R2, f"not for A {number}")
+            ids.append((event := world.pdu(R1, f"again {number}")).event_id)
+            await world.apply(event)
+            await settle(10)
+        got = ["too old", "again 0", "again 1", "again 2"]
+        assert world.servers[A].got == got
+
+        assert await since(desk, since_ts, dry_run=True) == (3, ids)
+        assert (await since(desk, since_ts + 15_000, dry_run=True))[1] == ids[2:]
+        assert await since(desk, world.runtime.now_ms(), dry_run=True) == (3, [])
+        assert (await since(desk, 0, dry_run=True))[1][1:] == ids
+        await settle()
+        assert world.servers[A].got == got
+
+        assert await since(desk, since_ts) == (3, ids)
+        await settle()
+        assert world.servers[A].got == [*got, *got[1:]]
+        assert [text for text in world.servers[B].got if "again" in text] == []
+        await desk.post("redeliver_since", {"server": C, "since_ts": 0}, 404)
+        await desk.post("redeliver_since", {"server": A, "since_ts": -1}, 400)
+
+
+async def test_neither_newer_events_nor_those_in_quarantine_are_sent_again_since_a_time(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        for number in range(3):
+            await world.apply(world.pdu(R1, f"{number}"))
+        await settle()
+        ids = (await since(desk, 0, dry_run=True))[1]
+        assert len(ids) == 3
+        for destination, event_id in ((A, ids[0]), (B, ids[1])):
+            await world.store.sender.quarantine_item(
+                destination=destination, kind="pdu", event_id=event_id, room_id=R1, reason="no"
+            )
+        assert (await since(desk, 0, dry_run=True))[1] == ids[1:]
+        first = await desk.post("redeliver_since", {"server": A, "since_ts": 0, "dry_run": True})
+        await world.say(R1, "newer")
+        await settle()
+        assert (await since(desk, 0, dry_run=True, upto=first["upto"]))[1] == ids[1:]
+
+
 async def test_what_is_owed_is_written_down_and_sent_upwards_only(
     world: World, autojump_clock: MockClock
 ) -> None:

@@ -767,3 +767,29 @@ async def test_answered_device_changes_go_with_their_chain_in_one_transaction(
         left = await synapse.database.read(lambda c: c.execute(last.select()).all())
         assert [row.user_id for row in left] == []
         assert [name.destination for name in await synapse.store.lagging()] == ["two.example"]
+
+
+async def test_a_token_is_found_by_the_time_at_which_events_were_received(
+    open_synapse: OpenSynapse,
+) -> None:
+    """Tokens have gaps, some events have no time, and backfilled ones do not count."""
+
+    def write(connection: Connection) -> None:
+        room = Room(connection, connection)
+        for token in (-4, 1, 2, 5, 9, 10, 11, 40):
+            room.last = token - 1
+            room.event()
+        events = tables.events
+        connection.execute(
+            update(events).where(events.c.stream_ordering.in_([2, 10])).values(received_ts=None)
+        )
+
+    async with open_synapse() as synapse:
+        assert await synapse.store.token_before(1_000, 0) == 0
+        await synapse.database.write(write)
+        for received_ms in range(999, 1_043):
+            token = await synapse.store.token_before(received_ms, 40)
+            timed = [each for each in (1, 5, 9, 11, 40) if 1_000 + each < received_ms]
+            # A row without a time stands on either side.
+            assert max(timed, default=0) == token, received_ms
+        assert await synapse.store.token_before(1_042, 10) == 9

@@ -197,6 +197,22 @@ class Purge(Body):
     )
 
 
+class Since(Body):
+    """A server that is to get again what it got since a time, part by part."""
+
+    server: ServerName
+    since_ts: Annotated[
+        StrictInt, Field(ge=0, le=MAX_INTEGER, description="Milliseconds since the epoch.")
+    ]
+    after: Annotated[StrictInt, Field(ge=0, le=MAX_INTEGER)] | None = Field(
+        default=None, description="`next_after` of the part before."
+    )
+    upto: Annotated[StrictInt, Field(ge=0, le=MAX_INTEGER)] | None = Field(
+        default=None, description="`upto` of the part before."
+    )
+    dry_run: StrictBool = Field(default=False, description="Only list the events.")
+
+
 class Skip(Body):
     """The event to pass over."""
 

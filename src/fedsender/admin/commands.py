@@ -473,11 +473,25 @@ def purge(
 @app.command()
 def redeliver(
     server: str,
-    events: Annotated[list[str], typer.Argument(metavar="EVENT_ID...")],
     config: ConfigFile,
+    events: Annotated[list[str] | None, typer.Argument(metavar="[EVENT_ID]...")] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="All its events since 2h ago, or 2026-11-24T03:00."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --since: only list the events.")
+    ] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Send events to a server again."""
+    """Send events to a server again: some by their ids, or all since a time."""
+    if bool(events) == (since is not None):
+        raise Mistake("name events, or give --since, and not both")
+    if since is not None:
+        return _redeliver_since(config, server, _since_ms(since), dry_run=dry_run, as_json=as_json)
+    if dry_run:
+        raise Mistake("--dry-run goes with --since")
+    assert events is not None
     pairs = [[server, event_id] for event_id in events]
     answer = _client(config).post("redeliver", body={"pairs": pairs})
     if as_json:
@@ -486,6 +500,33 @@ def redeliver(
         say(f"accepted: {answer['accepted']}")
         _print_refused(answer)
     return WRONG if answer["refused"] else DONE
+
+
+def _redeliver_since(
+    config: Path, server: str, since_ms: int, *, dry_run: bool, as_json: bool
+) -> int:
+    """Ask for one part after the other; what was accepted stays so if this is cut off."""
+    from fedsender.admin import display
+
+    client = _client(config)
+    body: dict[str, object] = {"server": server, "since_ts": since_ms, "dry_run": dry_run}
+    total, more = 0, True
+    while more:
+        part = client.post("redeliver_since", body=body)
+        total += len(part["events"])
+        for each in part["events"] if dry_run else ():
+            if as_json:
+                say_json(each)
+            else:
+                received = display.moment(each["received_ts"]) or "-"
+                say(f"{received} {each['event_id']} {each['room_id']}")
+        more = part["next_after"] is not None
+        body |= {"after": part["next_after"], "upto": part["upto"]}
+    if not as_json:
+        say(f"would be sent again: {total}" if dry_run else f"accepted: {total}")
+    elif not dry_run:
+        say_json({"accepted": total, "refused": []})
+    return DONE
 
 
 @app.command()

@@ -20,6 +20,7 @@ from fedsender.admin.bodies import (
     Refusal,
     Servers,
     ServersWithReason,
+    Since,
     Skip,
     not_found,
 )
@@ -383,6 +384,50 @@ async def redeliver(request: Pairs, context: Reach) -> Redelivered:
     pairs = list(dict.fromkeys(request.pairs))
     refused = await context.sender.operations.redeliver(pairs)
     return Redelivered(len(pairs) - len(refused), [NotSent(*each) for each in refused])
+
+
+@dataclass(frozen=True, slots=True)
+class SentAgain:
+    """An event that goes to the server again."""
+
+    event_id: str
+    room_id: str
+    stream_ordering: int
+    received_ts: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Events of one part of the events stream.
+
+    Attributes:
+        upto, next_after: for the request of the next part; `next_after` null: this was the last.
+    """
+
+    events: list[SentAgain]
+    upto: int
+    next_after: int | None
+
+
+@router.post("/redeliver_since", summary="Send a server again what it got since a time, in parts")
+async def redeliver_since(request: Since, context: Reach) -> Part:
+    """One request reads 500 events of the homeserver. Events in quarantine stay there."""
+    if not await is_known(context, request.server):
+        raise not_found(f"{request.server}: {UNKNOWN}")
+    found = await context.sender.operations.redeliver_since(
+        request.server,
+        request.since_ts,
+        after=request.after,
+        upto=request.upto,
+        dry_run=request.dry_run,
+    )
+    if not request.dry_run:
+        log.info("redelivered", destination=request.server, n=len(found.events), upto=found.upto)
+    events = [
+        SentAgain(each.pdu.event_id, each.pdu.room_id, each.pdu.stream_ordering, each.received_ts)
+        for each in found.events
+    ]
+    return Part(events, found.upto, found.next_after)
 
 
 @router.post("/owe", summary="Write these events into destination_rooms, and send them")

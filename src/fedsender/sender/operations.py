@@ -1,7 +1,7 @@
 """Operations of an operator: events sent again, quarantine released, servers forgotten."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fedsender.ledger import EVERY_SERVER, Line, SentPdu, TransactionRecord
 from fedsender.sender.context import Context
@@ -12,8 +12,28 @@ from fedsender.sender.registry import Registry
 from fedsender.sender.routing import Bad, Routed
 from fedsender.store.sender import Quarantined, Redelivery
 
+EVENTS_AT_ONCE = 500
+"""Events of the homeserver that one call of `redeliver_since` reads."""
+# Events are not stored in the exact order in which they were received.
+_SLACK_MS = 60_000
+_QUARANTINE_PAGE = 1_000
+
 Refusal = tuple[str, str, str]
 """Server ("*" if no server got it), event id (or the EDU's type), and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of the events stream, and those of its events that go to one server.
+
+    Attributes:
+        upto: the token at which the whole stretch ends.
+        next_after: the token up to which it was read; None: it was read to its end.
+    """
+
+    events: tuple[Routed, ...]
+    upto: int
+    next_after: int | None
 
 
 class Operations:
@@ -48,13 +68,66 @@ class Operations:
             else:
                 pdu = item.pdu
                 accepted.append(Redelivery(server, event_id, pdu.room_id, pdu.stream_ordering))
-        store = self._context.store
-        await store.add_redeliveries(accepted, released=() if refused else released)
+        await self._queue(accepted, () if refused else released)
+        return refused
+
+    async def _queue(self, accepted: Sequence[Redelivery], released: Sequence[int] = ()) -> None:
+        await self._context.store.add_redeliveries(accepted, released=released)
         for server in sorted({item.destination for item in accepted}):
             destination = self._registry.reach(server)
             if destination is not None:
                 destination.owe_redeliveries()
-        return refused
+
+    async def redeliver_since(
+        self,
+        server: str,
+        since_ms: int,
+        *,
+        after: int | None = None,
+        upto: int | None = None,
+        dry_run: bool = False,
+    ) -> Stretch:
+        """Send the events that go to this server, received at or after this time, again.
+
+        One call reads `EVENTS_AT_ONCE` events. Events in quarantine stay there.
+
+        Args:
+            since_ms: milliseconds since the epoch.
+            after: `next_after` of the call before; None: this is the first call.
+            upto: `upto` of the call before. Newer events are sent for the first time.
+            dry_run: only return the events.
+        """
+        context = self._context
+        end = self._fan_out.position if upto is None else min(upto, self._fan_out.position)
+        if after is None:
+            after = await context.homeserver.token_before(since_ms - _SLACK_MS, end)
+        rows = await context.homeserver.read_events(after, end, EVENTS_AT_ONCE)
+        in_quarantine = await self._in_quarantine(server)
+        events = [
+            item
+            for item in await context.router.route(rows)
+            if isinstance(item, Routed)
+            and server in item.servers
+            and (item.received_ts is None or item.received_ts >= since_ms)
+            and item.pdu.event_id not in in_quarantine
+        ]
+        if not dry_run:
+            pdus = [item.pdu for item in events]
+            await self._queue(
+                [Redelivery(server, pdu.event_id, pdu.room_id, pdu.stream_ordering) for pdu in pdus]
+            )
+        more = len(rows) == EVENTS_AT_ONCE and rows[-1].stream_ordering < end
+        return Stretch(tuple(events), end, rows[-1].stream_ordering if more else None)
+
+    async def _in_quarantine(self, server: str) -> set[str | None]:
+        """The ids of the events that are in quarantine for this server, or for all."""
+        found: set[str | None] = set()
+        after: int | None = 0
+        while after is not None:
+            items = await self._context.store.quarantine_list(None, _QUARANTINE_PAGE, after)
+            found |= {each.event_id for each in items if each.destination in (server, None)}
+            after = items[-1].id if len(items) == _QUARANTINE_PAGE else None
+        return found
 
     async def owe(self, pairs: Sequence[tuple[str, str]]) -> list[Refusal]:
         """Write (server, event id) pairs that are missing from `destination_rooms` there, upwards

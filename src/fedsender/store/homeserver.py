@@ -543,6 +543,31 @@ class HomeserverStore:
             found.update((token, at) for token, at in connection.execute(query))
         return found
 
+    @reading
+    def token_before(self, connection: Connection, received_ms: int, upto: int) -> int:
+        """The highest token up to which all events were received before this time (ms).
+
+        Roughly: events are not stored in the exact order in which they were received. No index
+        leads from a time to an event, so it is a binary search up to the token `upto`.
+        """
+        events = tables.events.c
+        low, high = 0, upto
+        while low < high:
+            middle = (low + high) // 2
+            query = (
+                select(events.stream_ordering, events.received_ts)
+                .where(events.stream_ordering > middle, events.stream_ordering <= upto)
+                .where(events.received_ts.is_not(None))
+                .order_by(events.stream_ordering)
+                .limit(1)
+            )
+            row = connection.execute(query).first()
+            if row is None or row.received_ts >= received_ms:
+                high = middle
+            else:
+                low = row.stream_ordering
+        return low
+
     async def _owing_keys(self) -> list[str]:
         names: set[str] = set()
         for table in (outbox, pokes):
