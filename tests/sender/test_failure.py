@@ -149,14 +149,16 @@ def test_wakes_are_few_in_a_row_and_bounded_in_a_day() -> None:
 
 
 def test_a_success_forgets_the_streak_and_keeps_the_operators_word() -> None:
-    failed = fail(fail(state(paused="maintenance"), REFUSED), REFUSED, NOW + 5000)
+    pause = {"paused": "maintenance", "paused_by": "anna", "paused_ms": 1, "paused_until_ms": 2}
+    failed = fail(fail(state(**pause), REFUSED), REFUSED, NOW + 5000)
     well = after_success(failed, NOW + 9000)
 
     assert failed.failures == 2
     assert failed.failing_since_ms == NOW
     assert well.healthy
     assert (well.failures, well.next_attempt_ms, well.reason) == (0, None, None)
-    assert (well.last_success_ms, well.paused) == (NOW + 9000, "maintenance")
+    assert well.last_success_ms == NOW + 9000
+    assert {name: getattr(well, name) for name in pause} == pause
 
 
 def test_the_shared_columns_are_written_when_the_interval_has_doubled() -> None:
