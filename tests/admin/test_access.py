@@ -338,6 +338,7 @@ async def test_openapi_describes_every_endpoint(world: World, autojump_clock: Mo
         "/overview",
         "/destinations/{server}",
         "/why/{server}",
+        "/attempts/{server}",
         "/trace/{event_id}",
         "/quarantine",
         "/quarantine/release",
@@ -347,6 +348,7 @@ async def test_openapi_describes_every_endpoint(world: World, autojump_clock: Mo
         "/resume",
         "/purge",
         "/redeliver",
+        "/redeliver_since",
         "/owe",
         "/skip",
     }

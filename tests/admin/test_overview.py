@@ -184,6 +184,8 @@ async def test_top_shows_a_server_and_puts_the_terminal_back(
             await until(r"b\.example +failing[^\n]*connection refused")
             os.write(end, b"\n")
             await until("last error")
+            os.write(end, b" a")
+            await until("unreachable")
             os.write(end, b" p")
             await until("pause: b.example")
             os.write(end, b"q")

@@ -25,7 +25,9 @@ from fedsender.console import safe, screen_width, show
 EVERY_S: Final = 1.0
 _SORTS: Final = ("age", "owed", "fails", "name")
 _STATES: Final = (None, "failing", "waiting", "catching_up", "sending", "paused", "parked")
-_HELP: Final = "s sort  f state  / pattern  j k move  Enter why  w wake  p pause or resume  q quit"
+_HELP: Final = (
+    "s sort  f state  / pattern  j k move  Enter why  a attempts  w wake  p pause  q quit"
+)
 _MAX_KEYS: Final = 64
 _MAX_PATTERN: Final = 255
 _UP: Final = ("k", "\x1b[A")
@@ -91,7 +93,7 @@ class _Screen:
     typed: str | None = None
     marked: int = 0
     said: str = ""
-    why: str | None = None
+    page: list[Text] | None = None
     rows: int = 100
 
     @property
@@ -131,8 +133,8 @@ class _Screen:
         """Do what a key is for; False: end."""
         if self.typed is not None:
             self._type(key)
-        elif self.why is not None:
-            self.why = None
+        elif self.page is not None:
+            self.page = None
         elif key == "q":
             return False
         else:
@@ -163,7 +165,7 @@ class _Screen:
             self.marked = max(0, self.marked - 1)
         elif key in _DOWN:
             self.marked = min(self.marked + 1, max(0, len(self._entries) - 1))
-        elif server is not None and key in ("\n", "\r", "w", "p"):
+        elif server is not None and key in ("\n", "\r", "a", "w", "p"):
             try:
                 self._act(key, server)
             except AdminError as error:
@@ -180,18 +182,20 @@ class _Screen:
             verb = "resume" if held["paused"] or held["parked"] else "pause"
             self.client.post(verb, body=body)
             self.said = f"{verb}: {server}"
+        elif key == "a":
+            found = self.client.get("attempts", server, limit=self.rows)["attempts"]
+            # The newest first: the screen is cut at its end.
+            self.page = display.attempts(reversed(found)).lines(screen_width())
         else:
-            console = Console(highlight=False, width=100)
+            console = Console(highlight=False, width=screen_width())
             with console.capture() as captured:
                 console.print(display.why(self.client.get("why", server)))
-            self.why = captured.get()
+            self.page = [Text(line) for line in captured.get().split("\n")]
 
     def lines(self, width: int | None, height: int) -> list[Text]:
         """The drawing."""
-        if self.why is not None:
-            return [Text(line) for line in self.why.split("\n")[: height - 1]] + [
-                Text("any key: back", style="dim")
-            ]
+        if self.page is not None:
+            return [*self.page[: height - 1], Text("any key: back", style="dim")]
         lines = display.head(self.answer)
         asked = f"sorted by {_SORTS[self.sort]}"
         if state := _STATES[self.state]:
