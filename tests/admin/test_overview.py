@@ -82,6 +82,22 @@ async def test_a_server_that_is_level_again_owes_nothing_of_before(
         assert entry["oldest_owed_s"] < 10
 
 
+async def test_a_paused_server_is_behind_only_if_it_is_owed_something(
+    world: World, autojump_clock: MockClock
+) -> None:
+    async with open_desk(world) as desk:
+        await world.join(R1, A)
+        await world.say(R1, "one")
+        await trio.sleep(60)
+        await desk.post("pause", {"servers": [A]})
+        page = await desk.get("destinations", behind=True)
+        assert page["destinations"] == []
+        await world.say(R1, "two")
+        await trio.sleep(1)
+        [entry] = (await desk.get("destinations", behind=True))["destinations"]
+        assert (entry["state"], entry["events_owed"]) == ("paused", 1)
+
+
 async def test_lists_are_sorted_filtered_and_paged(world: World, autojump_clock: MockClock) -> None:
     async with open_desk(world) as desk:
         sender = world.sender

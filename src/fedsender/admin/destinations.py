@@ -3,7 +3,7 @@
 import heapq
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -13,8 +13,9 @@ from fedsender.admin.bodies import MAX_SERVERS, Servers, bad_param, not_found
 from fedsender.admin.context import AdminContext
 from fedsender.admin.display import AGES
 from fedsender.matrix import matches
+from fedsender.sender.debts import Debt
 from fedsender.sender.failure import ServerState
-from fedsender.sender.sender import Sender, Status
+from fedsender.sender.sender import Status
 
 ROWS = 1_000
 """Rows of the destinations table that are read at once."""
@@ -140,13 +141,30 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
     return list(dict.fromkeys(request.servers))
 
 
-async def list_page(context: AdminContext, listing: Listing) -> Page:
+async def all_debts(context: AdminContext) -> dict[str, Debt]:
+    """What each server is owed, from memory alone; without those that are owed nothing."""
+    found: dict[str, Debt] = {}
+    for number, name in enumerate(context.sender.registry.names()):
+        if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
+            await trio.lowlevel.checkpoint()
+        if (debt := context.sender.debt(name)) is not None:
+            found[name] = debt
+    return found
+
+
+async def list_page(
+    context: AdminContext, listing: Listing, debts: Mapping[str, Debt] | None = None
+) -> Page:
     """One page of a list. What servers are owed comes from memory, never from the database.
+
+    Args:
+        debts: those of `all_debts`, if the caller has them.
 
     Raises:
         Refusal: `after` is not what an earlier page gave.
     """
-    sender, registry = context.sender, context.sender.registry
+    registry = context.sender.registry
+    debts = await all_debts(context) if debts is None else debts
     known = registry.names()
     names: Collection[str] = known
     if not listing.behind and listing.state in (None, "level"):
@@ -165,7 +183,7 @@ async def list_page(context: AdminContext, listing: Listing) -> Page:
     for number, name in enumerate(names):
         if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
             await trio.lowlevel.checkpoint()
-        if listing.behind and not registry.owes(name):
+        if listing.behind and name not in debts:
             continue
         if listing.state is not None and registry.label(name) != listing.state:
             continue
@@ -173,7 +191,8 @@ async def list_page(context: AdminContext, listing: Listing) -> Page:
             continue
         total += 1
         if listing.sort != "name":
-            keys.append((*_rank(sender, name, listing.sort, now_ms), name))
+            state = registry.state_of(name)
+            keys.append((*_rank(state, debts.get(name), listing.sort, now_ms), name))
         elif name > start:
             keys.append((0, 0, name))
     chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
@@ -182,21 +201,20 @@ async def list_page(context: AdminContext, listing: Listing) -> Page:
     if len(chosen_keys) > listing.limit:
         next_from = shown[-1] if listing.sort == "name" else str(skip + listing.limit)
     return Page(
-        tuple(_summary(context, name, now_ms) for name in shown),
+        tuple(_summary(context, name, debts.get(name), now_ms) for name in shown),
         total,
-        sum(map(registry.owes, known)),
+        len(debts),
         len(known) if names is known else len(known.union(names)),
-        trio.current_time() - sender.context.debts.counted_at,
+        trio.current_time() - context.sender.context.debts.counted_at,
         next_from,
     )
 
 
-def _rank(sender: Sender, name: str, sort: Sort, now_ms: int) -> tuple[float, float]:
+def _rank(state: ServerState, debt: Debt | None, sort: Sort, now_ms: int) -> tuple[float, float]:
     """The sort key: the smallest goes first."""
     if sort == "fails":
-        since = sender.registry.state_of(name).failing_since_ms
+        since = state.failing_since_ms
         return (math.inf if since is None else since, 0)
-    debt = sender.debt(name)
     if debt is None:
         return (math.inf, 0)
     if sort == "owed":
@@ -204,9 +222,9 @@ def _rank(sender: Sender, name: str, sort: Sort, now_ms: int) -> tuple[float, fl
     return (now_ms if debt.oldest_ms is None else debt.oldest_ms, 0)
 
 
-def _summary(context: AdminContext, name: str, now_ms: int) -> Summary:
+def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -> Summary:
     registry = context.sender.registry
-    status, debt = registry.status(name), context.sender.debt(name)
+    status = registry.status(name)
     state = ServerState(name) if status is None else status.state
     next_ms = next_attempt_ms(context, name, status)
     since_ms = state.failing_since_ms

@@ -8,9 +8,17 @@ import trio
 
 from fedsender import version
 from fedsender.admin.context import AdminContext
-from fedsender.admin.destinations import WITHOUT_A_BREAK, Listing, Page, age_class, list_page
+from fedsender.admin.destinations import (
+    WITHOUT_A_BREAK,
+    Listing,
+    Page,
+    age_class,
+    all_debts,
+    list_page,
+)
 from fedsender.admin.display import AGES
 from fedsender.admin.probes import problems
+from fedsender.sender.debts import Debt
 from fedsender.telemetry import Rates
 
 
@@ -80,7 +88,8 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
     """The overview, with a page of this list."""
     sender, config = context.sender, context.config
     reasons, status = tuple(problems(context)), context.feed.status()
-    owed, failing = await _by_age(context)
+    debts = await all_debts(context)
+    owed, failing = await _by_age(context, debts)
     return Overview(
         version=version(),
         instance=config.instance_name,
@@ -97,12 +106,12 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         owed_by_age=owed,
         failing_by_age=failing,
         quarantine_items=sender.quarantine_items,
-        page=await list_page(context, listing),
+        page=await list_page(context, listing, debts),
     )
 
 
 async def _by_age(
-    context: AdminContext,
+    context: AdminContext, debts: Mapping[str, Debt]
 ) -> tuple[dict[str, Owed], dict[str, dict[str, int]]]:
     sender, now_ms = context.sender, context.runtime.now_ms()
     servers, rooms = Counter[str](), Counter[str]()
@@ -110,7 +119,7 @@ async def _by_age(
     for number, name in enumerate(sender.registry.names()):
         if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
             await trio.lowlevel.checkpoint()
-        if (debt := sender.debt(name)) is not None:
+        if (debt := debts.get(name)) is not None:
             at = debt.oldest_ms
             age = "unknown" if at is None else age_class((now_ms - at) / 1000)
             servers[age] += 1
