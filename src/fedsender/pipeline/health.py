@@ -276,13 +276,14 @@ class HealthFile:
             rows = going_on.orderBy("server", "first_ms").toLocalIterator()
             _add_streaks(connection, rows)
             told.unpersist()
+            # Before the new file is there: a stop meanwhile leaves the old one.
+            lines.unpersist()
             newest_ms = _sum_up(connection)
             values = {"stream": stream, "batch": number, "late": late, "newest_ms": newest_ms}
             connection.executemany(
                 "INSERT OR REPLACE INTO meta VALUES (?, ?)",
                 [(name, str(value)) for name, value in (values | {"version": VERSION}).items()],
             )
-        lines.unpersist()
         return True
 
     @contextmanager

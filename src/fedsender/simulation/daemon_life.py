@@ -179,10 +179,14 @@ class Life:
         ) as daemon:
             self.daemon, self._metrics = daemon, daemon.metrics
             self._opened()
-            async with trio.open_nursery() as self.acts:
-                await self._stop.wait()
-                self.acts.cancel_scope.cancel()
-            self.acts = None
+            async with trio.open_nursery() as acts:
+                self.acts = acts
+                try:
+                    await self._stop.wait()
+                finally:
+                    # At once: a nursery that ends takes nobody any more.
+                    self.acts = None
+                acts.cancel_scope.cancel()
             self.draining = True
         self.daemon = None
 
