@@ -3,7 +3,9 @@
 import os
 import pty
 import re
+import signal
 import sys
+import termios
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tests.sender.harness import World
 from tests.test_cli import open_shell
 from trio.testing import MockClock
 
+from fedsender.admin.top import _Screen, keys_in
 from fedsender.sender.failure import ServerState
 from fedsender.store.homeserver import HomeserverStore
 from fedsender.store.records import Lagging
@@ -168,6 +171,9 @@ async def test_status_is_one_screen_and_its_code_says_whether_it_is_ready(
         assert await shell("destinations", "--by", "error") == 0
         assert shell.out.split()[:2] == ["ERROR", "SERVERS"]
         assert await shell("destinations", "--by", "age") == 2
+        for more in (("--behind",), ("--pattern", "a*"), ("--limit", "1"), ("--sort", "age")):
+            assert await shell("destinations", "--by", "error", *more) == 2
+            assert len(shell.err.splitlines()) == 1
         assert await shell("destinations", "--limit", "1") == 0
         assert shell.out.splitlines()[-1].startswith("0 behind of 1")
         assert await shell("top") == 1
@@ -212,3 +218,98 @@ async def test_top_shows_a_server_and_puts_the_terminal_back(
             os.close(terminal)
             os.close(end)
         assert shell.world.sender.registry.state_of(B).paused is not None
+
+
+class Answers:
+    """An endpoint that lists these servers, and notes what it is told."""
+
+    def __init__(self, page: dict[str, Any], *names: str) -> None:
+        self.page, self.names = page, list(names)
+        self.told: list[tuple[str, object]] = []
+
+    def get(self, *path: str, **query: object) -> dict[str, Any]:
+        [entry] = self.page["page"]["destinations"]
+        entries = [entry | {"destination": name} for name in self.names]
+        return self.page | {"page": self.page["page"] | {"destinations": entries}}
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.told.append((path, body["servers"]))
+        return {"servers": body["servers"], "left_alone": {}}
+
+
+async def test_a_key_of_top_acts_on_the_server_that_was_marked(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """The list is drawn anew each second, in another order if the servers' debts have changed."""
+    async with open_desk(world) as desk:
+        await fall_behind(world, B)
+        answer = await desk.get("overview", behind=True)
+    names = [f"s{number:02}.example" for number in range(40)]
+    endpoint = Answers(answer, *names)
+    screen = _Screen(endpoint)  # type: ignore[arg-type]  # answers without a daemon
+    screen.ask()
+
+    def marked() -> list[str]:
+        lines = screen.lines(100, 24)
+        assert len(lines) <= 24
+        spans = [(line, span) for line in lines for span in line.spans]
+        return [line.plain.split()[0] for line, span in spans if span.style == "reverse"]
+
+    assert marked() == ["s00.example"]
+    for _ in range(30):
+        screen.press("j")
+    assert marked() == ["s30.example"]
+    endpoint.names.reverse()
+    screen.ask()
+    assert marked() == ["s30.example"]
+    screen.press("p")
+    assert endpoint.told == [("pause", ["s30.example"])]
+    endpoint.names.remove("s30.example")
+    screen.ask()
+    assert marked() == []
+    screen.press("p")
+    assert len(endpoint.told) == 1
+    assert "s30.example is not on the list any more" in screen.said
+    screen.press("k")
+    assert marked() == ["s31.example"]
+    del endpoint.names[3:]
+    screen.ask()
+    screen.press("k")
+    assert marked() == ["s38.example"]
+
+
+def test_arrows_that_come_together_are_all_keys() -> None:
+    assert keys_in("\x1b[A\x1b[Bjp\x1b") == ["\x1b[A", "\x1b[B", "j", "p", "\x1b"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+async def test_a_signal_leaves_the_terminal_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        end, terminal = pty.openpty()
+        before = termios.tcgetattr(terminal)
+        command = [sys.executable, "-m", "fedsender", "top", "-c", str(shell.config)]
+        process = await trio.lowlevel.open_process(
+            command, stdin=terminal, stdout=terminal, stderr=terminal,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"},
+        )  # fmt: skip
+        try:
+            seen = ""
+            with trio.fail_after(30):
+                while "q quit" not in seen:
+                    await trio.lowlevel.wait_readable(end)
+                    seen += os.read(end, 65_536).decode(errors="replace")
+                assert termios.tcgetattr(terminal) != before
+                process.send_signal(number)
+                while "\x1b[?1049l" not in seen:
+                    await trio.lowlevel.wait_readable(end)
+                    seen += os.read(end, 65_536).decode(errors="replace")
+                code = await process.wait()
+            assert termios.tcgetattr(terminal) == before
+            assert code == (0 if number == signal.SIGINT else 128 + number)
+            assert "Traceback" not in seen
+        finally:
+            process.kill()
+            os.close(terminal)
+            os.close(end)

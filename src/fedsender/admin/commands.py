@@ -77,6 +77,9 @@ def destinations(
 
     if by not in (None, "error"):
         raise Mistake("--by takes `error` only")
+    filtered = behind or pattern != "*" or state is not None or limit is not None
+    if by is not None and (filtered or sort != "name"):
+        raise Mistake("--by error counts all failing servers; it takes no filter and no order")
     client = _client(config)
     for reason in client.problems():
         say(f"fedsender: not ready: {reason}", error=True)

@@ -1,11 +1,14 @@
 """`fedsender top`: the overview and its servers on a terminal, drawn anew each second.
 
 Each drawing asks the endpoint once. Keys are read between two drawings. The terminal is put back
-into its old state at every end.
+into its old state at every end. The mark stays on its server when the order changes, so that a key
+never acts on another one.
 """
 
 import os
+import re
 import select
+import signal
 import sys
 import termios
 import tty
@@ -30,6 +33,8 @@ _HELP: Final = (
 )
 _MAX_KEYS: Final = 64
 _MAX_PATTERN: Final = 255
+# An arrow; an escape alone; any other character.
+_KEY: Final = re.compile(r"\x1b\[[A-D]|.", re.DOTALL)
 _UP: Final = ("k", "\x1b[A")
 _DOWN: Final = ("j", "\x1b[B")
 
@@ -46,14 +51,40 @@ def watch(client: AdminClient) -> bool:
         show(*screen.lines(screen_width(), 1000))
         return screen.ready
     console = Console(highlight=False)
-    with _keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            lines = screen.lines(console.width, console.height)
-            live.update(Group(*lines), refresh=True)
-            pressed = _read(keys)
-            if not all(screen.press(key) for key in pressed):
-                return screen.ready
-            screen.try_to_ask()
+    try:
+        with (
+            _until_killed(),
+            _keys() as keys,
+            Live(console=console, screen=True, auto_refresh=False) as live,
+        ):
+            while True:
+                lines = screen.lines(console.width, console.height)
+                live.update(Group(*lines), refresh=True)
+                pressed = _read(keys)
+                if not all(screen.press(key) for key in pressed):
+                    return screen.ready
+                screen.try_to_ask()
+    except KeyboardInterrupt:
+        # Outside of `_read`, while the daemon is asked.
+        return screen.ready
+
+
+@contextmanager
+def _until_killed() -> Iterator[None]:
+    """End the body with SystemExit at SIGTERM or SIGHUP, which would leave the terminal as it is.
+
+    It must be called in the main thread.
+    """
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {each: signal.signal(each, end) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 @contextmanager
@@ -78,12 +109,22 @@ def _read(file: int) -> list[str]:
         return ["q"]
     if not text:
         return ["q"]
-    return [text] if text.startswith("\x1b") else list(text)
+    return keys_in(text)
+
+
+def keys_in(text: str) -> list[str]:
+    """The keys in what a terminal sent; an arrow is one key of three characters."""
+    return _KEY.findall(text)
 
 
 @dataclass
 class _Screen:
-    """The last answer, and what the operator has chosen."""
+    """The last answer, and what the operator has chosen.
+
+    Attributes:
+        marked: the name of the marked server; None: the first row is to be marked.
+        row: its row when it was last on the list.
+    """
 
     client: AdminClient
     answer: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +132,8 @@ class _Screen:
     state: int = 0
     pattern: str = "*"
     typed: str | None = None
-    marked: int = 0
+    marked: str | None = None
+    row: int = 0
     said: str = ""
     page: list[Text] | None = None
     rows: int = 100
@@ -105,11 +147,27 @@ class _Screen:
         entries: list[dict[str, Any]] = self.answer["page"]["destinations"]
         return entries
 
-    @property
-    def _server(self) -> str | None:
-        """The marked server."""
+    def _find_mark(self) -> None:
+        """Find the row of the marked server in a new answer."""
+        names = [each["destination"] for each in self._entries]
+        if self.marked is None:
+            self.row, self.marked = 0, names[0] if names else None
+        elif self.marked in names:
+            self.row = names.index(self.marked)
+        else:
+            self.row = min(self.row, max(0, len(names) - 1))
+
+    def _move_mark(self, by: int) -> None:
+        """Mark the server so many rows below."""
         entries = self._entries
-        return entries[min(self.marked, len(entries) - 1)]["destination"] if entries else None
+        self.row = max(0, min(self.row + by, len(entries) - 1))
+        self.marked = entries[self.row]["destination"] if entries else None
+
+    @property
+    def _held(self) -> dict[str, Any] | None:
+        """The entry of the marked server; None: it is not on the list."""
+        found = (each for each in self._entries if each["destination"] == self.marked)
+        return next(found, None)
 
     def ask(self) -> None:
         """Get a new overview; raises AdminError."""
@@ -121,6 +179,7 @@ class _Screen:
             pattern=self.pattern,
             limit=self.rows,
         )
+        self._find_mark()
 
     def try_to_ask(self) -> None:
         """Get a new overview, or say why there is none; the old one stays on the screen."""
@@ -145,7 +204,7 @@ class _Screen:
     def _type(self, key: str) -> None:
         typed = self.typed or ""
         if key in ("\n", "\r"):
-            self.pattern, self.typed, self.marked = typed or "*", None, 0
+            self.pattern, self.typed, self.marked = typed or "*", None, None
         elif key.startswith("\x1b"):
             self.typed = None
         elif key in ("\x7f", "\b"):
@@ -154,31 +213,34 @@ class _Screen:
             self.typed = (typed + key)[:_MAX_PATTERN]
 
     def _command(self, key: str) -> None:
-        server = self._server
+        held = self._held
         if key == "s":
-            self.sort = (self.sort + 1) % len(_SORTS)
+            self.sort, self.marked = (self.sort + 1) % len(_SORTS), None
         elif key == "f":
-            self.state = (self.state + 1) % len(_STATES)
+            self.state, self.marked = (self.state + 1) % len(_STATES), None
         elif key == "/":
             self.typed = ""
         elif key in _UP:
-            self.marked = max(0, self.marked - 1)
+            self._move_mark(-1)
         elif key in _DOWN:
-            self.marked = min(self.marked + 1, max(0, len(self._entries) - 1))
-        elif server is not None and key in ("\n", "\r", "a", "w", "p"):
+            self._move_mark(1)
+        elif key in ("\n", "\r", "a", "w", "p") and self.marked is not None:
+            if held is None:
+                self.said = f"{self.marked} is not on the list any more: mark a server with j or k"
+                return
             try:
-                self._act(key, server)
+                self._act(key, held)
             except AdminError as error:
                 self.said = str(error)
 
-    def _act(self, key: str, server: str) -> None:
+    def _act(self, key: str, held: dict[str, Any]) -> None:
+        server = held["destination"]
         body = {"servers": [server]}
         if key == "w":
             answer = self.client.post("notify_remote_server_up", body=body)
             left = answer["left_alone"].get(server)
             self.said = f"woken: {server}" if left is None else f"left alone: {server}: {left}"
         elif key == "p":
-            held = next(each for each in self._entries if each["destination"] == server)
             verb = "resume" if held["paused"] or held["parked"] else "pause"
             self.client.post(verb, body=body)
             self.said = f"{verb}: {server}"
@@ -203,15 +265,18 @@ class _Screen:
         if self.pattern != "*":
             asked += f", pattern {self.pattern}"
         lines += [Text(), *display.destinations(self._entries).lines(width)]
-        if self._entries:
-            first = len(lines) - len(self._entries)
-            lines[first + min(self.marked, len(self._entries) - 1)].stylize("reverse")
+        first = len(lines) - len(self._entries)
+        if self._held is not None:
+            lines[first + self.row].stylize("reverse")
         foot = [Text(safe(self.said), style="bold")] if self.said else []
         if self.typed is not None:
             foot.append(Text(safe(f"pattern: {self.typed}")))
         foot.append(Text(safe(f"{display.footer(self.answer['page'])}; {asked}"), style="dim"))
         foot.append(Text(_HELP, style="dim"))
-        shown = lines[: max(1, height - len(foot))] + foot
+        room = max(1, height - len(foot))
+        top = lines[: min(first, room - 1)]
+        below = max(0, self.row + 1 - (room - len(top)))
+        shown = (top + lines[first + below :])[:room] + foot
         for line in shown:
             line.no_wrap, line.overflow = True, "crop"
         return shown
