@@ -39,6 +39,7 @@ app = typer.Typer(
     help="Delivers a Matrix homeserver's events to the servers of the federation.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    epilog="Exit codes: 0: done; 1: something is wrong; 2: wrong usage or configuration.",
     # All commands below take these from here.
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -311,6 +312,21 @@ def grafana_board() -> int:
 def alert_rules() -> int:
     """Print alert rules for Prometheus, as YAML."""
     say_text((_DASHBOARDS / "rules.yaml").read_text("utf-8"))
+    return DONE
+
+
+@app.command("man-pages")
+def man_pages(
+    directory: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="It must exist.")],
+) -> int:
+    """Write the man pages of the commands and of the settings."""
+    from typer.main import get_command
+
+    from fedsender import manual
+
+    for name, text in manual.pages(get_command(app)).items():
+        (directory / name).write_text(text, "utf-8")
+        say(directory / name)
     return DONE
 
 

@@ -412,7 +412,7 @@ def park(
     reason: Reason = None,
     as_json: AsJson = False,
 ) -> int:
-    """Give servers up until `unpark`."""
+    """Give servers up until `resume`."""
     return _hold(config, "park", servers, pattern, reason, as_json)
 
 
