@@ -6,9 +6,11 @@ The commands run in a thread beside a real endpoint on a Unix socket.
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,9 +22,12 @@ import trio
 import yaml
 from tests.admin.desk import TOKEN, Standing, serve
 from tests.sender.harness import HS, World
+from typer import Context
+from typer.main import get_command
 
 from fedsender import version
-from fedsender.cli import run_command
+from fedsender.admin.commands import known_servers
+from fedsender.cli import app, run_command
 from fedsender.streams import FeedStatus
 from fedsender.testing.clock import until
 
@@ -523,6 +528,72 @@ def test_a_shell_completes_commands() -> None:
         check=False,
     )
     assert done.stdout.split() == ["quarantine"], done.stderr
+
+
+async def completed(directory: Path, *words: str, environ: dict[str, str] | None = None) -> str:
+    """What a real bash offers for the last of these words, one after the other."""
+    command = directory / "bin/fedsender"
+    command.parent.mkdir(exist_ok=True)
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedsender "$@"\n')
+    command.chmod(0o755)
+    script = """
+eval "$(_FEDSENDER_COMPLETE=source_bash fedsender)"
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+_fedsender_completion fedsender && echo "${COMPREPLY[*]}"
+"""
+    with trio.fail_after(30):
+        done = await trio.run_process(
+            ["bash", "--norc", "-c", script, "bash", "fedsender", *words],
+            env={
+                **os.environ,
+                **(environ or {}),
+                "PATH": f"{command.parent}:{os.environ['PATH']}",
+            },
+            capture_stdout=True,
+            capture_stderr=True,
+        )
+    assert done.stderr == b""
+    return done.stdout.decode().strip()
+
+
+async def test_a_shell_completes_servers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_shell(tmp_path, capsys) as shell:
+        await with_a_dead_server(shell.world)
+        given = ("-c", str(shell.config))
+        environ = {"FEDSENDER_CONFIG": str(shell.config)}
+
+        assert await completed(tmp_path, "why", "b", environ=environ) == B
+        assert await completed(tmp_path, "wake", *given, B, "") == f"{B} {A}"
+        assert await completed(tmp_path, "quarantine", "list", *given, "--server", "a") == A
+        assert await completed(tmp_path, "why", *given, "z") == ""
+        assert await completed(tmp_path, "why", "b") == ""
+
+        # A part of the names has something in common that the rest need not have.
+        monkeypatch.setattr("fedsender.admin.commands.COMPLETIONS", 1)
+        context = Context(get_command(app), info_name="why")
+        context.params = {"config": shell.config}
+        assert await trio.to_thread.run_sync(known_servers, context, "") == [B, ""]
+
+
+async def test_without_a_daemon_a_shell_completes_nothing(tmp_path: Path) -> None:
+    config = write_config(tmp_path, admin={"listen": f"unix:{tmp_path}/none.sock"})
+    assert await completed(tmp_path, "why", "-c", str(config), "") == ""
+    assert await completed(tmp_path, "why", "-c", str(tmp_path / "none.yaml"), "") == ""
+
+
+async def test_a_shell_does_not_wait_for_a_daemon_that_hangs(tmp_path: Path) -> None:
+    """A connection that is accepted and never answered."""
+    with socket.socket(socket.AF_UNIX) as deaf:
+        deaf.bind(str(tmp_path / "deaf.sock"))
+        deaf.listen()
+        config = write_config(tmp_path, admin={"listen": f"unix:{tmp_path}/deaf.sock"})
+        context = Context(get_command(app), info_name="why")
+        context.params = {"config": config}
+        began = time.monotonic()
+        assert await trio.to_thread.run_sync(known_servers, context, "") == []
+        assert time.monotonic() - began < 5
 
 
 def test_help_does_not_wait_for_what_it_does_not_need() -> None:

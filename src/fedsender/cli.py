@@ -19,7 +19,7 @@ from typer.exceptions import TyperException
 
 from fedsender import version
 from fedsender.admin import commands
-from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake
+from fedsender.admin.commands import DONE, USAGE, WRONG, AsJson, ConfigFile, Mistake, Server
 from fedsender.console import say, say_alarm, say_json, say_text, show
 from fedsender.pipeline import commands as pipeline_commands
 from fedsender.relay import commands as relay_commands
@@ -273,7 +273,7 @@ def openapi() -> int:
 
 
 @app.command()
-def probe(server: str, config: ConfigFile, as_json: AsJson = False) -> int:
+def probe(server: Server, config: ConfigFile, as_json: AsJson = False) -> int:
     """Try the way to a server, step by step, up to where a transaction would go."""
     import trio
 
@@ -401,7 +401,12 @@ def hand_back(
 def config_check(
     config: ConfigFile,
     server: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Print what holds for this server.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Print what holds for this server.",
+            autocompletion=commands.known_servers,
+        ),
     ] = None,
 ) -> int:
     """Check a configuration, and print each fault with its line."""

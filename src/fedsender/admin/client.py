@@ -55,10 +55,11 @@ class AdminClient:
         self._timeout = timeout
 
     @classmethod
-    def of(cls, config: Config) -> "AdminClient":
+    def of(cls, config: Config, timeout: float = _TIMEOUT_S) -> "AdminClient":
         """The client for this configuration's daemon; raises ConfigError for the token's file."""
         token_file = config.admin.token_file
-        return cls(config.admin.listen, None if token_file is None else read_secret(token_file))
+        token = None if token_file is None else read_secret(token_file)
+        return cls(config.admin.listen, token, timeout)
 
     def get(self, *path: str, **query: object) -> dict[str, Any]:
         """Ask for a path below our prefix, its parts as they are; raises AdminError."""

@@ -15,7 +15,19 @@ from fedsender.console import json_line, safe, say, say_json, say_live, show
 if TYPE_CHECKING:
     from fedsender.admin.client import AdminClient
 
-__all__ = ["DONE", "USAGE", "WRONG", "AsJson", "ConfigFile", "Mistake", "app"]
+__all__ = [
+    *(
+        "DONE",
+        "USAGE",
+        "WRONG",
+        "AsJson",
+        "ConfigFile",
+        "Mistake",
+        "Server",
+        "app",
+        "known_servers",
+    ),
+]
 
 DONE: Final = 0
 WRONG: Final = 1
@@ -25,6 +37,33 @@ USAGE: Final = 2
 PAIRS_AT_ONCE: Final = 1_000
 TAIL_SECONDS: Final = 0.25
 """Between two looks of `tail` at the ledger."""
+
+COMPLETION_SECONDS: Final = 0.5
+"""For the connection to the daemon, and again for its answer, while a shell waits for names."""
+COMPLETIONS: Final = 50
+
+
+def known_servers(context: typer.Context, incomplete: str) -> list[str]:
+    """The servers that begin so, those owed most first; none if the daemon does not answer.
+
+    The configuration is that of the line so far, or of the environment.
+    """
+    from fedsender.admin.client import AdminClient, AdminError
+    from fedsender.config import ConfigError, load
+
+    config = context.params.get("config")
+    if config is None:
+        return []
+    try:
+        client = AdminClient.of(load(config), timeout=COMPLETION_SECONDS)
+        asked = {"pattern": f"{incomplete}*", "sort": "owed", "limit": COMPLETIONS}
+        page = client.get("destinations", **asked)
+    except (AdminError, ConfigError):
+        return []
+    names = [entry["destination"] for entry in page["destinations"]]
+    # Of a part of the names a shell would type what they have in common, and all do not.
+    return names if page["next_from"] is None else [*names, incomplete]
+
 
 app = typer.Typer()
 quarantine_app = typer.Typer(help="What was taken out of the way.")
@@ -37,7 +76,10 @@ ConfigFile = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object per line.")]
-ServersGiven = Annotated[list[str] | None, typer.Argument(metavar="[SERVER]...")]
+Server = Annotated[str, typer.Argument(autocompletion=known_servers)]
+ServersGiven = Annotated[
+    list[str] | None, typer.Argument(metavar="[SERVER]...", autocompletion=known_servers)
+]
 Pattern = Annotated[str | None, typer.Option(metavar="GLOB", help="Every server it covers.")]
 Reason = Annotated[str | None, typer.Option(help="Shown wherever the servers' state is.")]
 Ids = Annotated[list[int], typer.Argument(metavar="ID...", min=1)]
@@ -138,7 +180,7 @@ def top(config: ConfigFile) -> int:
 
 
 @app.command()
-def why(server: str, config: ConfigFile, as_json: AsJson = False) -> int:
+def why(server: Server, config: ConfigFile, as_json: AsJson = False) -> int:
     """Say why a destination is where it is."""
     from fedsender.admin import display
 
@@ -168,7 +210,7 @@ def trace(event_id: str, config: ConfigFile, as_json: AsJson = False) -> int:
 
 @app.command()
 def attempts(
-    server: str,
+    server: Server,
     config: ConfigFile,
     since: Annotated[
         str | None,
@@ -275,7 +317,10 @@ def _since_ms(text: str) -> int:
 @quarantine_app.command("list")
 def quarantine_list(
     config: ConfigFile,
-    server: Annotated[str | None, typer.Option(metavar="NAME", help="Of this one only.")] = None,
+    server: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of this one only.", autocompletion=known_servers),
+    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """List the items in quarantine."""
@@ -448,7 +493,7 @@ def _hold(
 
 @app.command()
 def purge(
-    server: str,
+    server: Server,
     config: ConfigFile,
     force: Annotated[bool, typer.Option("--force", help="Also while rooms are shared.")] = False,
     as_json: AsJson = False,
@@ -475,7 +520,7 @@ def purge(
 
 @app.command()
 def redeliver(
-    server: str,
+    server: Server,
     config: ConfigFile,
     events: Annotated[list[str] | None, typer.Argument(metavar="[EVENT_ID]...")] = None,
     since: Annotated[
