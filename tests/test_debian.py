@@ -1,0 +1,146 @@
+"""The Debian package: built, installed into a root of its own, used, upgraded and purged there.
+
+The commands that change the machine (adduser, systemctl ...) are replaced by ones that only note
+how they are called.
+"""
+
+import gzip
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fedsender import version
+
+pytestmark = pytest.mark.program("dpkg-deb", "dpkg")
+
+ROOT = Path(__file__).parents[1]
+_REPLACED = ("adduser", "deluser", "chown", "systemctl")
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("deb")
+    work = directory / "work"
+    work.mkdir()
+    environ = {**os.environ, "TMPDIR": str(work)}
+    subprocess.run([ROOT / ".ci/deb", directory], env=environ, check=True, timeout=600)
+    assert list(work.iterdir()) == []
+    [path] = directory.glob("*.deb")
+    return path
+
+
+@dataclass
+class Machine:
+    """A root directory with dpkg's database, and what the maintainer scripts have called."""
+
+    root: Path
+    commands: Path
+
+    def dpkg(self, *arguments: str | Path) -> list[str]:
+        calls = self.commands / "calls"
+        calls.write_text("")
+        options = ["--force-not-root", "--force-script-chrootless", "--force-depends"]
+        path = f"{self.commands}:{os.environ['PATH']}:/usr/sbin:/sbin"
+        subprocess.run(
+            ["dpkg", f"--root={self.root}", f"--log={self.commands}/log", *options, *arguments],
+            env={**os.environ, "PATH": path},
+            check=True,
+            timeout=300,
+        )
+        return calls.read_text().splitlines()
+
+    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = self.root / "usr/bin/fedsender"
+        return subprocess.run(
+            [command, *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    commands, root = tmp_path / "commands", tmp_path / "root"
+    database = root / "var/lib/dpkg"
+    for each in (commands, database / "info", database / "updates"):
+        each.mkdir(parents=True)
+    (database / "status").touch()
+    for name in _REPLACED:
+        (commands / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {commands}/calls\n')
+        (commands / name).chmod(0o755)
+    return Machine(root, commands)
+
+
+def field(package: Path, name: str) -> str:
+    command = ["dpkg-deb", "-f", str(package), name]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_installed_command_runs_and_a_purge_leaves_only_the_key(
+    package: Path, machine: Machine
+) -> None:
+    root = machine.root
+    calls = machine.dpkg("-i", package)
+    assert [each for each in calls if each.startswith("adduser")] == [
+        "adduser --system --group --quiet --no-create-home --home /var/lib/fedsender fedsender"
+    ]
+    assert f"chown root:fedsender {root}/etc/fedsender" in calls
+    assert not [each for each in calls if "start" in each or "enable" in each]
+    etc, state = root / "etc/fedsender", root / "var/lib/fedsender"
+    assert (etc.stat().st_mode & 0o777, state.stat().st_mode & 0o777) == (0o750, 0o700)
+    assert list(etc.iterdir()) == []
+
+    assert machine.run("--version").stdout == f"fedsender {version()}\n"
+    shutil.copy(root / "usr/share/doc/fedsender/config.example.yaml", etc / "config.yaml")
+    (etc / "signing.key").write_text(f"ed25519 a_1 {'A' * 43}\n")
+    (etc / "signing.key").chmod(0o600)
+    checked = machine.run("config", "check", "-c", etc / "config.yaml")
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+    machine.dpkg("-i", package)  # Over itself, as an upgrade.
+    assert (etc / "config.yaml").exists()
+    (root / "var/lib/fedsender-fed1").mkdir()
+    machine.dpkg("-r", "fedsender")
+    assert (etc / "config.yaml").exists()
+    assert state.exists()
+    calls = machine.dpkg("-P", "fedsender")
+    assert "deluser --system --quiet fedsender" in calls
+    assert [path.name for path in etc.iterdir()] == ["signing.key"]
+    assert not list((root / "var/lib").glob("fedsender*"))
+    assert not (root / "usr/lib/fedsender").exists()
+
+
+def test_the_package_has_what_a_debian_user_looks_for(package: Path, tmp_path: Path) -> None:
+    subprocess.run(["dpkg-deb", "-x", package, tmp_path], check=True)
+    share, units = tmp_path / "usr/share", tmp_path / "usr/lib/systemd/system"
+    for unit, config in (("fedsender", "config"), ("fedsender@", "%i")):
+        lines = (units / f"{unit}.service").read_text().splitlines()
+        assert lines[0] == "[Unit]"
+        assert f"ExecStart=/usr/bin/fedsender run -c /etc/fedsender/{config}.yaml" in lines
+        assert "User=fedsender" in lines
+    assert b"fedsender why" in gzip.decompress((share / "man/man1/fedsender.1.gz").read_bytes())
+    assert (share / "man/man5/fedsender.yaml.5.gz").exists()
+    assert "complete" in (share / "bash-completion/completions/fedsender").read_text()
+    zsh = (share / "zsh/vendor-completions/_fedsender").read_text()
+    assert zsh.startswith("#compdef fedsender\n")
+    assert (share / "fish/vendor_completions.d/fedsender.fish").read_text().startswith("complete")
+    assert {path.name for path in (share / "doc/fedsender").iterdir()} == {
+        *("changelog.gz", "config.example.yaml", "copyright")
+    }
+    assert not list(tmp_path.rglob("pyarrow"))
+
+
+def test_the_package_names_its_python_and_no_path_of_the_builder(
+    package: Path, tmp_path: Path
+) -> None:
+    command = ["/usr/bin/python3", "-c", "import sys; print(sys.version_info[1])"]
+    minor = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    depends = f"python3 (>= 3.{minor}), python3 (<< 3.{minor + 1})"
+    assert field(package, "Depends") == f"adduser, libc6, {depends}"
+    assert field(package, "Version") == version()
+    subprocess.run(["dpkg-deb", "-x", package, tmp_path], check=True)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_symlink()]
+    for place in (ROOT, package.parent):
+        assert not [path for path in files if bytes(place) in path.read_bytes()]
