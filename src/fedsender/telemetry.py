@@ -589,6 +589,11 @@ class Metrics:
             "How long a stream has been held back, in seconds",
             "stream",
         )
+        self.feed_lag_seconds = self._gauge(
+            "fedsender_feed_lag_seconds",
+            "How long the oldest event that the homeserver announced has waited for its servers to"
+            " be put on record, in seconds",
+        )
         self.loop_longest_step = self._gauge(
             "fedsender_loop_longest_step_seconds",
             "CPU time of the event loop's longest stretch between two waits since the start,"

@@ -4,9 +4,11 @@ operator has it passed over."""
 import sqlite3
 from pathlib import Path
 
+import httpx
 import pytest
 import trio
 from tests.admin.desk import Desk, open_desk
+from tests.admin.test_outage import samples
 from tests.sender.harness import World
 from tests.test_cli import open_shell
 from trio.testing import MockClock
@@ -51,6 +53,14 @@ async def at_a_standstill(desk: Desk) -> tuple[int, str]:
     return token, bad.event_id
 
 
+async def feed_lag_s(desk: Desk) -> float:
+    """The lag of the feed in the overview, which is that of the metric."""
+    lag_s: float = (await desk.get("overview"))["feed"]["lag_s"]
+    response: httpx.Response = await desk.http.get("/metrics")
+    assert samples(response.text, "fedsender_feed_lag_seconds") == {"": lag_s}
+    return lag_s
+
+
 async def test_what_the_fan_out_stands_at_is_named_and_skipped(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -63,6 +73,7 @@ async def test_what_the_fan_out_stands_at_is_named_and_skipped(
             f" column 'json'. It is tried again; `fedsender skip {token}` passes over the event"
         )
 
+        assert 55 < await feed_lag_s(desk) < 65
         refused = await desk.post("skip", {"token": token - 1}, 409)
         assert refused["error"].startswith(
             f"the fan-out does not stand at token {token - 1}: the fan-out stands at token {token}:"
@@ -70,6 +81,7 @@ async def test_what_the_fan_out_stands_at_is_named_and_skipped(
         skipped = await desk.post("skip", {"token": token})
         assert (skipped["event_id"], skipped["room_id"]) == (event_id, R1)
         await trio.sleep(120)
+        assert await feed_lag_s(desk) == 0
         assert world.servers[A].got[-2:] == ["before", "after"]
         items = await world.store.sender.quarantine_list(None, 10)
         assert [(item.event_id, item.room_id, item.content) for item in items] == [

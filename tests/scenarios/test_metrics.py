@@ -89,6 +89,7 @@ BY_QUARANTINE = {"fedsender_full_quarantines", "fedsender_quarantine_items"}
 """What tests/admin/test_probes.py sees move."""
 
 BY_OUTAGE = {
+    "fedsender_feed_lag_seconds",
     "fedsender_admission_used",
     "fedsender_admission_waiting",
     "fedsender_build_info",
@@ -98,7 +99,7 @@ BY_OUTAGE = {
     "fedsender_owed_rooms",
     "fedsender_ready",
 }
-"""What tests/admin/test_outage.py sees move."""
+"""What tests/admin/test_outage.py and test_skip.py see move."""
 
 BY_NATURE = {
     "synapse_server_name_info",

@@ -268,7 +268,10 @@ def head(answer: Answer) -> list[Text]:
         lines.append(Text.assemble((f"{name:<11}", "dim"), safe(text)))
 
     left = max(0, feed["head"] - feed["fanned_out"])
-    fact("feed", f"at token {feed['fanned_out']:,}, {left:,} behind the homeserver")
+    behind = f"{left:,} behind the homeserver"
+    if feed["lag_s"]:
+        behind += f" for {lasting(feed['lag_s'])}"
+    fact("feed", f"at token {feed['fanned_out']:,}, {behind}")
     if rates is not None:
         fact(
             "delivered",

@@ -17,7 +17,7 @@ from fedsender.admin.destinations import (
     list_page,
 )
 from fedsender.admin.display import AGES
-from fedsender.admin.probes import problems
+from fedsender.admin.probes import feed_lag_s, problems
 from fedsender.sender.debts import Debt
 from fedsender.telemetry import Rates
 
@@ -31,6 +31,7 @@ class Feed:
         head: the newest token that we have heard of.
         held_s: seconds for which the stream has been held back.
         fanned_out: the token up to which the servers of every event are on record.
+        lag_s: seconds for which the oldest event that we heard of has waited for that.
     """
 
     connected: bool
@@ -38,6 +39,7 @@ class Feed:
     head: int
     held_s: float
     fanned_out: int
+    lag_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,12 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         ready=not reasons,
         reasons=reasons,
         feed=Feed(
-            status.connected, status.position, status.head, status.held_s, sender.fan_out.position
+            status.connected,
+            status.position,
+            status.head,
+            status.held_s,
+            sender.fan_out.position,
+            feed_lag_s(sender, status),
         ),
         in_flight=sender.in_flight,
         rates=context.metrics.rates(),

@@ -52,6 +52,11 @@ def problems(context: AdminContext) -> Iterator[str]:
         yield "the homeserver's database is still being asked which servers are owed something"
 
 
+def feed_lag_s(sender: Sender, status: FeedStatus) -> float:
+    """Seconds for which the oldest event that we heard of has not been fanned out."""
+    return max(status.held_s, sender.fan_out.lag_s(sender.context.runtime.now_ms()))
+
+
 def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     """Set the gauges, which are counted only for a request."""
     active, status = sender.active.values(), feed.status()
@@ -74,6 +79,7 @@ def observe(sender: Sender, feed: Follows, metrics: Metrics) -> None:
     metrics.takes_appends.set(status.appends == "we do")
     metrics.stream_position.labels("events").set(status.position)
     metrics.stream_held_seconds.labels("events").set(status.held_s)
+    metrics.feed_lag_seconds.set(feed_lag_s(sender, status))
 
 
 @router.get("/health", summary="200 while the daemon's loop turns")

@@ -112,6 +112,22 @@ class FanOut:
         self.standstill: Standstill | None = None
         self.skipped: Standstill | None = None
         self.handing_over = trio.Lock()
+        # None: nothing is left to fan out.
+        self._behind_since: float | None = None
+        self._received_ms: int | None = None
+
+    def lag_s(self, now_ms: int) -> float:
+        """The age of the oldest event that is announced and not fanned out, or a little more (s).
+
+        Such an event is newer than the last one that is fanned out, and was announced after the
+        fan-out was level.
+        """
+        if self._behind_since is None:
+            return 0.0
+        bounds = [trio.current_time() - self._behind_since]
+        if self._received_ms is not None:
+            bounds.append(max(0.0, (now_ms - self._received_ms) / 1000))
+        return min(bounds)
 
     async def run(self, events: Watermark, position: int) -> None:
         """Follow the watermark for ever, from `position` on.
@@ -122,7 +138,11 @@ class FanOut:
         self.position = max(position, self.position)
         await self.look_again()
         while True:
+            if events.value <= self.position:
+                self._behind_since = None
             upto = await events.wait_past(self.position)
+            if self._behind_since is None:
+                self._behind_since = trio.current_time()
             async with self._turn:
                 await self._step_or_stand(upto)
             # Reading, routing and committing all wait, but only if there is something to do.
@@ -186,6 +206,8 @@ class FanOut:
             gone_rooms = await self._homeserver.commit_fan_out(position, owed, first)
             # From here on nothing may wait: whoever sees the new position also sees the PDUs.
             self.position = position
+            received = [item.received_ts for item in routed if item.received_ts is not None]
+            self._received_ms = received[-1] if received else self._received_ms
             for item in routed:
                 # Sorted, because a set's order would differ from one run to the next.
                 if item.pdu.room_id in gone_rooms:
