@@ -1,0 +1,186 @@
+"""The stories of docs/operations.md, played: the page's own commands, against a running sender.
+
+A test takes one command after the other from the page, and makes happen what happens between them.
+At the end each command was run, and each word that the page shows was printed.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.admin.desk import Standing
+from tests.admin.test_reach import open_stage
+from tests.sender.harness import HS, World, answer, ok
+from tests.test_cli import R1, B, Shell, open_shell, write_config
+from tests.test_docs import ROOT
+
+from fedsender.admin.commands import DONE, WRONG
+from fedsender.federation.client import Unreachable
+from fedsender.streams import FeedStatus
+from fedsender.telemetry import Metrics
+from fedsender.testing.clock import until
+
+MAX_LINES = 15
+
+
+class Story:
+    """One story of the page: its commands in order, and the words that must be printed.
+
+    Attributes:
+        commands: those that were not run yet.
+        words: those that were not printed yet.
+    """
+
+    def __init__(self, title: str, **names: str) -> None:
+        page = (ROOT / "docs/operations.md").read_text()
+        [text] = re.findall(rf"^### {title}\n\n(.*?)\n(?=##)", page, re.M | re.S)
+        assert len(text.strip().splitlines()) <= MAX_LINES
+        for name, value in names.items():
+            text = re.sub(rf"\b{name}\b", value, text)
+        [block] = re.findall(r"```sh\n(.*?)```", text, re.S)
+        prose = text.replace(block, "").replace("```", "")
+        shown = [line.split("  #")[0].strip() for line in block.splitlines()]
+        quoted = [" ".join(each.split()) for each in re.findall(r"`([^`]+)`", prose)]
+        comments = re.findall(r"`([^`]+)`", block)
+        self.commands = shown + [each for each in quoted if _is_command(each)]
+        self.words = {each for each in (*quoted, *comments) if _is_printed(each)}
+
+    async def next(self, shell: Shell, *printed: str, code: int = DONE) -> None:
+        """Run the next command of the page; it ends with `code` and prints all of `printed`."""
+        name, *arguments = shlex.split(self.commands.pop(0))
+        assert name == "fedsender"
+        await self.also(shell, *arguments, printed=printed, code=code)
+
+    async def also(
+        self, shell: Shell, *arguments: str, printed: Sequence[str] = (), code: int = DONE
+    ) -> None:
+        """Run a command that the page does not have here."""
+        assert await shell(*arguments) == code, (arguments, shell.out, shell.err)
+        # The daemon of the test logs to the same standard error.
+        said = shell.out + "".join(re.findall(r"^fedsender: .*\n", shell.err, re.M))
+        for text in printed:
+            assert text in said, (arguments, said)
+        self.hear(said)
+
+    def elsewhere(self, command: str) -> None:
+        """The next command is one of the system: the test does the same in its own way."""
+        assert self.commands.pop(0) == command
+
+    def hear(self, said: str) -> None:
+        """This was printed."""
+        self.words = {word for word in self.words if word not in said}
+
+    def end(self) -> None:
+        assert (self.commands, self.words) == ([], set())
+
+
+def _is_command(text: str) -> bool:
+    return text.startswith(("fedsender ", "systemctl ", "journalctl "))
+
+
+def _is_printed(text: str) -> bool:
+    """Whether a program's words are in backticks: no command, option, setting or metric."""
+    if _is_command(text) or text.startswith("-"):
+        return False
+    if re.fullmatch(r"(?:fedsender|synapse|process)_\w+", text):
+        assert text.encode() in Metrics(HS).exposition(), f"there is no metric {text}"
+        return False
+    section, dot, name = text.partition(".")
+    example = yaml.safe_load((ROOT / "config.example.yaml").read_text())
+    return not (dot and section in example and name in example[section])
+
+
+async def owed_to_all(world: World, *servers: str) -> None:
+    """Each of these servers has failed once with our event."""
+    await world.join(R1, *servers)
+    await world.say(R1, "one")
+    await until(lambda: all(_failed(world, name) for name in servers))
+
+
+def _failed(world: World, server: str) -> bool:
+    active = world.sender.active.get(server)
+    return active is not None and active.state.failures > 0
+
+
+async def test_one_server_gets_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = Story("One server gets nothing", SERVER=B)
+    federation = {"ip_deny": [], "ca_file": "ca.pem", "discovery_cache": "cache.sqlite3"}
+    now = datetime.now(UTC)
+    expired = (now - timedelta(days=90), now - timedelta(days=1))
+
+    def refuse() -> None:
+        raise Unreachable("tls", "certificate refused: certificate has expired")
+
+    async with open_shell(tmp_path, capsys) as shell:
+
+        def found_at(port: int) -> None:
+            """What `probe` reads: the configuration, with the server's address."""
+            overrides = [{"match": B, "address": f"127.0.0.1:{port}"}]
+            admin = yaml.safe_load(shell.config.read_text())["admin"]
+            destinations = {"overrides": overrides}
+            write_config(tmp_path, admin=admin, federation=federation, destinations=destinations)
+
+        world = shell.world
+        server = world.server(B, connecting=refuse)
+        await owed_to_all(world, B)
+        await story.also(shell, "pause", B, "--reason", "it moves house")
+
+        async with open_stage(tmp_path, life=expired) as stage:
+            found_at(stage.server.port)
+            await story.next(shell, "Paused by ", "it moves house; waiting: 1 room")
+            await story.next(shell, "unreachable", "certificate refused: certificate has expired")
+            await story.next(
+                shell,
+                f"fedsender cannot reach {B}: TLS: certificate refused: certificate has expired",
+                f"certificate for {B}",
+                code=WRONG,
+            )
+            await story.next(shell, f"resume: {B}")
+            await story.also(shell, "park", B)
+            await story.also(shell, "why", B, printed=["Parked"])
+            await story.also(shell, "resume", B)
+            await story.also(shell, "why", B, printed=["Failing for"])
+
+        server.connecting = None
+        async with open_stage(tmp_path) as stage:
+            found_at(stage.server.port)
+            await story.also(shell, "probe", B)
+        await story.next(shell, f"woken: {B}")
+        await until(lambda: server.got == ["one"])
+        await until(lambda: not world.sender.active[B].state.failures)
+        await story.next(shell, "Up to date")
+    story.end()
+
+
+async def test_nobody_gets_anything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = Story("Nobody gets anything")
+    servers = [f"{letter}.example" for letter in "abcdef"]
+    reason = "connection refused (127.0.0.1:6379)"
+    standing = Standing(FeedStatus("redis", False, False, 1, 1, last_error=reason))
+    async with open_shell(tmp_path, capsys, standing) as shell:
+        world = shell.world
+        for name in servers:
+            world.server(name, reply=lambda request: answer(401))
+        world.server(servers[0]).down = True
+        await owed_to_all(world, *servers)
+        unconnected = "not ready: the feed is not connected to the homeserver (redis)"
+        await story.also(shell, "status", printed=[f"{unconnected}: {reason}"], code=WRONG)
+
+        standing.feed = Standing().feed
+        await story.next(shell, "ready", "refusing 5, unreachable 1")
+        await story.next(shell, "refusing", "unreachable")
+        await story.next(shell, "answered 401", "6 behind of 6")
+        for server in world.servers.values():
+            server.down, server.reply = False, ok
+        story.elsewhere("systemctl status fedsender")
+        await story.next(shell, f"woken: {', '.join(servers)}")
+        await until(lambda: all(server.got == ["one"] for server in world.servers.values()))
+        await until(lambda: not any(_failed(world, name) for name in servers))
+        await story.next(shell, "ready", "nothing")
+        assert "failing" not in shell.out
+    await story.also(shell, "status", code=WRONG)
+    story.end()
