@@ -87,6 +87,7 @@ async def test_an_attempt_says_what_it_carried_and_how_it_ended(tmp_path: Path) 
     first, second = found.attempts
     assert (first.at_ts, first.transaction_id, first.attempt) == (NOW_MS + 1, "t.1", 3)
     assert (first.pdus, first.edus, first.took_ms) == (2, 3, 17)
+    assert first.edu_types == {"m.receipt": 2, "m.typing": 1}
     assert (first.outcome, first.status, first.reason) == ("failing", 502, "answered 502")
     assert (second.outcome, second.refused, second.failed) == ("delivered", 1, False)
     assert times(ask(tmp_path, failed=True)) == [NOW_MS + 1]

@@ -4,7 +4,7 @@ Both are read from files, so that they need no daemon. The daemon has nothing to
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,7 @@ class Attempt:
         at_ts: when it ended, in milliseconds since the epoch.
         transaction_id: null: there was no transaction yet.
         attempt: 1 for a transaction's first; 0 without a transaction.
+        edu_types: the number of EDUs of each type.
         outcome: as in the ledger.
         status: of the HTTP answer; null: there was none.
         reason: in words; empty: there is nothing more to say.
@@ -50,6 +51,7 @@ class Attempt:
     attempt: int
     pdus: int
     edus: int
+    edu_types: Mapping[str, int]
     outcome: str
     status: int | None
     reason: str
@@ -70,6 +72,7 @@ class Attempt:
                 attempt=int(line["attempt"]),
                 pdus=len(line["pdus"]),
                 edus=sum(line["edus"].values()),
+                edu_types=line["edus"],
                 outcome=str(line["outcome"]),
                 status=line["status"],
                 reason=str(line["reason"] or ""),
