@@ -7,6 +7,7 @@ At the end each command was run, and each word that the page shows was printed.
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -187,6 +188,60 @@ async def test_nobody_gets_anything(tmp_path: Path, capsys: pytest.CaptureFixtur
     story.end()
 
 
+@dataclass
+class Memory:
+    """The numbers of the line `memory` of `fedsender status`, in MiB."""
+
+    resident: float
+    most: float
+    queued: float
+    most_queued: float
+    under_way: float
+    most_under_way: float
+
+    @classmethod
+    def shown(cls, shell: Shell) -> "Memory":
+        [line] = re.findall(r"^memory .*$", shell.out, re.M)
+        return cls(*(float(each.replace(",", "")) for each in re.findall(r"[\d,.]*\d", line)))
+
+
+async def test_it_eats_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story = Story("It eats memory")
+    limits = {"window_bytes": "4MiB", "queue_pdus": 1000, "in_flight_bytes": "2MiB"}
+    async with open_shell(tmp_path, capsys, sending=limits) as shell:
+        world = shell.world
+        server = world.server(A, latency=30)
+        await world.join(R1, A)
+        for number in range(60):
+            await world.say(R1, f"{number} {'x' * 60_000}")
+            if number == 40:
+                await until(lambda: bool(server.in_flight))
+                await until(lambda: world.sender.context.pdu_pool.bytes > 2**21)
+                await story.next(shell)
+                now = Memory.shown(shell)
+                assert 30 < now.resident < now.most
+                assert 2 < now.queued <= now.most_queued == 4
+                assert 0 < now.under_way <= now.most_under_way == 2
+        await until(lambda: b"fedsender_spills_total{" in world.metrics.exposition())
+        assert world.sender.context.pdu_pool.bytes <= 2**22
+        await story.next(shell, f"{A}  ", "1 behind of 1")
+        await story.next(shell, f"MemoryMax={now.most:.0f}M")
+        server.latency = 0.01
+
+    story.elsewhere("systemctl status fedsender")
+    lower = {**limits, "window_bytes": "1MiB"}
+    async with open_shell(tmp_path, capsys, sending=lower) as shell:
+        await story.also(shell, "status")
+        assert Memory.shown(shell).most == now.most - 2 * 3
+        assert Memory.shown(shell).most_queued == 1
+        await story.also(shell, "systemd-unit", printed=[f"MemoryMax={now.most - 6:.0f}M"])
+        shell.world.servers[A] = server
+        await until(lambda: server.got[-1:] == [f"59 {'x' * 60_000}"])
+        await story.next(shell, '"most_queued":1048576')
+    story.end()
+
+
+@pytest.mark.slow
 async def test_encrypted_messages_cannot_be_read_at_one_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

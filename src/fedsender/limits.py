@@ -5,6 +5,7 @@ The units that `fedsender systemd-unit` prints have the same limits.
 
 import resource
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -58,6 +59,15 @@ def of_relay(relay: Relay) -> Limits:
         _OTHER_FILES + relay.max_consumers * _CONSUMER_FILES,
         _OTHER_BYTES + relay.max_consumers * _CONSUMER_BYTES,
     )
+
+
+def resident_bytes() -> int | None:
+    """The memory of this process; None: the system does not tell (only Linux does)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_bytes().split()[1])
+    except OSError:
+        return None
+    return pages * resource.getpagesize()
 
 
 def raise_file_limit(files: int) -> bool:

@@ -34,6 +34,13 @@ def many(number: int, thing: str) -> str:
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
+def mib(size: int | None) -> str:
+    """Bytes in MiB, without the unit; less than 10 MiB with one decimal."""
+    if size is None:
+        return "?"
+    return f"{size / 2**20:,.{0 if size % 2**20 == 0 or size >= 10 * 2**20 else 1}f}"
+
+
 Answer = Mapping[str, Any]
 
 AGES: Final = (("<1m", 60), ("<1h", 3_600), ("<1d", 86_400), ("<7d", 604_800), ("older", math.inf))
@@ -281,6 +288,13 @@ def head(answer: Answer) -> list[Text]:
         if rates["p50_ms"] is not None:
             said = (f"p{share} {took(rates[f'p{share}_ms'])}" for share in (50, 95, 99))
             fact("latency", ", ".join(said))
+    memory = {name: mib(size) for name, size in answer["memory"].items()}
+    fact(
+        "memory",
+        f"{memory['resident']} of {memory['most']} MiB; queued events {memory['queued']} of"
+        f" {memory['most_queued']}, transactions under way {memory['bodies']} of"
+        f" {memory['most_bodies']}",
+    )
     states = sorted(answer["states"].items(), key=lambda each: -each[1])
     counts = (f"{number:,} {name.replace('_', ' ')}" for name, number in states if number)
     fact("servers", f"{page['known']:,}: {', '.join(counts) or 'none'}")

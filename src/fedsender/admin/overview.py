@@ -18,6 +18,7 @@ from fedsender.admin.destinations import (
 )
 from fedsender.admin.display import AGES
 from fedsender.admin.probes import feed_lag_s, problems
+from fedsender.limits import of_daemon, resident_bytes
 from fedsender.sender.debts import Debt
 from fedsender.telemetry import Rates
 
@@ -55,6 +56,25 @@ class Owed:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of the daemon, in bytes, and its bounds by the configuration of the last start.
+
+    Attributes:
+        resident: of the process; null: the system does not tell.
+        most: `MemoryMax` of the unit that `fedsender systemd-unit` prints.
+        queued: events in queues; at most `sending.window_bytes`, but for the newest event.
+        bodies: transactions under way; at most `sending.in_flight_bytes`, and 64 KiB for each.
+    """
+
+    resident: int | None
+    most: int
+    queued: int
+    most_queued: int
+    bodies: int
+    most_bodies: int
+
+
+@dataclass(frozen=True, slots=True)
 class Overview:
     """The daemon at a glance.
 
@@ -83,6 +103,7 @@ class Overview:
     owed_by_age: Mapping[str, Owed]
     failing_by_age: Mapping[str, Mapping[str, int]]
     quarantine_items: int
+    memory: Memory
     page: Page
 
 
@@ -113,7 +134,20 @@ async def overview(context: AdminContext, listing: Listing) -> Overview:
         owed_by_age=owed,
         failing_by_age=failing,
         quarantine_items=sender.quarantine_items,
+        memory=_memory(context),
         page=await list_page(context, listing, debts),
+    )
+
+
+def _memory(context: AdminContext) -> Memory:
+    inner, config = context.sender.context, context.config
+    return Memory(
+        resident_bytes(),
+        of_daemon(config.federation, config.sending).bytes,
+        inner.pdu_pool.bytes,
+        config.sending.window_bytes,
+        inner.admission.bodies,
+        config.sending.in_flight_bytes,
     )
 
 
