@@ -205,9 +205,10 @@ class Memory:
         return cls(*(float(each.replace(",", "")) for each in re.findall(r"[\d,.]*\d", line)))
 
 
+@pytest.mark.slow
 async def test_it_eats_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     story = Story("It eats memory")
-    limits = {"window_bytes": "4MiB", "queue_pdus": 1000, "in_flight_bytes": "2MiB"}
+    limits = {"window_bytes": "4MiB", "queue_pdus": 1000, "in_flight_bytes": "2MiB", "drain": "1s"}
     async with open_shell(tmp_path, capsys, sending=limits) as shell:
         world = shell.world
         server = world.server(A, latency=30)
@@ -231,7 +232,7 @@ async def test_it_eats_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     story.elsewhere("systemctl status fedsender")
     lower = {**limits, "window_bytes": "1MiB"}
     async with open_shell(tmp_path, capsys, sending=lower) as shell:
-        await story.also(shell, "status")
+        await story.next(shell, "memory")
         assert Memory.shown(shell).most == now.most - 2 * 3
         assert Memory.shown(shell).most_queued == 1
         await story.also(shell, "systemd-unit", printed=[f"MemoryMax={now.most - 6:.0f}M"])
