@@ -4,22 +4,27 @@ A test takes one command after the other from the page, and makes happen what ha
 At the end each command was run, and each word that the page shows was printed.
 """
 
+import itertools
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import yaml
-from tests.admin.desk import Standing
+from tests.admin.desk import TOKEN, Standing
 from tests.admin.test_reach import open_stage
 from tests.sender.harness import HS, World, answer, ok
+from tests.servers import Databases
+from tests.service import Service, open_service
+from tests.switching.test_shards import config_of, settings_of, site
 from tests.test_cli import R1, A, B, Shell, open_shell, with_a_dead_server, write_config
 from tests.test_docs import ROOT
 
-from fedsender.admin.commands import DONE, WRONG
+from fedsender.admin.commands import DONE, USAGE, WRONG
 from fedsender.demo.process import write_signing_key
 from fedsender.federation.client import Unreachable
 from fedsender.streams import FeedStatus
@@ -55,6 +60,10 @@ class Story:
         """Run the next command of the page; it ends with `code` and prints all of `printed`."""
         name, *arguments = shlex.split(self.commands.pop(0))
         assert name == "fedsender"
+        if "-c" in arguments:
+            # The shell gives the file with its whole path.
+            assert arguments[-2:] == ["-c", shell.config.name]
+            del arguments[-2:]
         await self.also(shell, *arguments, printed=printed, code=code)
 
     async def also(
@@ -278,3 +287,62 @@ async def test_encrypted_messages_cannot_be_read_at_one_server(
         await story.next(shell, f"dropped: {refused}")
         await story.next(shell, "Up to date")
         story.end()
+
+
+async def test_we_moved_a_shard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], postgres: Databases
+) -> None:
+    """The senders are processes, each with a sender_database of its own."""
+    before, after = ["fed1", "fed2"], ["fed1", "fed3"]
+    (tmp_path / "token").write_text(TOKEN)
+    async with site(tmp_path, postgres.create_schema()) as it:
+        starts = itertools.count()
+
+        def config_file(name: str, senders: Sequence[str]) -> Path:
+            own = str(tmp_path / f"{name}.db")
+            values = settings_of(tmp_path, name, senders, it.homeserver, own, it.receivers.ca_file)
+            values["admin"] = {"listen": f"unix:{tmp_path}/{name}.sock", "token_file": "token"}
+            path = tmp_path / f"{name}.yaml"
+            path.write_text(yaml.safe_dump(values))
+            return path
+
+        def start(name: str, senders: Sequence[str]) -> AbstractAsyncContextManager[Service]:
+            arguments = ["run", "-c", str(config_file(name, senders))]
+            return open_service(tmp_path, arguments, next(starts))
+
+        it.become(well=False)
+        async with start("fed1", before) as fed1, start("fed2", before) as fed2:
+            await until(it.all_have(500))
+            for each in (fed1, fed2):
+                assert await each.stop() == 0
+        old = config_of(tmp_path, "fed2", before, it.homeserver, "x")
+        server = next(name for name in it.receivers.servers if old.handles(name))
+        story = Story("We moved a shard", SERVER=server)
+        # Its world is not used: the senders run as processes.
+        fed1_shell, fed2_shell, fed3_shell = (
+            Shell(capsys, tmp_path / f"{name}.yaml", World(tmp_path))
+            for name in ("fed1", "fed2", "fed3")
+        )
+
+        async with start("fed1", after) as fed1, start("fed3", after) as fed3:
+            story.elsewhere("systemctl start fedsender@fed1 fedsender@fed3")
+            assert (await fed1.ended(), await fed3.ended()) == (USAGE, USAGE)
+            story.elsewhere("journalctl -u fedsender@fed3 -o cat -n 5")
+            assert "fed2 sent to servers that are ours by this list" in fed3.log_file.read_text()
+            story.hear(fed3.log_file.read_text())
+        await story.next(fed1_shell, f"{server}: allowed; the federation sender fed3 handles it")
+        await story.next(fed2_shell, f"{server}: transaction ", "say --accept-repeats", code=WRONG)
+        await story.next(fed2_shell, "handed back: ")
+        async with AsyncExitStack() as stack:
+            for name in after:
+                await stack.enter_async_context(start(name, after))
+            it.become(well=True)
+            await until(it.all_have(200))
+            handler = "federation sender fed3 handles it"
+            await story.also(fed1_shell, "why", server, printed=[handler])
+            await story.also(fed1_shell, "wake", server, printed=[handler], code=WRONG)
+            await story.next(fed3_shell, "Up to date")
+            async with start("fed2", before) as fed2:
+                assert await fed2.ended() == WRONG
+                story.hear(fed2.log_file.read_text())
+    story.end()

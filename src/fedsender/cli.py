@@ -430,9 +430,9 @@ def config_check(
         return DONE
     from fedsender.admin import display
 
-    handled = loaded.handles(server)
     allowed = "allowed" if loaded.allows(server) else "nothing is sent to it"
-    say(f"{server}: {allowed}{'' if handled else '; another federation sender handles it'}")
+    handler = f"; the federation sender {loaded.sender_of(server)} handles it"
+    say(f"{server}: {allowed}{'' if loaded.handles(server) else handler}")
     show(display.policy(loaded.explain_policy(server)))
     return DONE
 

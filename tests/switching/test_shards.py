@@ -72,15 +72,16 @@ def test_shards_are_synapses_in_the_order_of_its_list(
 # --- several daemons ------------------------------------------------------------------------------
 
 
-def config_of(
+def settings_of(
     directory: Path,
     name: str,
     senders: Sequence[str],
     homeserver: str,
     own: str,
     ca_file: Path | None = None,
-) -> Config:
-    values: dict[str, Any] = {
+) -> dict[str, Any]:
+    """The settings of one sender, as its file has them."""
+    return {
         "server_name": HS,
         "instance_name": name,
         "signing_key": str(directory / "signing.key"),
@@ -97,6 +98,17 @@ def config_of(
         "destinations": {"defaults": {"backoff": {"first": "1s", "multiplier": 2}}},
         "ledger": {"directory": str(directory / f"ledger-{name}")},
     }
+
+
+def config_of(
+    directory: Path,
+    name: str,
+    senders: Sequence[str],
+    homeserver: str,
+    own: str,
+    ca_file: Path | None = None,
+) -> Config:
+    values = settings_of(directory, name, senders, homeserver, own, ca_file)
     return from_values(values, directory=directory)
 
 

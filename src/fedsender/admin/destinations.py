@@ -293,7 +293,7 @@ async def left_alone_because(context: AdminContext, server: str) -> str:
     if not context.config.allows(server):
         return "the configuration forbids sending to it"
     if not context.config.handles(server):
-        return "another federation sender handles it"
+        return f"the federation sender {context.config.sender_of(server)} handles it"
     status = context.sender.registry.status(server)
     if status is not None and status.state.paused is not None:
         return f"paused: {status.state.paused}"

@@ -189,11 +189,15 @@ def _put_together(
     next_ts = next_attempt_ms(context, server, status)
     now_ms = context.runtime.now_ms()
     waits = _waits(depth, oldest, in_flight)
+    if words == "another sender's":
+        sentence = f"The federation sender {context.config.sender_of(server)} handles it."
+    else:
+        sentence = _sentence(words, state, waits, error, next_ts, now_ms)
     return Why(
         destination=server,
         state=words,
         since_ts=_since(context, status, now_ms),
-        summary=" ".join((_sentence(words, state, waits, error, next_ts, now_ms), *_held(state))),
+        summary=" ".join((sentence, *_held(state))),
         depth=depth,
         oldest=oldest,
         last_error=error,
@@ -285,8 +289,6 @@ def _sentence(
     """The summary in one sentence."""
     if words == "not allowed":
         return f"The configuration forbids sending to it; {waits}."
-    if words == "another sender's":
-        return "Another federation sender handles it."
     if state.paused is not None:
         left_s = state.pause_left_s(now_ms)
         until = "" if left_s is None else f" for another {duration(left_s)}"
