@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from fedsender.admin.display import mib
 from fedsender.config import Federation, Sending
 from fedsender.config.sections import Relay
-from fedsender.limits import of_daemon, of_relay
+from fedsender.limits import of_daemon, of_relay, resident_bytes
 
 MIB = 2**20
 
@@ -23,6 +25,25 @@ def test_the_caps_of_the_configuration_decide() -> None:
     # What a connection costs with its transaction, 91 KB, and what may stand in queues.
     assert many.bytes > 20_000 * 91_000 + 512 * MIB + 256 * MIB
     assert of_relay(Relay(max_consumers=1000)).files > 5 * of_relay(Relay()).files
+
+
+def test_the_memory_of_a_process_is_known_where_the_system_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = resident_bytes()
+    assert before is not None
+    held = b"x" * (64 * MIB)
+    after = resident_bytes()
+    assert after is not None
+    assert len(held) // 2 < after - before < 2 * len(held)
+
+    def absent(path: Path) -> bytes:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_bytes", absent)
+    assert resident_bytes() is None
+    sizes = (None, MIB * 3 // 2, 64 * MIB, 1500 * MIB + 1)
+    assert [mib(size) for size in sizes] == ["?", "1.5", "64", "1,500"]
 
 
 RAISED = """
