@@ -31,7 +31,9 @@ def say(line: object, *, error: bool = False) -> None:
 def say_live(line: object) -> bool:
     """Print one line at once; False: nobody reads standard output any more."""
     try:
-        print(safe(line), flush=True)
+        # In one write: an interrupt leaves a line whole or absent.
+        sys.stdout.write(f"{safe(line)}\n")
+        sys.stdout.flush()
     except BrokenPipeError:
         # The interpreter would complain about the same line at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

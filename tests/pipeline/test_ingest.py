@@ -258,3 +258,21 @@ def test_nothing_can_be_written_to_the_homeserver(tmp_path: Path, postgres: Data
             pytest.raises(PipelineError, match=r"read-?only"),
         ):
             source.read(lambda connection: connection.execute(sa.text("CREATE TABLE x (y INT)")))
+
+
+def test_the_rows_that_wait_are_estimated_and_a_synapses_state_only_once_it_was_read(
+    tmp_path: Path,
+) -> None:
+    for kind, make in (("embedded", embedded_world), ("synapse", synapse_world)):
+        url = f"sqlite:///{tmp_path}/{kind}.db"
+        world = make(url, 7, rooms=2, steps=10)
+        config = config_of(tmp_path / kind, kind, database=url)
+        config.ledger.directory.mkdir(parents=True)
+        lake = open_lake(tmp_path / f"{kind}.lake", US, create=True)
+        first = ingest.rows_to_read(lake, config)
+        assert first == (None if kind == "synapse" else world.ordering)
+        read(lake, url, config)
+        assert ingest.rows_to_read(lake, config) == 0
+        segment = config.ledger.directory / f"{config.instance_name}.b.000001.jsonl"
+        segment.write_bytes(b" " * ingest.LINE_BYTES * 70)
+        assert ingest.rows_to_read(lake, config) == 70

@@ -126,6 +126,21 @@ def test_an_operators_settings_win_and_a_cluster_has_none_of_this_machines() -> 
     assert "spark.driver.memory" not in there
 
 
+@pytest.mark.parametrize(
+    ("rows", "small"), [(0, True), (session.SMALL_ROWS, True), (session.SMALL_ROWS + 1, False)]
+)
+def test_plans_for_few_rows_are_not_compiled(rows: int, small: bool) -> None:
+    settings = session.settings_for(Spark(), rows)
+    known = session.settings_for(Spark())
+    assert (settings.get("spark.sql.codegen.wholeStage") == "false") is small
+    assert (settings != known) is small
+    assert settings["spark.driver.extraJavaOptions"].startswith(
+        known["spark.driver.extraJavaOptions"]
+    ), "the limits of memory hold too"
+    there = Spark(master="spark://host:7077")
+    assert session.settings_for(there, rows) == session.settings_for(there)
+
+
 def test_on_this_machine_every_kind_of_memory_has_a_limit_and_they_are_within_4_gib() -> None:
     """Java's kinds of memory, and what is left of 4 GiB for its stacks and tables and for Python.
     The benchmark measures it, and is `broken` where it is more."""

@@ -66,7 +66,11 @@ async def pipeline(options: Options) -> dict[str, Any]:
 
 def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[str, Any]:
     began = time.perf_counter()
-    with showing() as steps, spark_session(config.pipeline.spark, "bench", directory) as spark:
+    rows = lake.rows() + made.events  # About as many PDUs are in the ledger.
+    with (
+        showing() as steps,
+        spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
+    ):
         meter = _Jobs(spark)
         start_s = round(time.perf_counter() - began, 1)
         found = _jobs(spark, lake, config, steps, meter, directory)

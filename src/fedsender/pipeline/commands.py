@@ -30,27 +30,32 @@ app = typer.Typer(help="Proof of delivery, and what the ledger knows, by Spark."
 
 @contextmanager
 def job(
-    name: str, config: Path, *, create: bool = False
+    name: str, config: Path, *, ingests: bool = False
 ) -> Iterator[tuple["SparkSession", "Lake", "Config", "Steps"]]:
     """The parts of a job: a Spark session, the lake, the configuration, and its display.
+
+    A job that ingests makes the lake if there is none.
 
     The command line shows errors of the pipeline. It exits with 1, with 2 for usage, or with 75
     where another job works on the lake. SIGTERM ends it as Ctrl-C does: uncommitted changes are
     discarded, and Java ends.
     """
     from fedsender.config import load
+    from fedsender.pipeline.ingest import rows_to_read
     from fedsender.pipeline.lake import open_lake
     from fedsender.pipeline.session import showing, spark_session
 
     loaded = load(config)
     code = WRONG
     try:
-        lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=create)
+        lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=ingests)
         with ExitStack() as stack:
             stack.enter_context(_interrupted_by_sigterm())
             steps = stack.enter_context(showing())
+            unread = rows_to_read(lake, loaded) if ingests else 0
+            rows = None if unread is None else lake.rows() + unread
             with steps.step("starting Spark"):
-                session = spark_session(loaded.pipeline.spark, name, lake.directory)
+                session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
                 spark = stack.enter_context(session)
             yield spark, lake, loaded, steps
     except Usage as error:
@@ -84,7 +89,7 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
     """Bring new rows of the homeserver's database, and new ledger lines, into the lake."""
     from fedsender.pipeline.ingest import ingest as run
 
-    with job("ingest", config, create=True) as (spark, lake, loaded, steps):
+    with job("ingest", config, ingests=True) as (spark, lake, loaded, steps):
         told = run(spark, lake, loaded, steps)
         position = lake.position("events")
     if as_json:
@@ -355,7 +360,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender.pipeline import report as report_module
 
     _check_target("-o", output)
-    with job("run", config, create=True) as (spark, lake, loaded, steps):
+    with job("run", config, ingests=True) as (spark, lake, loaded, steps):
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)
         well = health_module.health(spark, lake, loaded, steps)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 ROWS_PER_COMMIT: Final = 250_000
+LINE_BYTES: Final = 300
+"""Of a short line of the ledger."""
 _TRIES: Final = 3
 
 
@@ -45,6 +47,24 @@ class Ingested:
     def as_json(self) -> dict[str, Any]:
         """For `--json`."""
         return asdict(self)
+
+
+def rows_to_read(lake: Lake, config: Config) -> int | None:
+    """The rows that an ingest will read, about and rather too many; None: not known.
+
+    Raises:
+        PipelineError: a source cannot be read.
+    """
+    homeserver = config.homeserver
+    if homeserver.kind == "synapse" and lake.position("state_groups") < 0:
+        return None  # A few events may come with the state of large rooms.
+    url = database_url(homeserver.database, homeserver.database_password_file)
+    with open_source(url, "homeserver") as main:
+        upto = sources.events_position(main, config.instance_name)
+    ledger = config.ledger.directory
+    unread = ledger_lines.new_segments(lake, ledger) if ledger.is_dir() else []
+    lines = sum(sum(batch.sizes) for batch in unread) // LINE_BYTES
+    return max(0, upto - lake.position("events", 0)) + lines
 
 
 def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> Ingested:

@@ -180,9 +180,10 @@ class Lake:
             " ingest anew (what the ledger no longer holds is lost then)"
         )
 
-    def rows(self, table: LakeTable) -> int:
-        """The number of rows in the table's files."""
-        return sum(file.rows for file in self.manifest.tables.get(table.name, []))
+    def rows(self, table: LakeTable | None = None) -> int:
+        """The number of rows in the table's files, or in those of all tables."""
+        names = self.manifest.tables if table is None else [table.name]
+        return sum(file.rows for name in names for file in self.manifest.tables.get(name, []))
 
     def frame(
         self,

@@ -85,15 +85,28 @@ _LOCAL: Final = _LOCKED | {
     "spark.sql.shuffle.partitions": "64",
     "spark.sql.adaptive.advisoryPartitionSizeInBytes": "16m",
 }
+SMALL_ROWS: Final = 200_000
+# Below that many rows, a job takes less time than the compilers of Spark and Java for its plans.
+_SMALL: Final = {
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
+    "spark.sql.shuffle.partitions": "4",
+    "spark.driver.extraJavaOptions": (
+        f"{_LOCAL['spark.driver.extraJavaOptions']} -XX:TieredStopAtLevel=1"
+    ),
+}
 
 
 @contextmanager
-def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["SparkSession"]:
+def spark_session(
+    spark: Spark, job: str, log_directory: Path, rows: int | None = None
+) -> Iterator["SparkSession"]:
     """A session that ends with the body.
 
     Under `spark-submit` the master and the settings are those of its command line.
 
     Args:
+        rows: the rows that the job reads, about; None: not known.
         log_directory: the directory of `spark.log`; a large one is first kept as `spark.log.1`.
 
     Raises:
@@ -112,7 +125,7 @@ def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["Spar
     log = log_directory / LOG_NAME
     with _java(log, wanted=not submitted), _noise_in(log):
         try:
-            session = _start(spark, job, submitted=submitted)
+            session = _start(spark, job, rows, submitted=submitted)
         except (PySparkException, OSError) as error:
             raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
         try:
@@ -123,13 +136,20 @@ def spark_session(spark: Spark, job: str, log_directory: Path) -> Iterator["Spar
             _stop(session, submitted=submitted)
 
 
-def settings_for(spark: Spark) -> dict[str, str]:
-    """Spark's settings for a job: ours, replaced by the operator's where both have one."""
-    ours = _EVERYWHERE | (_LOCAL if spark.master.startswith("local") else {})
+def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
+    """Spark's settings for a job: ours, replaced by the operator's where both have one.
+
+    Args:
+        rows: the rows that the job reads, about; None: not known.
+    """
+    ours = dict(_EVERYWHERE)
+    if spark.master.startswith("local"):
+        small = rows is not None and rows <= SMALL_ROWS
+        ours |= _LOCAL | (_SMALL if small else {})
     return ours | spark.settings
 
 
-def _start(spark: Spark, job: str, *, submitted: bool) -> "SparkSession":
+def _start(spark: Spark, job: str, rows: int | None, *, submitted: bool) -> "SparkSession":
     from pyspark.sql import SparkSession
 
     builder: Any = SparkSession.builder.appName(f"fedsender {job}")
@@ -138,7 +158,7 @@ def _start(spark: Spark, job: str, *, submitted: bool) -> "SparkSession":
             builder = builder.config(name, value)
     else:
         builder = builder.master(spark.master)
-        for name, value in settings_for(spark).items():
+        for name, value in settings_for(spark, rows).items():
             builder = builder.config(name, value)
     session: SparkSession = builder.getOrCreate()
     session.sparkContext.setLogLevel("WARN")
