@@ -1,4 +1,4 @@
-"""How long a simulated consumer may expect that the log is kept for it."""
+"""The checks of a simulated relay: its log for a consumer, and the tokens of its records."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,3 +38,20 @@ async def test_one_that_has_not_gone_on_from_its_snapshot_has_no_longer_than_joi
     checks.committed(relay, files)
 
     assert [each.invariant for each in views.violations] == found
+
+
+async def test_a_record_that_an_older_copy_has_not_may_get_another_token() -> None:
+    """Also where the log is read before the append is answered."""
+    views = RelayViews(histories={"e": History()}, epoch="e")
+    views.answer("e", 7, "$a")
+    older: Any = SimpleNamespace(log=SimpleNamespace(epoch="f", first=1, head=5))
+
+    views.begin(older, ["e", "f"], restored=True)
+    views.check_answered()
+    views.told("the log", "f", 6, "$a")
+    views.answer("f", 6, "$a")
+    views.check_answered()
+    assert not views.violations
+
+    views.answer("f", 8, "$a")
+    assert "$a was answered 6 and 8" in views.violations[0].text

@@ -85,9 +85,9 @@ class RelayViews:
         rows: the rows of each record that was ever sent in, by its id; and when they were.
         audience: the servers that are to get the event of a record, by its id, where the rows do
         not have them.
-        answered: the token of those that were answered 200.
+        answered: the token of those that were answered 200, but for those that an older copy of
+            the relay's directory has not.
         standings: the records of each consumer that follows the relay in good faith.
-        given_up: the records that an older copy of the relay's directory has not.
         counts: of events, for the report.
         on_violation: called with each.
     """
@@ -100,7 +100,6 @@ class RelayViews:
     answered: dict[str, int] = field(default_factory=dict)
     histories: dict[str, History] = field(default_factory=dict)
     standings: dict[str, Standing] = field(default_factory=dict)
-    given_up: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[Violation] = field(default_factory=list)
     epoch: str = ""
@@ -139,8 +138,6 @@ class RelayViews:
             self.fail("once", f"{by}: {record} is {history.tokens[record]} and {token}")
         history.records.setdefault(token, record)
         history.tokens.setdefault(record, token)
-        if history is self.present:
-            self.given_up.discard(record)
         if token > history.newest:
             history.newest = token
             if not self.is_durable(token, record):
@@ -149,7 +146,7 @@ class RelayViews:
     def answer(self, epoch: str, token: int, record: str) -> None:
         """The homeserver was told that this record is kept."""
         before = self.answered.get(record, token)
-        if before != token and record not in self.given_up:
+        if before != token:
             self.fail("once", f"{record} was answered {before} and {token}")
         self.told("the homeserver", epoch, token, record)
         self.answered[record] = token
@@ -167,9 +164,10 @@ class RelayViews:
         before = next((name for name in reversed(epochs) if name in self.histories), "")
         if not restored and (head < present.newest or before != self.epoch):
             self.fail("kept", f"{present.newest} of {self.epoch} was told of, log: {head} {before}")
-        lost = {name for token, name in present.records.items() if token > head}
+        lost = [name for token, name in present.records.items() if token > head]
         self.counts["records given up"] += len(lost)
-        self.given_up |= lost
+        for name in lost:
+            self.answered.pop(name, None)
         if epoch in self.histories:
             self.fail("epoch", f"{epoch} came back after {self.epoch}")
         else:
@@ -251,11 +249,10 @@ class RelayViews:
     # --- at the end -------------------------------------------------------------------------------
 
     def check_answered(self) -> None:
-        """Each record that was answered 200 is there, once, but for those that were given up
-        openly."""
+        """Each answered record has the token of its answer."""
         history = self.present
         for record, token in self.answered.items():
-            if record not in self.given_up and history.tokens.get(record) != token:
+            if history.tokens.get(record) != token:
                 self.fail("kept", f"{record} was answered {token}, and is not in the log")
 
     def check_messages(self, first: int = 1) -> None:
