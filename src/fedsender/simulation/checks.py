@@ -33,7 +33,7 @@ class StartCheck:
         assert observed.disk is not None
         self._observed = observed
         self._started = trio.current_time()
-        self._pending = observed.disk.owing() - observed.disk.held(now_ms())
+        self._pending = observed.disk.due(now_ms())
         observed.counts["pending at a start"] += len(self._pending)
 
     def look(self, daemon: Daemon) -> None:
@@ -41,7 +41,7 @@ class StartCheck:
         observed, sender = self._observed, daemon.sender
         assert observed.disk is not None
         after_s = trio.current_time() - self._started
-        self._pending &= observed.disk.owing() - observed.disk.held(now_ms())
+        self._pending &= observed.disk.due(now_ms())
         for server in sorted(self._pending):
             if observed.views.of[server].sought_at > self._started:
                 self._pending.discard(server)

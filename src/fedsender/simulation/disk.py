@@ -167,15 +167,6 @@ class Disk:
         query = "SELECT destination, stream_id, messages_json FROM device_federation_outbox"
         return {(server, row): text for server, row, text in self._rows(HOMESERVER, query)}
 
-    def owing(self) -> set[str]:
-        """The destinations that are owed an event above their mark, or a to-device message."""
-        query = (
-            "SELECT destination FROM destination_rooms JOIN destinations USING (destination)"
-            " WHERE stream_ordering > coalesce(last_successful_stream_ordering, -1)"
-            " UNION SELECT destination FROM device_federation_outbox"
-        )
-        return {row[0] for row in self._rows(HOMESERVER, query)}
-
     # --- the sender's database --------------------------------------------------------------------
 
     def catching_up(self) -> bool:
@@ -197,13 +188,26 @@ class Disk:
         rows = self._rows(SENDER, query, server)
         return (bool(rows[0][0]), bool(rows[0][1])) if rows else (False, False)
 
-    def held(self, now_ms: int) -> set[str]:
-        """The destinations to which nothing is to be sent at present."""
-        query = (
-            "SELECT destination FROM server_states"
-            " WHERE paused IS NOT NULL OR parked IS NOT NULL OR next_attempt_ms > ?"
+    def due(self, now_ms: int) -> set[str]:
+        """The destinations that are owed an item that has to wait for nothing.
+
+        That is an event above their mark, or a to-device message. Neither waits for a pause, for
+        the next attempt, or for the next step of a search among items of its kind.
+        """
+        events = (
+            "SELECT destination FROM destination_rooms JOIN destinations USING (destination)"
+            " WHERE stream_ordering > coalesce(last_successful_stream_ordering, -1)"
         )
-        return {row[0] for row in self._rows(SENDER, query, now_ms)}
+        messages = "SELECT destination FROM device_federation_outbox"
+        due: set[str] = set()
+        for owing, search in ((events, "pdu_search"), (messages, "edu_search")):
+            held = (
+                "SELECT destination FROM server_states WHERE paused IS NOT NULL"
+                f" OR parked IS NOT NULL OR next_attempt_ms > ?1 OR {search} ->> 'next_ms' > ?1"
+            )
+            owed = {row[0] for row in self._rows(HOMESERVER, owing)}
+            due |= owed - {row[0] for row in self._rows(SENDER, held, now_ms)}
+        return due
 
     def quarantine(self) -> list[QuarantinedItem]:
         """All of the quarantine."""
