@@ -326,6 +326,39 @@ def test_a_proxy_is_carried_over_and_its_password_goes_into_a_file(tmp_path: Pat
     assert "https_proxy: federation.ip_deny is judged here, too" in err
 
 
+@pytest.mark.parametrize("named", [["fed1"], ["fed1", "fed2"], ["other", "fed1"]])
+def test_requests_that_synapse_sends_through_the_old_worker_are_explained(
+    tmp_path: Path, named: list[str]
+) -> None:
+    """On standard error and in the file, which is right all the same."""
+    hs = homeserver(
+        federation_sender_instances=["fed1", "fed2"],
+        instance_map={"main": {"host": "main", "port": 1}, "fed1": {"host": "fed1", "port": 2}},
+        worker_replication_secret=f"{CANARY}replication",
+        outbound_federation_restricted_to=named,
+    )
+    code, out, err = run("config", "from-synapse", *write(tmp_path, homeserver=hs, worker=WORKER))
+
+    assert (code, CANARY in out + err) == (0, False)
+    assert loads(out, directory=tmp_path).instance_name == "fed1"
+    comment = " ".join(line[2:] for line in out.splitlines() if line.startswith("# "))
+    for said in (err, comment):
+        assert "joins, key queries, media requests and backfill to other servers through" in said
+        assert "Before you stop fed1, name a Synapse worker there that is no federation sen" in said
+        assert 'docs/switching.md, "Other requests of Synapse"' in said
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_requests_that_synapse_sends_through_another_worker_need_nothing(tmp_path: Path) -> None:
+    hs = homeserver(outbound_federation_restricted_to=["other"])
+    made = converted(tmp_path, homeserver=hs, worker=WORKER)
+
+    (note,) = made.notes
+    assert note == (
+        "outbound_federation_restricted_to: is left out: fedsender connects to other servers itself"
+    )
+
+
 @pytest.mark.parametrize(
     ("setting", "url"),
     [
@@ -547,8 +580,8 @@ def test_the_url_reaches_the_same_database(tmp_path: Path, postgres: Databases) 
             "stream_writers.typing: names fed1, which only sends",
         ),
         (
-            {"homeserver": homeserver(outbound_federation_restricted_to=["fed1"])},
-            "outbound_federation_restricted_to: names fed1, which only sends",
+            {"homeserver": homeserver(pusher_instances=["fed1"])},
+            "pusher_instances: names fed1, which only sends",
         ),
         ({"homeserver": homeserver(ip_range_blacklist=[CANARY])}, "must be a list of IPs"),
         (

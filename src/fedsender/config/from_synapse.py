@@ -8,6 +8,7 @@ Synapse's own where it has one.
 import ipaddress
 import os
 import secrets as random
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from fedsender.config.synapse import (
     destinations_of,
     federation_of,
     read_synapse,
+    restriction_of,
     roles_of,
 )
 from fedsender.config.values import TcpAddress, parse_no_proxy, parse_proxy, proxy_url
@@ -108,13 +110,17 @@ def from_synapse(
     """
     settings = read_synapse(files)
     made = _Making(settings, Converted(), secrets)
-    values = made.values(roles_of(settings, instance, made.done.notes))
+    roles = roles_of(settings, instance, made.done.notes)
+    values = made.values(roles)
     values |= {} if state is None else _kept_in(state.absolute(), values)
     if admin is not None:
         new = random.token_urlsafe(32)
         token = made.secret("admin.token_file", "admin.token", new, ours=True)
         values["admin"] = {"listen": admin, "token_file": token}
     heading = "# Made from Synapse's configuration by `fedsender config from-synapse`.\n"
+    if (step := restriction_of(settings, roles.instance)) is not None:
+        made.done.notes.append(step)
+        heading += textwrap.indent(textwrap.fill(f"{step}.", 98), "# ") + "\n"
     made.done.text = heading + yaml.safe_dump(values, sort_keys=False, width=100)
     # In its own words what is still wrong: it should not be, whatever the files hold.
     loads(made.done.text, directory=Path("/"), file="the configuration made of them")

@@ -234,13 +234,13 @@ MAIN: Final = "master"
 """The main process by its name on the wire; in `instance_map` it is `main`."""
 OURS: Final = "fedsender"
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,100}")
+_RESTRICTED: Final = "outbound_federation_restricted_to"
 _ONE_PROCESS: Final = (
     "run_background_tasks_on",
     "update_user_directory_from_worker",
     "notify_appservices_from_worker",
     "media_instance_running_background_jobs",
 )
-_PROCESSES: Final = ("pusher_instances", "outbound_federation_restricted_to")
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,9 +331,27 @@ def _refuse_other_duties(settings: Settings, instance: str) -> None:
     for name in _ONE_PROCESS:
         if settings.values.get(name) == instance:
             raise settings.wrong(name, f"names {instance}, which only sends: give it to another")
-    for name in _PROCESSES:
-        if instance in (settings.texts(name) or ()):
-            raise settings.wrong(name, f"names {instance}, which only sends: give it to another")
+    if instance in (settings.texts("pusher_instances") or ()):
+        must = f"names {instance}, which only sends: give it to another"
+        raise settings.wrong("pusher_instances", must)
+
+
+def restriction_of(settings: Settings, instance: str) -> str | None:
+    """What `outbound_federation_restricted_to` means for the operator, once we are `instance`.
+
+    None where it is not set. Raises ConfigError.
+    """
+    named = settings.texts(_RESTRICTED)
+    if named is None:
+        return None
+    if instance not in named:
+        return f"{_RESTRICTED}: is left out: fedsender connects to other servers itself"
+    return (
+        f"{_RESTRICTED}: Synapse's other processes send their joins, key queries, media requests"
+        f" and backfill to other servers through the worker {instance}, and fedsender does not pass"
+        f" them on. Before you stop {instance}, name a Synapse worker there that is no federation"
+        ' sender, or remove the setting: docs/switching.md, "Other requests of Synapse"'
+    )
 
 
 def _peers(settings: Settings, writers: Settings, notes: list[str]) -> dict[str, str]:
@@ -400,11 +418,6 @@ Note = Callable[[str, str], None]
 def federation_of(settings: Settings, note: Note) -> dict[str, Any]:
     """The section `federation`. Raises ConfigError."""
     values: dict[str, Any] = {}
-    if "outbound_federation_restricted_to" in settings:
-        note(
-            "outbound_federation_restricted_to",
-            "is left out: other servers are connected to from here, not by way of these workers",
-        )
     if not settings.flag("federation_verify_certificates", True):
         values["verify_certificates"] = False
     authorities = settings.paths("federation_custom_ca_list")
