@@ -423,6 +423,33 @@ def test_whose_place_is_taken(
     assert any("main process sends itself" in note for note in made.notes) == main_sends
 
 
+SQLITE = {"name": "sqlite3", "args": {"database": "/data/homeserver.db"}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, "Redis, instance_map, federation_sender_instances"),
+        ({"federation_sender_instances": ["master"]}, "Redis, instance_map, federation_sender_in"),
+        ({"redis": {"enabled": False}}, "Redis, instance_map, federation_sender_instances"),
+        ({"database": SQLITE}, "PostgreSQL, Redis, instance_map, federation_sender_instances"),
+        ({"database": SQLITE, "redis": {"enabled": True}}, "PostgreSQL, instance_map, federation"),
+    ],
+)
+def test_a_synapse_without_workers_is_told_what_is_missing(
+    tmp_path: Path, changes: Files, missing: str
+) -> None:
+    """In one sentence, with the page that has the steps."""
+    bare = {"redis": None, "instance_map": None, "federation_sender_instances": None} | changes
+    (path,) = write(tmp_path, homeserver=homeserver(**bare))
+    code, out, err = run("config", "from-synapse", path)
+
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"fedsender: {path}: Synapse's main process sends itself, and a sender")
+    assert f"is missing here: {missing}" in err
+    assert "docs/switching-single.md has the steps" in err
+
+
 # --- databases ------------------------------------------------------------------------------------
 
 

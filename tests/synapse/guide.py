@@ -1,4 +1,4 @@
-"""The guide docs/switching.md, step by step, on a machine where `systemctl` is a stand-in."""
+"""A guide of the docs, step by step, on a machine where `systemctl` is a stand-in."""
 
 import os
 import pwd
@@ -14,15 +14,18 @@ from pathlib import Path
 
 import trio
 
-GUIDE = Path(__file__).parents[2] / "docs" / "switching.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = _DOCS / "switching.md"
+GUIDE_WITHOUT_WORKERS = _DOCS / "switching-single.md"
 _STAND_IN = Path(__file__).with_name("systemctl.py")
 _BLOCK = re.compile(r"^ *```sh\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_YAML = re.compile(r"^ *```yaml\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _VARIABLE = re.compile(r"^([A-Z_]+)=", re.MULTILINE)
 
 
-def steps(heading: str) -> list[str]:
+def steps(heading: str, guide: Path = GUIDE) -> list[str]:
     """The shell commands of each numbered step below this heading of the guide."""
-    section = re.split(r"^## ", GUIDE.read_text(), flags=re.MULTILINE)
+    section = re.split(r"^## ", guide.read_text(), flags=re.MULTILINE)
     (text,) = [part for part in section if part.startswith(f"{heading}\n")]
     items = re.split(r"^\d\. ", text, flags=re.MULTILINE)[1:]
     return [
@@ -31,9 +34,14 @@ def steps(heading: str) -> list[str]:
     ]
 
 
-def variables() -> list[str]:
+def snippets(guide: Path) -> list[str]:
+    """The YAML that the guide tells its reader to write, in order."""
+    return [textwrap.dedent(block) for block in _YAML.findall(guide.read_text())]
+
+
+def variables(guide: Path) -> list[str]:
     """The names that the guide tells its reader to adjust."""
-    first = _BLOCK.search(GUIDE.read_text())
+    first = _BLOCK.search(guide.read_text())
     assert first is not None
     return _VARIABLE.findall(first[1])
 
@@ -49,6 +57,7 @@ class Host:
 
     directory: Path
     values: Mapping[str, str]
+    guide: Path = GUIDE
 
     @property
     def units(self) -> Path:
@@ -71,7 +80,7 @@ class Host:
 
     async def run(self, commands: str) -> subprocess.CompletedProcess[str]:
         """Run commands in a shell, whatever comes of it."""
-        assert sorted(self.values) == sorted(variables())
+        assert sorted(self.values) == sorted(variables(self.guide))
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.values.items()]
         path = f"{self.directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
         done = await trio.run_process(
@@ -122,10 +131,10 @@ def user_name() -> str:
 
 
 @contextmanager
-def open_host(directory: Path, values: Mapping[str, str]) -> Iterator[Host]:
+def open_host(directory: Path, values: Mapping[str, str], guide: Path = GUIDE) -> Iterator[Host]:
     """A host with its programs; whatever was started on it is stopped at the end."""
     directory.mkdir()
-    host = Host(directory, {**values, "UNITS": str(directory / "units")})
+    host = Host(directory, {**values, "UNITS": str(directory / "units")}, guide)
     host.write_programs()
     try:
         yield host

@@ -103,10 +103,7 @@ class Homeserver:
     def start(self) -> None:
         """Start the main process and return once its client API answers. Blocks."""
         assert not self.running
-        if not self.config_path.exists():
-            self._write_files()
-        command = self._command("synapse.app.homeserver", self.config_path)
-        self._process = self._spawn("main", command)
+        self._process = self._spawn("main", self.main_command(self.config_path))
         _wait_until_up(self._process, self.client_url + _SAYS_IT_IS_UP, self.log_path("main"))
 
     def stop(self) -> None:
@@ -125,6 +122,12 @@ class Homeserver:
             yield process.pid
         finally:
             _end(process)
+
+    def main_command(self, *configs: Path) -> list[str | Path]:
+        """What starts the main process with these files, after its own files are written."""
+        if not self.config_path.exists():
+            self._write_files()
+        return self._command("synapse.app.homeserver", *configs)
 
     def worker_path(self, name: str) -> Path:
         """The configuration file of Synapse's own worker `name`."""

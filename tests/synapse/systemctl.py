@@ -1,9 +1,10 @@
 """A stand-in for systemctl, for tests that follow a guide to the letter on a machine without it.
 
-It knows `enable --now`, `disable --now`, `start`, `stop`, `is-active` and `daemon-reload`, reads
-ExecStart= of the unit's file, and takes READY=1 for the end of a start, as systemd does. It cannot
-be another user, and so takes only units with a User= that is the one it runs as. Usage:
-`systemctl.py UNITS STATE VERB ...`, where UNITS holds the unit files and STATE what it remembers.
+It knows `enable --now`, `disable --now`, `start`, `stop`, `restart`, `is-active` and
+`daemon-reload`, reads ExecStart= of the unit's file, and takes READY=1 for the end of a start, as
+systemd does. It cannot be another user, and so takes only units with a User= that is the one it
+runs as. Usage: `systemctl.py UNITS STATE VERB ...`, where UNITS holds the unit files and STATE what
+it remembers.
 """
 
 import os
@@ -113,7 +114,9 @@ def main(units: Path, state: Path, verb: str, *arguments: str) -> None:
         unit = units / f"{name}.service"
         if not unit.exists():
             sys.exit(f"Unit {name}.service could not be found.")
-        if verb in ("enable", "start"):
+        if verb == "restart":
+            stop(name, state)
+        if verb in ("enable", "start", "restart"):
             if (why := refusal(unit)) is not None:
                 sys.exit(f"Unit {name}.service failed: {why}")
             start(unit, state)

@@ -268,11 +268,7 @@ def roles_of(settings: Settings, wanted: str | None, notes: list[str]) -> Roles:
     if senders in (None, (MAIN,)):
         senders = (instance,)
         if settings.flag("send_federation", True):
-            notes.append(
-                "federation_sender_instances: Synapse's main process sends itself; before the"
-                " first start set `send_federation: false` and"
-                f" `federation_sender_instances: [{instance}]` there, and restart it"
-            )
+            notes.append(_step_of_the_main_process(settings, instance))
     _refuse_other_duties(settings, instance)
     writers = settings.section("stream_writers")
     event_writers = _names(writers, "events") or (MAIN,)
@@ -282,6 +278,31 @@ def roles_of(settings: Settings, wanted: str | None, notes: list[str]) -> Roles:
             " let them share one PostgreSQL database, or drain each before the list changes"
         )
     return Roles(instance, senders or (), event_writers, _peers(settings, writers, notes))
+
+
+def _step_of_the_main_process(settings: Settings, instance: str) -> str:
+    """What the operator of a Synapse does whose main process sends.
+
+    Raises ConfigError where it has no Redis or no PostgreSQL, without which we know of nothing.
+    """
+    there = {
+        "PostgreSQL": databases_of(settings)[0].url.startswith("postgresql"),
+        "Redis": settings.section("redis").flag("enabled", False),
+        "instance_map": "main" in settings.section("instance_map"),
+        "federation_sender_instances": False,
+    }
+    if there["PostgreSQL"] and there["Redis"]:
+        return (
+            "federation_sender_instances: Synapse's main process sends itself; before the"
+            " first start set `send_federation: false` and"
+            f" `federation_sender_instances: [{instance}]` there, and restart it:"
+            " docs/switching-single.md"
+        )
+    missing = ", ".join(name for name, is_there in there.items() if not is_there)
+    raise ConfigError(
+        f"{settings.file}: Synapse's main process sends itself, and a sender of its own needs what"
+        f" is missing here: {missing}; docs/switching-single.md has the steps"
+    )
 
 
 def _names(settings: Settings, name: str) -> tuple[str, ...] | None:
