@@ -86,6 +86,18 @@ def homeserver_b(
 
 
 @pytest.fixture
+def own_database(synapse_postgres: Postgres, synapse_valkey: Valkey) -> Iterator[Database]:
+    """An empty database for a homeserver that is one test's own; Valkey runs, too."""
+    for server in (synapse_postgres, synapse_valkey):
+        if not server.running:
+            server.start()
+    synapse_postgres.create_database("own")
+    yield Database(synapse_postgres.host, synapse_postgres.port, synapse_postgres.user, "own")
+    with synapse_postgres.connect("postgres") as connection:
+        connection.execute("DROP DATABASE own WITH (FORCE)")
+
+
+@pytest.fixture
 async def world(
     homeserver_a: Homeserver,
     homeserver_b: Homeserver,

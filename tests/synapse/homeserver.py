@@ -116,7 +116,14 @@ class Homeserver:
     def worker(self, name: str) -> Iterator[int]:
         """Synapse's own federation sender `name` until the body is left; its pid. Blocks."""
         port = free_port("127.0.0.1")
-        process = self._spawn(name, self.worker_command(name, port))
+        self.worker_command(name, port)
+        with self.written_worker(name, port) as pid:
+            yield pid
+
+    @contextmanager
+    def written_worker(self, name: str, port: int) -> Iterator[int]:
+        """The worker `name` whose file is there, with its listener at `port`; its pid. Blocks."""
+        process = self._spawn(name, self._worker_command(name))
         try:
             _wait_until_up(process, f"http://127.0.0.1:{port}/health", self.log_path(name))
             yield process.pid
@@ -144,7 +151,7 @@ class Homeserver:
                 "worker_listeners": [_listener("127.0.0.1", health_port, ["health"])],
             },
         )
-        return self._command("synapse.app.generic_worker", self.config_path, self.worker_path(name))
+        return self._worker_command(name)
 
     def log_path(self, process: str) -> Path:
         """The log of `main` or of a worker."""
@@ -158,6 +165,9 @@ class Homeserver:
     async def register(self, localpart: str) -> User:
         """A new user of this homeserver, logged in."""
         return await register(self.client_url, localpart)
+
+    def _worker_command(self, name: str) -> list[str | Path]:
+        return self._command("synapse.app.generic_worker", self.config_path, self.worker_path(name))
 
     def _command(self, module: str, *configs: Path) -> list[str | Path]:
         command: list[str | Path] = [synapse_python(), "-m", module]

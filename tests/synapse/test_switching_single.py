@@ -4,7 +4,8 @@ Commands and settings are read from the page, so that text and test cannot drift
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,14 +13,18 @@ import pytest
 import trio
 import trustme
 import yaml
-from tests.servers import Postgres, Valkey, free_port
+from tests.servers import Valkey, free_port
 from tests.synapse.client import User
 from tests.synapse.guide import GUIDE_WITHOUT_WORKERS, open_host, snippets, steps, user_name
 from tests.synapse.homeserver import Database, Homeserver
 from tests.synapse.remote import Remote, open_remote
 from tests.synapse.world import until
 
+from fedsender.config import load
 from fedsender.ledger import read_lines, segments
+from fedsender.replication.feed import peers
+from fedsender.replication.stream_updates import fetch_missed
+from fedsender.runtime import real_runtime
 
 TEST_S = 300
 A_HOST = "127.0.0.4"
@@ -30,37 +35,18 @@ SYNAPSE = "matrix-synapse"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def single(
-    tmp_path: Path,
-    synapse_authority: trustme.CA,
-    synapse_postgres: Postgres,
-    synapse_valkey: Valkey,
-) -> Iterator[Homeserver]:
-    """A homeserver whose one process sends; it does not run yet, and has no Redis."""
-    for server in (synapse_postgres, synapse_valkey):
-        if not server.running:
-            server.start()
-    synapse_postgres.create_database("single")
-    database = Database(
-        synapse_postgres.host, synapse_postgres.port, synapse_postgres.user, "single"
-    )
+async def test_there_and_back_by_the_guide(
+    own_database: Database, synapse_authority: trustme.CA, synapse_valkey: Valkey, tmp_path: Path
+) -> None:
+    """Synapse sends the first message, fedsender the next ones, Synapse the last; each once."""
     port = free_port(A_HOST)
-    yield Homeserver(
+    single = Homeserver(
         name=f"{A_HOST}:{port}",
         directory=tmp_path / "a",
         listens_at=(A_HOST, port),
         authority=synapse_authority,
-        database=database,
+        database=own_database,
     )
-    with synapse_postgres.connect("postgres") as connection:
-        connection.execute("DROP DATABASE single WITH (FORCE)")
-
-
-async def test_there_and_back_by_the_guide(
-    single: Homeserver, synapse_authority: trustme.CA, synapse_valkey: Valkey, tmp_path: Path
-) -> None:
-    """Synapse sends the first message, fedsender the next ones, Synapse the last; each once."""
     conf_d, state = tmp_path / "conf.d", tmp_path / "state"
     conf_d.mkdir()
     state.mkdir()
@@ -83,8 +69,10 @@ async def test_there_and_back_by_the_guide(
     ):
         host.add_unit(SYNAPSE, command)
         await host.follow(f"systemctl enable --now {SYNAPSE}")
-        async with open_remote(REMOTE_HOST, single, synapse_authority) as remote:
-            talk = await open_talk(single, remote)
+        async with (
+            open_remote(REMOTE_HOST, single, synapse_authority) as remote,
+            open_talk(single, remote) as talk,
+        ):
             await talk.say("by Synapse")
             await talk.has_come()
             refused = await host.run(convert)
@@ -104,12 +92,15 @@ async def test_there_and_back_by_the_guide(
                 return remote.name not in await host.follow(look)
 
             await until(level)
+            # What fedsender missed it may ask for: address and secret are right.
+            await talk.alice.type_in(talk.room)
+            there = peers(load(Path(values["CONFIG"])))
+            assert await fetch_missed(there, real_runtime(), "typing", "master", 0, 1)
 
             await host.follow(hand_back)
             await host.follow(switch_back)
             await talk.say("by Synapse again")
             await talk.has_come()
-            await talk.alice.aclose()
     texts = [pdu["content"].get("body") for pdu in remote.recording.pdus(talk.room)]
     assert [text for text in texts if text is not None] == list(talk.said)
     ours = {
@@ -157,8 +148,10 @@ class Talk:
         await until(come)
 
 
-async def open_talk(homeserver: Homeserver, remote: Remote) -> Talk:
-    alice = await homeserver.register("alice")
-    room = await alice.create_room(preset="public_chat")
-    await remote.join(room, remote.user("bob"))
-    return Talk(alice, remote, room)
+@asynccontextmanager
+async def open_talk(homeserver: Homeserver, remote: Remote) -> AsyncIterator[Talk]:
+    """A new room of a new user's, joined by one of the remote server."""
+    async with aclosing(await homeserver.register("alice")) as alice:
+        room = await alice.create_room(preset="public_chat")
+        await remote.join(room, remote.user("bob"))
+        yield Talk(alice, remote, room)
