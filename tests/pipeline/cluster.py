@@ -3,7 +3,9 @@
 import os
 import re
 import secrets
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,6 +16,20 @@ import pyspark
 from fedsender.pipeline.session import find_java, write_wrapper
 
 START_SECONDS = 300.0
+# Small plans: compiling them costs more than running them.
+_JAVA = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+SETTINGS = {
+    "spark.driver.host": "127.0.0.1",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.memory": "512m",
+    "spark.driver.extraJavaOptions": _JAVA,
+    "spark.executor.memory": "512m",
+    "spark.executor.cores": "1",
+    "spark.executor.extraJavaOptions": _JAVA,
+    "spark.default.parallelism": "2",
+    "spark.sql.shuffle.partitions": "1",
+    "spark.sql.codegen.wholeStage": "false",
+}
 _SECRET = """\
 spark.authenticate            true
 spark.authenticate.secret     {secret}
@@ -41,6 +57,44 @@ def open_cluster(directory: Path, *, workers: int) -> Iterator[str]:
             stack.enter_context(_running(home, directory, worker, *options, *work, url))
         _wait_for(log, r"Successfully registered with master", workers)
         yield url
+
+
+class Killer:
+    """Kills an executor of the cluster in `directory` whenever a stage of a job was kept."""
+
+    def __init__(self, directory: Path, checkpoints: Path) -> None:
+        self.killed = 0
+        self._directory = directory
+        self._checkpoints = checkpoints
+        self._over = threading.Event()
+
+    def __enter__(self) -> "Killer":
+        self._thread = threading.Thread(target=self._run, name="killer")
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        seen: set[Path] = set()
+        while not self._over.wait(0.05):
+            fresh = set(self._checkpoints.glob("*/*/rdd-*")) - seen
+            if fresh and (executors := list(self._executors())):
+                seen |= fresh
+                os.kill(executors[self.killed % len(executors)], signal.SIGKILL)
+                self.killed += 1
+
+    def _executors(self) -> Iterator[int]:
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_text()
+                place = (process / "cwd").readlink()
+            except OSError:
+                continue
+            if "ExecutorBackend" in words and place.is_relative_to(self._directory):
+                yield int(process.name)
 
 
 @contextmanager

@@ -9,12 +9,14 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyspark
 import pytest
 import sqlalchemy as sa
 import yaml
-from tests.pipeline.cluster import open_cluster
+from tests.pipeline.cluster import SETTINGS, Killer, open_cluster
+from tests.pipeline.test_ingest import config_of, read
 from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US, synapse_world
 
@@ -22,9 +24,12 @@ from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
 from fedsender.pipeline import audit, ingest, session
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.schemas import FATES
-from fedsender.pipeline.session import find_java
+from fedsender.pipeline.schemas import FATES, INTERVALS
+from fedsender.pipeline.session import find_java, showing
 from fedsender.store import tables
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 
 def config_file(directory: Path, **spark: object) -> Path:
@@ -94,22 +99,8 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
     tables.sender.create_all(engine)
     engine.dispose()
     write(tmp_path / "ledger", "master.b.000001.jsonl", line(), "{torn\n")
-    # Small plans: compiling them costs more than running them.
-    java = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
-    settings = {
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-        "spark.driver.memory": "512m",
-        "spark.driver.extraJavaOptions": java,
-        "spark.executor.memory": "512m",
-        "spark.executor.cores": "1",
-        "spark.executor.extraJavaOptions": java,
-        "spark.default.parallelism": "2",
-        "spark.sql.shuffle.partitions": "1",
-        "spark.sql.codegen.wholeStage": "false",
-    }
     with open_cluster(tmp_path, workers=2) as master:
-        config = str(config_file(tmp_path, master=master, settings=settings))
+        config = str(config_file(tmp_path, master=master, settings=SETTINGS))
         done = fedsender("pipeline", "ingest", "-c", config, "--json")
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
@@ -118,7 +109,7 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
         assert "WARN" not in done.stderr
         out = tmp_path / "owed.jsonl"
         rebuild = ("pipeline", "rebuild", "-c", str(config_file(tmp_path)), "--diff", "--json")
-        done = spark_submit(tmp_path, master, settings, *rebuild, "--write", str(out))
+        done = spark_submit(tmp_path, master, SETTINGS, *rebuild, "--write", str(out))
         assert done.returncode == 1, done.stderr
         # What a program says on standard error comes on standard output there, so before it.
         found = json.loads(done.stdout.splitlines()[-1])
@@ -126,6 +117,45 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(owed) == found["rows"] == found["written"] > 0
         assert {each["kind"] for each in found["differences"]} == {"missing"}
         assert set(owed[0]) == {"server", "room_id", "stream_ordering", "event_id"}
+
+
+@pytest.mark.slow
+def test_an_executor_that_is_killed_at_any_stage_loses_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: "SparkSession"
+) -> None:
+    """Ten kills, of one of the two workers' executors each, whenever a stage has been kept. The
+    result is that of a job on one machine."""
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
+    url = f"sqlite:///{tmp_path}/homeserver.db"
+    synapse_world(url, 11, rooms=2, steps=60)
+    engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
+    tables.sender.create_all(engine)
+    engine.dispose()
+    write(tmp_path / "ledger", "master.b.000001.jsonl", line())
+    alone = open_lake(tmp_path / "alone", US, create=True)
+    read(alone, url, config_of(tmp_path, "synapse"))
+    with showing(quiet=True) as steps:
+        ingest.derive(spark, alone, US, steps)
+    with (
+        open_cluster(tmp_path, workers=2) as master,
+        Killer(tmp_path, tmp_path / "lake" / "checkpoints") as killer,
+    ):
+        config = str(config_file(tmp_path, master=master, settings=SETTINGS))
+        done = fedsender("pipeline", "ingest", "-c", config)
+        assert done.returncode == 0, done.stderr
+        # One more line, which the ingest has not read.
+        write(tmp_path / "ledger", "master.b.000002.jsonl", line())
+        done = fedsender("pipeline", "audit", "-c", config, "--json")
+        assert done.returncode in (0, 1), done.stderr
+        assert json.loads(done.stdout)["expected"] > 0
+    lake = open_lake(tmp_path / "lake", US)
+    assert _intervals(lake) == _intervals(alone)
+    assert killer.killed >= 10
+    assert list((tmp_path / "lake" / "checkpoints").iterdir()) == []
+
+
+def _intervals(lake: Lake) -> list[str]:
+    return sorted(str(row) for row in lake.read(INTERVALS).to_pylist())
 
 
 def test_what_is_wrong_is_said_before_any_spark_starts(

@@ -86,7 +86,8 @@ def test_a_job_that_fails_in_spark_is_one_line_that_names_the_log(
         logging.getLogger("root").error("noise")
         raise Py4JNetworkError("Answer from Java side is empty")
 
-    fake = SimpleNamespace(sparkContext=SimpleNamespace(_gateway=None), stop=gone)
+    context = SimpleNamespace(_gateway=None, master="local[2]")
+    fake = SimpleNamespace(sparkContext=context, stop=gone)
     monkeypatch.setattr(session, "_start", lambda *_, **__: fake)
     (tmp_path / "spark.log").write_text("INFO fine\nERROR no memory\n")
     said = r"^Spark: Answer from Java side is empty; .*/spark\.log says: .*ERROR no memory$"

@@ -31,7 +31,7 @@ from fedsender.pipeline import PipelineError, accounts, ledger_lines, schemas
 from fedsender.pipeline.accounts import Accounts, Known, places_of
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.schemas import FATES
-from fedsender.pipeline.session import Steps
+from fedsender.pipeline.session import Steps, kept
 from fedsender.runtime import real_runtime
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int 
         if not paths:
             break
         try:
-            fresh = ledger_lines.fresh_lines(spark, lake, paths).localCheckpoint(eager=True)
+            fresh = kept(ledger_lines.fresh_lines(spark, lake, paths))
         except PySparkException as error:
             # One was closed meanwhile, and has another name now.
             gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, schemas
 from fedsender.pipeline.lake import Lake, empty_frame, literal
+from fedsender.pipeline.session import kept
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -122,7 +123,7 @@ def lay_out(groups: "DataFrame") -> tuple["DataFrame", "DataFrame"]:
             ),
         )
         .select("room_id", "state_group", "branch", "begins", "parent")
-        .localCheckpoint()
+        .transform(kept)
     )
     paths = _paths(branched)
     key = F.concat("path", F.array("state_group"))
@@ -130,7 +131,7 @@ def lay_out(groups: "DataFrame") -> tuple["DataFrame", "DataFrame"]:
         branched.join(paths.hint("shuffle_hash"), on="branch", how="inner")
         .withColumn("place", F.row_number().over(Window.partitionBy("room_id").orderBy(key)))
         .select("room_id", "state_group", "branch", "place")
-        .localCheckpoint()
+        .transform(kept)
     )
     return places, _with_ends(places, paths)
 
@@ -151,7 +152,7 @@ def _paths(branched: "DataFrame") -> "DataFrame":
             .alias("path"),
             "above",
         )
-        .localCheckpoint()
+        .transform(kept)
     )
     for _ in range(_MAX_ROUNDS):
         if paths.where("above is not null").isEmpty():
@@ -168,7 +169,7 @@ def _paths(branched: "DataFrame") -> "DataFrame":
                 F.coalesce(F.concat("upper_path", "path"), "path").alias("path"),
                 F.col("upper_above").alias("above"),
             )
-            .localCheckpoint()
+            .transform(kept)
         )
     raise PipelineError(f"state groups: branches are nested more than {2**_MAX_ROUNDS} deep")
 
@@ -188,7 +189,7 @@ def _with_ends(places: "DataFrame", paths: "DataFrame") -> "DataFrame":
     return (
         paths.join(ends, F.col("branch") == F.col("ancestor"), how="inner")
         .select("branch", "path", "end")
-        .localCheckpoint()
+        .transform(kept)
     )
 
 
@@ -238,7 +239,7 @@ def server_counts(
     joined = F.sum("change").over(
         in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
     )
-    return changes.select("room_id", "server", "place", joined.alias("joined")).localCheckpoint()
+    return kept(changes.select("room_id", "server", "place", joined.alias("joined")))
 
 
 def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame":
@@ -443,7 +444,7 @@ def from_state_groups(
             "prior_membership",
         )
         .join(places.select("state_group", "place").hint("merge"), on="state_group", how="left")
-        .localCheckpoint()
+        .transform(kept)
     )
     walk = placed.where("place is not null").select("room_id", "stream_ordering", "place")
     spans = paired(changes_between(walk, counts))

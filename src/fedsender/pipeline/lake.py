@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from fedsender.pipeline import Busy, PipelineError, Usage
 from fedsender.pipeline.schemas import TABLES, LakeTable
-from fedsender.pipeline.session import LOG_NAME
+from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME
 from fedsender.runtime import real_runtime
 
 if TYPE_CHECKING:
@@ -461,7 +461,7 @@ def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
-        known = {"LOCK", STAGING, RELAY, LOG_NAME, *TABLES}
+        known = {"LOCK", STAGING, RELAY, CHECKPOINTS, LOG_NAME, *TABLES}
         strange = sorted({path.name for path in directory.iterdir()} - known)
     except OSError as error:
         raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None

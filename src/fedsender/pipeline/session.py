@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -32,12 +33,16 @@ from typing import TYPE_CHECKING
 from fedsender.console import say
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+    from pyspark.sql import DataFrame, SparkSession
     from rich.progress import Progress, TaskID
 
 
 OLDEST_JAVA: Final = 17
 LOG_NAME: Final = "spark.log"
+CHECKPOINTS: Final = "checkpoints"
+"""The directory, below the lake's, for what `kept` writes on a cluster."""
+_OLD_CHECKPOINT_S: Final = 7 * 86_400
+"""No job lasts so long: a checkpoint of that age is of a job that was killed."""
 _LOG_BYTES: Final = 10 * 2**20
 _VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
 
@@ -99,7 +104,7 @@ _SMALL: Final = {
 
 @contextmanager
 def spark_session(
-    spark: Spark, job: str, log_directory: Path, rows: int | None = None
+    spark: Spark, job: str, directory: Path, rows: int | None = None
 ) -> Iterator["SparkSession"]:
     """A session that ends with the body.
 
@@ -107,7 +112,8 @@ def spark_session(
 
     Args:
         rows: the rows that the job reads, about; None: not known.
-        log_directory: the directory of `spark.log`; a large one is first kept as `spark.log.1`.
+        directory: the lake's, for `spark.log` and checkpoints; a large log is first kept as
+            `spark.log.1`.
 
     Raises:
         Usage: pyspark is not installed, or there is no Java.
@@ -122,18 +128,48 @@ def spark_session(
             "the pipeline needs pyspark: install it with `pip install 'fedsender[pipeline]'`"
         ) from None
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    log = log_directory / LOG_NAME
+    log = directory / LOG_NAME
     with _java(log, wanted=not submitted), _noise_in(log):
         try:
             session = _start(spark, job, rows, submitted=submitted)
         except (PySparkException, OSError) as error:
             raise PipelineError(f"Spark does not start: {error}; {_last_words(log)}") from None
         try:
-            yield session
+            with _checkpoints(session, directory / CHECKPOINTS):
+                yield session
         except (PySparkException, Py4JError, ConnectionError) as error:
             raise PipelineError(f"{_in_one_line(error)}; {_last_words(log)}") from None
         finally:
             _stop(session, submitted=submitted)
+
+
+@contextmanager
+def _checkpoints(session: "SparkSession", directory: Path) -> Iterator[None]:
+    """On a cluster, give `kept` a directory of its own, which goes with the session."""
+    if (session.sparkContext.master or "").startswith("local"):
+        yield
+        return
+    directory.mkdir(exist_ok=True, mode=0o700)
+    for path in directory.iterdir():
+        if time.time() - path.stat().st_mtime > _OLD_CHECKPOINT_S:
+            shutil.rmtree(path, ignore_errors=True)
+    own = tempfile.mkdtemp(dir=directory)
+    try:
+        session.sparkContext.setCheckpointDir(f"file://{own}")
+        yield
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+def kept(frame: "DataFrame") -> "DataFrame":
+    """The frame's rows, computed once and now.
+
+    They are with the executor, or, on a cluster, in the lake's directory: there an executor may end
+    before the job does.
+    """
+    if frame.sparkSession.sparkContext.getCheckpointDir() is None:
+        return frame.localCheckpoint()
+    return frame.checkpoint()
 
 
 def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
