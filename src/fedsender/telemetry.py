@@ -464,6 +464,10 @@ class Metrics:
             "fedsender_isolations", "Steps of finding the item that makes a server refuse"
         )
         self.quarantined = self._counter("fedsender_quarantined", "Items put into quarantine")
+        self.notify_failures = self._counter(
+            "fedsender_notify_failures",
+            "Messages of `notify` that could not be delivered",
+        )
         self.spills = self._counter(
             "fedsender_spills", "Queues that grew too long and went back to the database"
         )

@@ -5,7 +5,7 @@ together: `endpoints` (ours), `synapse_endpoints` (those that Synapse has, too),
 readiness, metrics). `client` is for the command line.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -85,4 +85,14 @@ async def open_admin(
             await stack.enter_async_context(
                 serve_app(make_probes, listen, None, runtime, "metrics endpoint", PROBES)
             )
+        if policies.config.notify.command or policies.config.notify.url:
+            nursery = await stack.enter_async_context(trio.open_nursery())
+            stack.callback(nursery.cancel_scope.cancel)
+            nursery.start_soon(_notify, context)
         yield served
+
+
+async def _notify(make_context: "Callable[[], AdminContext]") -> None:
+    from fedsender.admin.notify import notify
+
+    await notify(make_context())

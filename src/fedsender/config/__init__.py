@@ -38,6 +38,7 @@ from fedsender.config.sections import (
     Ledger,
     Log,
     Metrics,
+    Notify,
     Pipeline,
     Presence,
     Relay,
@@ -168,6 +169,7 @@ class Config(Section):
     relay: Relay = Field(default_factory=Relay)
     admin: Admin = Field(default_factory=Admin)
     metrics: Metrics = Field(default_factory=Metrics)
+    notify: Notify = Field(default_factory=Notify)
     log: Log = Field(default_factory=Log)
 
     _document: Document | None = PrivateAttr(None)

@@ -382,6 +382,37 @@ class Metrics(Section):
     )
 
 
+class Notify(Section):
+    """Messages to an operator when something is wrong, and when it is well again."""
+
+    command: tuple[str, ...] = Field(
+        default=(),
+        max_length=100,
+        description="Program and arguments; each message is one JSON object on its standard input.",
+    )
+    url: str | None = Field(
+        default=None,
+        max_length=2000,
+        pattern=r"^https://[A-Za-z0-9.\[\]:-]{1,255}(/[!-~]*)?$",
+        description="https:// URL that each message is posted to. federation.ip_deny holds for it.",
+    )
+    not_ready_for: Seconds = Field(
+        default=120.0, ge=10, description="The daemon is told of when it is not ready for so long."
+    )
+    failing_for: Seconds = Field(
+        default=86_400.0,
+        ge=60,
+        description="A server that is owed events is told of when it fails for so long.",
+    )
+    at_most: int = Field(
+        default=10, ge=1, le=1000, description="Messages in an hour; later ones sum up the rest."
+    )
+
+    def contradictions(self) -> Contradictions:
+        if self.command and not self.command[0].startswith("/"):
+            yield ("command",), "must begin with the absolute path of a program"
+
+
 class Log(Section):
     """The log, on standard error."""
 
