@@ -17,7 +17,7 @@ from fedsender.pipeline.lake import (
     Lake,
     open_lake,
 )
-from fedsender.pipeline.schemas import DESTINATIONS, EVENTS, TABLES, TOLD_SERVERS
+from fedsender.pipeline.schemas import DESTINATIONS, EVENTS, TABLES, TOLD_SERVERS, page
 
 
 class Killed(BaseException):
@@ -248,4 +248,11 @@ def test_many_small_files_become_one_with_the_same_rows(tmp_path: Path) -> None:
     assert len(again.files(EVENTS, lambda part: part == "0")) == 1
     assert again.rows(EVENTS) == 2 * SMALL_FILES - 1
     assert {row["event_id"] for row in again.read(EVENTS).to_pylist()} == before
-    assert all(table.arrow_schema() is not None for table in TABLES.values())
+
+
+def test_the_page_of_tables_is_that_of_the_code() -> None:
+    """`fedsender pipeline schemas > docs/lake.md` writes it anew."""
+    assert (Path(__file__).parents[2] / "docs/lake.md").read_text() == page()
+    for table in TABLES.values():
+        assert {*table.notes, *table.required, *table.key} <= set(table.columns), table.name
+        assert table.arrow_schema() is not None

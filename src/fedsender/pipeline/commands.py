@@ -164,6 +164,15 @@ def rebuild(
     return WRONG if found.wrong else DONE
 
 
+@app.command()
+def schemas() -> int:
+    """Print the tables of the lake and their columns, as Markdown."""
+    from fedsender.pipeline.schemas import page
+
+    say_text(page())
+    return DONE
+
+
 # --- what came of it ------------------------------------------------------------------------------
 
 

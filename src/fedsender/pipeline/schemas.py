@@ -1,7 +1,8 @@
-"""The lake's tables: their columns, in one place, for Spark and for pyarrow.
+"""The tables of the lake, with the types of Spark.
 
-A column's type is written in Spark's DDL. Stream orderings are the homeserver's; times in columns
-named `*ms` or `*_ts` are milliseconds since the epoch, and `day` is the UTC day of `ms`.
+Stream orderings are the homeserver's. Times in columns named `*ms` or `*_ts` are milliseconds since
+the epoch, and `day` is the UTC day of `ms`. Of rows with one key, that of the highest `version`
+counts.
 
 Two tables alone define the servers that should get each event:
 
@@ -10,11 +11,11 @@ Two tables alone define the servers that should get each event:
     stream_ordering <= last)
 
 `intervals` of one room and server never overlap. They contain every exception (kicked and uninvited
-servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own name. Servers that an
-operator's lists forbid are not taken out: see `intervals.sent_to`.
+servers, `send_on_behalf_of`, the feed's `plus` and `minus`) and never our own name. Servers that
+the configuration forbids are in them: a job takes them out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class LakeTable:
     """One table of the lake.
 
     Attributes:
+        about: what a row is; for the page of `page`, as the notes are.
         columns: name -> Spark's type.
+        notes: name of a column -> what its name does not say.
         required: columns that are never null.
         part: the column with one value in each file; None: there is no such column.
         key: the columns that identify a row; the row of the newest commit counts. () where rows are
@@ -58,6 +61,8 @@ class LakeTable:
     required: tuple[str, ...]
     part: str | None = None
     key: tuple[str, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+    about: str = field(kw_only=True)
 
     @property
     def ddl(self) -> str:
@@ -103,28 +108,33 @@ EVENTS = LakeTable(
         "sender": "STRING",
         "state_key": "STRING",
         "received_ts": "BIGINT",
-        # Whether it is ours to send, by the fan-out's own rules: local sender or on behalf, not
-        # rejected, not an outlier, not out of band, not held back, with prev events and JSON.
         "ours": "BOOLEAN",
-        # Why it is ours and still cannot be sent (the daemon quarantines it); null: nothing wrong.
         "bad": "STRING",
         "on_behalf_of": "STRING",
-        # Of a membership event of ours: what it sets, what it replaced ('leave' where it replaced
-        # nothing, null where that is not known), and what its auth events say of the target.
         "membership": "STRING",
         "prior_membership": "STRING",
         "auth_membership": "STRING",
-        # Synapse: the state group of the event; null for events that are not ours.
         "state_group": "BIGINT",
-        # Embedded store and relay: servers beyond, and short of, the room's.
         "plus": "ARRAY<STRING>",
         "minus": "ARRAY<STRING>",
-        # stream_ordering / 1,000,000, rounded down.
         "part": "BIGINT",
     },
     required=("stream_ordering", "event_id", "room_id", "type", "ours", "part"),
     part="part",
     key=("stream_ordering",),
+    notes={
+        "ours": "whether it is ours to send, by the fan-out's rules: local sender or on behalf, not"
+        " rejected, not an outlier, not out of band, not held back, with prev events and JSON",
+        "bad": "why it is ours and cannot be sent (the daemon quarantines it)",
+        "membership": "of a membership event of ours: what it sets",
+        "prior_membership": "what it replaced; `leave`: nothing; null: not known",
+        "auth_membership": "what its auth events say of the target",
+        "state_group": "Synapse's; null for events that are not ours",
+        "plus": "embedded store and relay: servers beyond the room's",
+        "minus": "the same: servers of the room that it is not for",
+        "part": "stream_ordering / 1,000,000, rounded down",
+    },
+    about="An event that the homeserver's database has, and whether it is ours to send.",
 )
 STATE_GROUPS = LakeTable(
     "state_groups",
@@ -136,6 +146,7 @@ STATE_GROUPS = LakeTable(
     },
     required=("state_group", "room_id", "version"),
     key=("state_group",),
+    about="A state group of Synapse.",
 )
 STATE_MEMBERS = LakeTable(
     "state_members",
@@ -147,34 +158,42 @@ STATE_MEMBERS = LakeTable(
     },
     required=("state_group", "user_id", "version"),
     key=("state_group", "user_id"),
+    notes={"membership": "null: its event is not in the database"},
+    about="A member that a state group changes.",
 )
 ROOM_SERVERS = LakeTable(
     "room_servers",
     {
         "room_id": "STRING",
         "server": "STRING",
-        # In the room for events with joined < stream ordering <= left (null: still there).
         "joined": "BIGINT",
         "left": "BIGINT",
         "version": "BIGINT",
     },
     required=("room_id", "server", "joined", "version"),
     key=("room_id", "server", "joined"),
+    notes={
+        "joined": "it is in the room for events with joined < stream_ordering <= left",
+        "left": "null: it is still there",
+    },
+    about="A time of a server in a room of an embedded store, or of a relay.",
 )
 TOLD_SERVERS = LakeTable(
     "told_servers",
-    # Servers of rooms that were joined without their full state, and the events read meanwhile.
     {"room_id": "STRING", "server": "STRING", "first": "BIGINT", "last": "BIGINT"},
     required=("room_id", "server", "first", "last"),
+    about="A server of a room that was joined without its full state, and the events read"
+    " meanwhile.",
 )
 INTERVALS = LakeTable(
     "intervals",
     {"room_id": "STRING", "server": "STRING", "first": "BIGINT", "last": "BIGINT"},
     required=("room_id", "server", "first"),
+    notes={"last": "null: no end"},
+    about="Every event of ours from first to last in the room should be sent to the server.",
 )
 UNKNOWN_HOSTS = LakeTable(
     "unknown_hosts",
-    # Events of ours whose servers cannot be told (the daemon quarantines them), and why.
     {
         "stream_ordering": "BIGINT",
         "event_id": "STRING",
@@ -182,12 +201,12 @@ UNKNOWN_HOSTS = LakeTable(
         "reason": "STRING",
     },
     required=("stream_ordering", "event_id", "room_id", "reason"),
+    about="An event of ours whose servers cannot be told (the daemon quarantines it), and why.",
 )
 
 ATTEMPTS = LakeTable(
     "attempts",
     {
-        # MD5 of the line: one line is one attempt, however often it was read.
         "line": "STRING",
         "segment": "STRING",
         "day": "DATE",
@@ -209,12 +228,16 @@ ATTEMPTS = LakeTable(
         "took_ms": "BIGINT",
         "reused": "BOOLEAN",
         "position": "BIGINT",
-        # Fields that this version does not know, as JSON; null: none.
         "unknown_fields": "STRING",
     },
     required=("line", "segment", "day", "ms", "instance", "destination", "attempt", "outcome"),
     part="day",
     key=("line",),
+    notes={
+        "line": "MD5 of the line: one line is one attempt, however often it was read",
+        "unknown_fields": "fields that this version does not know, as JSON",
+    },
+    about="A line of the ledger: an attempt, or a note ([ledger](ledger.md) has the fields).",
 )
 PDUS = LakeTable(
     "pdus",
@@ -231,35 +254,41 @@ PDUS = LakeTable(
         "room_id": "STRING",
         "stream_ordering": "BIGINT",
         "lane": "STRING",
-        # Stream orderings of its room that it stands in for, both included.
         "supersedes_from": "BIGINT",
         "supersedes_to": "BIGINT",
-        # The receiver's error for it in a 200; null: none.
         "refused": "STRING",
     },
     required=("line", "day", "ms", "destination", "outcome", "event_id", "room_id"),
     part="day",
     key=("line", "event_id"),
+    notes={
+        "supersedes_from": "of the events of its room that it stands in for: the first",
+        "supersedes_to": "and the last",
+        "refused": "the server's error for it in an answer with 200",
+    },
+    about="A PDU in a line of the ledger.",
 )
 REJECTS = LakeTable(
     "rejects",
-    # What could not be read, whole, so that a later version can.
     {"segment": "STRING", "line": "STRING", "reason": "STRING", "text": "STRING"},
     required=("segment", "line", "reason", "text"),
     key=("line",),
+    about="A line of the ledger that could not be read, whole, so that a later version can.",
 )
 SEGMENTS = LakeTable(
     "segments",
     {"name": "STRING", "bytes": "BIGINT", "version": "BIGINT"},
     required=("name", "bytes", "version"),
     key=("name",),
+    about="A segment of the ledger that was read, with its size then.",
 )
 
-# As they stood at the last ingest, each time anew.
+_AT_INGEST: Final = "as it stood at the last ingest."
 DESTINATION_ROOMS = LakeTable(
     "destination_rooms",
     {"destination": "STRING", "room_id": "STRING", "stream_ordering": "BIGINT"},
     required=("destination", "room_id", "stream_ordering"),
+    about=f"A row of the homeserver's `destination_rooms`, {_AT_INGEST}",
 )
 DESTINATIONS = LakeTable(
     "destinations",
@@ -271,12 +300,12 @@ DESTINATIONS = LakeTable(
         "last_successful_stream_ordering": "BIGINT",
     },
     required=("destination",),
+    about=f"A row of the homeserver's `destinations`, {_AT_INGEST}",
 )
 QUARANTINE = LakeTable(
     "quarantine",
     {
         "id": "BIGINT",
-        # null: an event that no server got.
         "destination": "STRING",
         "kind": "STRING",
         "event_id": "STRING",
@@ -286,6 +315,8 @@ QUARANTINE = LakeTable(
         "at_ms": "BIGINT",
     },
     required=("id", "kind", "reason", "at_ms"),
+    notes={"destination": "null: an event that no server got"},
+    about=f"An item in quarantine, {_AT_INGEST}",
 )
 SERVER_STATES = LakeTable(
     "server_states",
@@ -302,6 +333,7 @@ SERVER_STATES = LakeTable(
         "parked": "STRING",
     },
     required=("destination",),
+    about=f"The daemon's state of a server, {_AT_INGEST}",
 )
 REDELIVERIES = LakeTable(
     "redeliveries",
@@ -313,10 +345,10 @@ REDELIVERIES = LakeTable(
         "added_ms": "BIGINT",
     },
     required=("destination", "event_id", "room_id", "stream_ordering"),
+    about=f"An event that is to be redelivered, {_AT_INGEST}",
 )
 CATCH_UPS = LakeTable(
     "catch_ups",
-    # One row per room that is done; room_id null where none is yet.
     {
         "destination": "STRING",
         "floor": "BIGINT",
@@ -324,20 +356,23 @@ CATCH_UPS = LakeTable(
         "sent_to": "BIGINT",
     },
     required=("destination", "floor"),
+    notes={"room_id": "null: none is done yet"},
+    about=f"A room that a catch-up is done with, {_AT_INGEST}",
 )
 
-# What the last audit found, each time anew.
 AUDIT = LakeTable(
     "audit",
     {
         "server": "STRING",
         "room_id": "STRING",
-        # That on which the homeserver received the events.
         "day": "DATE",
         "expected": "BIGINT",
         **dict.fromkeys(FATES, "BIGINT"),
     },
     required=("server", "room_id", "day", "expected", *FATES),
+    notes={"day": "the homeserver received the events on it"},
+    about="The last audit: how many events of each [fate](pipeline.md#audit) a server, room and day"
+    " have.",
 )
 MISSING = LakeTable(
     "missing",
@@ -350,11 +385,10 @@ MISSING = LakeTable(
         "reasons": "ARRAY<STRING>",
     },
     required=("server", "room_id", "stream_ordering", "event_id", "day", "reasons"),
+    about="A missing event of the last audit, and what is on record about it.",
 )
 SUPERSEDED = LakeTable(
     "superseded",
-    # Events of ours from first to last that catch-up left out, and the one that stood in for them.
-    # `refused`: its server's error for that one, which then stood in for nothing; null: it took it.
     {
         "server": "STRING",
         "room_id": "STRING",
@@ -366,14 +400,16 @@ SUPERSEDED = LakeTable(
         "refused": "STRING",
     },
     required=("server", "room_id", "first", "last", "events", "by_event_id", "at_ms"),
+    notes={"refused": "the server's error for that event, which then stood in for nothing"},
+    about="Events of ours from first to last that catch-up left out, and the event that stood in.",
 )
 
-# What the operator accepts as not delivered, until another file says otherwise (`accepted`).
 ACCEPTED = LakeTable(
     "accepted",
-    # A server ("*": every one), and an event or a range of stream orderings, both ends included.
     {"server": "STRING", "event_id": "STRING", "first": "BIGINT", "last": "BIGINT"},
     required=("server",),
+    notes={"server": "`*`: each", "event_id": "null: the range from first to last"},
+    about="What the operator accepts as not delivered: an event, or a range of stream orderings.",
 )
 
 TABLES: Final = {
@@ -402,3 +438,20 @@ TABLES: Final = {
         ACCEPTED,
     )
 }
+
+
+def page() -> str:
+    """The page of all tables, as Markdown: docs/lake.md."""
+    head = "# The tables of the lake\n\n`fedsender pipeline schemas` prints this page."
+    return "\n".join([f"{head} {__doc__}", *(_section(table) for table in TABLES.values())])
+
+
+def _section(table: LakeTable) -> str:
+    key = f" Key: {', '.join(f'`{name}`' for name in table.key)}." if table.key else ""
+    rows = (
+        f"| `{name}` | `{kind}` | {'' if name in table.required else 'yes'} |"
+        f" {table.notes.get(name, '')} |"
+        for name, kind in table.columns.items()
+    )
+    head = (f"## {table.name}", "", f"{table.about}{key}", "")
+    return "\n".join([*head, "| column | type | null | |", "|---|---|---|---|", *rows, ""])
