@@ -377,6 +377,9 @@ def test_what_an_operator_accepts_is_no_longer_missing(
         assert {name for server, name in missing(lake) if server == A} == {"$5", "$8"}
     accept(lake, [])
     assert run(spark, lake, tmp_path).counts["accepted"] == 0
+    history = lake.read(schemas.AUDITS).sort_by("at_ms").to_pylist()
+    assert [(row["upto"], row["since"], row["accepted"], row["missing"]) for row in history] == [
+        (10, None, 8, 9), (10, None, 8, 9), (10, None, 0, 17)]  # fmt: skip
 
 
 def test_a_file_with_lines_that_say_nothing_accepts_nothing(tmp_path: Path) -> None:

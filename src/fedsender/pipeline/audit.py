@@ -125,8 +125,19 @@ def audit(
         step.say("")
     with steps.spark("summing up", spark) as step:
         told = summed_up(spark, lake)
+        _note(lake, told, since)
         step.say(f"{told.expected:,} expected, {told.missing:,} missing")
     return told
+
+
+def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
+    """Add the totals to the history of audits."""
+    import pyarrow as pa
+
+    row = {"at_ms": lake.position("audit_ms"), "since": since, "upto": told.upto}
+    row |= {"expected": told.expected, **told.counts}
+    with lake.commit() as commit:
+        commit.append(schemas.AUDITS, pa.Table.from_pylist([row], schemas.AUDITS.arrow_schema()))
 
 
 def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:

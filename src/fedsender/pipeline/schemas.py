@@ -403,6 +403,20 @@ SUPERSEDED = LakeTable(
     notes={"refused": "the server's error for that event, which then stood in for nothing"},
     about="Events of ours from first to last that catch-up left out, and the event that stood in.",
 )
+AUDITS = LakeTable(
+    "audits",
+    # The totals of each audit, kept for good. `since`: the first day of events that it looked at;
+    # null: it looked at all.
+    {
+        "at_ms": "BIGINT",
+        "since": "DATE",
+        "upto": "BIGINT",
+        "expected": "BIGINT",
+        **dict.fromkeys(FATES, "BIGINT"),
+    },
+    required=("at_ms", "upto", "expected", *FATES),
+    key=("at_ms",),
+)
 
 ACCEPTED = LakeTable(
     "accepted",
@@ -435,6 +449,7 @@ TABLES: Final = {
         AUDIT,
         MISSING,
         SUPERSEDED,
+        AUDITS,
         ACCEPTED,
     )
 }
