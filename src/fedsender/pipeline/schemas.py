@@ -405,8 +405,6 @@ SUPERSEDED = LakeTable(
 )
 AUDITS = LakeTable(
     "audits",
-    # The totals of each audit, kept for good. `since`: the first day of events that it looked at;
-    # null: it looked at all.
     {
         "at_ms": "BIGINT",
         "since": "DATE",
@@ -416,6 +414,11 @@ AUDITS = LakeTable(
     },
     required=("at_ms", "upto", "expected", *FATES),
     key=("at_ms",),
+    about="The totals of an audit; kept for good.",
+    notes={
+        "since": "the first day of events that it looked at; null: it looked at all",
+        "upto": "the stream ordering up to which it looked",
+    },
 )
 
 ACCEPTED = LakeTable(
