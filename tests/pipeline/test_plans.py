@@ -69,7 +69,7 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     spans, unknown = intervals.derive(spark, lake, "us.example")
     yield "who should get what", spans
     yield "events whose servers cannot be told", unknown
-    room_servers = spark.sql("SELECT '!r' room_id, 'a' server, 1L joined, 2L left, 1L version")
+    room_servers = spark.sql("SELECT '!r' room_id, 'a' server, 1L first, 2L last")
     events = lake.frame(spark, schemas.EVENTS)
     yield "an embedded store", intervals.from_room_servers(events, room_servers, "us.example")
     expected = rebuild.rebuild(spark, lake, config)

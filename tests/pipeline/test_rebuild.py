@@ -59,7 +59,7 @@ def put(lake: Lake) -> None:
             (schemas.UNKNOWN_HOSTS, [tuple(unknown.values())]),
         ):
             columns = list(zip(*made, strict=True))
-            commit.append(table, pa.table(dict(zip(table.columns, columns, strict=True))))
+            commit.append(table, pa.table(dict(zip(table.columns, columns, strict=False))))
         commit.set_position("intervals", UPTO)
 
 

@@ -541,7 +541,7 @@ class Accounts:
         self._attempts, self._pdus = known.attempts, known.pdus
         self._owned = ownership(known.attempts, config.instance_name)
         self.places = places
-        self._spans = intervals.sent_to(lake.frame(spark, schemas.INTERVALS), config)
+        self._spans = intervals.sent_to(intervals.current(spark, lake), config)
 
     def stretches(self) -> "DataFrame":
         """Stretches of all expected places, with their fates."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.config import Config, database_url
 from fedsender.pipeline import PipelineError, intervals, ledger_lines, schemas, sources
+from fedsender.pipeline.intervals import NEWER_INTERVALS
 from fedsender.pipeline.lake import Commit, Lake
 from fedsender.pipeline.relay_source import open_relay_source
 from fedsender.pipeline.session import Steps
@@ -26,6 +27,8 @@ ROWS_PER_COMMIT: Final = 250_000
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
 _TRIES: Final = 3
+MOST_NEWER: Final = 200_000
+"""As many rows of `intervals` replace older ones before the table is written anew."""
 
 
 @dataclass(slots=True)
@@ -262,15 +265,25 @@ def read_ledger(
 
 
 def derive(spark: "SparkSession", lake: Lake, server_name: str, steps: Steps) -> None:
-    """Make `intervals` and `unknown_hosts` again if there are new events."""
+    """Bring `intervals` and `unknown_hosts` up to the newest event."""
     upto = lake.position("events", 0)
     if lake.position("intervals") == upto:
         return
-    with steps.spark("who should get what", spark) as step, lake.commit() as commit:
-        found, unknown = intervals.derive(spark, lake, server_name)
-        commit.clear(schemas.INTERVALS)
-        commit.clear(schemas.UNKNOWN_HOSTS)
-        rows = commit.append_frame(schemas.INTERVALS, found)
-        commit.append_frame(schemas.UNKNOWN_HOSTS, unknown)
-        commit.set_position("intervals", upto)
-        step.say(f"{rows:,} intervals")
+    with steps.spark("who should get what", spark) as step:
+        newer = lake.position(NEWER_INTERVALS, 0)
+        if newer > MOST_NEWER:
+            with lake.commit() as commit:
+                rows = intervals.current(spark, lake).selectExpr("*", "0L AS version")
+                commit.clear(schemas.INTERVALS)
+                commit.append_frame(schemas.INTERVALS, rows)
+                commit.set_position(NEWER_INTERVALS, newer := 0)
+        with lake.commit() as commit:
+            found, unknown = intervals.derive(spark, lake, server_name)
+            changed = commit.append_frame(schemas.INTERVALS, found)
+            commit.append_frame(schemas.UNKNOWN_HOSTS, unknown)
+            commit.set_position(
+                NEWER_INTERVALS, newer + changed if lake.position("intervals") >= 0 else 0
+            )
+            commit.set_position("intervals", upto)
+            commit.set_position("intervals_version", commit.version)
+        step.say(f"{changed:,} intervals")

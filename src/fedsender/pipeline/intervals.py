@@ -21,6 +21,7 @@ step from one place to the other crosses an odd number of its interval ends: one
 several where the step goes from one branch to another.
 """
 
+from functools import reduce
 from typing import TYPE_CHECKING, Final
 
 from fedsender.config import Config
@@ -84,12 +85,26 @@ _BUCKET: Final = 256
 _MAX_ROUNDS: Final = 20
 
 
-def newest_version(frame: "DataFrame", key: str) -> "DataFrame":
-    """The rows with the highest `version` of their `key`: the same group may be read again."""
+MOST_KEYS: Final = 200_000
+
+
+def few(keys: "DataFrame") -> "DataFrame":
+    """Keys, each once, for `among`: held against a table without spreading it, if they are few."""
+    found = kept(keys.distinct())
+    return found.hint("broadcast" if found.count() <= MOST_KEYS else "shuffle_hash")
+
+
+def among(rows: "DataFrame", keys: "DataFrame | None") -> "DataFrame":
+    """The rows that have one of the keys in columns of the same names; None: all rows."""
+    return rows if keys is None else rows.join(keys, on=keys.columns, how="left_semi")
+
+
+def newest_version(frame: "DataFrame") -> "DataFrame":
+    """The rows with the highest `version` of their state group: one may be read again."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
-    newest = F.max("version").over(Window.partitionBy(key))
+    newest = F.max("version").over(Window.partitionBy("state_group"))
     return frame.withColumn("_newest", newest).where("version = _newest").drop("_newest")
 
 
@@ -302,6 +317,29 @@ def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame"
     return trunks.unionByName(branches_back)
 
 
+def _ancestry(events: "DataFrame", places: "DataFrame", branches: "DataFrame") -> "DataFrame":
+    """The state groups whose entries make the state at these events: state_group."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    # Branch, group, branch, group, ...: of each branch on the way, the groups up to that one.
+    way = F.expr(
+        "transform(sequence(0, size(way) - 2, 2), i -> struct(way[i] branch, way[i + 1] upto))"
+    )
+    ends = (
+        places.join(few(events.select("state_group")), on="state_group", how="left_semi")
+        .join(branches.hint("shuffle_hash"), on="branch", how="inner")
+        .select(F.concat("path", F.array("state_group")).alias("way"))
+        .select(F.inline(way))
+        .groupBy("branch")
+        .agg(F.max("upto").alias("upto"))
+    )
+    return (
+        places.join(ends.hint("shuffle_hash"), on="branch", how="inner")
+        .where("state_group <= upto")
+        .select("state_group")
+    )
+
+
 def changes_between(events: "DataFrame", counts: "DataFrame") -> "DataFrame":
     """The changes of servers between a room's events of ours.
 
@@ -371,47 +409,129 @@ def ours(spark: "SparkSession", lake: Lake) -> "DataFrame":
     )
 
 
+def above(spark: "SparkSession", lake: Lake, after: int) -> "DataFrame":
+    """The events above a stream ordering."""
+    part = (after + 1) // schemas.EVENTS_PER_PART
+    events = lake.frame(spark, schemas.EVENTS, parts=lambda name: int(name) >= part)
+    return events.where(f"stream_ordering > {after}")
+
+
 def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFrame", "DataFrame"]:
-    """`intervals` and `unknown_hosts`, from the ingested tables."""
+    """The rows of `intervals` and of `unknown_hosts` that are new since the last time.
+
+    Only rooms with new events, or in which servers have come or gone, are looked at. In each of
+    them the new events alone are walked over, with the state groups that their state is made of.
+    What comes out holds from the first new event on, and is put behind what was there.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
-    events = lake.frame(spark, schemas.EVENTS).where(F.col("ours") & F.col("bad").isNull())
+    after = lake.position("intervals")
+    events = above(spark, lake, after).where(F.col("ours") & F.col("bad").isNull())
     told = None
     if lake.rows(schemas.TOLD_SERVERS):
-        told = lake.frame(spark, schemas.TOLD_SERVERS).where(F.col("server") != server_name)
+        told = _from_here(lake.frame(spark, schemas.TOLD_SERVERS), after, server_name)
+    stays = lake.frame(spark, schemas.ROOM_SERVERS)
+    rooms = before = None
+    if after >= 0:
+        changed = stays.where(f"version > {lake.position('intervals_version')}")
+        touched = [rows.select("room_id") for rows in (events, changed, told) if rows is not None]
+        rooms = few(reduce(lambda some, more: some.unionByName(more), touched))
+        before = kept(current(spark, lake, rooms).where(f"last is null or last >= {after}"))
     if lake.rows(schemas.STATE_GROUPS):
-        groups = newest_version(lake.frame(spark, schemas.STATE_GROUPS), "state_group")
-        members = newest_version(lake.frame(spark, schemas.STATE_MEMBERS), "state_group")
-        return from_state_groups(events, groups, members, told, server_name)
+        groups = newest_version(among(lake.frame(spark, schemas.STATE_GROUPS), rooms))
+        members = lake.frame(spark, schemas.STATE_MEMBERS)
+        still = None
+        if before is not None:
+            still = before.where("last is null").select(
+                "room_id", "server", F.lit(after + 1).alias("at")
+            )
+        found, unknown = from_state_groups(events, groups, members, told, still, server_name)
+    else:
+        stays = _from_here(_stays(among(stays, rooms)), after, server_name)
+        found = from_room_servers(events, stays, server_name)
+        unknown = empty_frame(spark, schemas.UNKNOWN_HOSTS)
+    if before is None:
+        return found.withColumn("version", F.lit(0)), unknown
+    return _put_behind(before, found, after), unknown
+
+
+NEWER_INTERVALS: Final = "newer_intervals"
+"""The position that counts the rows of `intervals` which replace older ones, with a version > 0."""
+
+
+def current(spark: "SparkSession", lake: Lake, rooms: "DataFrame | None" = None) -> "DataFrame":
+    """The rows of `intervals` that hold, without `version`; of all rooms, or of some (`few`)."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    rows = among(lake.frame(spark, schemas.INTERVALS), rooms)
+    if not lake.position(NEWER_INTERVALS, 0):
+        return rows.drop("version")
+    key = list(schemas.INTERVALS.key)
+    newer = kept(
+        rows.where("version > 0").groupBy(*key).agg(F.max_by("last", "version").alias("last"))
+    )
+    older = rows.where("coalesce(version, 0) = 0").join(
+        newer.select(*key).hint("broadcast"), on=key, how="left_anti"
+    )
+    return older.drop("version").unionByName(newer.where("last is null or first <= last"))
+
+
+def _from_here(spans: "DataFrame", after: int, server_name: str) -> "DataFrame":
+    """The parts of other servers' spans (room_id, server, first, last) that lie above `after`."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return spans.where(
+        (F.col("server") != server_name) & (F.col("last").isNull() | (F.col("last") > after))
+    ).withColumn("first", F.greatest("first", F.lit(after + 1)))
+
+
+def _put_behind(before: "DataFrame", found: "DataFrame", after: int) -> "DataFrame":
+    """The rows by which intervals change when `found`, all above `after`, is put behind them.
+
+    A row that is gone is empty: it ends before it begins.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    cut = before.where(f"first <= {after}").select(
+        "room_id", "server", F.explode(F.array("first", F.lit(after + 1))).alias("at")
+    )
+    now = paired(cut.unionByName(changes_of(found))).withColumn("is_there", F.lit(True))
+    was = before.withColumnRenamed("last", "its_last").withColumn("was_there", F.lit(True))
+    same = F.col("is_there") & F.col("was_there") & F.col("last").eqNullSafe(F.col("its_last"))
     return (
-        from_room_servers(events, lake.frame(spark, schemas.ROOM_SERVERS), server_name),
-        empty_frame(spark, schemas.UNKNOWN_HOSTS),
+        now.join(was, on=["room_id", "server", "first"], how="full_outer")
+        .where(~F.coalesce(same, F.lit(False)))
+        .withColumn("last", F.when(F.col("is_there"), F.col("last")).otherwise(F.col("first") - 1))
+        .select("room_id", "server", "first", "last")
     )
 
 
-def from_room_servers(
-    events: "DataFrame", room_servers: "DataFrame", server_name: str
-) -> "DataFrame":
-    """`intervals` of an embedded store: the store's own, and the exceptions of single events."""
+def _stays(room_servers: "DataFrame") -> "DataFrame":
+    """room_id, server, first, last, from rows of `room_servers`.
+
+    A row is read again when its server has left: what stands is that it left.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
-    # A row is read again when its server has left: what stands is that it left.
-    spans = (
-        room_servers.where(F.col("server") != server_name)
-        .groupBy("room_id", "server", "joined")
+    return (
+        room_servers.groupBy("room_id", "server", "joined")
         .agg(F.max_by("left", "version").alias("left"))
         .select(
             "room_id", "server", (F.col("joined") + 1).alias("first"), F.col("left").alias("last")
         )
         .where("last is null or first <= last")
     )
+
+
+def from_room_servers(events: "DataFrame", stays: "DataFrame", server_name: str) -> "DataFrame":
+    """`intervals` of an embedded store: the store's own, and the exceptions of single events."""
     exceptions = strongest(
         _listed(events, "plus", gets=True, strength=PLUS)
         .unionByName(_listed(events, "minus", gets=False, strength=MINUS))
         .unionByName(_narrowing(events)),
         server_name,
     )
-    return with_exceptions(union(spans), exceptions)
+    return with_exceptions(union(stays), exceptions)
 
 
 def from_state_groups(
@@ -419,17 +539,23 @@ def from_state_groups(
     groups: "DataFrame",
     members: "DataFrame",
     told: "DataFrame | None",
+    still: "DataFrame | None",
     server_name: str,
 ) -> tuple["DataFrame", "DataFrame"]:
     """`intervals` and `unknown_hosts` of a Synapse.
 
     Args:
+        events: those to walk over; the groups are those of their rooms.
         told: servers of rooms joined without their full state, in addition to those by state.
+        still: servers that were in a room before these events (room_id, server, at: since); None:
+            these events are all.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
     places, branches = lay_out(groups)
-    counts = server_counts(members, places, branches, server_name)
+    if still is not None:
+        members = among(members, few(_ancestry(events, places, branches)))
+    counts = server_counts(newest_version(members), places, branches, server_name)
     is_member = (F.col("type") == "m.room.member") & F.col("state_key").isNotNull()
     placed = (
         # Spread and kept as it is from here on, so with no more than is looked at.
@@ -447,7 +573,13 @@ def from_state_groups(
         .transform(kept)
     )
     walk = placed.where("place is not null").select("room_id", "stream_ordering", "place")
-    spans = paired(changes_between(walk, counts))
+    changes = changes_between(walk, counts)
+    if still is not None:
+        # The walk begins with nobody in the room: who was still there is there twice, or has gone.
+        began = walk.groupBy("room_id").agg(F.min("stream_ordering").alias("at"))
+        were_there = still.drop("at").join(began.hint("shuffle_hash"), on="room_id", how="inner")
+        changes = changes.unionByName(still).unionByName(were_there)
+    spans = paired(changes)
     known = spans.where(F.col("server") == ANYBODY)
     base = spans.where(F.col("server") != ANYBODY)
     swapped, narrowing = _swapped(placed, counts), _narrowing(events)

@@ -323,10 +323,12 @@ class Commit:
         """Set the position up to which `source` is read once this is committed."""
         self._manifest.positions[source] = position
 
-    def clear(self, table: LakeTable) -> None:
-        """Remove the table's rows, which this commit replaces."""
+    def clear(self, table: LakeTable, parts: Callable[[str], bool] = lambda _: True) -> None:
+        """Remove the table's rows, or those of some parts, which this commit replaces."""
         files = self._manifest.tables.pop(table.name, [])
-        self._dropped += [file.path for file in files]
+        self._dropped += [file.path for file in files if parts(file.part)]
+        if kept := [file for file in files if not parts(file.part)]:
+            self._manifest.tables[table.name] = kept
 
     def append(self, table: LakeTable, rows: "pyarrow.Table", part: object = "") -> None:
         """Add rows, all with the same value of the table's part column; no rows add no file.
@@ -370,15 +372,21 @@ class Commit:
     def append_frame(self, table: LakeTable, frame: "DataFrame") -> int:
         """Add the rows of a Spark job; return their number.
 
-        The frame must have the table's columns. It makes a file for each of its partitions (and of
-        the table's parts): repartition it before.
+        Columns that the rows do not have are null; `version` is this commit's. It makes a file for
+        each of the frame's partitions (and of the table's parts): repartition it before.
         """
         import pyarrow.parquet as pq
         from pyspark.sql import functions as F  # noqa: N812
 
         staging = f"{STAGING}/{table.name}-{self._files:03d}"
         (self._directory / STAGING).mkdir(parents=True, exist_ok=True, mode=0o700)
-        contract = frame.select(*(F.col(name).cast(kind) for name, kind in table.columns.items()))
+        given = {"version": F.lit(self.version)} | {name: F.col(name) for name in frame.columns}
+        contract = frame.select(
+            *(
+                given.get(name, F.lit(None)).cast(kind).alias(name)
+                for name, kind in table.columns.items()
+            )
+        )
         if table.part is None:
             writer = contract.write
         else:

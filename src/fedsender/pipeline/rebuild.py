@@ -98,7 +98,7 @@ def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
         on="stream_ordering",
         how="left_anti",
     )
-    spans = intervals.sent_to(lake.frame(spark, schemas.INTERVALS), config)
+    spans = intervals.sent_to(intervals.current(spark, lake), config)
     return expected_rooms(known.select("room_id", "stream_ordering"), spans)
 
 

@@ -187,9 +187,16 @@ TOLD_SERVERS = LakeTable(
 )
 INTERVALS = LakeTable(
     "intervals",
-    {"room_id": "STRING", "server": "STRING", "first": "BIGINT", "last": "BIGINT"},
+    {
+        "room_id": "STRING",
+        "server": "STRING",
+        "first": "BIGINT",
+        "last": "BIGINT",
+        "version": "BIGINT",
+    },
     required=("room_id", "server", "first"),
-    notes={"last": "null: no end"},
+    key=("room_id", "server", "first"),
+    notes={"last": "null: no end; less than `first`: there is no such interval any more"},
     about="Every event of ours from first to last in the room should be sent to the server.",
 )
 UNKNOWN_HOSTS = LakeTable(
