@@ -6,6 +6,7 @@ process is the homeserver and all receiving servers, which hold each transaction
 """
 
 import argparse
+import re
 import resource
 import sys
 import tempfile
@@ -133,8 +134,8 @@ def _directory(keep: Path | None) -> Iterator[Path]:
 
 
 async def _soak(options: SoakOptions, directory: Path) -> dict[str, Any]:
-    async with open_run(options, directory) as run:
-        async with _open_admin(run) as admin, trio.open_nursery() as nursery:
+    async with open_run(options, directory) as run, _open_admin(run) as admin:
+        async with trio.open_nursery() as nursery:
             await _until_up(run, admin)
             nursery.start_soon(run.traffic.go_on)
             nursery.start_soon(run.servers.live)
@@ -142,7 +143,7 @@ async def _soak(options: SoakOptions, directory: Path) -> dict[str, Any]:
             nursery.cancel_scope.cancel()
         seen = trend(run.samples)
         _show(run, seen)
-        broken = await _end(run)
+        broken = await _end(run, admin)
     for text in (*seen.missed, *broken[:SHOWN]):
         _say(f"soak: {text}")
     return _figures(run, seen, broken)
@@ -176,14 +177,18 @@ async def _watch(run: Run, admin: httpx.AsyncClient) -> None:
     while True:
         await trio.sleep_until(began + at_s)
         # As Prometheus does; what it costs and holds belongs to the daemon.
-        try:
-            (await admin.get("/metrics")).raise_for_status()
-        except httpx.HTTPError as error:
-            raise BenchFailed(f"/metrics: {error!r}\n{run.daemon.last_words()}") from error
+        await _metrics(run, admin)
         _take_sample(run, trio.current_time() - began)
         if at_s >= seconds:
             return
         at_s = min(at_s + every_s, seconds)
+
+
+async def _metrics(run: Run, admin: httpx.AsyncClient) -> str:
+    try:
+        return (await admin.get("/metrics")).raise_for_status().text
+    except httpx.HTTPError as error:
+        raise BenchFailed(f"/metrics: {error!r}\n{run.daemon.last_words()}") from error
 
 
 def _take_sample(run: Run, at_s: float) -> None:
@@ -234,13 +239,13 @@ def _show(run: Run, seen: Trend) -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 
-async def _end(run: Run) -> list[str]:
-    """Everybody comes back, and gets what is owed; then: what was wrong, in words."""
+async def _end(run: Run, admin: httpx.AsyncClient) -> list[str]:
+    """Every server comes back and gets what it is owed. Return what was wrong, in words."""
     await run.servers.all_well()
     began = trio.current_time()
     while True:
         looked = trio.current_time()
-        lacking = _lacking(run, _read_ledger(run))
+        lacking = await _not_level(run, admin) or _lacking(run, _read_ledger(run))
         if not lacking or looked - began > COMPLETE_S:
             break
         # Judging takes the longer the more there is: never more than a quarter of the time.
@@ -259,6 +264,12 @@ async def _end(run: Run) -> list[str]:
         *([f"the daemon's exit code is {code}"] if code else []),
         *run.daemon.errors(),
     ]
+
+
+async def _not_level(run: Run, admin: httpx.AsyncClient) -> list[str]:
+    """The states of servers that are not level; an EDU may be owed, too, or be under way."""
+    states = r'^fedsender_destinations\{.*state="(?!level)(.*)"\} (?!0)'
+    return re.findall(states, await _metrics(run, admin), re.MULTILINE)
 
 
 def _lacking(run: Run, ledger: Ledger) -> list[str]:

@@ -115,9 +115,12 @@ class Servers:
             await trio.sleep(self._cycle_s / 2)
 
     async def _come_back(self, *names: str) -> None:
-        """They are well again, and the daemon hears of it, as it does from who talks to us."""
+        """They start anew, are well, and talk to the daemon, which so hears of it."""
         for name in names:
             server = self._receivers.servers[name]
+            # A start drops the connections on which a silent server has never answered.
+            server.become(DOWN)
+            await server.settled()
             server.become(replace(healthy(), latency=0.02))
             await server.settled()
             server.origin_woken(self._origin)
