@@ -7,12 +7,17 @@ from functools import cache
 from typing import Any
 
 from sqlalchemy import (
+    ColumnElement,
     Connection,
     Row,
     Select,
     bindparam,
+    case,
+    exists,
     inspect,
     literal,
+    null,
+    or_,
     select,
     tuple_,
 )
@@ -33,23 +38,25 @@ def json_object(text: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class LateSchema:
-    """The tables of redactions that older schemas of a homeserver lack.
+class Schema:
+    """What not every homeserver's database has. The defaults are an embedded store's.
 
     Attributes:
-        bans: the table `room_ban_redactions`.
+        bans: the table `room_ban_redactions`, which older Synapses lack.
         recheck: the column `redactions.recheck` (Synapse's schema 94).
+        state_groups: a Synapse's tables of state groups.
     """
 
     bans: bool = False
     recheck: bool = True
+    state_groups: bool = False
 
 
-def late_schema(connection: Connection) -> LateSchema:
-    """The tables that this database has."""
+def schema_of(connection: Connection) -> Schema:
+    """What this Synapse's database has."""
     found = inspect(connection)
     columns = {column["name"] for column in found.get_columns("redactions")}
-    return LateSchema(found.has_table("room_ban_redactions"), "recheck" in columns)
+    return Schema(found.has_table("room_ban_redactions"), "recheck" in columns, state_groups=True)
 
 
 def read_events(
@@ -59,20 +66,20 @@ def read_events(
     limit: int,
     *,
     room_id: str | None = None,
-    late: LateSchema,
+    schema: Schema,
 ) -> list[EventRow]:
     """Events with `after` < stream ordering <= `upto`, ascending. Backfilled ones (< 1) never."""
-    query, given = _events_between(), {"after": max(after, 0), "upto": upto, "most": limit}
+    query, given = _events_between(schema), {"after": max(after, 0), "upto": upto, "most": limit}
     if room_id is not None:
         query = query.where(tables.events.c.room_id == room_id)
-    return _event_rows(connection, connection.execute(query, given).all(), late=late)
+    return _event_rows(connection, connection.execute(query, given).all(), schema)
 
 
 @cache
-def _events_between() -> Select[Any]:
+def _events_between(schema: Schema) -> Select[Any]:
     # Made once: to make it costs as much as to run it.
     return (
-        _event_query()
+        _event_query(schema)
         .where(tables.events.c.stream_ordering > bindparam("after"))
         .where(tables.events.c.stream_ordering <= bindparam("upto"))
         .order_by(tables.events.c.stream_ordering)
@@ -81,21 +88,38 @@ def _events_between() -> Select[Any]:
 
 
 def events_by_id(
-    connection: Connection, event_ids: Iterable[str], *, late: LateSchema
+    connection: Connection, event_ids: Iterable[str], *, schema: Schema
 ) -> dict[str, EventRow]:
     """The events among `event_ids` that the homeserver has."""
     found: dict[str, EventRow] = {}
     for chunk in in_chunks(sorted(set(event_ids))):
-        query = _event_query().where(tables.events.c.event_id.in_(chunk))
-        rows = _event_rows(connection, connection.execute(query).all(), late=late)
+        query = _event_query(schema).where(tables.events.c.event_id.in_(chunk))
+        rows = _event_rows(connection, connection.execute(query).all(), schema)
         found.update((row.event_id, row) for row in rows)
     return found
 
 
 @cache
-def _event_query() -> Select[Any]:
+def _event_query(schema: Schema) -> Select[Any]:
+    """All about an event in one statement: each further one costs the fan-out a round trip."""
     events, event_json = tables.events, tables.event_json
     rooms, rejections = tables.rooms, tables.rejections
+    stored = (
+        events.outerjoin(event_json, event_json.c.event_id == events.c.event_id)
+        .outerjoin(rejections, rejections.c.event_id == events.c.event_id)
+        .outerjoin(rooms, rooms.c.room_id == events.c.room_id)
+    )
+    claims = [exists().where(tables.redactions.c.redacts == events.c.event_id)]
+    if schema.bans:
+        ban = tables.room_ban_redactions.c
+        of_sender = exists().where(ban.room_id == events.c.room_id, ban.user_id == events.c.sender)
+        claims.append(of_sender)
+    state_group: ColumnElement[Any] = null()
+    if schema.state_groups:
+        groups, in_part = tables.event_to_state_groups, tables.partial_state_rooms.c
+        stored = stored.outerjoin(groups, groups.c.event_id == events.c.event_id)
+        whole = ~exists().where(in_part.room_id == events.c.room_id)
+        state_group = case((whole, groups.c.state_group))
     return select(
         events.c.stream_ordering,
         events.c.event_id,
@@ -111,17 +135,13 @@ def _event_query() -> Select[Any]:
         event_json.c.json,
         event_json.c.internal_metadata,
         rooms.c.room_version,
-    ).select_from(
-        events.outerjoin(event_json, event_json.c.event_id == events.c.event_id)
-        .outerjoin(rejections, rejections.c.event_id == events.c.event_id)
-        .outerjoin(rooms, rooms.c.room_id == events.c.room_id)
-    )
+        or_(*claims).label("perhaps_redacted"),
+        state_group.label("state_group"),
+    ).select_from(stored)
 
 
-def _event_rows(
-    connection: Connection, rows: Sequence[Row[Any]], *, late: LateSchema
-) -> list[EventRow]:
-    redacted = _redacted(connection, rows, late=late)
+def _event_rows(connection: Connection, rows: Sequence[Row[Any]], schema: Schema) -> list[EventRow]:
+    redacted = _redacted(connection, [row for row in rows if row.perhaps_redacted], schema)
     return [_event_row(row, redacted=row.event_id in redacted) for row in rows]
 
 
@@ -143,6 +163,7 @@ def _event_row(row: Row[Any], *, redacted: bool) -> EventRow:
         internal_metadata=metadata or {},
         room_version=row.room_version,
         redacted=redacted,
+        state_group=row.state_group,
     )
 
 
@@ -157,21 +178,19 @@ def _metadata(text: str | None) -> dict[str, object] | None:
 # --- redactions -----------------------------------------------------------------------------------
 
 
-def _redacted(
-    connection: Connection, rows: Sequence[Row[Any]], *, late: LateSchema
-) -> frozenset[str]:
+def _redacted(connection: Connection, rows: Sequence[Row[Any]], schema: Schema) -> frozenset[str]:
     """The event ids among `rows` with a valid redaction. Create events never have one."""
     targets = {row.event_id: row for row in rows if row.type != "m.room.create"}
     claims: list[tuple[str, str]] = []
     done: set[str] = set()
     for chunk in in_chunks(sorted(targets)):
-        found = connection.execute(_redactions_of(late.recheck), {"targets": chunk})
+        found = connection.execute(_redactions_of(schema.recheck), {"targets": chunk})
         for redaction_id, target_id, unchecked in found:
             if unchecked:
                 claims.append((redaction_id, target_id))
             else:
                 done.add(target_id)
-    if late.bans:
+    if schema.bans:
         claims.extend(_redacted_by_bans(connection, targets))
     done.update(_checked(connection, targets, [claim for claim in claims if claim[1] not in done]))
     return frozenset(done)

@@ -131,7 +131,7 @@ class HomeserverStore:
         self._tells_caches = not self._embedded and database.dialect == "postgresql"
         self._groups = room_servers.StateGroups()
         self._groups_lock = trio.Lock()
-        self._late = event_rows.LateSchema()
+        self._schema = event_rows.Schema()
         self._marks: dict[str, Mark] = {}
         self._marks_since = 0.0
         self._marks_lock = trio.Lock()
@@ -156,7 +156,7 @@ class HomeserverStore:
         if self._embedded:
             return
         await self._database.read(_check_synapse_schema)
-        self._late = await self._database.read(event_rows.late_schema)
+        self._schema = await self._database.read(event_rows.schema_of)
 
     # --- positions --------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class HomeserverStore:
         Includes rejected events (flagged). An event without JSON has `json` "". Backfilled ones (<
         1) never come.
         """
-        return event_rows.read_events(connection, after, upto, limit, late=self._late)
+        return event_rows.read_events(connection, after, upto, limit, schema=self._schema)
 
     @reading_together()
     def room_events(
@@ -299,7 +299,7 @@ class HomeserverStore:
     ) -> Sequence[EventRow]:
         """The same for one room. All destinations in catch-up ask for the same rooms."""
         return event_rows.read_events(
-            connection, after, upto, limit, room_id=room_id, late=self._late
+            connection, after, upto, limit, room_id=room_id, schema=self._schema
         )
 
     @reading
@@ -337,7 +337,7 @@ class HomeserverStore:
         if not event_ids:
             return {}
         return await self._database.read(
-            lambda connection: event_rows.events_by_id(connection, event_ids, late=self._late)
+            lambda connection: event_rows.events_by_id(connection, event_ids, schema=self._schema)
         )
 
     @reading
@@ -379,7 +379,7 @@ class HomeserverStore:
         """
 
         def look(connection: Connection) -> tuple[list[EventRow], dict[str, Hosts]]:
-            rows = event_rows.read_events(connection, after, upto, limit, late=self._late)
+            rows = event_rows.read_events(connection, after, upto, limit, schema=self._schema)
             return rows, self._servers_before(connection, [row for row in rows if wanted(row)])
 
         return await self._read_with_groups(look)

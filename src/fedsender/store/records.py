@@ -37,6 +37,8 @@ class EventRow:
         internal_metadata: Synapse's notes about the event, never sent.
         room_version: None if the room is gone or has none.
         redacted: it has a valid redaction, so it is sent pruned.
+        state_group: in a Synapse, the state after it; None where that is not known, or not for
+            good: while the room's state is partial.
     """
 
     stream_ordering: int
@@ -53,6 +55,7 @@ class EventRow:
     internal_metadata: Mapping[str, object]
     room_version: str | None
     redacted: bool
+    state_group: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

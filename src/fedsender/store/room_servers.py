@@ -148,7 +148,11 @@ class EventStates:
 def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStates:
     """State groups, replaced memberships, and the servers of partial-state rooms."""
     states = EventStates()
-    for chunk in in_chunks([event.event_id for event in events]):
+    unknown = [event for event in events if event.state_group is None]
+    for event in events:
+        if event.state_group is not None:
+            states.groups[event.event_id] = event.state_group
+    for chunk in in_chunks([event.event_id for event in unknown]):
         table = tables.event_to_state_groups.c
         query = select(table.event_id, table.state_group).where(table.event_id.in_(chunk))
         states.groups.update((event_id, group) for event_id, group in connection.execute(query))
@@ -158,7 +162,7 @@ def load_states(connection: Connection, events: Sequence[EventRow]) -> EventStat
         states.prior[event_id] = (
             memberships.get(replaced_id) if replaced_id is not None else "leave"
         )
-    partial = partial_rooms(connection, {event.room_id for event in events})
+    partial = partial_rooms(connection, {event.room_id for event in unknown})
     if partial:
         now = joined_now(connection, partial)
         states.partial = {room: servers | now[room] for room, servers in partial.items()}
