@@ -169,7 +169,9 @@ def store_exceptions(connection: Connection, rows: Sequence[Mapping[str, Any]]) 
     if rows:
         # PostgreSQL has no arrays of JSON that drivers agree on; these rows are few.
         table = tables.event_servers
-        connection.execute(upsert(connection, table).on_conflict_do_nothing(), list(rows))
+        connection.execute(
+            upsert(connection.dialect.name, table).on_conflict_do_nothing(), list(rows)
+        )
 
 
 _NOTE_VERSION = (
@@ -333,7 +335,9 @@ def _store_device(
     if content is None:
         # Nothing is known of it; but a device that is not there would be told as deleted.
         connection.execute(
-            upsert(connection, devices).values(**who, hidden=False).on_conflict_do_nothing()
+            upsert(connection.dialect.name, devices)
+            .values(**who, hidden=False)
+            .on_conflict_do_nothing()
         )
         return
     for table in (keys_table, devices):

@@ -9,18 +9,22 @@ for the embedded store `embedded`, `appends` and `relay_load`.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import trio
 from cachetools import LRUCache
 from sqlalchemy import (
+    BigInteger,
     Column,
     ColumnElement,
     Connection,
+    Executable,
+    FromClause,
     LargeBinary,
     Select,
     Table,
+    Text,
     and_,
     case,
     delete,
@@ -31,8 +35,8 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    true,
     tuple_,
-    update,
 )
 from sqlalchemy import cast as cast_sql
 
@@ -69,7 +73,15 @@ from fedsender.store.records import (
     StoredEvent,
 )
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot, Steps
-from fedsender.store.statements import in_chunks, insert_rows, replace_rows, upsert
+from fedsender.store.statements import (
+    as_given,
+    given_rows,
+    in_chunks,
+    insert_rows,
+    on_conflict,
+    replace_rows,
+    upsert,
+)
 from fedsender.streams import HostsRow, RedactionRow
 
 __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", "Settlement"]
@@ -684,7 +696,7 @@ class HomeserverStore:
 
         Returns, on a Synapse with PostgreSQL, the id to publish on the `caches` stream.
         """
-        statement = upsert(connection, destinations).values(
+        statement = upsert(connection.dialect.name, destinations).values(
             destination=destination,
             failure_ts=failure_ts,
             retry_last_ts=retry_last_ts,
@@ -1067,79 +1079,65 @@ def _record_owed(
     destination that was never owed a PDU before gets an LSSO just below its first one, so that it
     can always be caught up (W2).
     """
-    rooms = {room_id for _, room_id in owed}
-    there = _existing_rooms(connection, rooms)
+    if not owed:
+        return set()
+    given, found, others = _owing(connection.dialect.name)
     rows = [
-        {"destination": destination, "room_id": room_id, "stream_ordering": stream_ordering}
-        for (destination, room_id), stream_ordering in sorted(owed.items())
-        if room_id in there
+        (name, room_id, ordering, min(ordering, first.get(name, ordering)))
+        for (name, room_id), ordering in sorted(owed.items())
     ]
-    _start_marks(connection, rows, first)
-    insert_rows(connection, destination_rooms, rows, raising="stream_ordering")
-    return rooms - there
+    parameters = as_given(given, rows)
+    there = set(connection.execute(found, parameters).scalars())
+    for statement in others:
+        connection.execute(statement, parameters)
+    return {room_id for _, room_id in owed} - there
 
 
-def _existing_rooms(connection: Connection, room_ids: Iterable[str]) -> set[str]:
-    """The rooms that exist; they stay until this transaction ends."""
-    found: set[str] = set()
-    for chunk in in_chunks(sorted(room_ids)):
-        query = select(tables.rooms.c.room_id).where(tables.rooms.c.room_id.in_(chunk))
-        # The lock that a foreign key takes; a purge of the room waits for us, or we for it.
-        locked = query.order_by(tables.rooms.c.room_id).with_for_update(read=True, key_share=True)
-        found.update(connection.execute(locked).scalars())
-    return found
+@cache
+def _owing(dialect: str) -> tuple[FromClause, Select[tuple[str]], Sequence[Executable]]:
+    """The table of `given_rows` that is to be recorded as owed, and the statements that do it.
 
-
-def _start_marks(
-    connection: Connection, rows: Sequence[Mapping[str, Any]], oldest: Mapping[str, int]
-) -> None:
-    """Give a first LSSO to destinations without a row, and to those never owed an event."""
-    first: dict[str, int] = {}
-    for row in rows:
-        name, value = row["destination"], row["stream_ordering"]
-        first[name] = min(value, first.get(name, value), oldest.get(name, value))
-    marks = _marks(connection, first)
-    new = [
-        {"destination": name, "last_successful_stream_ordering": stream_ordering - 1}
-        for name, stream_ordering in sorted(first.items())
-        if name not in marks
-    ]
-    insert_rows(connection, destinations, new)
-    for name in _never_owed(connection, [name for name, mark in marks.items() if mark is None]):
-        connection.execute(
-            update(destinations)
-            .where(destinations.c.destination == name)
-            .where(destinations.c.last_successful_stream_ordering.is_(None))
-            .where(~exists().where(destination_rooms.c.destination == name))
-            .values(last_successful_stream_ordering=first[name] - 1)
-        )
-
-
-def _never_owed(connection: Connection, unmarked: Iterable[str]) -> list[str]:
-    """The unmarked destinations (a row, but no LSSO) that are owed no room, by name.
-
-    The row came from a failed request of another kind, or from a Synapse that never reached it. In
-    the second case it is owed rooms already, and its LSSO stays unknown. There may be thousands.
+    The first one finds the rooms that exist. With PostgreSQL it also writes all: each statement
+    more would be a round trip.
     """
-    found: list[str] = []
-    for chunk in in_chunks(sorted(unmarked)):
-        query = (
-            select(destinations.c.destination)
-            .where(destinations.c.destination.in_(chunk))
-            .where(~exists().where(destination_rooms.c.destination == destinations.c.destination))
-        )
-        found += connection.execute(query).scalars()
-    return sorted(found)
-
-
-def _marks(connection: Connection, names: Iterable[str]) -> dict[str, int | None]:
-    marks: dict[str, int | None] = {}
-    for chunk in in_chunks(sorted(names)):
-        query = select(
-            destinations.c.destination, destinations.c.last_successful_stream_ordering
-        ).where(destinations.c.destination.in_(chunk))
-        marks.update((name, mark) for name, mark in connection.execute(query))
-    return marks
+    ordering = destination_rooms.c.stream_ordering
+    lsso = destinations.c.last_successful_stream_ordering
+    given = given_rows(
+        dialect, destination=Text(), room_id=Text(), newest=BigInteger(), oldest=BigInteger()
+    )
+    rooms = tables.rooms.c.room_id
+    there = (
+        select(rooms)
+        .where(rooms.in_(select(given.c.room_id)))
+        .order_by(rooms)
+        # The lock that a foreign key takes; a purge of the room waits for us, or we for it.
+        .with_for_update(read=True, key_share=True)
+        .cte("there")
+    )
+    owed = select(given).where(given.c.room_id.in_(select(there.c.room_id))).cte("owed")
+    name = owed.c.destination
+    # One without LSSO that is owed rooms comes from a Synapse that never reached it: its LSSO stays
+    # unknown. A row without both is of a failed request of another kind.
+    was_owed = exists().where(destination_rooms.c.destination == destinations.c.destination)
+    known = exists().where(destinations.c.destination == name, or_(lsso.is_not(None), was_owed))
+    begun = upsert(dialect, destinations).from_select(
+        [destinations.c.destination, lsso],
+        select(name, func.min(owed.c.oldest) - 1).where(~known).group_by(name).order_by(name),
+    )
+    begun = begun.on_conflict_do_update(
+        index_elements=[destinations.c.destination],
+        set_={lsso.name: begun.excluded[lsso.name]},
+        where=lsso.is_(None),
+    )
+    noted = upsert(dialect, destination_rooms).from_select(
+        [destination_rooms.c.destination, destination_rooms.c.room_id, ordering],
+        select(name, owed.c.room_id, owed.c.newest).where(true()).order_by(name, owed.c.room_id),
+    )
+    noted = on_conflict(noted, destination_rooms, raising=ordering.name)
+    found = select(there.c.room_id)
+    if dialect == "postgresql":
+        return given, found.add_cte(begun.cte("begun"), noted.cte("noted")), ()
+    return given, found, (begun, noted)
 
 
 def _lagging_page(

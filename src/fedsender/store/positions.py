@@ -8,7 +8,7 @@ to which it has facts, from any writer. A row of type `load` stands there while 
 loaded.
 """
 
-from sqlalchemy import Connection, ScalarSelect, bindparam, delete, func, select, update
+from sqlalchemy import Connection, ScalarSelect, and_, bindparam, delete, func, or_, select, update
 
 from fedsender.store import tables
 from fedsender.store.engine import StoreError
@@ -24,10 +24,11 @@ NEVER_ACKED = -1
 _POSITION = select(positions.c.stream_id).where(
     positions.c.type == bindparam("kind"), positions.c.instance_name == bindparam("instance")
 )
+_NOT_BEYOND = and_(positions.c.type == "events", positions.c.stream_id <= bindparam("position"))
 _ADVANCE = (
     update(positions)
-    .where(positions.c.type == "events", positions.c.instance_name == bindparam("instance"))
-    .where(positions.c.stream_id <= bindparam("position"))
+    .where(positions.c.instance_name == bindparam("instance"))
+    .where(or_(positions.c.type == "federation", _NOT_BEYOND))
     .values(stream_id=bindparam("position"))
 )
 
@@ -47,7 +48,9 @@ def set_position(connection: Connection, kind: str, instance: str, stream_id: in
 def advance_events(connection: Connection, instance: str, position: int) -> None:
     """Move our events position up to `position`; raises StoreError if it stands beyond it."""
     moved = connection.execute(_ADVANCE, {"instance": instance, "position": position})
-    if moved.rowcount != 1:
+    if moved.rowcount == len(SHARED):
+        return
+    if read_position(connection, "events", instance) != position:
         raise StoreError(
             f"the events position of {instance!r} is gone or beyond {position}:"
             " another sender runs under this name"
@@ -116,5 +119,7 @@ def set_feed_history(connection: Connection, history: History) -> None:
     """Store the history in place of any other."""
     connection.execute(delete(tables.stream_epoch))
     connection.execute(
-        upsert(connection, tables.stream_epoch).values(epoch=history.epoch, base=history.base)
+        upsert(connection.dialect.name, tables.stream_epoch).values(
+            epoch=history.epoch, base=history.base
+        )
     )

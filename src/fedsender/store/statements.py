@@ -6,8 +6,23 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from sqlalchemy import Column, Connection, Table, Text, cast, exists, func, or_, select
+from sqlalchemy import (
+    Column,
+    Connection,
+    FromClause,
+    Subquery,
+    Table,
+    Text,
+    bindparam,
+    cast,
+    column,
+    exists,
+    func,
+    or_,
+    select,
+)
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.types import TypeEngine
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql
@@ -26,12 +41,8 @@ def in_chunks(values: Iterable[X], size: int = MAX_PARAMETERS) -> Iterator[list[
         yield chunk
 
 
-def upsert(connection: Connection, table: Table) -> Insert:
-    """An INSERT that can be given `on_conflict_do_...`, in the connection's dialect."""
-    return _insert(connection.dialect.name, table)
-
-
-def _insert(dialect: str, table: Table) -> Insert:
+def upsert(dialect: str, table: Table) -> Insert:
+    """An INSERT that can be given `on_conflict_do_...`, in this dialect."""
     if dialect == "sqlite":
         return sqlite.insert(table)
     from sqlalchemy.dialects import postgresql  # 3 MB that SQLite has no use for
@@ -52,9 +63,36 @@ def _replacing(
 ) -> Insert:
     # Made once: to make it costs as much as to run it, and leaves hundreds of objects that know
     # each other.
-    statement = _insert(dialect, table)
+    statement = upsert(dialect, table)
     changed = {name: statement.excluded[name] for name in columns if name not in key}
     return statement.on_conflict_do_update(index_elements=key, set_=changed)
+
+
+def given_rows(dialect: str, **types: TypeEngine[Any]) -> FromClause:
+    """A table of texts and whole numbers that are parameters of the statement: see `as_given`."""
+    if dialect == "postgresql":
+        from sqlalchemy.dialects import postgresql
+
+        # One array per column: one statement, and one plan, for any number of rows.
+        arrays = [
+            cast(bindparam(f"given_{name}"), postgresql.ARRAY(kind)) for name, kind in types.items()
+        ]
+        columns = [column(name, kind) for name, kind in types.items()]
+        return func.unnest(*arrays).table_valued(*columns).render_derived()
+    row = func.json_each(bindparam("rows")).table_valued("value").c.value
+    fields = [
+        func.json_extract(row, f"$[{n}]", type_=kind).label(name)
+        for n, (name, kind) in enumerate(types.items())
+    ]
+    return select(*fields).subquery()
+
+
+def as_given(table: FromClause, rows: Sequence[Sequence[str | int]]) -> dict[str, Any]:
+    """These rows, as the parameters of a statement with this table of `given_rows`."""
+    if isinstance(table, Subquery):
+        return {"rows": json.dumps(rows)}
+    columns = zip(table.c.keys(), zip(*rows, strict=True), strict=True)
+    return {f"given_{name}": list(values) for name, values in columns}
 
 
 def having_rows(connection: Connection, key: Column[Any], names: Iterable[str]) -> set[str]:
@@ -65,14 +103,9 @@ def having_rows(connection: Connection, key: Column[Any], names: Iterable[str]) 
     wanted = sorted(set(names))
     if len(wanted) < 2:
         return set(wanted)  # To read the rows themselves is as quick.
-    if connection.dialect.name == "postgresql":
-        from sqlalchemy.dialects import postgresql
-
-        given = cast(wanted, postgresql.ARRAY(Text))
-        name = func.unnest(given).table_valued("name").render_derived().c.name
-    else:
-        name = func.json_each(json.dumps(wanted)).table_valued("value").c.value
-    return set(connection.execute(select(name).where(exists().where(key == name))).scalars())
+    given = given_rows(connection.dialect.name, name=Text())
+    query = select(given.c.name).where(exists().where(key == given.c.name))
+    return set(connection.execute(query, as_given(given, [[name] for name in wanted])).scalars())
 
 
 def insert_rows(
@@ -91,36 +124,39 @@ def insert_rows(
     """
     if not rows:
         return
-    names = list(rows[0])
-    if connection.dialect.name == "postgresql":
-        from sqlalchemy.dialects import postgresql
-
-        # One array per column: one statement, and one plan, for any number of rows.
-        arrays = [
-            cast([row[name] for row in rows], postgresql.ARRAY(table.c[name].type))
-            for name in names
-        ]
-        source = func.unnest(*arrays).table_valued(*names).render_derived()
-        statement = postgresql.insert(table).from_select(
-            names, select(*(source.c[name] for name in names))
-        )
-        connection.execute(_on_conflict(statement, table, raising, replacing))
+    dialect = connection.dialect.name
+    statement = _inserting(dialect, table, tuple(rows[0]), raising, replacing)
+    if dialect == "postgresql":
+        values = {f"given_{name}": [row[name] for row in rows] for name in rows[0]}
+        connection.execute(statement, values)
     else:
-        connection.execute(_sqlite_insert(table, raising, replacing), list(rows))
+        connection.execute(statement, list(rows))
 
 
 @cache
-def _sqlite_insert(table: Table, raising: str | None, replacing: tuple[str, ...]) -> Insert:
-    # Made once: to make it costs as much as to run it.
-    return _on_conflict(sqlite.insert(table), table, raising, replacing)
-
-
-def _on_conflict(
-    statement: Insert,
+def _inserting(
+    dialect: str,
     table: Table,
+    names: tuple[str, ...],
     raising: str | None,
     replacing: tuple[str, ...],
 ) -> Insert:
+    # Made once: to make it costs as much as to run it.
+    statement = upsert(dialect, table)
+    if dialect == "postgresql":
+        given = given_rows(dialect, **{name: table.c[name].type for name in names})
+        statement = statement.from_select(names, select(*given.c))
+    return on_conflict(statement, table, raising=raising, replacing=replacing)
+
+
+def on_conflict(
+    statement: Insert,
+    table: Table,
+    *,
+    raising: str | None = None,
+    replacing: tuple[str, ...] = (),
+) -> Insert:
+    """The INSERT that treats a row whose key is there already as `insert_rows` says."""
     names = (raising,) if raising is not None else replacing
     if not names:
         return statement.on_conflict_do_nothing()
