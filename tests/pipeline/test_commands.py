@@ -237,6 +237,26 @@ def test_a_second_job_is_told_to_come_back_later_and_not_that_something_is_wrong
         at_once = False
 
 
+def test_a_vacuum_needs_no_spark(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(session, "spark_session")
+    config = str(config_file(tmp_path))
+    assert run_command(["pipeline", "vacuum", "-c", config]) == 2
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    with lake.commit():
+        pass
+    with lake.commit():
+        assert run_command(["pipeline", "vacuum", "-c", config]) == 75
+    capsys.readouterr()
+    assert run_command(["pipeline", "vacuum", "-c", config]) == 0
+    assert capsys.readouterr().out == (
+        "0 files merged, 0 lines of the ledger let go, 0.0 MiB freed; the lake has 0 files\n"
+    )
+    assert run_command(["pipeline", "vacuum", "-c", config, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == 0
+
+
 def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +16,6 @@ from fedsender.pipeline import PipelineError, Usage
 from fedsender.pipeline.lake import (
     KEEP_DROPPED_MS,
     MANIFEST,
-    SMALL_FILES,
     STAGING,
     Lake,
     open_lake,
@@ -98,7 +101,7 @@ def test_a_killed_commit_is_seen_whole_or_not_at_all(
         pass
     assert stored(lake) == shown
     known = {file.path for file in lake.files(DESTINATIONS)}
-    known.update(path for path, _ in lake.manifest.dropped)
+    known.update(path for path, _, _ in lake.manifest.dropped)
     assert parquet(tmp_path) == known
     assert not (tmp_path / STAGING).exists()
 
@@ -114,21 +117,50 @@ def test_a_body_that_raises_changes_nothing(tmp_path: Path) -> None:
     assert stored(lake) == ["b"]
 
 
-def test_replaced_files_stay_for_readers_that_began_before(tmp_path: Path) -> None:
+def test_replaced_files_stay_for_an_hour_and_for_readers_that_began_before(tmp_path: Path) -> None:
+    def pass_time(ms: int) -> None:
+        dropped = [(path, at - ms, commit) for path, at, commit in lake.manifest.dropped]
+        lake.manifest.dropped = dropped
+        with lake.commit():
+            pass
+
     lake = open_lake(tmp_path, US, create=True)
-    with lake.commit() as commit:
-        commit.append(DESTINATIONS, names("a"))
+    replace_with(lake, "a")
     reader = open_lake(tmp_path, US)
-    with lake.commit() as commit:
-        commit.clear(DESTINATIONS)
-    with lake.commit():
-        pass
+    replace_with(lake, "b")
+    newer = open_lake(tmp_path, US)
+    pass_time(2 * KEEP_DROPPED_MS)
     assert stored(reader) == ["a"]
-    lake.manifest.dropped = [(path, ms - KEEP_DROPPED_MS - 1) for path, ms in lake.manifest.dropped]
-    with lake.commit():
-        pass
-    with pytest.raises(PipelineError, match="the lake is damaged"):
-        stored(reader)
+    with reader_in_another_process(tmp_path):
+        replace_with(lake, "c")
+        del reader
+        pass_time(KEEP_DROPPED_MS - 60_000)
+        assert len(parquet(tmp_path)) == 2, "that of the first commit has gone"
+        pass_time(2 * KEEP_DROPPED_MS)
+        assert stored(newer) == ["b"]
+        del newer
+        pass_time(0)
+        assert len(parquet(tmp_path)) == 2
+    pass_time(0)
+    assert len(parquet(tmp_path)) == 1, "a reader that was killed holds nothing"
+
+
+@contextmanager
+def reader_in_another_process(directory: Path) -> Iterator[None]:
+    script = """
+import sys
+from pathlib import Path
+from fedsender.pipeline.lake import open_lake
+lake = open_lake(Path(sys.argv[1]), sys.argv[2])
+print(lake.manifest.commit, flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", script, str(directory), US]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield
+        process.kill()
 
 
 def test_two_jobs_never_write_at_once(tmp_path: Path) -> None:
@@ -185,9 +217,9 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
         ("{}", "is not a manifest"),
-        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 2: ingest into a new"),
-        ('{"lake": 1}', "the lake has version 1, and this fedsender knows 2: ingest into a new"),
-        ('{"lake": 2, "tables": 3}', "is not a manifest"),
+        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 3: use a newer one"),
+        ('{"lake": 2}', "the lake has version 2, and this fedsender knows 3: ingest into a new"),
+        ('{"lake": 3, "tables": 3}', "is not a manifest"),
     ],
 )
 def test_a_manifest_that_cannot_be_read(tmp_path: Path, manifest: str, said: str) -> None:
@@ -230,24 +262,6 @@ def test_missing_columns_are_null_and_versions_are_the_commits(tmp_path: Path) -
     ]
     assert lake.read(TABLES["segments"]).to_pylist()[0]["version"] == 2
     assert lake.read(TOLD_SERVERS).num_rows == 0
-
-
-def test_many_small_files_become_one_with_the_same_rows(tmp_path: Path) -> None:
-    """A run every hour for years must not leave a file for each."""
-    lake = open_lake(tmp_path, US, create=True)
-    for number in range(SMALL_FILES):
-        with lake.commit() as commit:
-            commit.append(EVENTS, event(number), 0)
-            if number:
-                commit.append(EVENTS, event(1_000_000 + number), 1)
-    before = {row["event_id"] for row in lake.read(EVENTS).to_pylist()}
-    assert lake.expire() == SMALL_FILES
-    assert lake.expire() == 0
-    again = open_lake(tmp_path, US)
-    assert len(again.files(EVENTS)) == SMALL_FILES
-    assert len(again.files(EVENTS, lambda part: part == "0")) == 1
-    assert again.rows(EVENTS) == 2 * SMALL_FILES - 1
-    assert {row["event_id"] for row in again.read(EVENTS).to_pylist()} == before
 
 
 def test_the_page_of_tables_is_that_of_the_code() -> None:

@@ -468,6 +468,11 @@ class Pipeline(Section):
         description="What `pipeline health` found out about servers; the daemon reads it, if it is"
         " there.",
     )
+    keep: Seconds | None = Field(
+        default=None,
+        ge=86_400,
+        description="The lake lets lines of the ledger go after so long; by default it keeps them.",
+    )
     relay: Database | None = Field(
         default=None,
         description="The relay's database, a file or a URL: events and rooms are read there, not in"

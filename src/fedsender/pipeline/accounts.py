@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Final
 from fedsender.config import Config
 from fedsender.ledger import EVERY_SERVER
 from fedsender.pipeline import intervals, schemas
-from fedsender.pipeline.lake import Lake, literal
+from fedsender.pipeline.lake import LET_GO, Lake, literal
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -587,7 +587,8 @@ class Accounts:
     def _before_ledger(self) -> "DataFrame":
         """The ranges before the ledger's start: their events may have been delivered before it.
 
-        It starts with its note that the stream became ours, or with its first live event.
+        It starts with its note that the stream became ours, or with its first live event, or after
+        the lines that the lake has let go.
         """
         from pyspark.sql import functions as F  # noqa: N812
 
@@ -598,11 +599,14 @@ class Accounts:
             .where("lane = 'live'")
             .agg(F.min("stream_ordering").alias("began"))
         )
+        last = F.least(began.scalar() - 1, F.lit(self._owned.began).cast("bigint"))
+        if (let_go := self._lake.position(LET_GO)) >= 0:
+            last = F.lit(let_go).cast("bigint")
         return self._spans.select(
             "room_id",
             "server",
             "first",
-            F.least(began.scalar() - 1, F.lit(self._owned.began).cast("bigint")).alias("last"),
+            last.alias("last"),
             F.lit("before_ledger").alias("kind"),
         )
 

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -35,29 +36,36 @@ def job(
     """The parts of a job: a Spark session, the lake, the configuration, and its display.
 
     A job that ingests makes the lake if there is none.
+    """
+    from fedsender.pipeline.ingest import rows_to_read
+    from fedsender.pipeline.session import showing, spark_session
+
+    with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
+        steps = stack.enter_context(showing())
+        unread = rows_to_read(lake, loaded) if ingests else 0
+        rows = None if unread is None else lake.rows() + unread
+        with steps.step("starting Spark"):
+            session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
+            spark = stack.enter_context(session)
+        yield spark, lake, loaded, steps
+
+
+@contextmanager
+def opened(name: str, config: Path, *, create: bool = False) -> Iterator[tuple["Lake", "Config"]]:
+    """The lake and the configuration of a command.
 
     The command line shows errors of the pipeline. It exits with 1, with 2 for usage, or with 75
     where another job works on the lake. SIGTERM ends it as Ctrl-C does: uncommitted changes are
     discarded, and Java ends.
     """
     from fedsender.config import load
-    from fedsender.pipeline.ingest import rows_to_read
     from fedsender.pipeline.lake import open_lake
-    from fedsender.pipeline.session import showing, spark_session
 
     loaded = load(config)
     code = WRONG
     try:
-        lake = open_lake(loaded.pipeline.lake, loaded.server_name, create=ingests)
-        with ExitStack() as stack:
-            stack.enter_context(_interrupted_by_sigterm())
-            steps = stack.enter_context(showing())
-            unread = rows_to_read(lake, loaded) if ingests else 0
-            rows = None if unread is None else lake.rows() + unread
-            with steps.step("starting Spark"):
-                session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
-                spark = stack.enter_context(session)
-            yield spark, lake, loaded, steps
+        with _interrupted_by_sigterm():
+            yield open_lake(loaded.pipeline.lake, loaded.server_name, create=create), loaded
     except Usage as error:
         raise Mistake(str(error)) from None
     except Busy as error:
@@ -162,6 +170,26 @@ def rebuild(
         if written is not None:
             say(f"{written} rows written to {write}")
     return WRONG if found.wrong else DONE
+
+
+# --- for other programs ---------------------------------------------------------------------------
+
+
+@app.command()
+def vacuum(config: ConfigFile, as_json: AsJson = False) -> int:
+    """Merge small files of the lake, let old lines go, delete what is of no use any more."""
+    from fedsender.pipeline import vacuum as module
+
+    with opened("vacuum", config) as (lake, loaded):
+        told = module.vacuum(lake, loaded.pipeline.keep)
+    if as_json:
+        say_json(asdict(told))
+    else:
+        say(
+            f"{told.merged} files merged, {told.let_go} lines of the ledger let go,"
+            f" {told.freed / 2**20:.1f} MiB freed; the lake has {told.files} files"
+        )
+    return DONE
 
 
 @app.command()

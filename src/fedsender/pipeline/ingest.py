@@ -18,6 +18,7 @@ from fedsender.pipeline.lake import Commit, Lake
 from fedsender.pipeline.relay_source import open_relay_source
 from fedsender.pipeline.session import Steps
 from fedsender.pipeline.sources import Source, open_source
+from fedsender.pipeline.vacuum import vacuum
 
 if TYPE_CHECKING:
     import pyarrow
@@ -88,7 +89,7 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
         _read_snapshots(lake, own, "sender", steps, told)
     read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
-    lake.expire()
+    vacuum(lake, config.pipeline.keep)
     return told
 
 

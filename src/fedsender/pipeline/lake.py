@@ -2,41 +2,43 @@
 
     MANIFEST.json                  the files of every table, and the position of each source
     LOCK                           held by the one job that writes
-    events/part=0/00000003-000.parquet, attempts/day=2026-01-31/..., intervals/..., ...
+    READERS                        held by each job, at the byte of the commit that it reads
+    events/part=0/00000003-0001.parquet, attempts/day=2026-01-31/..., intervals/..., ...
     staging/                       files that a job has begun and not committed
 
 A job writes files that no reader uses yet, flushes them to the disk, and then renames a new
 manifest over the old one. All its changes become visible at that moment, or none. Files that a
 killed job left are not in the manifest, and the next job that writes removes them. Files that a
-commit replaces stay for an hour, for readers that began before it.
+commit replaces stay for an hour, and for as long as a job reads an earlier commit.
 
 Files are read by their names, never by listing a directory. So a lake with a missing file is an
-error and not a smaller result.
+error and not a smaller result. A column that was added after a file was written is null in it.
 """
 
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import struct
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 from urllib.parse import quote
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
 from fedsender.pipeline import Busy, PipelineError, Usage
-from fedsender.pipeline.schemas import TABLES, LakeTable
-from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME
+from fedsender.pipeline.schemas import FIRST_VERSION, LAKE_VERSION, TABLES, LakeTable
+from fedsender.pipeline.session import CHECKPOINTS, LOG_NAME, LONGEST_JOB_S
 from fedsender.runtime import real_runtime
-
-if TYPE_CHECKING:
-    import pyarrow
-    from pyspark.sql import Column, DataFrame, SparkSession
-
-from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from fedsender.pipeline.schemas import LAKE_VERSION
 
 MANIFEST: Final = "MANIFEST.json"
 
@@ -47,7 +49,8 @@ class LakeFile:
 
     Attributes:
         path: below the lake's directory.
-        part: the value of the table's `part` column in all its rows, as text; "" without one.
+        part: the value of the table's `part` column in all its rows, as text, or the month of its
+            days, such as "2026-01"; "" without such a column.
     """
 
     path: str
@@ -63,7 +66,7 @@ class Manifest:
     Attributes:
         server_name: the homeserver's.
         positions: source -> the position up to which it was read.
-        dropped: [path, time of its replacement in ms] of files that may be deleted.
+        dropped: [path, time of its replacement in ms, commit of it] of files that may be deleted.
     """
 
     server_name: str
@@ -71,7 +74,7 @@ class Manifest:
     commit: int = 0
     positions: dict[str, int] = field(default_factory=dict)
     tables: dict[str, list[LakeFile]] = field(default_factory=dict)
-    dropped: list[tuple[str, int]] = field(default_factory=list)
+    dropped: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 def read_manifest(directory: Path) -> Manifest | None:
@@ -95,16 +98,18 @@ def read_manifest(directory: Path) -> Manifest | None:
     try:
         values: dict[str, Any] = json.loads(text)
         version = values["lake"]
-        if version != LAKE_VERSION:
+        if not FIRST_VERSION <= version <= LAKE_VERSION:
+            newer = version > LAKE_VERSION
             raise PipelineError(
                 f"{path}: the lake has version {version}, and this fedsender knows {LAKE_VERSION}:"
-                " ingest into a new lake (pipeline.lake)"
+                f" {'use a newer one' if newer else 'ingest into a new lake (pipeline.lake)'}"
             )
         tables = {
             name: [LakeFile(**file) for file in files] for name, files in values["tables"].items()
         }
-        dropped = [(str(name), int(ms)) for name, ms in values["dropped"]]
-        return Manifest(**(values | {"tables": tables, "dropped": dropped}))
+        dropped = [(str(name), int(ms), int(commit)) for name, ms, commit in values["dropped"]]
+        known = {"lake": LAKE_VERSION, "tables": tables, "dropped": dropped}
+        return Manifest(**(values | known))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PipelineError(f"{path}: is not a manifest of a lake: {error!r}") from None
 
@@ -133,20 +138,49 @@ def flush(path: Path) -> None:
 STAGING: Final = "staging"
 RELAY: Final = "relay"
 """The directory, below the lake's, for the records of a relay (`relay_source`)."""
+LET_GO: Final = "let_go"
+"""The position up to which the lake has let go lines of the ledger (`vacuum`)."""
 KEEP_DROPPED_MS: Final = 3_600_000
-# A run every hour makes small files; that many of one part are put together, up to a size.
-SMALL_BYTES: Final = 16 * 2**20
-SMALL_FILES: Final = 32
+ROW_GROUP: Final = 250_000
+"""Rows that are put together in memory."""
+_PARQUET: Final = ds.ParquetFileFormat()
+_LOCK: Final = struct.Struct("hhqqi0q")
+"""The C library's `struct flock`."""
 Faults = Callable[[str], None]
 
 
+def in_days(days: Collection[str]) -> Callable[[str], bool]:
+    """Select the files that may have rows of these days; a file may have those of a month."""
+    return lambda part: any(day.startswith(part) for day in days)
+
+
 class Lake:
-    """A lake as of its newest commit when this was opened. See `open_lake`."""
+    """A lake as of its newest commit when this was opened. See `open_lake`.
+
+    Attributes:
+        freed: bytes of the files that this object's commits deleted.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest, *, faults: Faults | None) -> None:
         self.directory = directory
         self.manifest = manifest
+        self.freed = 0
         self._faults = faults or (lambda _: None)
+        self._readers = os.open(directory / "READERS", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, self._readers)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Keep the files of this commit, and no more those of an earlier one, from deletion."""
+        for kind, start, length in (fcntl.F_UNLCK, 0, 0), (fcntl.F_RDLCK, self.manifest.commit, 1):
+            lock = _LOCK.pack(kind, os.SEEK_SET, start, length, 0)
+            fcntl.fcntl(self._readers, fcntl.F_OFD_SETLK, lock)
+
+    def _is_read(self, before: int) -> bool:
+        """Whether a job reads a commit before this one."""
+        lock = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, before, 0)
+        kind = _LOCK.unpack(fcntl.fcntl(self._readers, fcntl.F_OFD_GETLK, lock))[0]
+        return bool(kind != fcntl.F_UNLCK)
 
     def position(self, source: str, default: int = -1) -> int:
         """The position up to which `source` was read."""
@@ -187,10 +221,10 @@ class Lake:
 
     def frame(
         self,
-        spark: "SparkSession",
+        spark: SparkSession,
         table: LakeTable,
         parts: Callable[[str], bool] | None = None,
-    ) -> "DataFrame":
+    ) -> DataFrame:
         """The table for Spark, with exactly the columns of its schema.
 
         Raises:
@@ -202,19 +236,14 @@ class Lake:
         paths = [self.url(file.path) for file in files]
         return spark.read.schema(table.ddl).parquet(*paths)
 
-    def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> "pyarrow.Table":
+    def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> pa.Table:
         """A table small enough for memory, without Spark."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
+        return self.dataset(table, self.files(table)).to_table(columns=columns)
 
-        schema = table.arrow_schema()
-        names = list(columns or schema.names)
-        pieces = [
-            pq.read_table(self.directory / file.path, columns=names, partitioning=None)
-            for file in self.files(table)
-        ]
-        empty = pa.schema([schema.field(name) for name in names]).empty_table()
-        return pa.concat_tables([empty, *pieces], promote_options="permissive")
+    def dataset(self, table: LakeTable, files: Sequence[LakeFile]) -> ds.Dataset:
+        """These files of a table for pyarrow, with exactly the columns of its schema."""
+        paths = [str(self.directory / file.path) for file in files]
+        return ds.dataset(paths, schema=table.arrow_schema(), format="parquet")
 
     def url(self, path: str) -> str:
         """The URL of a file of the lake, for Spark."""
@@ -240,60 +269,43 @@ class Lake:
             commit = Commit(self, self.manifest, self._faults)
             yield commit
             self.manifest = commit.finish()
+            self._hold()
             shutil.rmtree(self.directory / STAGING, ignore_errors=True)
 
-    def expire(self) -> int:
-        """Merge small files of parts with many, in at most one commit; return how many."""
-        crowds: list[tuple[LakeTable, list[LakeFile]]] = []
-        for name, files in self.manifest.tables.items():
-            parts: dict[str, list[LakeFile]] = {}
-            for file in files:
-                if file.bytes < SMALL_BYTES:
-                    parts.setdefault(file.part, []).append(file)
-            crowds += [
-                (TABLES[name], crowd[:SMALL_FILES])
-                for crowd in parts.values()
-                if len(crowd) >= SMALL_FILES
-            ]
-        if crowds:
-            with self.commit() as commit:
-                for table, crowd in crowds:
-                    commit.merge(table, crowd)
-        return sum(len(crowd) for _, crowd in crowds)
-
     def _sweep(self) -> None:
-        """Remove files that killed jobs left, and files that were replaced long ago."""
+        """Delete files that killed jobs left, and replaced files that nobody reads."""
         now_ms = real_runtime().now_ms()
-        old = [path for path, ms in self.manifest.dropped if ms + KEEP_DROPPED_MS < now_ms]
-        self.manifest.dropped = [item for item in self.manifest.dropped if item[0] not in old]
+        self.manifest.dropped = [
+            (path, ms, commit)
+            for path, ms, commit in self.manifest.dropped
+            if now_ms <= ms + KEEP_DROPPED_MS
+            or (now_ms <= ms + LONGEST_JOB_S * 1000 and self._is_read(before=commit))
+        ]
         known = {file.path for files in self.manifest.tables.values() for file in files}
-        known.update(path for path, _ in self.manifest.dropped)
+        known.update(path for path, _, _ in self.manifest.dropped)
         shutil.rmtree(self.directory / STAGING, ignore_errors=True)
         for name in TABLES:
             for path in (self.directory / name).rglob("*.parquet"):
                 if str(path.relative_to(self.directory)) not in known:
-                    path.unlink(missing_ok=True)
+                    self.freed += path.stat().st_size
+                    path.unlink()
 
 
-def empty_frame(spark: "SparkSession", table: LakeTable) -> "DataFrame":
+def empty_frame(spark: SparkSession, table: LakeTable) -> DataFrame:
     """An empty frame of a table, without a Python worker, which `createDataFrame` would start.
 
     Spark sees that it is always empty, and leaves operations that only work on it out of a plan.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     columns = (F.lit(None).cast(kind).alias(name) for name, kind in table.columns.items())
     return spark.range(0).where(F.lit(False)).select(*columns)
 
 
-def literal(rows: Sequence[Mapping[str, object]], columns: str) -> "Column":
+def literal(rows: Sequence[Mapping[str, object]], columns: str) -> Column:
     """A few thousand rows from Python, as an array of structs; `columns` as Spark's DDL.
 
     It is one text in the plan. So many literals would be too deep or too slow for Spark, and
     `createDataFrame` would start a Python worker.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     return F.from_json(F.lit(json.dumps(rows)), f"ARRAY<STRUCT<{columns}>>")
 
 
@@ -305,6 +317,7 @@ class Commit:
         self._lake = lake
         self._faults = faults
         self._dropped: list[str] = []
+        self._changed: set[Path] = set()
         self._files = 0
         self._manifest = Manifest(
             base.server_name,
@@ -325,23 +338,21 @@ class Commit:
 
     def clear(self, table: LakeTable, parts: Callable[[str], bool] = lambda _: True) -> None:
         """Remove the table's rows, or those of some parts, which this commit replaces."""
-        files = self._manifest.tables.pop(table.name, [])
-        self._dropped += [file.path for file in files if parts(file.part)]
-        if kept := [file for file in files if not parts(file.part)]:
-            self._manifest.tables[table.name] = kept
+        self._drop(table, [f for f in self._manifest.tables.get(table.name, []) if parts(f.part)])
 
-    def append(self, table: LakeTable, rows: "pyarrow.Table", part: object = "") -> None:
+    def _drop(self, table: LakeTable, files: Sequence[LakeFile]) -> None:
+        gone = set(files)
+        kept = [file for file in self._manifest.tables.get(table.name, []) if file not in gone]
+        self._manifest.tables[table.name] = kept
+        self._dropped += [file.path for file in files]
+
+    def append(self, table: LakeTable, rows: pa.Table, part: object = "") -> None:
         """Add rows, all with the same value of the table's part column; no rows add no file.
 
         Columns that the rows do not have are null; `version` is this commit's.
         """
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         if rows.num_rows == 0:
             return
-        path = self._new_path(table, part)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         schema = table.arrow_schema()
         for name in table.columns:
             if name not in rows.column_names:
@@ -349,37 +360,48 @@ class Commit:
                 rows = rows.append_column(
                     name, pa.array([value] * rows.num_rows, schema.field(name).type)
                 )
-        pq.write_table(rows.select(schema.names).cast(schema), path, compression="zstd")
-        self._adopt(table, path, rows.num_rows, part)
+        staged = self._stage(table)
+        pq.write_table(rows.select(schema.names).cast(schema), staged, compression="zstd")
+        self._adopt(table, staged, part)
 
-    def merge(self, table: LakeTable, files: Sequence[LakeFile]) -> None:
-        """Merge several files of one part into one, in batches; no other file is read."""
-        import pyarrow.parquet as pq
+    def rewrite(
+        self,
+        table: LakeTable,
+        files: Sequence[LakeFile],
+        part: str,
+        only: pc.Expression | None = None,
+    ) -> None:
+        """Put the rows of these files into one, in batches; `only`: the rows that stay."""
+        staging = self._stage(table)
+        staging.mkdir()
+        ds.write_dataset(
+            self._lake.dataset(table, files).scanner(filter=only, batch_readahead=2),
+            staging,
+            basename_template="{i}.parquet",
+            format=_PARQUET,
+            file_options=_PARQUET.make_write_options(compression="zstd"),
+            preserve_order=True,
+            min_rows_per_group=ROW_GROUP,
+            max_rows_per_group=ROW_GROUP,
+            existing_data_behavior="overwrite_or_ignore",
+        )
+        self._drop(table, files)
+        for path in staging.iterdir():
+            self._adopt(table, path, part)
 
-        part = files[0].part
-        path = self._new_path(table, part)
-        with pq.ParquetWriter(path, table.arrow_schema(), compression="zstd") as writer:
-            for file in files:
-                with pq.ParquetFile(self._directory / file.path) as source:
-                    for rows in source.iter_batches(columns=list(table.columns)):
-                        writer.write_batch(rows.cast(table.arrow_schema()))
-        merged = set(files)
-        kept = [file for file in self._manifest.tables[table.name] if file not in merged]
-        self._manifest.tables[table.name] = kept
-        self._dropped += [file.path for file in files]
-        self._adopt(table, path, sum(file.rows for file in files), part)
+    def _stage(self, table: LakeTable) -> Path:
+        """A path for files of this table that are to be adopted."""
+        self._files += 1
+        (self._directory / STAGING).mkdir(exist_ok=True, mode=0o700)
+        return self._directory / STAGING / f"{table.name}-{self._files:03d}"
 
-    def append_frame(self, table: LakeTable, frame: "DataFrame") -> int:
+    def append_frame(self, table: LakeTable, frame: DataFrame) -> int:
         """Add the rows of a Spark job; return their number.
 
         Columns that the rows do not have are null; `version` is this commit's. It makes a file for
         each of the frame's partitions (and of the table's parts): repartition it before.
         """
-        import pyarrow.parquet as pq
-        from pyspark.sql import functions as F  # noqa: N812
-
-        staging = f"{STAGING}/{table.name}-{self._files:03d}"
-        (self._directory / STAGING).mkdir(parents=True, exist_ok=True, mode=0o700)
+        staging = self._stage(table)
         given = {"version": F.lit(self.version)} | {name: F.col(name) for name in frame.columns}
         contract = frame.select(
             *(
@@ -392,44 +414,43 @@ class Commit:
         else:
             # The column stays in the files: the copy names the directories and goes.
             writer = contract.withColumn("_part", F.col(table.part)).write.partitionBy("_part")
-        writer.option("compression", "zstd").parquet(self._lake.url(staging))
+        writer.option("compression", "zstd").parquet(f"file://{staging}")
         self._faults(f"{table.name}: staged")
         total = 0
-        for path in sorted((self._directory / staging).rglob("*.parquet")):
-            rows = pq.read_metadata(path).num_rows
+        for path in sorted(staging.rglob("*.parquet")):
             part = "" if table.part is None else path.parent.name.removeprefix("_part=")
-            if rows:
-                target = self._new_path(table, part)
-                target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                os.replace(path, target)
-                self._adopt(table, target, rows, part)
-            total += rows
+            total += self._adopt(table, path, part)
         return total
 
-    def _new_path(self, table: LakeTable, part: object) -> Path:
+    def _adopt(self, table: LakeTable, staged: Path, part: object) -> int:
+        """Take a staged file into the lake, unless it is empty; return the number of its rows."""
+        rows = int(pq.read_metadata(staged).num_rows)
+        if rows == 0:
+            return 0
         self._files += 1
         name = f"{self._manifest.commit:08d}-{self._files:04d}.parquet"
         directory = self._directory / table.name
         if table.part is not None:
             directory /= f"{table.part}={quote(str(part), safe='-')}"
-        return directory / name
-
-    def _adopt(self, table: LakeTable, path: Path, rows: int, part: object) -> None:
-        os.chmod(path, 0o600)
-        flush(path)
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.chmod(staged, 0o600)
+        flush(staged)
+        path = directory / name
+        os.replace(staged, path)
+        self._changed |= {directory, directory.parent}
         file = LakeFile(
             str(path.relative_to(self._directory)), rows, path.stat().st_size, str(part)
         )
         self._manifest.tables.setdefault(table.name, []).append(file)
         self._faults(f"{table.name}: written")
+        return rows
 
     def finish(self) -> Manifest:
         """Put the new manifest in the old one's place."""
         now_ms = real_runtime().now_ms()
-        self._manifest.dropped += [(path, now_ms) for path in self._dropped]
-        for files in self._manifest.tables.values():
-            for directory in {(self._directory / file.path).parent for file in files}:
-                flush(directory)
+        self._manifest.dropped += [(path, now_ms, self.version) for path in self._dropped]
+        for directory in self._changed:
+            flush(directory)
         self._faults("before commit")
         write_manifest(self._directory, self._manifest)
         self._faults("after commit")
@@ -462,14 +483,17 @@ def open_lake(
         raise Usage(
             f"{directory}: is the lake of {manifest.server_name}, and server_name is {server_name}"
         )
-    return Lake(directory, manifest, faults=faults)
+    try:
+        return Lake(directory, manifest, faults=faults)
+    except OSError as error:
+        raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None
 
 
 def _make(directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         files = [path for name in TABLES for path in (directory / name).rglob("*.parquet")]
-        known = {"LOCK", STAGING, RELAY, CHECKPOINTS, LOG_NAME, *TABLES}
+        known = {"LOCK", "READERS", STAGING, RELAY, CHECKPOINTS, LOG_NAME, *TABLES}
         strange = sorted({path.name for path in directory.iterdir()} - known)
     except OSError as error:
         raise Usage(f"pipeline.lake: {directory}: {error.strerror}") from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.pipeline import latest_ms, schemas
-from fedsender.pipeline.lake import Commit, Lake
+from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.segments import segments
 
 if TYPE_CHECKING:
@@ -129,9 +129,8 @@ def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) 
 
     lines = parsed(spark, batch.paths).persist()
     good, bad = lines.where("why is null"), lines.where("why is not null")
-    days = good.agg(F.min("day").alias("first"), F.max("day").alias("last")).first()
-    first, last = (str(days["first"]), str(days["last"])) if days else ("", "")
-    seen = lake.frame(spark, schemas.ATTEMPTS, parts=lambda day: first <= day <= last)
+    days = {str(row["day"]) for row in good.select("day").distinct().collect()}
+    seen = lake.frame(spark, schemas.ATTEMPTS, in_days(days))
     fresh = _new(good, seen).persist()
     attempts = commit.append_frame(schemas.ATTEMPTS, _by_day(attempts_of(fresh)))
     pdus = commit.append_frame(schemas.PDUS, _by_day(pdus_of(fresh)))

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import pyarrow
 
-LAKE_VERSION: Final = 2
+LAKE_VERSION: Final = 3
+FIRST_VERSION: Final = 3
+"""That of 0.2.0. A version that is newer has more tables and columns; these are never required."""
 EVENTS_PER_PART: Final = 1_000_000
 FATES: Final = (
     "delivered_again",

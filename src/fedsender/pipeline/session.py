@@ -15,25 +15,23 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+
 from fedsender.config import Spark
+from fedsender.console import say
 from fedsender.pipeline import PipelineError, Usage
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-import threading
-from typing import TYPE_CHECKING
-
-from fedsender.console import say
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
     from rich.progress import Progress, TaskID
 
 
@@ -41,8 +39,8 @@ OLDEST_JAVA: Final = 17
 LOG_NAME: Final = "spark.log"
 CHECKPOINTS: Final = "checkpoints"
 """The directory, below the lake's, for what `kept` writes on a cluster."""
-_OLD_CHECKPOINT_S: Final = 7 * 86_400
-"""No job lasts so long: a checkpoint of that age is of a job that was killed."""
+LONGEST_JOB_S: Final = 7 * 86_400
+"""A checkpoint of that age is of a job that was killed."""
 _LOG_BYTES: Final = 10 * 2**20
 _VERSION: Final = re.compile(r'version "(?:1\.)?([0-9]+)')
 
@@ -105,7 +103,7 @@ _SMALL: Final = {
 @contextmanager
 def spark_session(
     spark: Spark, job: str, directory: Path, rows: int | None = None
-) -> Iterator["SparkSession"]:
+) -> Iterator[SparkSession]:
     """A session that ends with the body.
 
     Under `spark-submit` the master and the settings are those of its command line.
@@ -116,17 +114,10 @@ def spark_session(
             `spark.log.1`.
 
     Raises:
-        Usage: pyspark is not installed, or there is no Java.
+        Usage: there is no Java.
         PipelineError: Spark does not start; or, from the body, a job of it failed, or its Java
             has ended.
     """
-    try:
-        from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-        from pyspark.errors import PySparkException
-    except ImportError:
-        raise Usage(
-            "the pipeline needs pyspark: install it with `pip install 'fedsender[pipeline]'`"
-        ) from None
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     log = directory / LOG_NAME
     with _java(log, wanted=not submitted), _noise_in(log):
@@ -144,14 +135,14 @@ def spark_session(
 
 
 @contextmanager
-def _checkpoints(session: "SparkSession", directory: Path) -> Iterator[None]:
+def _checkpoints(session: SparkSession, directory: Path) -> Iterator[None]:
     """On a cluster, give `kept` a directory of its own, which goes with the session."""
     if (session.sparkContext.master or "").startswith("local"):
         yield
         return
     directory.mkdir(exist_ok=True, mode=0o700)
     for path in directory.iterdir():
-        if time.time() - path.stat().st_mtime > _OLD_CHECKPOINT_S:
+        if time.time() - path.stat().st_mtime > LONGEST_JOB_S:
             shutil.rmtree(path, ignore_errors=True)
     own = tempfile.mkdtemp(dir=directory)
     try:
@@ -161,7 +152,7 @@ def _checkpoints(session: "SparkSession", directory: Path) -> Iterator[None]:
         shutil.rmtree(own, ignore_errors=True)
 
 
-def kept(frame: "DataFrame") -> "DataFrame":
+def kept(frame: DataFrame) -> DataFrame:
     """The frame's rows, computed once and now.
 
     They are with the executor, or, on a cluster, in the lake's directory: there an executor may end
@@ -185,9 +176,7 @@ def settings_for(spark: Spark, rows: int | None = None) -> dict[str, str]:
     return ours | spark.settings
 
 
-def _start(spark: Spark, job: str, rows: int | None, *, submitted: bool) -> "SparkSession":
-    from pyspark.sql import SparkSession
-
+def _start(spark: Spark, job: str, rows: int | None, *, submitted: bool) -> SparkSession:
     builder: Any = SparkSession.builder.appName(f"fedsender {job}")
     if submitted:
         for name, value in _EVERYWHERE.items():
@@ -201,11 +190,8 @@ def _start(spark: Spark, job: str, rows: int | None, *, submitted: bool) -> "Spa
     return session
 
 
-def _stop(session: "SparkSession", *, submitted: bool) -> None:
+def _stop(session: SparkSession, *, submitted: bool) -> None:
     """End the session and, if it is ours, its Java, which ends with its standard input."""
-    from py4j.protocol import Py4JError
-    from pyspark import SparkContext
-
     gateway = session.sparkContext._gateway
     # There is nothing to stop in a Java that has ended.
     with suppress(Py4JError, ConnectionError):
@@ -364,7 +350,7 @@ class Steps:
             say(f"{title}{told}", error=True)
 
     @contextmanager
-    def spark(self, title: str, session: "SparkSession") -> Iterator["Step"]:
+    def spark(self, title: str, session: SparkSession) -> Iterator["Step"]:
         """One step of Spark: the bar shows the tasks of the stages under way."""
         tracker = session.sparkContext.statusTracker()
         over = threading.Event()

@@ -1,0 +1,126 @@
+"""What a run every hour leaves in the lake, and what merging is worth.
+
+    python -m tests.benchmarks.lake_hours [DAYS]
+
+One lake has a file for each hour of DAYS (180) days in `attempts` and in `pdus`, 20 rows each. A
+copy of it is vacuumed. Both are read by turns in one session of Spark, as `pipeline plan` and an
+ingest read them. A line of JSON for each step has seconds, and CPU seconds of Python and Java.
+"""
+
+import datetime
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+from fedsender.bench.meter import cpu_s_of
+from fedsender.config import Spark
+from fedsender.pipeline import plan, schemas
+from fedsender.pipeline.lake import Lake, in_days, open_lake
+from fedsender.pipeline.session import spark_session
+from fedsender.pipeline.vacuum import vacuum
+
+US = "bench.example"
+ROWS = 20
+ROUNDS = 3
+
+
+def hour(day: datetime.date, number: int) -> tuple[pa.Table, pa.Table]:
+    """What an ingest finds in an hour's segment: attempts and PDUs."""
+    start = datetime.datetime.combine(day, datetime.time(number), datetime.UTC)
+    common = {"day": day, "instance": "bench", "attempt": 1, "outcome": "delivered"}
+    rows = [
+        common
+        | {
+            "line": f"{day}-{number}-{n}",
+            "ms": int(start.timestamp() * 1000) + n,
+            "segment": f"bench.{start:%Y%m%d%H}",
+            "destination": f"s{n % 10}.example",
+            "transaction_id": f"t{n}",
+            "status": 200,
+            "took_ms": 20 + n,
+            "pdu_count": 1,
+            "bytes": 1000,
+            "event_id": f"${day}-{number}-{n}",
+            "room_id": "!room:bench.example",
+            "stream_ordering": number * ROWS + n,
+            "lane": "live",
+        }
+        for n in range(ROWS)
+    ]
+    tables = (schemas.ATTEMPTS, schemas.PDUS)
+    attempts, pdus = (pa.Table.from_pylist(rows, table.arrow_schema()) for table in tables)
+    return attempts, pdus
+
+
+def make(directory: Path, days: int) -> None:
+    """The lake of that many days up to today, in one commit."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    with open_lake(directory, US, create=True).commit() as commit:
+        for day in (today - datetime.timedelta(days=n) for n in reversed(range(days))):
+            for number in range(24):
+                attempts, pdus = hour(day, number)
+                commit.append(schemas.ATTEMPTS, attempts, day)
+                commit.append(schemas.PDUS, pdus, day)
+
+
+def cpu_seconds(spark: SparkSession | None) -> float:
+    """Of this process, and of Spark's Java."""
+    gateway = None if spark is None else spark.sparkContext._gateway
+    return sum(map(cpu_s_of, (os.getpid(), *([gateway.proc.pid] if gateway else []))))
+
+
+@contextmanager
+def measured(lake: str, step: str, spark: SparkSession | None = None) -> Iterator[None]:
+    """Print the cost of the body."""
+    cpu, began = cpu_seconds(spark), time.perf_counter()
+    yield
+    took = {"s": time.perf_counter() - began, "cpu_s": cpu_seconds(spark) - cpu}
+    told = {name: round(value, 2) for name, value in took.items()}
+    print(json.dumps({"lake": lake, "step": step, **told}), flush=True)
+
+
+def read(name: str, lake: Lake, spark: SparkSession) -> None:
+    """Read all that an ingest and a plan read."""
+    day = str(datetime.datetime.now(datetime.UTC).date())
+    with measured(name, "all attempts", spark):
+        lake.frame(spark, schemas.ATTEMPTS).selectExpr("max(ms)").collect()
+    with measured(name, "attempts of a day", spark):
+        lake.frame(spark, schemas.ATTEMPTS, in_days([day])).selectExpr("max(ms)").collect()
+    with measured(name, "plan", spark):
+        plan.plans(plan.loads(spark, lake), [("a", "b")], ("a",))
+
+
+def main(days: int) -> None:
+    """Make the lakes, and read them."""
+    with TemporaryDirectory(prefix="fedsender-bench-") as name:
+        lakes = {each: Path(name) / each for each in ("hours", "vacuumed")}
+        with measured("hours", "make"):
+            make(lakes["hours"], days)
+        shutil.copytree(lakes["hours"], lakes["vacuumed"])
+        with measured("vacuumed", "vacuum"):
+            vacuum(open_lake(lakes["vacuumed"], US))
+        for each, directory in lakes.items():
+            with measured(each, "open"):
+                lake = open_lake(directory, US)
+            with measured(each, "commit"), lake.commit():
+                pass
+            files = sum(map(len, lake.manifest.tables.values()))
+            manifest = (directory / "MANIFEST.json").stat().st_size
+            print(json.dumps({"lake": each, "files": files, "manifest_bytes": manifest}))
+        with spark_session(Spark(master="local[2]"), "bench", Path(name)) as spark:
+            for _ in range(ROUNDS):
+                for each, directory in lakes.items():
+                    read(each, open_lake(directory, US), spark)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 180)
