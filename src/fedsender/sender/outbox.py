@@ -485,6 +485,9 @@ class Outbox:
             self.presence.answered(transaction.ephemeral)
         if transaction.receipts_upto is not None:
             self.receipts.pay(transaction.receipts_upto)
+        if self.level and not self.queue.pdus:
+            # A sweep may have counted what was in the queue.
+            self._context.debts.settled(self.destination)
 
     def _settled_later(self, transaction: Transaction) -> bool:
         """Whether the answer only moves LSSO, and the ledger is to remember that for a while.
