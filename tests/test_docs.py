@@ -14,7 +14,7 @@ from tests.benchmarks import relay
 from typer.core import TyperGroup
 
 from fedsender import bench, limits, tls
-from fedsender.admin import access, http1
+from fedsender.admin import access, http1, page
 from fedsender.cli import app
 from fedsender.config import LEAST_SECRET, Federation, Ledger, Sending
 from fedsender.federation import answer, client, discovery, places, transport
@@ -112,7 +112,7 @@ def test_settings_in_yaml_blocks_exist(page: Path) -> None:
 
 def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
     """Whoever changes one of them says so there."""
-    page = " ".join((ROOT / "docs/security.md").read_text().split())
+    security = " ".join((ROOT / "docs/security.md").read_text().split())
     bounds, web = transport.Bounds(0), discovery.WELL_KNOWN_BOUNDS
     federation, sending, ledger = Federation(), Sending(), Ledger()
     kib, mib = 2**10, 2**20
@@ -162,13 +162,17 @@ def test_numbers_of_the_security_page_are_those_of_the_code() -> None:
         f" {access.REQUEST_SECONDS:.0f} s each, with {access.LARGE_BYTES // mib} MiB of bodies"
         f" beyond the first {access.SMALL_BODY // kib} KiB of each;"
         f" {http1.SEND_SECONDS:.0f} s to read each 64 KiB",
+        f"| {page.SESSION_SECONDS // 3600} h, in memory alone;",
+        f"There are {page.MAX_SESSIONS}; one more",
+        f"{page.WRONG_TOKENS} within {page.WRONG_SECONDS:.0f} s",
+        f"| {page.LOGIN_BYTES // kib} KiB, compared",
         f"a drain waits {http1.GRACE_SECONDS:.0f} s",
         f"a `Host` of any name; at most {http1.PROBES.connections} connections",
         f"{protocol.SYNAPSE_MAX_LINE // kib} KiB from Synapse and"
         f" {protocol.OWN_MAX_LINE // kib} KiB from our own kind, Redis replies of"
         f" {resp.MAX_BULK // mib} MiB, {server.MAX_CONNECTIONS} clients",
     ):
-        assert text in page, text
+        assert text in security, text
 
 
 def rows_of_metrics() -> list[str]:

@@ -14,6 +14,7 @@ from fedsender.admin import open_admin
 from fedsender.admin.access import Doorkeeper
 from fedsender.admin.app import build_app
 from fedsender.admin.context import AdminContext
+from fedsender.admin.page import Page
 from fedsender.admin.serving import Admin
 from fedsender.config import Policies
 from fedsender.streams import FeedStatus
@@ -54,12 +55,13 @@ class Standing:
 
 @dataclass
 class Desk:
-    """A client with the token, and what stands behind the endpoint."""
+    """A client with the token, and what stands behind the endpoint, whose token may change."""
 
     http: httpx.AsyncClient
     world: World
     context: AdminContext
     standing: Standing
+    token: str | None
 
     async def get(self, path: str, status: int = 200, **query: Any) -> dict[str, Any]:
         response = await self.http.get(path if path[0] == "/" else f"{OURS}/{path}", params=query)
@@ -116,10 +118,16 @@ async def open_desk(world: World, token: str | None = TOKEN) -> AsyncIterator[De
     standing = Standing()
     async with world.run():
         context = context_of(world, standing)
-        app: Any = Doorkeeper(build_app(context), lambda: token)
+
+        def current() -> str | None:
+            return desk.token
+
+        page = Page(current, world.runtime.entropy)
+        app: Any = Doorkeeper(build_app(context), current, page=page)
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app=app, raise_app_exceptions=True),
             base_url="http://127.0.0.1:9009",
             headers={"Authorization": f"Bearer {TOKEN}"},
         ) as http:
-            yield Desk(http, world, context, standing)
+            desk = Desk(http, world, context, standing, token)
+            yield desk

@@ -24,9 +24,11 @@ GUARDED = (
     OPENAPI_PATH,
     SYNAPSES,
     f"{SYNAPSES}/a.example",
-    "/",
+    "/page/overview",
+    "/logout",
+    "/page.html",
     "/health/",
-    "//ready",
+    "/ready/ready",
 )
 
 

@@ -23,10 +23,12 @@ from fedsender.runtime import real_runtime
 
 
 @asynccontextmanager
-async def serving(world: World, listen: str, token_file: str = "token") -> AsyncIterator[Any]:
+async def serving(
+    world: World, listen: str, token_file: str = "token", standing: Standing | None = None
+) -> AsyncIterator[Any]:
     (world.directory / "token").write_text(f"{TOKEN}\n")
     world.settings["admin"] = {"listen": listen, "token_file": token_file}
-    async with world.run(), serve(world, Standing()) as served:
+    async with world.run(), serve(world, standing or Standing()) as served:
         yield served
 
 

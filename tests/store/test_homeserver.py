@@ -14,7 +14,7 @@ from fedsender.store import homeserver, tables
 from fedsender.store.edus import EduStore
 from fedsender.store.engine import StoreError, open_database
 from fedsender.store.homeserver import HomeserverSettings, HomeserverStore
-from fedsender.store.records import Backoff, Lagging, Settlement
+from fedsender.store.records import Backoff, Lagging, OwedRoom, Settlement
 
 DESTINATIONS = tables.destinations
 ROOMS = tables.destination_rooms
@@ -566,9 +566,26 @@ async def test_pending_counts_say_since_when(open_synapse: OpenSynapse) -> None:
         await synapse.store.queue_to_device("one.example", 1, "{}")
         pending = await synapse.store.pending_counts("one.example")
 
-        assert (pending.rooms, pending.oldest_stream_ordering) == (1, 2)
-        assert (pending.oldest_received_ts, pending.to_device) == (1_002, 1)
+        assert (pending.rooms, pending.to_device) == (1, 1)
+        assert pending.oldest_rooms == (OwedRoom(ROOM, 2, 1_002),)
         assert (await synapse.store.pending_counts("nobody.example")).rooms == 0
+
+
+async def test_the_oldest_rooms_that_are_owed_are_few_and_without_those_that_were_answered(
+    open_synapse: OpenSynapse,
+) -> None:
+    async with open_synapse() as synapse:
+        names = [f"!{number}:hs" for number in range(80)]
+        await synapse.database.write(lambda connection: put_room(connection, *names))
+        await synapse.store.events_position()
+        owed = {(ONE, name): 100 - number for number, name in enumerate(names)}
+        await synapse.store.commit_fan_out(100, owed)
+        await synapse.store.settle([Settlement(ONE, 30)])
+        pending = await synapse.store.pending_counts(ONE, 60)
+
+        assert pending.rooms == 70
+        shown = [(room.stream_ordering, room.room_id) for room in pending.oldest_rooms]
+        assert shown == [(100 - number, f"!{number}:hs") for number in range(69, 9, -1)]
 
 
 async def test_purging_forgets_what_is_owed(open_synapse: OpenSynapse) -> None:

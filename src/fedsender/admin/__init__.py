@@ -2,7 +2,8 @@
 
 `serving` listens; `access` is the only way in (token, sizes, deadlines); `app` puts the endpoints
 together: `endpoints` (ours), `synapse_endpoints` (those that Synapse has, too), `probes` (health,
-readiness, metrics). `client` is for the command line.
+readiness, metrics). `client` is for the command line; `page`, `shown` and the files of `web` are
+for browsers.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -79,7 +80,9 @@ async def open_admin(
     admin, listen = policies.config.admin, policies.config.metrics.listen
     async with AsyncExitStack() as stack:
         served = await stack.enter_async_context(
-            serve_app(make_app, admin.listen, admin.token_file, runtime, "admin endpoint")
+            serve_app(
+                make_app, admin.listen, admin.token_file, runtime, "admin endpoint", with_page=True
+            )
         )
         if listen is not None:
             await stack.enter_async_context(

@@ -1,7 +1,7 @@
-"""The only way in: the token, and the bounds on size and time of a request.
+"""The only way in: the token or a session of the page; the bounds on size and time of a request.
 
 Without a token in the configuration only health, readiness and metrics answer. With one, every
-other path needs it, OpenAPI's description included.
+other path but the page's own files needs it, OpenAPI's description included.
 """
 
 import hmac
@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedsender.admin.bodies import Refusal, error_body
 from fedsender.admin.http1 import OPERATORS, Bounds, Gone
+from fedsender.admin.page import LOGIN, LOGIN_BYTES, LOGOUT, Page
 from fedsender.matrix import parse_server_name
 
 log = structlog.get_logger()
@@ -33,14 +34,20 @@ class Doorkeeper:
 
     Args:
         token: the access token as it is now; None: there is none.
+        page: the page of this endpoint; None: it has none.
     """
 
     def __init__(
-        self, app: ASGIApp, token: Callable[[], str | None], bounds: Bounds = OPERATORS
+        self,
+        app: ASGIApp,
+        token: Callable[[], str | None],
+        bounds: Bounds = OPERATORS,
+        page: Page | None = None,
     ) -> None:
         self._app = app
         self._token = token
         self._bounds = bounds
+        self._page = page
         self._under_way = 0
         self._large_bytes = 0
 
@@ -74,14 +81,27 @@ class Doorkeeper:
             return
         if self._bounds.any_host:
             raise Refusal(404, "M_NOT_FOUND", f"here are only {', '.join(OPEN_PATHS)}")
-        refusal = self._refusal(scope)
+        page, login = self._page, False
+        if page is not None and self._token() is not None:
+            if page.has(scope):
+                await page.send_file(scope, send)
+                return
+            login = (scope["method"], scope["path"]) == ("POST", LOGIN)
+        refusal = None if login else self._refusal(scope)
+        if refusal is None and self._under_way >= self._bounds.requests:
+            refusal = Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
         if refusal is not None:
             raise refusal
         self._under_way += 1
         body = bytearray()
         try:
-            await self._read_body(receive, body)
-            await self._ask(_as_json(scope), _replay(bytes(body), receive), send)
+            await self._read_body(receive, body, LOGIN_BYTES if login else self._bounds.body_bytes)
+            if page is not None and login:
+                await page.login(scope, bytes(body), send)
+            elif page is not None and scope["path"] == LOGOUT and page.admits(scope):
+                await page.logout(scope, send)
+            else:
+                await self._ask(_as_json(scope), _replay(bytes(body), receive), send)
         finally:
             self._under_way -= 1
             self._large_bytes -= _large(body)
@@ -97,9 +117,9 @@ class Doorkeeper:
                 f"not done within {REQUEST_SECONDS:.0f} s; /ready says whether a database is away",
             ) from None
 
-    async def _read_body(self, receive: Receive, body: bytearray) -> None:
+    async def _read_body(self, receive: Receive, body: bytearray, most: int) -> None:
         """The whole body into `body`; raises Refusal where it is too much or too slow."""
-        more, most = True, self._bounds.body_bytes
+        more = True
         with trio.move_on_after(BODY_SECONDS) as scope:
             while more:
                 message = await receive()
@@ -121,6 +141,8 @@ class Doorkeeper:
             setting = self._bounds.setting
             text = f"no access token is configured: set {setting} to use this endpoint"
             return Refusal(403, "M_FORBIDDEN", text)
+        if self._page is not None and self._page.admits(scope):
+            return None
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not token:
@@ -128,8 +150,6 @@ class Doorkeeper:
             return Refusal(401, "M_MISSING_TOKEN", text)
         if not hmac.compare_digest(token.strip(), expected.encode().strip()):
             return Refusal(401, "M_UNKNOWN_TOKEN", "the access token is not the configured one")
-        if self._under_way >= self._bounds.requests:
-            return Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
         return None
 
 

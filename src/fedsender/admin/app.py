@@ -6,7 +6,7 @@ from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
 from fedsender import version
-from fedsender.admin import bodies, endpoints, probes, synapse_endpoints
+from fedsender.admin import bodies, endpoints, probes, shown, synapse_endpoints
 from fedsender.admin.context import AdminContext
 
 OPENAPI_PATH = f"{endpoints.PREFIX}/openapi.json"
@@ -44,6 +44,7 @@ def build_app(context: AdminContext | None) -> FastAPI:
     app.include_router(probes.router)
     app.include_router(endpoints.router, dependencies=DESCRIBED)
     app.include_router(synapse_endpoints.router, dependencies=DESCRIBED)
+    app.include_router(shown.router)
     return app
 
 

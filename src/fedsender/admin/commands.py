@@ -232,6 +232,7 @@ def attempts(
             say_json(entry)
     elif answer["attempts"]:
         show(display.attempts(answer["attempts"]))
+        say(display.took_in_short(answer["attempts"]))
     else:
         say(f"no such attempt at {server} in the ledger")
     return DONE

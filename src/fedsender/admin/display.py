@@ -1,7 +1,7 @@
 """The endpoint's answers, as the command line prints them: tables for people, lines for scripts."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
@@ -45,6 +45,8 @@ Answer = Mapping[str, Any]
 
 AGES: Final = (("<1m", 60), ("<1h", 3_600), ("<1d", 86_400), ("<7d", 604_800), ("older", math.inf))
 """The classes of ages, each with its end in seconds."""
+ROOMS_SHOWN: Final = 5
+"""Rooms in which a server is owed events, as `why` prints them."""
 
 
 class Measured(Protocol):
@@ -258,38 +260,44 @@ def by_error(failing: Mapping[str, Mapping[str, int]]) -> Sheet:
 
 def head(answer: Answer) -> list[Text]:
     """The overview, a line for each fact."""
-    feed, rates, page = answer["feed"], answer["rates"], answer["page"]
-    up = lasting(answer["uptime_s"])
-    lines = [
-        Text(
-            f"fedsender {answer['version']}, {safe(answer['instance'])} of"
-            f" {safe(answer['server_name'])}, up {up}",
-            style="bold",
-        )
-    ]
-    if answer["ready"]:
-        lines.append(Text("ready", style="green"))
-    lines += [Text(safe(f"not ready: {reason}"), style="red") for reason in answer["reasons"]]
-
-    def fact(name: str, text: str) -> None:
+    lines = [Text(safe(title(answer)), style="bold")]
+    style = "green" if answer["ready"] else "red"
+    lines += [Text(safe(each), style=style) for each in readiness(answer)]
+    for name, text in overview_facts(answer):
         lines.append(Text.assemble((f"{name:<11}", "dim"), safe(text)))
+    return lines
 
+
+def title(answer: Answer) -> str:
+    """The daemon of an overview."""
+    daemon = f"{answer['instance']} of {answer['server_name']}"
+    return f"fedsender {answer['version']}, {daemon}, up {lasting(answer['uptime_s'])}"
+
+
+def readiness(answer: Answer) -> list[str]:
+    """Whether the daemon is ready; if not, a line for each reason."""
+    return ["ready"] if answer["ready"] else [f"not ready: {each}" for each in answer["reasons"]]
+
+
+def overview_facts(answer: Answer) -> Iterator[tuple[str, str]]:
+    """The facts of an overview, each with its name."""
+    feed, rates, page = answer["feed"], answer["rates"], answer["page"]
     left = max(0, feed["head"] - feed["fanned_out"])
     behind = f"{left:,} behind the homeserver"
     if feed["lag_s"]:
         behind += f" for {lasting(feed['lag_s'])}"
-    fact("feed", f"at token {feed['fanned_out']:,}, {behind}")
+    yield "feed", f"at token {feed['fanned_out']:,}, {behind}"
     if rates is not None:
-        fact(
+        yield (
             "delivered",
             f"{rates['pdus_per_s']:,.1f} PDUs/s, {rates['edus_per_s']:,.1f} EDUs/s in"
             f" {rates['transactions_per_s']:,.1f} transactions/s; {answer['in_flight']} in flight",
         )
         if rates["p50_ms"] is not None:
             said = (f"p{share} {took(rates[f'p{share}_ms'])}" for share in (50, 95, 99))
-            fact("latency", ", ".join(said))
+            yield "latency", ", ".join(said)
     memory = {name: mib(size) for name, size in answer["memory"].items()}
-    fact(
+    yield (
         "memory",
         f"{memory['resident']} of {memory['most']} MiB; queued events {memory['queued']} of"
         f" {memory['most_queued']}, transactions under way {memory['bodies']} of"
@@ -297,18 +305,17 @@ def head(answer: Answer) -> list[Text]:
     )
     states = sorted(answer["states"].items(), key=lambda each: -each[1])
     counts = (f"{number:,} {name.replace('_', ' ')}" for name, number in states if number)
-    fact("servers", f"{page['known']:,}: {', '.join(counts) or 'none'}")
+    yield "servers", f"{page['known']:,}: {', '.join(counts) or 'none'}"
     owed = ((age, each) for age, each in answer["owed_by_age"].items() if each["servers"])
     ages = ", ".join(f"{age} {each['servers']:,}" for age, each in owed)
     rooms = sum(each["rooms"] for each in answer["owed_by_age"].values())
     to = f"{many(rooms, 'room')} to {many(page['behind'], 'server')}"
-    fact("owed", f"{to}: {ages}" if ages else "nothing")
+    yield "owed", f"{to}: {ages}" if ages else "nothing"
     if failing := answer["failing_by_age"]:
         errors = (f"{outcome} {sum(found.values()):,}" for outcome, found in failing.items())
-        fact("failing", ", ".join(errors))
+        yield "failing", ", ".join(errors)
     if answer["quarantine_items"]:
-        fact("quarantine", many(answer["quarantine_items"], "item"))
-    return lines
+        yield "quarantine", many(answer["quarantine_items"], "item")
 
 
 def why(answer: Answer) -> Table:
@@ -316,10 +323,32 @@ def why(answer: Answer) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in _facts(answer):
-        if value is not None:
-            table.add_row(name, plain(value))
+    for name, value in why_facts(answer):
+        table.add_row(name, plain(value))
+    rooms = answer["oldest_rooms"]
+    for number, room in enumerate(rooms[:ROOMS_SHOWN]):
+        table.add_row("owed in" if number == 0 else "", plain(_owed_in(room)))
+    if (more := answer["depth"]["rooms"] - ROOMS_SHOWN) > 0:
+        table.add_row("", plain(f"and {many(more, 'room')} more"))
     return table
+
+
+def _owed_in(room: Answer) -> str:
+    received = "" if room["received_ts"] is None else f", received {moment(room['received_ts'])}"
+    return f"{room['room_id']}: newest event at {room['stream_ordering']}{received}"
+
+
+def why_facts(answer: Answer) -> Iterator[tuple[str, object]]:
+    """The facts of a destination, each with its name; "": it belongs to the one before."""
+    return ((name, value) for name, value in _facts(answer) if value is not None)
+
+
+def owed_rooms(entries: Iterable[Answer]) -> Sheet:
+    """The rooms in which a destination is owed events."""
+    sheet = Sheet(Column("ROOM"), Column("NEWEST AT", right=True), Column("RECEIVED", 1))
+    for entry in entries:
+        sheet.add(entry["room_id"], entry["stream_ordering"], moment(entry["received_ts"]))
+    return sheet
 
 
 def _facts(answer: Answer) -> Iterable[tuple[str, object]]:
@@ -420,6 +449,16 @@ def attempts(entries: Iterable[Answer]) -> Sheet:
             entry["reason"] or None,
         )
     return sheet
+
+
+def took_in_short(entries: Sequence[Answer]) -> str:
+    """How many of these attempts were delivered, and how long those took."""
+    times = sorted(entry["took_ms"] for entry in entries if entry["outcome"] == "delivered")
+    said = f"{len(times):,} of {many(len(entries), 'attempt')} delivered"
+    if times:
+        shares = (f"p{each} {took(times[(len(times) - 1) * each // 100])}" for each in (50, 95))
+        said += f" in {', '.join(shares)}, at most {took(times[-1])}"
+    return said
 
 
 def attempt(entry: Answer) -> str:

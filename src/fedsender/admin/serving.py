@@ -84,6 +84,8 @@ async def serve_app(
     bounds: Bounds = OPERATORS,
     make_tls: MakeTls | None = None,
     socket_mode: int = 0o600,
+    *,
+    with_page: bool = False,
 ) -> AsyncIterator[Admin]:
     """The application, answering until the body is left.
 
@@ -93,6 +95,7 @@ async def serve_app(
         bounds: its bounds, if they differ from those of an operator's endpoint.
         make_tls: reads the certificate and key of a TCP listener; may raise ConfigError.
         socket_mode: the permissions of a Unix socket.
+        with_page: whether browsers get the page, and may log in.
 
     Raises:
         ConfigError: the token's file cannot be read, or those of TLS cannot be used.
@@ -103,8 +106,10 @@ async def serve_app(
 
     def make() -> "ASGIApp":
         from fedsender.admin.access import Doorkeeper
+        from fedsender.admin.page import Page
 
-        return Doorkeeper(make_app(), admin.token, bounds)
+        page = Page(admin.token, runtime.entropy) if with_page else None
+        return Doorkeeper(make_app(), admin.token, bounds, page)
 
     app = _Once(make, runtime)
     try:

@@ -11,10 +11,11 @@ from fedsender.health import ServerHealth, read_health
 from fedsender.sender.failure import RULES, Outcome, ServerState
 from fedsender.sender.isolation import Kind
 from fedsender.sender.sender import Status
-from fedsender.store.records import Backoff, Pending
+from fedsender.store.records import Backoff, OwedRoom, Pending
 
 COUNTED = 1_000
 """Redeliveries and quarantined items are counted up to here."""
+ROOMS_SHOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Why:
     Attributes:
         state: its activity, in words.
         since_ts: since when, where that is known.
+        oldest_rooms: of the rooms of `depth` the 100 that have waited the longest.
         summary: all of it in one sentence.
         isolating: items per transaction while a poisonous one is looked for.
         held: suspects, one sentence each: its record, and why it is still owed.
@@ -123,6 +125,7 @@ class Why:
     summary: str
     depth: Depth
     oldest: Oldest | None
+    oldest_rooms: tuple[OwedRoom, ...]
     last_error: LastError | None
     last_attempt_ts: int | None
     last_success_ts: int | None
@@ -148,7 +151,7 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         return None
     await context.homeserver.write_marks(server)
     row = await context.homeserver.backoff(server)
-    pending = await context.homeserver.pending_counts(server)
+    pending = await context.homeserver.pending_counts(server, ROOMS_SHOWN)
     redeliveries = len(await context.store.redeliveries(server, COUNTED))
     quarantined = len(await context.store.quarantine_list(server, COUNTED))
     in_flight = await _in_flight(context, server)
@@ -167,7 +170,8 @@ async def explain(context: AdminContext, server: str) -> Why | None:
         redeliveries=redeliveries,
         quarantined=quarantined,
     )
-    return _put_together(context, server, status, row, depth, oldest, in_flight, health)
+    rooms = pending.oldest_rooms
+    return _put_together(context, server, status, row, depth, oldest, rooms, in_flight, health)
 
 
 def _put_together(
@@ -177,6 +181,7 @@ def _put_together(
     row: Backoff | None,
     depth: Depth,
     oldest: Oldest | None,
+    rooms: tuple[OwedRoom, ...],
     in_flight: InFlight | None,
     health: ServerHealth | None,
 ) -> Why:
@@ -200,6 +205,7 @@ def _put_together(
         summary=" ".join((sentence, *_held(state))),
         depth=depth,
         oldest=oldest,
+        oldest_rooms=rooms,
         last_error=error,
         last_attempt_ts=state.last_attempt_ms,
         last_success_ts=state.last_success_ms,
@@ -265,7 +271,9 @@ async def _in_flight(context: AdminContext, server: str) -> InFlight | None:
 
 
 async def _oldest(context: AdminContext, server: str, pending: Pending) -> Oldest | None:
-    ordering, event_id, received = pending.oldest_stream_ordering, None, pending.oldest_received_ts
+    ordering = event_id = received = None
+    for room in pending.oldest_rooms[:1]:
+        ordering, received = room.stream_ordering, room.received_ts
     active = context.sender.active.get(server)
     queued = active.outbox.oldest if active is not None else None
     if queued is not None and (ordering is None or queued.stream_ordering <= ordering):

@@ -67,6 +67,7 @@ from fedsender.store.records import (
     Hosts,
     HostsUnknown,
     Lagging,
+    OwedRoom,
     Pending,
     Receipt,
     Settlement,
@@ -792,31 +793,36 @@ class HomeserverStore:
 
     # --- what operators ask -----------------------------------------------------------------------
 
-    async def pending_counts(self, destination: str) -> Pending:
-        """The number of items that the destination is owed, and the age of the oldest."""
+    async def pending_counts(self, destination: str, rooms: int = 1) -> Pending:
+        """The number of items that the destination is owed, and so many of the oldest rooms."""
         await self.write_marks(destination)
-        return await self._pending_counts(destination)
+        return await self._pending_counts(destination, rooms)
 
     @reading
-    def _pending_counts(self, connection: Connection, destination: str) -> Pending:
+    def _pending_counts(self, connection: Connection, destination: str, rooms: int) -> Pending:
         changes = select(func.count()).where(pokes.c.destination == destination)
         mark = (
             select(func.coalesce(destinations.c.last_successful_stream_ordering, 0))
             .where(destinations.c.destination == destination)
             .scalar_subquery()
         )
-        owed = select(func.count(), func.min(destination_rooms.c.stream_ordering)).where(
+        owed = and_(
             destination_rooms.c.destination == destination,
             destination_rooms.c.stream_ordering > func.coalesce(mark, 0),
         )
-        rooms, oldest = connection.execute(owed).one()
-        events = tables.events
-        received = select(events.c.received_ts).where(events.c.stream_ordering == oldest)
+        count = select(func.count()).select_from(destination_rooms).where(owed)
+        ordering, events = destination_rooms.c.stream_ordering, tables.events
+        oldest = (
+            select(destination_rooms.c.room_id, ordering, events.c.received_ts)
+            .outerjoin(events, events.c.stream_ordering == ordering)
+            .where(owed)
+            .order_by(ordering, destination_rooms.c.room_id)
+            .limit(rooms)
+        )
         messages = select(func.count()).where(outbox.c.destination == destination)
         return Pending(
-            rooms=rooms,
-            oldest_stream_ordering=oldest,
-            oldest_received_ts=connection.execute(received).scalar(),
+            rooms=connection.execute(count).scalar_one(),
+            oldest_rooms=tuple(OwedRoom(*row) for row in connection.execute(oldest)),
             to_device=connection.execute(messages).scalar_one(),
             device_lists=connection.execute(changes).scalar_one(),
         )

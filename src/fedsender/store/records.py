@@ -254,14 +254,30 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
+class OwedRoom:
+    """A room in which a destination is owed events, with the newest one of them.
+
+    Attributes:
+        received_ts: when the homeserver received it, in ms; null: not known.
+    """
+
+    room_id: str
+    stream_ordering: int
+    received_ts: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Pending:
-    """The numbers of items that a destination is owed."""
+    """The numbers of items that a destination is owed.
+
+    Attributes:
+        oldest_rooms: of these rooms the oldest ones, by stream ordering.
+    """
 
     rooms: int
-    oldest_stream_ordering: int | None
-    oldest_received_ts: int | None
+    oldest_rooms: tuple[OwedRoom, ...]
     to_device: int
-    device_lists: int = 0
+    device_lists: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,697 @@
+// The page of the admin endpoint.
+//
+// The daemon gives words and tables, and the page lays them out. All of them may come from hostile
+// servers. They become text nodes and attributes, and nothing on this page makes HTML from text.
+// The address has the view behind `#`, which no browser sends.
+
+const OURS = "_fedsender/admin/v1/";
+const KEY = "fedsender-key";
+const OVERVIEW_MS = 2000;
+const SERVER_MS = 5000;
+const ROWS = 100;
+const PART = 20;
+
+const main = document.getElementById("main");
+const said = document.getElementById("said");
+
+// --- asking the daemon ---------------------------------------------------------------------------
+
+class Refused extends Error {}
+class LoggedOut extends Error {}
+
+async function ask(path, body, signal) {
+  const request = { cache: "no-store", headers: {}, signal };
+  const key = localStorage.getItem(KEY);
+  if (key) request.headers["X-Fedsender-Key"] = key;
+  if (body !== undefined) {
+    request.method = "POST";
+    request.headers["Content-Type"] = "application/json";
+    request.body = JSON.stringify(body);
+  }
+  let response, answer;
+  try {
+    response = await fetch(path, request);
+    answer = await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused("no answer from the daemon");
+  }
+  if (response.status === 401 && path !== "login") throw new LoggedOut();
+  if (!response.ok) throw new Refused(answer.error ?? `refused (${response.status})`);
+  return answer;
+}
+
+const tell = (path, body) => ask(OURS + path, body);
+
+function say(text) {
+  // Only what is new is read out.
+  if (said.textContent !== text) said.textContent = text;
+}
+
+// --- building ------------------------------------------------------------------------------------
+
+function make(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (value === true) node.setAttribute(name, "");
+    else if (value !== false && value !== null) node.setAttribute(name, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+function draw(tag, attributes, ...children) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+const button = (text, onclick, attributes = {}) => make("button", { type: "button", onclick, ...attributes }, text);
+const linkTo = (kind, name, text = name) => make("a", { href: `#/${kind}/${encodeURIComponent(name)}` }, text);
+
+// --- marks: each word has a colour and a shape ---------------------------------------------------
+
+const WORDS = {
+  failing: ["bad", "down"], refusing: ["bad", "square"], rejecting: ["bad", "bar"],
+  lying: ["bad", "up"], not_there: ["bad", "diamond"], unreachable: ["bad", "cross"],
+  refused: ["bad", "cross"], quarantined: ["bad", "square"], "given up": ["bad", "down"],
+  busy: ["wait", "up"], waiting: ["wait", "up"], pending: ["wait", "diamond"],
+  sending: ["go", "circle"], "catching up": ["go", "up"],
+  paused: ["held", "bar"], parked: ["held", "square"], "not allowed": ["held", "cross"],
+  "another sender's": ["held", "diamond"], unknown: ["held", "up"], discarded: ["held", "down"],
+  level: ["good", "circle"], delivered: ["good", "circle"], superseded: ["good", "diamond"],
+  settled: ["good", "square"],
+};
+const ORDER = Object.keys(WORDS);
+const SHAPES = {
+  circle: (x, y, r) => `M${x - r} ${y}a${r} ${r} 0 1 0 ${2 * r} 0a${r} ${r} 0 1 0 ${-2 * r} 0z`,
+  square: (x, y, r) => `M${x - r} ${y - r}h${2 * r}v${2 * r}h${-2 * r}z`,
+  diamond: (x, y, r) => `M${x} ${y - r}l${r} ${r}l${-r} ${r}l${-r} ${-r}z`,
+  up: (x, y, r) => `M${x} ${y - r}l${r} ${2 * r}h${-2 * r}z`,
+  down: (x, y, r) => `M${x} ${y + r}l${r} ${-2 * r}h${-2 * r}z`,
+  bar: (x, y, r) => `M${x - r} ${y - r / 2}h${2 * r}v${r}h${-2 * r}z`,
+  cross: (x, y, r) => {
+    const t = r / 3, arm = r - t;
+    return `M${x - t} ${y - r}h${2 * t}v${arm}h${arm}v${2 * t}h${-arm}v${arm}h${-2 * t}v${-arm}h${-arm}v${-2 * t}h${arm}z`;
+  },
+};
+
+const wordOf = (text) => ORDER.find((word) => text === word || text.startsWith(`${word} `) || text.startsWith(`${word},`)) ?? text;
+const [toneOf, shapeOf] = [0, 1].map((at) => (word) => (WORDS[word] ?? ["held", "bar"])[at]);
+
+function icon(word) {
+  const path = draw("path", { d: SHAPES[shapeOf(word)](6, 6, 5) });
+  return draw("svg", { class: `icon ${toneOf(word)}`, viewBox: "0 0 12 12", "aria-hidden": "true" }, path);
+}
+
+// --- facts and tables ----------------------------------------------------------------------------
+
+function fillFacts(list, facts) {
+  const grouped = [];
+  for (const [name, text] of facts) {
+    if (name || !grouped.length) grouped.push([name, text]);
+    else grouped.at(-1)[1] += `\n${text}`;
+  }
+  const names = grouped.map(([name]) => name).join("\n");
+  if (list.names !== names) {
+    list.names = names;
+    list.replaceChildren(...grouped.flatMap(([name]) => [make("dt", {}, name), make("dd")]));
+  }
+  grouped.forEach(([, text], at) => fillText(list.children[2 * at + 1], text));
+}
+
+function fillText(node, text) {
+  // A text that stays the same keeps what the reader has marked in it.
+  if (node.textContent !== text) node.textContent = text;
+}
+
+const MARKED = ["STATE", "OUTCOME", "ERROR"];
+
+function fillCell(cell, title, text, key) {
+  if (cell.shown === text) return;
+  cell.shown = text;
+  cell.classList.toggle("none", text === null);
+  if (text === null) cell.replaceChildren("-");
+  else if (title === "SERVER" && text !== "every server") cell.replaceChildren(linkTo("server", key ?? text, text));
+  else if (title === "EVENT") cell.replaceChildren(linkTo("event", text));
+  else if (MARKED.includes(title)) cell.replaceChildren(make("span", {}, icon(wordOf(text)), text));
+  else cell.replaceChildren(make("span", {}, title === "EDUS" ? text.replaceAll(/(\d) /g, "$1\u00a0") : text));
+}
+
+// Roles are named, because some browsers forget them when a table is laid out in another way.
+function newRow(key, columns, first) {
+  const cells = columns.map((title) => make("td", { role: "cell", "data-title": title }));
+  const row = make("tr", { role: "row" }, ...(first ? [first(key)] : []), ...cells);
+  row.key = key;
+  row.cellsOfData = cells;
+  return row;
+}
+
+// `heads`: by title the child of a column's head; `first`: makes a cell before those of the data;
+// `named`: the keys are the names of servers.
+function fillTable(table, { columns, rows }, keys, { heads = {}, first = null, named = true } = {}) {
+  if (!table.tBodies.length) {
+    const cells = columns.map((title) =>
+      make("th", { role: "columnheader", scope: "col", "data-title": title }, heads[title] ?? title));
+    if (first) cells.unshift(make("th", { role: "columnheader", scope: "col" }, "CHOOSE"));
+    table.setAttribute("role", "table");
+    table.append(make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...cells)), make("tbody", { role: "rowgroup" }));
+  }
+  const body = table.tBodies[0];
+  const before = new Map([...body.rows].map((row) => [row.key, row]));
+  const focused = document.activeElement;
+  rows.forEach((texts, at) => {
+    const key = keys ? keys[at] : at;
+    const row = before.get(key) ?? newRow(key, columns, first);
+    before.delete(key);
+    texts.forEach((text, column) => fillCell(row.cellsOfData[column], columns[column], text, keys && named ? key : null));
+    if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] ?? null);
+  });
+  for (const row of before.values()) row.remove();
+  table.hidden = !rows.length;
+  // A row that moved has lost the focus.
+  if (document.activeElement !== focused && focused.isConnected) focused.focus({ preventScroll: true });
+}
+
+// The first rows of a long table, and a button for more; `at.most` says how many.
+function fillPart(table, pager, { columns, rows }, keys, at, again) {
+  fillTable(table, { columns, rows: rows.slice(0, at.most) }, keys?.slice(0, at.most));
+  const text = rows.length > at.most ? `${at.most} of ${rows.length.toLocaleString("en")} are shown.` : "";
+  if (pager.shown === text) return;
+  pager.shown = text;
+  pager.replaceChildren(text);
+  if (text) pager.append(button("Show more", () => {
+    at.most += 5 * PART;
+    again();
+  }));
+}
+
+// The rows of one word, or all, with the key of colours that chooses the word.
+function fillParts(view, table, answer, title) {
+  const { columns, rows } = answer.table;
+  const at = columns.indexOf(title);
+  const words = rows.map((row) => wordOf(row[at]));
+  const counts = new Map();
+  for (const word of words) counts.set(word, (counts.get(word) ?? 0) + 1);
+  const ordered = [...counts.keys()].sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b));
+  const key = view.querySelector(".key"), pager = table.nextElementSibling, part = { most: PART };
+  let chosen = null;
+
+  function fill() {
+    const shown = [...rows.keys()].filter((row) => chosen === null || words[row] === chosen);
+    fillPart(table, pager, { columns, rows: shown.map((row) => rows[row]) }, answer.keys && shown.map((row) => answer.keys[row]), part, fill);
+  }
+
+  key.replaceChildren(...ordered.map((word) => button(
+    "",
+    (event) => {
+      chosen = chosen === word ? null : word;
+      part.most = PART;
+      for (const each of key.children) each.setAttribute("aria-pressed", each === event.currentTarget && chosen !== null);
+      fill();
+    },
+    { "aria-pressed": "false" },
+  )));
+  ordered.forEach((word, number) => key.children[number].append(icon(word), `${word} ${counts.get(word).toLocaleString("en")}`));
+  fill();
+  return { words, ordered };
+}
+
+// --- pictures ------------------------------------------------------------------------------------
+
+const inShort = (words, ordered) => ordered.map((word) => `${words.filter((each) => each === word).length} ${word}`).join(", ");
+
+// Attempts by their time from left to right, and by how long they took from below.
+function drawAttempts(place, answer, words, ordered) {
+  const width = place.clientWidth, height = 190, left = 52, right = 12, top = 10, bottom = 28;
+  const times = answer.points.map(([at]) => at);
+  const first = Math.min(...times), last = Math.max(...times);
+  const most = Math.max(1000, ...answer.points.map(([, ms]) => ms));
+  const x = (at) => left + 6 + (last === first ? 0.5 : (at - first) / (last - first)) * (width - left - right - 12);
+  const y = (ms) => height - bottom - (Math.log10(Math.max(1, ms)) / Math.log10(most)) * (height - top - bottom);
+  const picture = draw("svg", {
+    viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
+    "aria-label": `Attempts by time and by how long they took: ${answer.said}; ${inShort(words, ordered)}. The table below has them all.`,
+  });
+  for (const [ms, text] of [[1, "1 ms"], [10, "10 ms"], [100, "100 ms"], [1000, "1 s"], [10000, "10 s"], [100000, "100 s"]]) {
+    if (ms > most) break;
+    picture.append(
+      draw("line", { x1: left, x2: width - right, y1: y(ms), y2: y(ms) }),
+      draw("text", { x: left - 6, y: y(ms) + 4, "text-anchor": "end" }, text),
+    );
+  }
+  for (const word of ordered) {
+    const d = answer.points.filter((_, row) => words[row] === word).map(([at, ms]) => SHAPES[shapeOf(word)](x(at), y(ms), 4)).join("");
+    picture.append(draw("path", { class: toneOf(word), d }));
+  }
+  // Without the seconds, two times have room on a phone.
+  const when = answer.table.rows.map((row) => row[0].slice(0, 16));
+  picture.append(draw("text", { x: left, y: height - 8 }, when.at(-1)));
+  if (when.length > 1) picture.append(draw("text", { x: width - right, y: height - 8, "text-anchor": "end" }, when[0]));
+  place.replaceChildren(picture);
+}
+
+// One sign for each server, those of one outcome together.
+function drawMap(place, answer, words, ordered, pointed) {
+  const order = [...words.keys()].sort((a, b) => ordered.indexOf(words[a]) - ordered.indexOf(words[b]));
+  const width = place.clientWidth;
+  const size = Math.max(5, Math.min(18, Math.floor(Math.sqrt((width * 320) / order.length))));
+  const inRow = Math.max(1, Math.floor(width / size)), height = Math.ceil(order.length / inRow) * size;
+  const paths = new Map(ordered.map((word) => [word, []]));
+  order.forEach((row, at) => {
+    const x = (at % inRow + 0.5) * size, y = (Math.floor(at / inRow) + 0.5) * size;
+    paths.get(words[row]).push(SHAPES[shapeOf(words[row])](x, y, size * 0.4));
+  });
+  const picture = draw("svg", {
+    viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "map",
+    "aria-label": `Servers by outcome: ${inShort(words, ordered)}. The table below has them all.`,
+  }, ...ordered.map((word) => draw("path", { class: toneOf(word), d: paths.get(word).join("") })));
+  const under = (event) => {
+    const box = picture.getBoundingClientRect();
+    const [column, line] = [(event.clientX - box.left) / size, (event.clientY - box.top) / size].map(Math.floor);
+    return column < inRow ? order[line * inRow + column] : undefined;
+  };
+  picture.addEventListener("pointermove", (event) => {
+    const row = under(event);
+    fillText(pointed, row === undefined ? "" : `${answer.keys[row]}: ${answer.table.rows[row][1]}`);
+  });
+  picture.addEventListener("click", (event) => {
+    const row = under(event);
+    if (row !== undefined) location.hash = `#/server/${encodeURIComponent(answer.keys[row])}`;
+  });
+  place.replaceChildren(picture);
+}
+
+// --- actions, each with a confirmation -----------------------------------------------------------
+
+const sure = document.getElementById("sure");
+const DAY = 86_400_000;
+const REASON = { name: "reason", label: "Reason", value: "by an operator", required: true, maxlength: 500 };
+const PAUSES = [["30 minutes", DAY / 48], ["2 hours", DAY / 12], ["8 hours", DAY / 3], ["1 day", DAY], ["7 days", 7 * DAY], ["until it is resumed", ""]];
+
+// `run` is called with the fields and gives what was done, in words.
+function confirmed({ title, text, fields = [], does, danger = false, run, then }) {
+  const form = sure.querySelector("form"), wrong = sure.querySelector(".wrong"), go = sure.querySelector(".do");
+  fillText(sure.querySelector("h2"), title);
+  fillText(document.getElementById("sure-text"), text);
+  fillText(go, does);
+  go.classList.toggle("danger", danger);
+  wrong.textContent = "";
+  sure.querySelector(".fields").replaceChildren(...fields.map(({ label, options, type, ...attributes }) => {
+    if (type === "checkbox") return make("label", { class: "check" }, make("input", { type, ...attributes }), label);
+    const input = options ? make("select", attributes) : make("input", { autocomplete: "off", spellcheck: "false", ...attributes });
+    if (options) input.append(...options.map(([said, value]) => make("option", { value }, said)));
+    return make("label", {}, label, input);
+  }));
+  const opener = document.activeElement;
+  form.onsubmit = async (event) => {
+    event.preventDefault();
+    go.disabled = true;
+    try {
+      const done = await run(Object.fromEntries(new FormData(form)));
+      sure.close();
+      say(done);
+      then();
+    } catch (error) {
+      if (error instanceof LoggedOut) {
+        sure.close();
+        enter();
+      } else {
+        wrong.textContent = error.message;
+      }
+    } finally {
+      go.disabled = false;
+    }
+  };
+  sure.onclose = () => (opener.isConnected ? opener : main.querySelector("h1")).focus();
+  sure.showModal();
+  if (danger && !fields.length) sure.querySelector(".no").focus();
+}
+
+sure.querySelector(".no").addEventListener("click", () => sure.close());
+
+function redelivered(answer, event, server) {
+  const refused = answer.refused.map(({ reason }) => reason);
+  if (refused.length) throw new Refused(refused.join("; "));
+  return `${event} goes to ${server} again`;
+}
+
+const ACTIONS = {
+  Wake: (server) => ({
+    title: `Try ${server} now?`,
+    text: "It is attempted at once, however long it would still wait.",
+    does: "Wake",
+    run: async () => {
+      const left = (await tell("notify_remote_server_up", { servers: [server] })).left_alone[server];
+      return left === undefined ? `woken: ${server}` : `left alone: ${server}: ${left}`;
+    },
+  }),
+  Pause: (server) => ({
+    title: `Pause ${server}?`,
+    text: "Nothing is sent to it until the pause ends. What it is owed is kept.",
+    fields: [
+      { name: "for_ms", label: "For", options: PAUSES },
+      REASON,
+      { name: "by", label: "Your name", maxlength: 100 },
+    ],
+    does: "Pause",
+    run: async ({ for_ms, reason, by }) => {
+      await tell("pause", { servers: [server], reason, for_ms: for_ms ? Number(for_ms) : null, by: by.trim() || null });
+      return `pause: ${server}`;
+    },
+  }),
+  Resume: (server) => ({
+    title: `Resume ${server}?`,
+    text: "Its pause or park ends, and what it is owed is sent.",
+    does: "Resume",
+    run: async () => {
+      await tell("resume", { servers: [server] });
+      return `resume: ${server}`;
+    },
+  }),
+  Park: (server) => ({
+    title: `Park ${server}?`,
+    text: "For a server that is believed to be gone: nothing is sent to it until it is resumed. What it is owed is kept.",
+    fields: [REASON],
+    does: "Park",
+    run: async ({ reason }) => {
+      await tell("park", { servers: [server], reason });
+      return `park: ${server}`;
+    },
+  }),
+  Redeliver: (server) => ({
+    title: `Send an event to ${server} again?`,
+    text: "It goes if the server may see it, in the order of its room.",
+    fields: [{ name: "event", label: "Event ID", required: true, pattern: "\\$.+" }],
+    does: "Redeliver",
+    run: async ({ event }) => redelivered(await tell("redeliver", { pairs: [[server, event]] }), event, server),
+  }),
+  Purge: (server) => ({
+    title: `Purge ${server}?`,
+    text: "The server is forgotten with all that it is owed. This cannot be undone.",
+    fields: [
+      { name: "typed", label: `To confirm, type ${server}`, required: true },
+      { name: "force", type: "checkbox", label: "Also while rooms are shared with it, whose events it then misses" },
+    ],
+    does: "Purge",
+    danger: true,
+    run: async ({ typed, force }) => {
+      if (typed.trim() !== server) throw new Refused("this is not the name of the server");
+      await tell("purge", { server, force: force !== undefined });
+      return `purged: ${server}`;
+    },
+  }),
+};
+
+// --- the views -----------------------------------------------------------------------------------
+
+const asked = { behind: true, state: "", sort: "age", pattern: "", from: "" };
+const SORTS = { SERVER: "name", OWED: "owed", OLDEST: "age", FAILING: "fails" };
+
+function showServers(view, again) {
+  const form = view.querySelector(".filter"), list = view.querySelector(".list");
+  for (const [name, value] of Object.entries(asked)) {
+    const field = form.elements[name];
+    if (field?.type === "checkbox") field.checked = value;
+    else if (field) field.value = value;
+  }
+
+  function change() {
+    Object.assign(asked, {
+      behind: form.elements.behind.checked, state: form.elements.state.value, sort: form.elements.sort.value,
+      pattern: form.elements.pattern.value.trim(), from: "",
+    });
+    again();
+  }
+  form.addEventListener("change", change);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    change();
+  });
+  const heads = Object.fromEntries(Object.entries(SORTS).map(([title, sort]) => [title, button(title, () => {
+    form.elements.sort.value = sort;
+    change();
+  })]));
+
+  return async (signal) => {
+    const query = new URLSearchParams({ behind: asked.behind, sort: asked.sort, from: asked.from, limit: ROWS, pattern: asked.pattern || "*" });
+    if (asked.state) query.set("state", asked.state);
+    const answer = await ask(`page/overview?${query}`, undefined, signal);
+    fillText(view.querySelector(".title"), answer.title);
+    const readiness = view.querySelector(".readiness");
+    readiness.classList.toggle("not", !answer.ready);
+    while (readiness.children.length > answer.readiness.length) readiness.lastChild.remove();
+    answer.readiness.forEach((text, at) => fillText(readiness.children[at] ?? readiness.appendChild(make("li")), text));
+    fillFacts(view.querySelector(".facts"), answer.facts);
+    const classes = view.querySelector("details");
+    classes.hidden = !answer.by_error.rows.length;
+    fillTable(classes.querySelector("table"), answer.by_error);
+    fillTable(list, answer.table, answer.keys, { heads });
+    for (const [title, sort] of Object.entries(SORTS)) {
+      const head = list.querySelector(`th[data-title="${title}"]`);
+      if (sort !== asked.sort) head.removeAttribute("aria-sort");
+      else head.setAttribute("aria-sort", sort === "name" ? "ascending" : "descending");
+    }
+    const many = (number) => number.toLocaleString("en");
+    const none = answer.table.rows.length ? "" : "No server is on this list. ";
+    fillText(view.querySelector(".foot"), `${none}${answer.footer}; ${many(answer.total)} on this list`);
+    fillPager(view.querySelector(".pager"), answer.next_from, asked, again);
+  };
+}
+
+function fillPager(pager, next, at, again) {
+  const state = `${at.from} ${next}`;
+  if (pager.state === state) return;
+  pager.state = state;
+  const turn = (from) => () => {
+    at.from = from;
+    again();
+    main.querySelector("h1").focus();
+  };
+  pager.replaceChildren();
+  if (at.from) pager.append(button("First page", turn("")));
+  if (next !== null) pager.append(button("Next page", turn(next)));
+}
+
+function showServer(view, again, server) {
+  fillText(view.querySelector("h1"), server);
+  document.title = `${server} · fedsender`;
+  const actions = view.querySelector(".actions"), picture = view.querySelector(".picture");
+  const rooms = { most: PART };
+  let attempts = null;
+  const then = () => {
+    attempts = null;
+    again();
+  };
+  const act = (name) => button(`${name}…`, () => confirmed({ ...ACTIONS[name](server), then }), name === "Purge" ? { class: "danger" } : {});
+  const buttons = Object.fromEntries(Object.keys(ACTIONS).map((name) => [name, act(name)]));
+  actions.append(...Object.values(buttons), button("Look again", then));
+
+  return async (signal) => {
+    const name = encodeURIComponent(server);
+    const answer = await ask(`page/why/${name}`, undefined, signal);
+    buttons.Resume.hidden = !answer.held;
+    fillFacts(view.querySelector(".facts"), answer.facts.slice(1));
+    fillText(view.querySelector(".rooms-said"), answer.said);
+    const table = view.querySelector(".rooms");
+    const fillRooms = () => fillPart(table, table.nextElementSibling, answer.table, null, rooms, fillRooms);
+    fillRooms();
+    if (attempts !== null) return;
+    attempts = await ask(`page/attempts/${name}`, undefined, signal);
+    const cut = attempts.cut === null ? "" : `; ${attempts.cut}`;
+    fillText(view.querySelector(".attempts-said"), attempts.points.length ? attempts.said + cut : "The ledger has no attempt.");
+    if (!attempts.points.length) return;
+    const { words, ordered } = fillParts(view, view.querySelector(".attempts"), attempts, "OUTCOME");
+    redraw = () => drawAttempts(picture, attempts, words, ordered);
+    redraw();
+  };
+}
+
+function showEvent(view, again, event) {
+  fillText(view.querySelector("h1"), event);
+  document.title = `${event} · fedsender`;
+  const redeliver = {
+    title: "Send this event again?",
+    text: "It goes if the server may see it, in the order of its room.",
+    fields: [{ name: "server", label: "To the server", required: true }],
+    does: "Redeliver",
+    run: async ({ server }) => redelivered(await tell("redeliver", { pairs: [[server.trim(), event]] }), event, server.trim()),
+    then: again,
+  };
+  view.querySelector(".actions").append(button("Redeliver…", () => confirmed(redeliver)), button("Look again", again));
+
+  return async (signal) => {
+    const answer = await ask(`page/trace/${encodeURIComponent(event)}`, undefined, signal);
+    view.querySelector(".facts").replaceChildren(...answer.facts.map((text) => make("li", {}, text)));
+    view.querySelector("section").hidden = !answer.keys.length;
+    if (!answer.keys.length) return;
+    const { words, ordered } = fillParts(view, view.querySelector(".fates"), answer, "OUTCOME");
+    redraw = () => drawMap(view.querySelector(".picture"), answer, words, ordered, view.querySelector(".pointed"));
+    redraw();
+  };
+}
+
+function showQuarantine(view, again) {
+  const at = { from: "", server: "" };
+  const form = view.querySelector(".filter"), table = view.querySelector(".items");
+  form.addEventListener("submit", (event) => event.preventDefault());
+  form.addEventListener("change", () => {
+    Object.assign(at, { from: "", server: form.elements.server.value.trim() });
+    again();
+  });
+  const boxes = () => [...table.querySelectorAll("tbody input")];
+  const chosen = () => boxes().filter((box) => box.checked).map((box) => Number(box.value));
+  const all = make("input", { type: "checkbox" });
+  all.addEventListener("change", () => boxes().forEach((box) => (box.checked = all.checked)));
+  const choose = (id) => make("td", { role: "cell", class: "choose" }, make("input", { type: "checkbox", value: id, "aria-label": `Choose item ${id}` }));
+  const items = (ids) => `${ids.length} ${ids.length === 1 ? "item" : "items"}`;
+  const then = () => {
+    all.checked = false;
+    again();
+  };
+  const act = (name, text, danger, run) => button(`${name} the chosen…`, () => {
+    const ids = chosen();
+    if (!ids.length) say("Choose an item first.");
+    else confirmed({ title: `${name} ${items(ids)}?`, text, does: name, danger, then, run: () => run(ids) });
+  }, danger ? { class: "danger" } : {});
+  view.querySelector(".actions").append(
+    make("label", { class: "check" }, all, "All on this page"),
+    act("Release", "Each event goes to its server after all, in the order of its room. EDUs cannot be released.", false, async (ids) => {
+      const { released, kept, refused } = await tell("quarantine/release", { ids });
+      const left = [kept.length && `kept: ${kept.join(", ")}`, ...refused.map(({ event_id, reason }) => `${event_id}: ${reason}`)];
+      return [`released: ${released.join(", ") || "none"}`, ...left.filter(Boolean)].join("; ");
+    }),
+    act("Drop", "The items are given up for good. This cannot be undone.", true, async (ids) => {
+      const { dropped } = await tell("quarantine/drop", { ids });
+      return `dropped: ${dropped.join(", ")}`;
+    }),
+  );
+
+  return async (signal) => {
+    const query = new URLSearchParams({ from: at.from || 0 });
+    if (at.server) query.set("destination", at.server);
+    const answer = await ask(`page/quarantine?${query}`, undefined, signal);
+    view.querySelector(".actions").hidden = !answer.keys.length;
+    const number = answer.keys.length;
+    const where = at.from || answer.next_from !== null ? " on this page" : "";
+    fillText(view.querySelector(".foot"), number ? `${items(answer.keys)}${where}, the oldest first` : "Nothing is in quarantine.");
+    fillTable(table, answer.table, answer.keys, { first: choose, named: false });
+    fillPager(view.querySelector(".pager"), answer.next_from, at, again);
+  };
+}
+
+// --- where we are --------------------------------------------------------------------------------
+
+const VIEWS = { "": [showServers, "servers", OVERVIEW_MS], server: [showServer, "server", SERVER_MS], event: [showEvent, "event"], quarantine: [showQuarantine, "quarantine"] };
+let leaving = new AbortController();
+let redraw = () => {};
+
+function place(name) {
+  leaving.abort();
+  leaving = new AbortController();
+  redraw = () => {};
+  main.classList.toggle("filling", name !== "login");
+  main.replaceChildren(document.getElementById(`view-${name}`).content.cloneNode(true));
+  return leaving.signal;
+}
+
+function enter() {
+  localStorage.removeItem(KEY);
+  if (sure.open) sure.close();
+  place("login");
+  say("");
+  document.title = "fedsender";
+  document.getElementById("top").hidden = true;
+  const form = main.querySelector("form"), token = form.querySelector("#token");
+  token.focus();
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const wrong = form.querySelector(".wrong");
+    wrong.textContent = "";
+    try {
+      const { key } = await ask("login", { token: token.value.trim() });
+      localStorage.setItem(KEY, key);
+      go();
+    } catch (error) {
+      wrong.textContent = error.message;
+      token.select();
+    }
+  });
+}
+
+function go() {
+  if (!localStorage.getItem(KEY)) return enter();
+  const [, kind = "", name = ""] = location.hash.match(/^#\/([a-z]*)(?:\/(.*))?$/) ?? [];
+  const [show, template, every] = VIEWS[kind] ?? VIEWS[""];
+  document.getElementById("top").hidden = false;
+  const signal = place(template);
+  say("");
+  document.title = `${main.querySelector("h1").textContent} · fedsender`;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#/${kind}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  let due = Promise.withResolvers();
+  const again = () => due.resolve();
+  let wanted = name;
+  try {
+    wanted = decodeURIComponent(name);
+  } catch {
+    // An address that was typed may have any % in it.
+  }
+  const fill = show(main, again, wanted);
+  main.querySelector("h1").focus({ preventScroll: true });
+  scrollTo(0, 0);
+  keepFilled(fill, signal, every, () => (due = Promise.withResolvers()).promise);
+}
+
+// Fills the view now, when it is asked to, and each `every` ms, until another view is shown.
+async function keepFilled(fill, signal, every, nextAsked) {
+  let failed = false;
+  while (!signal.aborted) {
+    const asked = nextAsked();
+    try {
+      await fill(signal);
+      main.classList.remove("filling");
+      if (failed) say("");
+      failed = false;
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error instanceof LoggedOut) return enter();
+      if (!failed) say(error instanceof Refused ? `${error.message} (${new Date().toLocaleTimeString()})` : String(error));
+      failed = true;
+    }
+    await Promise.race([asked, ended(signal), every ? timeToLook(every, signal) : asked]);
+  }
+}
+
+const ended = (signal) => new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
+
+async function timeToLook(every, signal) {
+  const live = document.getElementById("live");
+  do await new Promise((resolve) => setTimeout(resolve, every));
+  while (!signal.aborted && (document.hidden || !live.checked || sure.open));
+}
+
+document.getElementById("skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.querySelector("h1")?.focus();
+});
+document.getElementById("find").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const wanted = document.getElementById("wanted").value.trim();
+  location.hash = `#/${wanted.startsWith("$") ? "event" : "server"}/${encodeURIComponent(wanted)}`;
+});
+document.getElementById("leave").addEventListener("click", async () => {
+  try {
+    await ask("logout", {});
+  } catch {
+    // The key is forgotten in any case.
+  }
+  enter();
+});
+addEventListener("hashchange", go);
+addEventListener("resize", () => redraw());
+go();
