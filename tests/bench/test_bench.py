@@ -72,6 +72,12 @@ def test_restart_ends_when_good_refusing_and_silent_servers_were_tried(
     assert figures["all_attempted_s"] > 0
 
 
+def test_overview_tells_the_time_of_each_screen(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = figures_of(capfd, "overview", *tiny(20, 1))
+    for screen in ("status", "top", "destinations"):
+        assert 0 < figures[screen]["p50_ms"] <= figures[screen]["longest_ms"]
+
+
 def test_replay_delivers_everything_once(capfd: pytest.CaptureFixture[str]) -> None:
     figures = figures_of(capfd, "replay", *tiny(2, 120))
     assert figures["pdus_twice"] == 0

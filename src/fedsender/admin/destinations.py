@@ -190,9 +190,11 @@ async def list_page(
         if listing.pattern != "*" and not matches(listing.pattern, name):
             continue
         total += 1
-        if listing.sort != "name":
-            state = registry.state_of(name)
-            keys.append((*_rank(state, debts.get(name), listing.sort, now_ms), name))
+        if listing.sort == "fails":
+            since_ms = registry.state_of(name).failing_since_ms
+            keys.append((math.inf if since_ms is None else since_ms, 0, name))
+        elif listing.sort != "name":
+            keys.append((*_rank(debts.get(name), listing.sort, now_ms), name))
         elif name > start:
             keys.append((0, 0, name))
     chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
@@ -210,11 +212,8 @@ async def list_page(
     )
 
 
-def _rank(state: ServerState, debt: Debt | None, sort: Sort, now_ms: int) -> tuple[float, float]:
-    """The sort key: the smallest goes first."""
-    if sort == "fails":
-        since = state.failing_since_ms
-        return (math.inf if since is None else since, 0)
+def _rank(debt: Debt | None, sort: Sort, now_ms: int) -> tuple[float, float]:
+    """The sort key of what is owed: the smallest goes first."""
     if debt is None:
         return (math.inf, 0)
     if sort == "owed":

@@ -154,18 +154,20 @@ def _memory(context: AdminContext) -> Memory:
 async def _by_age(
     context: AdminContext, debts: Mapping[str, Debt]
 ) -> tuple[dict[str, Owed], dict[str, dict[str, int]]]:
-    sender, now_ms = context.sender, context.runtime.now_ms()
+    registry, now_ms = context.sender.registry, context.runtime.now_ms()
     servers, rooms = Counter[str](), Counter[str]()
-    failing: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for number, name in enumerate(sender.registry.names()):
+    for number, debt in enumerate(debts.values()):
         if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
             await trio.lowlevel.checkpoint()
-        if (debt := debts.get(name)) is not None:
-            at = debt.oldest_ms
-            age = "unknown" if at is None else age_class((now_ms - at) / 1000)
-            servers[age] += 1
-            rooms[age] += debt.rooms
-        state = sender.registry.state_of(name)
+        at = debt.oldest_ms
+        age = "unknown" if at is None else age_class((now_ms - at) / 1000)
+        servers[age] += 1
+        rooms[age] += debt.rooms
+    failing: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for number, name in enumerate(registry.failing()):
+        if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
+            await trio.lowlevel.checkpoint()
+        state = registry.state_of(name)
         if state.failing_since_ms is not None:
             age = age_class((now_ms - state.failing_since_ms) / 1000)
             failing[state.outcome or "unknown"][age] += 1

@@ -46,6 +46,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "latency": Bench("fedsender.bench.steady", servers=20, events=400, rounds=1),
     "slow": Bench("fedsender.bench.steady", servers=620, events=300, rounds=1),
     "restart": Bench("fedsender.bench.backlog", servers=10_000, events=1, rounds=1),
+    "overview": Bench("fedsender.bench.backlog", servers=10_000, events=1, rounds=1),
     "replay": Bench("fedsender.bench.backlog", servers=415, events=4_500, rounds=1),
     "memory": Bench("fedsender.bench.memory", servers=400, events=50, rounds=1),
     "pipeline": Bench("fedsender.bench.pipeline", servers=10_000, events=1_000_000, rounds=1),

@@ -1,17 +1,19 @@
-"""Servers that are far behind: a restart with thousands of them, and a long history at once."""
+"""Servers that are far behind: a restart with thousands, their lists, a long history at once."""
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import orjson
 import trio
 
+from fedsender.admin.client import AdminClient
 from fedsender.bench.floor import open_floor
 from fedsender.bench.homeserver import ROOM_VERSION, Room, signer
-from fedsender.bench.meter import Meter, Options, cpu_s_of, rss_kb
-from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
+from fedsender.bench.meter import Meter, Options, cpu_s_of, percentile, rss_kb
+from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_process, open_stage, quiet
 from fedsender.daemon import Daemon
 from fedsender.store import open_store, store_config
 from fedsender.streams import FeedRow, HostsRow, PduRow
@@ -32,6 +34,7 @@ RESTART: dict[str, dict[str, Any]] = {
     },
 }
 """By default at most 50 connections a second are opened: kinder, but 200 s for 10,000 servers."""
+ASKED = 20
 REPLAY_ROOMS = 9
 FLOOR_EXCHANGES = 1_000
 
@@ -125,6 +128,56 @@ async def _all_attempted(stage: Stage, daemon: Daemon, meter: Meter) -> dict[str
 def _was_tried(daemon: Daemon, name: str) -> bool:
     status = daemon.sender.registry.status(name)
     return status is not None and status.state.failures > 0
+
+
+# --- overview -------------------------------------------------------------------------------------
+
+
+async def overview(options: Options) -> dict[str, Any]:
+    """The requests of `status`, `top` and `destinations` while all servers are behind and refuse.
+
+    They are timed as the command line asks them, `ASKED` times each, once each server was tried.
+    """
+    lists: dict[str, tuple[str, dict[str, object]]] = {
+        "status": ("overview", {"behind": "true", "sort": "age", "limit": 5}),
+        "top": ("overview", {"behind": "true", "sort": "owed", "limit": 100}),
+        "destinations": ("destinations", {"behind": "true", "limit": 100}),
+    }
+    async with open_stage(
+        [Servers(options.servers, listens=False)],
+        rooms=lambda _names: [],
+        first_token=1 + options.events,
+        settings={**RESTART, "destinations": {"defaults": {"backoff": {"first": "1h"}}}},
+    ) as stage:
+        await _fill(stage, options.events)
+        async with open_process(stage) as pid:
+            client = AdminClient.of(stage.config)
+            await _all_failing(client, options.servers)
+            figures: dict[str, Any] = {}
+            for name, (path, query) in lists.items():
+                took_ms, cpu_s = [], cpu_s_of(pid)
+                for _ in range(ASKED):
+                    began = trio.current_time()
+                    await trio.to_thread.run_sync(partial(client.get, path, **query))
+                    took_ms.append((trio.current_time() - began) * 1000)
+                figures[name] = {
+                    "p50_ms": round(percentile(took_ms, 0.5), 1),
+                    "longest_ms": round(max(took_ms), 1),
+                    "cpu_ms": round((cpu_s_of(pid) - cpu_s) * 1000 / ASKED, 1),
+                }
+    return {"servers": options.servers, **figures, "goal": {"p50_ms": 50}, "broken": []}
+
+
+async def _all_failing(client: AdminClient, servers: int) -> None:
+    failing = 0
+    with trio.move_on_after(PATIENCE_SECONDS):
+        while True:
+            answer = await trio.to_thread.run_sync(partial(client.get, "overview", limit=1))
+            failing = answer["states"].get("failing", 0)
+            if failing == servers:
+                return
+            await trio.sleep(LOOK_SECONDS)
+    raise BenchFailed(f"after {PATIENCE_SECONDS:.0f} s {failing} of {servers} servers fail")
 
 
 # --- replay ---------------------------------------------------------------------------------------

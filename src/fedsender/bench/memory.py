@@ -6,21 +6,14 @@ process, the first after as many of the same kind. So memory that is needed only
 or the databases' page caches, does not count.
 """
 
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import trio
-import yaml
 
 from fedsender.bench.meter import Options, rss_kb
-from fedsender.bench.stage import START_SECONDS, VERIFY_EVERY, Servers, Stage, open_stage
-from fedsender.demo.process import write_secret
-from fedsender.testing.children import BenchFailed
+from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_process, open_stage
 
 IMPORTS = "import fedsender.cli, fedsender.daemon"
 SETTLE_SECONDS = 1.5
@@ -92,7 +85,7 @@ async def _growth(
 
     async with (
         open_stage(groups, rooms=rooms, settings=settings) as stage,
-        _open_daemon(stage) as pid,
+        open_process(stage) as pid,
     ):
         await _settle()
         at_rest_kb = rss_kb(pid)
@@ -115,32 +108,3 @@ async def _say(stage: Stage, room: int, messages: int, servers: int) -> dict[str
 async def _settle() -> None:
     """Wait until the work after the last answer is over."""
     await trio.sleep(SETTLE_SECONDS)
-
-
-async def _came_up(process: trio.Process, log_file: Path) -> bool:
-    """Wait until the daemon has said that it is ready; False: it never did."""
-    with trio.move_on_after(START_SECONDS):
-        while process.poll() is None:
-            if b'"ready"' in await trio.Path(log_file).read_bytes():
-                return True
-            await trio.sleep(0.1)
-    return False
-
-
-@asynccontextmanager
-async def _open_daemon(stage: Stage) -> AsyncIterator[int]:
-    """`fedsender run`, up and following the homeserver; its process id."""
-    path = stage.directory / "config.yaml"
-    admin = {"listen": f"unix:{stage.directory / 'admin.sock'}"}
-    write_secret(path, yaml.safe_dump({**stage.values, "admin": admin}))
-    command = [sys.executable, "-m", "fedsender", "run", "-c", str(path)]
-    log_file = stage.directory / "daemon.log"
-    with log_file.open("wb") as log:
-        async with trio.open_nursery() as nursery:
-            run = partial(trio.run_process, command, stdin=subprocess.DEVNULL, check=False)
-            process = await nursery.start(partial(run, stdout=log, stderr=log))
-            if not await _came_up(process, log_file):
-                raise BenchFailed(f"the daemon did not start: {log_file.read_text()[-500:]}")
-            yield process.pid
-            process.terminate()
-            await process.wait()

@@ -4,14 +4,18 @@ The core is the real one, as `fedsender run` opens it, in the process that is me
 admin endpoint is left out. The others are processes of their own.
 """
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import trio
+import yaml
 
 from fedsender.bench.homeserver import SERVER_NAME, encode_seed
 from fedsender.config import Config, Log, from_values
@@ -100,6 +104,34 @@ class Stage:
         return got
 
 
+async def _came_up(process: trio.Process, log_file: Path) -> bool:
+    """Wait until the daemon has said that it is ready; False: it never did."""
+    with trio.move_on_after(START_SECONDS):
+        while process.poll() is None:
+            if b'"ready"' in await trio.Path(log_file).read_bytes():
+                return True
+            await trio.sleep(0.1)
+    return False
+
+
+@asynccontextmanager
+async def open_process(stage: Stage) -> AsyncIterator[int]:
+    """`fedsender run`, up and following the homeserver; its process id."""
+    path = stage.directory / "config.yaml"
+    write_secret(path, yaml.safe_dump(stage.values))
+    command = [sys.executable, "-m", "fedsender", "run", "-c", str(path)]
+    log_file = stage.directory / "daemon.log"
+    with log_file.open("wb") as log:
+        async with trio.open_nursery() as nursery:
+            run = partial(trio.run_process, command, stdin=subprocess.DEVNULL, check=False)
+            process = await nursery.start(partial(run, stdout=log, stderr=log))
+            if not await _came_up(process, log_file):
+                raise BenchFailed(f"the daemon did not start: {log_file.read_text()[-500:]}")
+            yield process.pid
+            process.terminate()
+            await process.wait()
+
+
 async def quiet(daemon: Daemon) -> None:
     """Wait until everything that was answered is settled, and nothing is owed."""
     while True:
@@ -165,12 +197,17 @@ def _configuration(
     stage: Stage, feed_port: int, settings: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
     write_secret(stage.directory / "signing.key", f"ed25519 a_bench {stage.seed.rstrip('=')}\n")
+    write_secret(stage.directory / "admin.token", stage.runtime.entropy(16).hex() + "\n")
     values: dict[str, Any] = {
         "server_name": SERVER_NAME,
         "signing_key": "signing.key",
         "feed": {"kind": "tcp", "tcp": {"address": f"127.0.0.1:{feed_port}"}},
         "federation": {"ca_file": str(stage.ca_file), "ip_allow": ["127.0.0.0/8"]},
         "sending": {"drain": "1s"},
+        "admin": {
+            "listen": f"unix:{stage.directory / 'admin.sock'}",
+            "token_file": "admin.token",
+        },
     }
     for section, changes in settings.items():
         values[section] = {**values.get(section, {}), **changes}

@@ -290,11 +290,13 @@ class Sender:
         """What the server is owed, from memory alone; None: nothing."""
         if not self.registry.owes(server):
             return None
-        known, state = self.context.debts.of(server), self.registry.state_of(server)
-        if known is None and server not in self.active and (state.paused or state.parked):
+        if (known := self.context.debts.of(server)) is not None:
+            return known
+        state = self.registry.state_of(server)
+        if server not in self.active and (state.paused or state.parked):
             return None  # It would be kept in the registry also if it were level.
         # All that it is owed is in its queue: nothing is older than its first failure.
-        return known or Debt(oldest_ms=state.failing_since_ms)
+        return Debt(oldest_ms=state.failing_since_ms)
 
     def owed(self) -> "Owed":
         """How much all servers are owed, and for how long."""
