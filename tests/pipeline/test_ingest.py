@@ -1,6 +1,7 @@
 """Reading a homeserver's database: from SQLite and PostgreSQL, in pieces, after a crash."""
 
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,10 @@ from tests.servers import Databases
 from tests.store import synapse_schema
 
 from fedsender.config import Config, from_values
-from fedsender.pipeline import PipelineError, ingest, schemas, sources
+from fedsender.pipeline import PipelineError, database, ingest, schemas
+from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import showing
-from fedsender.pipeline.sources import open_source
 from fedsender.store import tables
 
 ROOM_TABLES = (
@@ -32,7 +33,9 @@ class Killed(BaseException):
     """The process ended here."""
 
 
-def config_of(directory: Path, kind: str, **homeserver: Any) -> Config:
+def config_of(
+    directory: Path, kind: str, pipeline: dict[str, Any] | None = None, **homeserver: Any
+) -> Config:
     return from_values(
         {
             "server_name": US,
@@ -40,6 +43,7 @@ def config_of(directory: Path, kind: str, **homeserver: Any) -> Config:
             "instance_name": "master" if kind == "synapse" else "fedsender",
             "homeserver": {"kind": kind, "database": "unused", **homeserver},
             "feed": {"kind": "redis" if kind == "synapse" else "tcp"},
+            "pipeline": pipeline or {},
         },
         directory=directory,
     )
@@ -89,7 +93,7 @@ def test_in_pieces_twice_and_after_crashes_it_is_the_same(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events come in commits; between any two steps of them the process may end."""
-    monkeypatch.setattr(sources, "PAGE", 20)
+    monkeypatch.setattr(database, "PAGE", 20)
     monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 50)
     make: Callable[..., Any] = synapse_world if kind == "synapse" else embedded_world
     url = f"sqlite:///{tmp_path}/a.db"
@@ -158,6 +162,7 @@ def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
     engine = sa.create_engine(url)
     tables.sender.create_all(engine)
     lake = open_lake(tmp_path / "lake", US, create=True)
+    config = config_of(tmp_path, "synapse")
     for room in ("!a", "!b"):
         with engine.begin() as connection:
             connection.execute(
@@ -170,7 +175,7 @@ def test_what_stands_in_the_databases_now_is_taken_anew(tmp_path: Path) -> None:
             )
         told = ingest.Ingested()
         with showing(quiet=True) as steps, open_source(url, "sender") as source:
-            ingest._read_snapshots(lake, source, "sender", steps, told)
+            ingest._read_snapshots(lake, source, "sender", config, steps, told)
     engine.dispose()
     rows = [tuple(row.values()) for row in lake.read(schemas.CATCH_UPS).to_pylist()]
     assert rows == [("x", 3, "!a", 4), ("x", 3, "!b", 4), ("y", 3, None, None)]
@@ -211,7 +216,7 @@ def test_a_database_that_goes_away_in_the_middle(
     tmp_path: Path, postgres: Databases, monkeypatch: pytest.MonkeyPatch, *, comes_back: bool
 ) -> None:
     """For a moment: it is waited for. For long: that is said, and later it goes on from there."""
-    monkeypatch.setattr(sources, "PAGE", 20)
+    monkeypatch.setattr(database, "PAGE", 20)
     monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 20)
     url = postgres.create_database()
     world = synapse_world(
@@ -227,7 +232,7 @@ def test_a_database_that_goes_away_in_the_middle(
         if comes_back:
             postgres.start()
 
-    monkeypatch.setattr(sources, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(database, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
 
     def stop(point: str) -> None:
         if point == "after commit" and not pauses and postgres.server.running:

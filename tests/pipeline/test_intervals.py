@@ -16,9 +16,9 @@ from tests.pipeline.worlds import US, embedded_world, set_position, synapse_worl
 
 from fedsender.config import Config, from_values
 from fedsender.pipeline import ingest, intervals, rebuild, schemas
+from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import showing
-from fedsender.pipeline.sources import open_source
 from fedsender.runtime import real_runtime
 from fedsender.sender.routing import Bad, Routed, Router
 from fedsender.store import HomeserverSettings, StoreConfig, open_store

@@ -18,10 +18,10 @@ from tests.relay.log_support import Clock, append, open_log, runtime
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.pipeline import PipelineError, ingest, relay_source
+from fedsender.pipeline.database import open_source
 from fedsender.pipeline.ingest import Ingested
 from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import showing
-from fedsender.pipeline.sources import open_source
 from fedsender.relay.log import RelayLog
 from fedsender.replication.client import parse_record
 from fedsender.replication.relay_feed import read_rows

@@ -10,9 +10,9 @@ from tests.synapse.world import INSTANCE, World, until
 from fedsender.config import Config, from_values, load
 from fedsender.pipeline import ingest, intervals, rebuild
 from fedsender.pipeline.audit import Audited, audit
+from fedsender.pipeline.database import open_source
 from fedsender.pipeline.lake import open_lake
 from fedsender.pipeline.session import showing
-from fedsender.pipeline.sources import open_source
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -58,7 +58,7 @@ def rebuilt(
     lake, told = open_lake(directory / "lake", config.server_name, create=True), ingest.Ingested()
     with showing(quiet=True) as steps, open_source(config.homeserver.database, "main") as main:
         ingest.read_homeserver(lake, main, config, steps, told)
-        ingest._read_snapshots(lake, main, "homeserver", steps, told)
+        ingest._read_snapshots(lake, main, "homeserver", config, steps, told)
         ingest.derive(spark, lake, config.server_name, steps)
 
     def of_the_rooms(frame: "DataFrame") -> "DataFrame":

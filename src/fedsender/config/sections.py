@@ -481,6 +481,19 @@ class Pipeline(Section):
     relay_password_file: SecretPath | None = Field(
         default=None, description="File with the password of that database's user."
     )
+    connections: int = Field(
+        default=4,
+        ge=1,
+        le=64,
+        description="Those of an ingest that read a database side by side; one more holds what"
+        " they see. 1: it reads without Spark.",
+    )
+    rows_per_second: int = Field(
+        default=50_000,
+        ge=100,
+        le=10_000_000,
+        description="Rows that an ingest reads of a database at most, by all connections.",
+    )
     spark: Spark = Field(default_factory=Spark, description="Which Spark runs the jobs.")
 
     def contradictions(self) -> Contradictions:

@@ -5,26 +5,37 @@ nothing. Events come first, up to the position that the fan-out had then; the la
 least as new. The last step derives the servers that should get each event.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.errors import PySparkException
+from pyspark.sql import SparkSession
 
 from fedsender.config import Config, database_url
 from fedsender.pipeline import PipelineError, intervals, ledger_lines, schemas, sources
+from fedsender.pipeline.database import (
+    Reading,
+    Source,
+    at_rate,
+    open_source,
+    own_errors,
+    patiently,
+)
 from fedsender.pipeline.intervals import NEWER_INTERVALS
 from fedsender.pipeline.lake import Commit, Lake
 from fedsender.pipeline.relay_source import open_relay_source
 from fedsender.pipeline.session import Steps
-from fedsender.pipeline.sources import Source, open_source
 from fedsender.pipeline.vacuum import vacuum
 
-if TYPE_CHECKING:
-    import pyarrow
-    from pyspark.sql import SparkSession
-
 ROWS_PER_COMMIT: Final = 250_000
+"""Of one connection; so many are read sooner than Spark has started its Python for more."""
+_SECONDS_PER_COMMIT: Final = 60
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
 _TRIES: Final = 3
@@ -71,7 +82,7 @@ def rows_to_read(lake: Lake, config: Config) -> int | None:
     return max(0, upto - lake.position("events", 0)) + lines
 
 
-def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> Ingested:
+def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ingested:
     """Bring new rows into the lake, and derive the servers that should get each event.
 
     Raises:
@@ -82,11 +93,11 @@ def ingest(spark: "SparkSession", lake: Lake, config: Config, steps: Steps) -> I
     main_url = database_url(homeserver.database, homeserver.database_password_file)
     with open_source(main_url, "homeserver") as main:
         with _rooms(lake, main, config, steps, told) as rooms:
-            read_homeserver(lake, rooms, config, steps, told)
-        _read_snapshots(lake, main, "homeserver", steps, told)
+            read_homeserver(lake, rooms, config, steps, told, spark)
+        _read_snapshots(lake, main, "homeserver", config, steps, told)
     own_url = database_url(config.sender_database, config.sender_database_password_file)
     with open_source(own_url, "sender") as own:
-        _read_snapshots(lake, own, "sender", steps, told)
+        _read_snapshots(lake, own, "sender", config, steps, told)
     read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
     vacuum(lake, config.pipeline.keep)
@@ -109,9 +120,19 @@ def _rooms(
         yield source
 
 
-def read_homeserver(lake: Lake, main: Source, config: Config, steps: Steps, told: Ingested) -> None:
-    """Read events, and the servers of their rooms."""
-    synapse = config.homeserver.kind == "synapse"
+def read_homeserver(
+    lake: Lake,
+    main: Source,
+    config: Config,
+    steps: Steps,
+    told: Ingested,
+    spark: SparkSession | None = None,
+) -> None:
+    """Read events, and the servers of their rooms.
+
+    Args:
+        spark: reads long ranges; None: all is read here, by one connection.
+    """
     upto = sources.events_position(main, config.instance_name)
     before = lake.position("events", 0)
     if upto < before:
@@ -119,46 +140,93 @@ def read_homeserver(lake: Lake, main: Source, config: Config, steps: Steps, told
             f"the homeserver's events position is {upto}, and the lake has read up to {before}:"
             " the database is another one, or was restored; ingest into a new lake"
         )
+    readings = [sources.events(main, config)]
     with steps.step("events", max(upto - before, 1)) as step:
-        pages = sources.event_pages(
-            main, config.server_name, after=before, upto=upto, synapse=synapse
-        )
-        for rows in _batches(pages):
-            last = rows["stream_ordering"][-1].as_py()
-            with lake.commit() as commit:
-                _append_parts(commit, schemas.EVENTS, rows)
-                commit.set_position("events", last)
-            told.events += rows.num_rows
+        for last, (rows,) in read_ranges(lake, config, spark, readings, before, upto):
+            told.events += rows
             step.show(last - before)
-        if lake.position("events", 0) < upto:
-            with lake.commit() as commit:
-                commit.set_position("events", upto)
         step.say(f"{told.events:,} new")
-    if synapse:
-        _read_state(lake, main, config, steps, told, upto=upto)
+    if config.homeserver.kind == "synapse":
+        _read_state(lake, main, config, steps, told, spark, upto=upto)
     else:
-        told.room_servers = _read_room_servers(lake, main, steps, upto)
+        told.room_servers = _read_room_servers(lake, main, config, steps, upto)
 
 
-def _append_parts(commit: Commit, table: schemas.LakeTable, rows: "pyarrow.Table") -> None:
-    import pyarrow.compute as pc
+def read_ranges(
+    lake: Lake,
+    config: Config,
+    spark: SparkSession | None,
+    readings: Sequence[Reading],
+    after: int,
+    upto: int,
+) -> Iterator[tuple[int, list[int]]]:
+    """Read numbers into the lake, commit by commit: the last number, and the rows of each reading.
 
-    for part in pc.unique(rows[table.part]).to_pylist():
-        commit.append(table, rows.filter(pc.equal(rows[table.part], part)), part)
+    The position of that name is of the first reading's table. A commit has a snapshot of its own,
+    which is held for about a minute.
+    """
+    settings = config.pipeline
+    files = any(source.is_file for reading in readings for source in reading.sources)
+    # The machines of a cluster have no homeserver's file.
+    local = spark is not None and (spark.sparkContext.master or "").startswith("local")
+    connections = settings.connections if local or (spark and not files) else 1
+    rows_each = max(reading.rows_per_number for reading in readings)
+    rows = min(ROWS_PER_COMMIT * connections, _SECONDS_PER_COMMIT * settings.rows_per_second)
+    while after < upto:
+        last = min(upto, after + max(rows // rows_each, 1))
+        parts = 1 if (last - after) * rows_each <= ROWS_PER_COMMIT else connections
+        yield last, patiently(partial(_read_range, lake, spark, readings, after, last, parts))
+        after = last
 
 
-def _batches(pages: Iterable["pyarrow.Table"]) -> Iterator["pyarrow.Table"]:
-    """The pages, joined to batches that are large enough for a commit and a file."""
-    import pyarrow as pa
+def _read_range(
+    lake: Lake,
+    spark: SparkSession | None,
+    readings: Sequence[Reading],
+    after: int,
+    upto: int,
+    parts: int,
+) -> list[int]:
+    """Read numbers in one commit, from one snapshot; the rows of each reading."""
+    with ExitStack() as stack, lake.commit() as commit:
+        used = {source for reading in readings for source in reading.sources}
+        frozen = {source: stack.enter_context(source.snapshot()) for source in used}
+        found = []
+        for reading in readings:
+            now = replace(reading, sources=tuple(frozen[source] for source in reading.sources))
+            if spark is None or parts == 1:
+                found.append(_append(commit, now.table, now.read(after, upto)))
+            else:
+                with own_errors():
+                    frame = now.frame(spark, after, upto, parts)
+                    found.append(commit.append_frame(now.table, frame))
+        name = readings[0].table.name
+        # The first numbers may be ones that were read before.
+        commit.set_position(name, max(upto, lake.position(name)))
+    return found
 
-    waiting: list[pyarrow.Table] = []
-    for page in pages:
-        waiting.append(page)
-        if sum(rows.num_rows for rows in waiting) >= ROWS_PER_COMMIT:
-            yield pa.concat_tables(waiting, promote_options="permissive")
-            waiting = []
+
+def _append(commit: Commit, table: schemas.LakeTable, batches: Iterator[pa.RecordBatch]) -> int:
+    """Add the batches, joined to files of a good size; return the number of rows."""
+    total = 0
+    waiting: list[pa.RecordBatch] = []
+
+    def write() -> None:
+        rows = pa.Table.from_batches(waiting)
+        parts = [None] if table.part is None else pc.unique(rows[table.part]).to_pylist()
+        for part in parts:
+            chosen = rows if part is None else rows.filter(pc.equal(rows[table.part], part))
+            commit.append(table, chosen, "" if part is None else part)
+        waiting.clear()
+
+    for batch in batches:
+        total += batch.num_rows
+        waiting.append(batch)
+        if sum(each.num_rows for each in waiting) >= ROWS_PER_COMMIT:
+            write()
     if waiting:
-        yield pa.concat_tables(waiting, promote_options="permissive")
+        write()
+    return total
 
 
 def _read_state(
@@ -167,6 +235,7 @@ def _read_state(
     config: Config,
     steps: Steps,
     told: Ingested,
+    spark: SparkSession | None,
     *,
     upto: int,
 ) -> None:
@@ -175,73 +244,70 @@ def _read_state(
     after = lake.position("told_servers", 0)
     if after < upto:
         with lake.commit() as commit:
-            for rows in sources.told_servers(main, after=after, upto=upto):
-                commit.append(schemas.TOLD_SERVERS, rows)
+            rows = sources.told_servers(main, after=after, upto=upto)
+            _append(commit, schemas.TOLD_SERVERS, rows)
             commit.set_position("told_servers", upto)
-    if homeserver.state_database is None:
-        _read_groups(lake, main, main, steps, told)
-        return
-    url = database_url(homeserver.state_database, homeserver.database_password_file)
-    with open_source(url, "state") as state:
-        _read_groups(lake, main, state, steps, told)
+    with ExitStack() as stack:
+        state = main
+        if homeserver.state_database is not None:
+            url = database_url(homeserver.state_database, homeserver.database_password_file)
+            state = stack.enter_context(open_source(url, "state"))
+        _read_groups(lake, main, state, config, steps, told, spark)
 
 
-def _read_groups(lake: Lake, main: Source, state: Source, steps: Steps, told: Ingested) -> None:
-    """Read state groups and their members in one commit: neither is of use without the other."""
+def _read_groups(
+    lake: Lake,
+    main: Source,
+    state: Source,
+    config: Config,
+    steps: Steps,
+    told: Ingested,
+    spark: SparkSession | None,
+) -> None:
+    """Read state groups with their members: neither is of use without the other."""
     after = lake.position("state_groups")
     newest = state.read(sources.newest_state_group)
     if newest <= after:
         return
     start = max(after - sources.GROUP_OVERLAP, -1)
-    with steps.step("state groups") as step, lake.commit() as commit:
-        for rows in _batches(sources.state_group_pages(state, start, newest)):
-            commit.append(schemas.STATE_GROUPS, rows)
-            told.state_groups += rows.num_rows
-            step.show(told.state_groups)
-        for rows in _batches(sources.state_member_pages(main, state, start, newest)):
-            commit.append(schemas.STATE_MEMBERS, rows)
-            told.state_members += rows.num_rows
-            step.show(told.state_groups + told.state_members)
-        commit.set_position("state_groups", newest)
+    readings = sources.state(main, state, config)
+    with steps.step("state groups", newest - start) as step:
+        for last, rows in read_ranges(lake, config, spark, readings, start, newest):
+            told.state_groups += rows[0]
+            told.state_members += rows[1]
+            step.show(last - start)
         step.say(f"{told.state_groups:,} groups, {told.state_members:,} members")
 
 
-def _read_room_servers(lake: Lake, main: Source, steps: Steps, upto: int) -> int:
+def _read_room_servers(lake: Lake, main: Source, config: Config, steps: Steps, upto: int) -> int:
     """Read the intervals that changed, after the events, so that they are at least as new."""
     after = lake.position("room_servers")
-    found = 0
     if upto <= after:
-        return found
+        return 0
     with steps.step("servers in rooms") as step, lake.commit() as commit:
-        for rows in _batches(sources.room_server_pages(main, after)):
-            commit.append(schemas.ROOM_SERVERS, rows)
-            found += rows.num_rows
-            step.show(found)
+        batches = sources.room_server_batches(main, after)
+        found = _append(
+            commit, schemas.ROOM_SERVERS, at_rate(batches, config.pipeline.rows_per_second)
+        )
         commit.set_position("room_servers", upto)
         step.say(f"{found:,} new")
     return found
 
 
 def _read_snapshots(
-    lake: Lake, source: Source, database: str, steps: Steps, told: Ingested
+    lake: Lake, source: Source, database: str, config: Config, steps: Steps, told: Ingested
 ) -> None:
-    with steps.step(f"{database} as it stands") as step, lake.commit() as commit:
-        for table, pages in sources.snapshots(source, database):
+    with steps.step(f"{database} as it stands"), lake.commit() as commit:
+        for table, batches in sources.snapshots(source, database):
             commit.clear(table)
-            rows = 0
-            for page in _batches(pages):
-                commit.append(table, page)
-                rows += page.num_rows
-                step.show(rows)
-            told.snapshots[table.name] = rows
+            rows = at_rate(batches, config.pipeline.rows_per_second)
+            told.snapshots[table.name] = _append(commit, table, rows)
 
 
 def read_ledger(
-    spark: "SparkSession", lake: Lake, directory: Path, steps: Steps, told: Ingested
+    spark: SparkSession, lake: Lake, directory: Path, steps: Steps, told: Ingested
 ) -> None:
     """Read the ledger's closed segments that are new."""
-    from pyspark.errors import PySparkException
-
     if not directory.is_dir():
         raise PipelineError(f"ledger.directory: {directory}: is not a directory")
     with steps.spark("ledger", spark) as step:
@@ -265,7 +331,7 @@ def read_ledger(
         step.say(f"{told.attempts:,} attempts, {told.pdus:,} PDUs, {told.rejects:,} rejected")
 
 
-def derive(spark: "SparkSession", lake: Lake, server_name: str, steps: Steps) -> None:
+def derive(spark: SparkSession, lake: Lake, server_name: str, steps: Steps) -> None:
     """Bring `intervals` and `unknown_hosts` up to the newest event."""
     upto = lake.position("events", 0)
     if lake.position("intervals") == upto:

@@ -28,9 +28,9 @@ from sqlalchemy import Connection, Engine, bindparam, func, select
 
 from fedsender.facts import BadRow, RelayRow, rows_of
 from fedsender.pipeline import PipelineError, sources
+from fedsender.pipeline.database import Source, open_source
 from fedsender.pipeline.lake import RELAY, Lake, locked
 from fedsender.pipeline.session import Step, Steps
-from fedsender.pipeline.sources import Source, open_source
 from fedsender.replication.client import parse_record
 from fedsender.store import embedded, positions, tables
 from fedsender.store.connections import words

@@ -1,20 +1,20 @@
-"""Reads of a homeserver's database into Arrow tables, page by page. Nothing is ever written there.
+"""What is read of a homeserver's database, of a sender's, or of a relay's records (`relay_source`).
 
-Every page is a short read transaction of its own that starts behind the last key of the page
-before, so that a reader that takes hours blocks no other work. Incremental reads go by stream
-ordering, up to the fan-out's position: below it no event can still appear.
-
-The rules by which an event is ours to send are the fan-out's own functions.
+Incremental reads go by stream ordering, up to the fan-out's position: below it no event can still
+appear. The rules by which an event is ours to send are the fan-out's own functions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from functools import lru_cache, partial
+from typing import Any, Final
 
+import pyarrow as pa
 import sqlalchemy as sa
 from sqlalchemy import Connection, Row
 
+from fedsender.config import Config
 from fedsender.pipeline import PipelineError, schemas
+from fedsender.pipeline.database import Reading, Source
 from fedsender.room_versions import ROOM_VERSIONS
 from fedsender.sender.routing import is_ours
 from fedsender.store import positions, tables
@@ -23,114 +23,10 @@ from fedsender.store.records import EventRow
 from fedsender.store.room_servers import joined_now, memberships_of, partial_rooms
 from fedsender.store.statements import in_chunks
 
-if TYPE_CHECKING:
-    import pyarrow
-
-import time
-from collections.abc import Callable
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TypeVar
-
-from sqlalchemy import Engine
-from sqlalchemy.exc import DBAPIError
-
-from fedsender.store.connections import kind_of, words
-
-T = TypeVar("T")
-
-PAGE: Final = 5_000
-_TRIES: Final = 5
-
-
-class Source:
-    """One database, for reading. See `open_source`."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self._engine = engine
-        self._name = name
-
-    def read(self, look: Callable[[Connection], T]) -> T:
-        """The result of `look`, in a read transaction of its own; an absent database is retried.
-
-        Raises:
-            PipelineError: the database cannot be read.
-        """
-        for attempt in range(_TRIES):
-            try:
-                with self._engine.connect() as connection:
-                    return look(connection)
-            except DBAPIError as error:
-                kind = kind_of(error)
-                if kind not in ("away", "conflict") or attempt == _TRIES - 1:
-                    raise PipelineError(f"{self._name} database: {words(error)}") from None
-                time.sleep(0.2 * 2.0**attempt)
-        raise AssertionError("unreachable")
-
-    def pages(
-        self,
-        query: "sa.Select[Any]",
-        key: Sequence["sa.ColumnElement[Any]"],
-        after: Sequence[Any] | None = None,
-        limit: int | None = None,
-    ) -> Iterator[Sequence[Row[Any]]]:
-        """The query's rows in pages, in the order of `key`, which identifies a row and is not null.
-
-        The first columns of the query must be those of the key.
-        """
-        keys = sa.tuple_(*key)
-        limit = limit or PAGE
-        ordered = query.order_by(*key).limit(limit)
-        last = after
-        while True:
-            page = ordered if last is None else ordered.where(keys > tuple(last))
-            rows = self.read(lambda connection, page=page: connection.execute(page).all())  # type: ignore[misc]
-            if rows:
-                yield rows
-            if len(rows) < limit:
-                return
-            last = rows[-1][: len(key)]
-
-
-@contextmanager
-def open_source(url: str, name: str) -> Iterator[Source]:
-    """Open a database to read; `name` is its name in errors.
-
-    Raises:
-        PipelineError: there is no such database.
-    """
-    parsed = sa.make_url(url)
-    if parsed.get_backend_name() == "sqlite":
-        engine = _sqlite(parsed, name)
-    else:
-        engine = sa.create_engine(
-            parsed.set(drivername="postgresql+psycopg"),
-            hide_parameters=True,
-            isolation_level="REPEATABLE READ",
-            execution_options={"postgresql_readonly": True},
-            connect_args={"connect_timeout": 10, "application_name": "fedsender pipeline"},
-        )
-    try:
-        yield Source(engine, name)
-    finally:
-        engine.dispose()
-
-
-def _sqlite(url: sa.URL, name: str) -> Engine:
-    path = Path(url.database or "")
-    if not path.is_file():
-        raise PipelineError(f"{name} database: there is no file {path}")
-    engine = sa.create_engine(url, hide_parameters=True, connect_args={"timeout": 30})
-
-    def on_connect(connection: Any, _record: object) -> None:
-        connection.execute("PRAGMA query_only = ON")
-
-    sa.event.listen(engine, "connect", on_connect)
-    return engine
-
-
 # Groups may become visible in another order than that of their numbers; as many are read again.
 GROUP_OVERLAP: Final = 10_000
+MEMBERS_PER_GROUP: Final = 10
+"""About: full copies of the state are most of it."""
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -157,49 +53,64 @@ def events_position(source: Source, instance: str) -> int:
     return max(found, 0)
 
 
-def event_pages(
-    source: Source, server_name: str, *, after: int, upto: int, synapse: bool
-) -> Iterator["pyarrow.Table"]:
-    """`events` with after < stream ordering <= upto, ascending."""
-    import pyarrow as pa
+def events(main: Source, config: Config) -> Reading:
+    """`events`, by stream ordering."""
+    synapse = config.homeserver.kind == "synapse"
+    batches = partial(_event_batches, server_name=config.server_name, synapse=synapse)
+    return Reading(schemas.EVENTS, (main,), batches, config.pipeline.rows_per_second)
 
-    events, metadata = tables.events, tables.event_json
+
+def _event_batches(
+    source: Source, after: int, upto: int, *, server_name: str, synapse: bool
+) -> Iterator[pa.RecordBatch]:
+    table, event_json = tables.events, tables.event_json
+    # All that can be ours; only of these the rest is read.
+    likely = sa.or_(
+        table.c.sender.endswith(f":{server_name}", autoescape=True),
+        event_json.c.internal_metadata.contains("send_on_behalf_of", autoescape=True),
+    )
+    groups = tables.event_to_state_groups.c
+    group = sa.select(groups.state_group).where(groups.event_id == table.c.event_id)
     query = (
         sa.select(
-            events.c.stream_ordering,
-            events.c.event_id,
-            events.c.room_id,
-            events.c.type,
-            events.c.sender,
-            events.c.state_key,
-            events.c.received_ts,
-            events.c.outlier,
-            events.c.rejection_reason,
+            table.c.stream_ordering,
+            table.c.event_id,
+            table.c.room_id,
+            table.c.type,
+            table.c.sender,
+            table.c.state_key,
+            table.c.received_ts,
+            table.c.outlier,
+            table.c.rejection_reason,
             tables.rejections.c.event_id.label("rejection"),
-            metadata.c.internal_metadata,
+            event_json.c.internal_metadata,
             tables.rooms.c.room_version,
+            likely.label("likely"),
+            sa.case((likely, event_json.c.json)).label("json"),
+            *([sa.case((likely, group.scalar_subquery())).label("state_group")] if synapse else []),
         )
         .select_from(
-            events.outerjoin(metadata, metadata.c.event_id == events.c.event_id)
-            .outerjoin(tables.rejections, tables.rejections.c.event_id == events.c.event_id)
-            .outerjoin(tables.rooms, tables.rooms.c.room_id == events.c.room_id)
+            table.outerjoin(event_json, event_json.c.event_id == table.c.event_id)
+            .outerjoin(tables.rejections, tables.rejections.c.event_id == table.c.event_id)
+            .outerjoin(tables.rooms, tables.rooms.c.room_id == table.c.room_id)
         )
-        .where(events.c.stream_ordering <= upto)
+        .where(table.c.stream_ordering <= upto)
     )
-    schema = schemas.EVENTS.arrow_schema()
-    for page in source.pages(query, [events.c.stream_ordering], [max(after, 0)]):
-        rows = [_bare(row) for row in page]
-        sent = {row.event_id: row for row in rows if is_ours(row, server_name)}
-        details = source.read(
-            lambda connection, sent=sent: _details(connection, sent, synapse=synapse)  # type: ignore[misc]
-        )
-        records = [_event_record(row, details.get(row.event_id)) for row in rows]
-        yield pa.Table.from_pylist(records, schema)
+    for page in source.pages(query, [table.c.stream_ordering], [max(after, 0)]):
+        rows = [_event_row(row) for row in page if row.likely]
+        ours = [row for row in rows if is_ours(row, server_name)]
+        details = source.read(partial(_details, ours, synapse=synapse))
+        yield _event_batch(page, details)
 
 
-def _bare(row: Row[Any]) -> EventRow:
-    """An event without its JSON: this is enough to decide whether it is ours."""
-    metadata = json_object(row.internal_metadata)
+@lru_cache(maxsize=1_000)
+def _metadata(text: str | None) -> Mapping[str, Any]:
+    """Internal metadata, to read only: few events have other ones than most."""
+    return json_object(text)
+
+
+def _event_row(row: Row[Any]) -> EventRow:
+    """An event that may be ours, with what is enough to decide it."""
     return EventRow(
         stream_ordering=row.stream_ordering,
         event_id=row.event_id,
@@ -211,40 +122,36 @@ def _bare(row: Row[Any]) -> EventRow:
         depth=0,
         outlier=bool(row.outlier),
         rejected=row.rejection is not None or row.rejection_reason is not None,
-        json="",
-        internal_metadata=metadata,
+        json=row.json or "",
+        internal_metadata=_metadata(row.internal_metadata),
         room_version=row.room_version,
         redacted=False,
     )
 
 
 def _details(
-    connection: Connection, sent: Mapping[str, EventRow], *, synapse: bool
+    ours: Sequence[EventRow], connection: Connection, *, synapse: bool
 ) -> dict[str, dict[str, Any]]:
-    """The details that only events of ours need: fields, state groups, extra servers."""
-    no_json = {"sendable": True, "bad": "the homeserver has no JSON for it"}
-    found: dict[str, dict[str, Any]] = {event_id: dict(no_json) for event_id in sent}
-    members: list[EventRow] = []
-    for chunk in in_chunks(sorted(sent)):
-        table = tables.event_json.c
-        query = sa.select(table.event_id, table.json).where(table.event_id.in_(chunk))
-        for event_id, text in connection.execute(query):
-            row = sent[event_id]
-            found[event_id] = _words(row, text)
-            if row.type == "m.room.member" and row.state_key is not None:
-                found[event_id]["membership"] = membership_in(text)
-                members.append(replace(row, json=text))
+    """The columns that only events of ours have, by event id."""
+    found = {row.event_id: _judged(row) for row in ours}
+    members = [
+        row
+        for row in ours
+        if row.type == "m.room.member" and row.state_key is not None and row.json
+    ]
+    for row in members:
+        found[row.event_id]["membership"] = membership_in(row.json)
     for event_id, membership in auth_memberships(connection, members).items():
         found[event_id]["auth_membership"] = membership
     if synapse:
-        _add_state(connection, found, members)
+        _add_prior_memberships(connection, found, members)
     else:
         _add_feed(connection, found)
     return found
 
 
-def _words(row: EventRow, text: str) -> dict[str, Any]:
-    event = json_object(text)
+def _judged(row: EventRow) -> dict[str, Any]:
+    event = json_object(row.json)
     bad = None
     if not event:
         bad = "the homeserver has no JSON for it"
@@ -252,26 +159,20 @@ def _words(row: EventRow, text: str) -> dict[str, Any]:
         bad = "the room's version is unknown"
     elif row.room_version not in ROOM_VERSIONS:
         bad = f"room version {row.room_version[:100]!r} is not one we know"
-    return {"sendable": bad is not None or bool(event.get("prev_events")), "bad": bad}
+    return {"ours": bad is not None or bool(event.get("prev_events")), "bad": bad}
 
 
-def _add_state(
+def _add_prior_memberships(
     connection: Connection, found: dict[str, dict[str, Any]], members: Sequence[EventRow]
 ) -> None:
-    for chunk in in_chunks(sorted(found)):
-        table = tables.event_to_state_groups.c
-        query = sa.select(table.event_id, table.state_group).where(table.event_id.in_(chunk))
-        for event_id, group in connection.execute(query):
-            found[event_id]["state_group"] = group
     replaced = {}
     for row in members:
         unsigned = json_object(row.json).get("unsigned")
         name = unsigned.get("replaces_state") if isinstance(unsigned, dict) else None
         replaced[row.event_id] = name if isinstance(name, str) else None
     known = memberships_of(connection, {name for name in replaced.values() if name})
-    for row in members:
-        name = replaced[row.event_id]
-        found[row.event_id]["prior_membership"] = "leave" if name is None else known.get(name)
+    for event_id, name in replaced.items():
+        found[event_id]["prior_membership"] = "leave" if name is None else known.get(name)
 
 
 def _add_feed(connection: Connection, found: dict[str, dict[str, Any]]) -> None:
@@ -281,26 +182,27 @@ def _add_feed(connection: Connection, found: dict[str, dict[str, Any]]) -> None:
             found[row.event_id] |= {"plus": row.plus, "minus": row.minus}
 
 
-def _event_record(row: EventRow, details: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A row of `events`. `details` None: not ours."""
-    metadata = row.internal_metadata
-    behalf = metadata.get("send_on_behalf_of")
-    record: dict[str, Any] = {
-        "stream_ordering": row.stream_ordering,
-        "event_id": row.event_id,
-        "room_id": row.room_id,
-        "type": row.type,
-        "sender": row.sender,
-        "state_key": row.state_key,
-        "received_ts": row.received_ts,
-        "ours": False,
-        "on_behalf_of": behalf if isinstance(behalf, str) else None,
-        "part": row.stream_ordering // schemas.EVENTS_PER_PART,
+def _event_batch(
+    page: Sequence[Row[Any]], details: Mapping[str, Mapping[str, Any]]
+) -> pa.RecordBatch:
+    """Rows of `events`; one without details is not ours."""
+    nothing: Mapping[str, Any] = {"ours": False}
+    own = [details.get(row.event_id, nothing) for row in page]
+    given: dict[str, Sequence[Any]] = dict(
+        zip(page[0]._fields, zip(*page, strict=True), strict=True)
+    )
+    behalf = [_metadata(text).get("send_on_behalf_of") for text in given["internal_metadata"]]
+    given["on_behalf_of"] = [name if isinstance(name, str) else None for name in behalf]
+    given["sender"] = [sender or "" for sender in given["sender"]]
+    given["part"] = [at // schemas.EVENTS_PER_PART for at in given["stream_ordering"]]
+    if "state_group" in given:
+        pairs = zip(given["state_group"], own, strict=True)
+        given["state_group"] = [None if each is nothing else group for group, each in pairs]
+    columns = {
+        name: given[name] if name in given else [each.get(name) for each in own]
+        for name in schemas.EVENTS.columns
     }
-    if details is not None:
-        extra = dict(details)
-        record |= {"ours": extra.pop("sendable"), **extra}
-    return record
+    return _batch(schemas.EVENTS, columns)
 
 
 # --- rooms ----------------------------------------------------------------------------------------
@@ -312,41 +214,60 @@ def newest_state_group(connection: Connection) -> int:
     return -1 if found is None else found
 
 
-def state_group_pages(source: Source, after: int, upto: int) -> Iterator["pyarrow.Table"]:
-    """`state_groups` with after < number <= upto."""
+def state(main: Source, state: Source, config: Config) -> tuple[Reading, Reading]:
+    """`state_groups` and `state_members`, by the number of the group.
+
+    Args:
+        main: the database that has the membership of a membership event.
+        state: that of the state groups; mostly the same one.
+    """
+    rate = config.pipeline.rows_per_second
+    groups = Reading(schemas.STATE_GROUPS, (state,), _state_group_batches, rate)
+    both = (main, state)
+    return groups, Reading(
+        schemas.STATE_MEMBERS, both, _state_member_batches, rate, MEMBERS_PER_GROUP
+    )
+
+
+def _state_group_batches(source: Source, after: int, upto: int) -> Iterator[pa.RecordBatch]:
     groups, edges = tables.state_groups, tables.state_group_edges
     query = (
-        sa.select(groups.c.id.label("state_group"), edges.c.prev_state_group, groups.c.room_id)
+        sa.select(groups.c.id, edges.c.prev_state_group, groups.c.room_id)
         .select_from(groups.outerjoin(edges, edges.c.state_group == groups.c.id))
         .where(groups.c.id <= upto)
     )
     for page in source.pages(query, [groups.c.id], [after]):
-        yield _table(page, ("state_group", "prev_state_group", "room_id"))
+        yield _batch_of(schemas.STATE_GROUPS, page, ("state_group", "prev_state_group", "room_id"))
 
 
-def state_member_pages(
-    source: Source, state: Source, after: int, upto: int
-) -> Iterator["pyarrow.Table"]:
-    """`state_members` of the groups with after < number <= upto.
-
-    Args:
-        source: the main database, which has the membership of a membership event.
-        state: the database of the state groups.
-    """
-    table = tables.state_groups_state.c
+def _state_member_batches(
+    main: Source, state: Source, after: int, upto: int
+) -> Iterator[pa.RecordBatch]:
+    table, memberships = tables.state_groups_state, tables.room_memberships.c
+    here = main is state
     query = (
-        sa.select(table.state_group, table.state_key, table.event_id)
-        .where(table.type == "m.room.member")
-        .where(table.state_group > after, table.state_group <= upto)
+        sa.select(
+            table.c.state_group,
+            table.c.state_key,
+            memberships.membership if here else table.c.event_id,
+        )
+        .where(table.c.type == "m.room.member")
+        .where(table.c.state_group > after, table.c.state_group <= upto)
     )
-    for page in state.pages(query, [table.state_group, table.state_key]):
-        ids = {row.event_id for row in page}
-        known = source.read(lambda connection, ids=ids: memberships_of(connection, ids))  # type: ignore[misc]
-        rows = [(row.state_group, row.state_key, known.get(row.event_id)) for row in page]
-        yield _table(rows, ("state_group", "user_id", "membership"))
+    if here:
+        query = query.select_from(
+            table.outerjoin(tables.room_memberships, memberships.event_id == table.c.event_id)
+        )
+    for page in state.pages(query, [table.c.state_group, table.c.state_key]):
+        rows: Sequence[Any] = page
+        if not here:
+            ids = {row.event_id for row in page}
+            known = main.read(lambda connection, ids=ids: memberships_of(connection, ids))  # type: ignore[misc]
+            rows = [(row.state_group, row.state_key, known.get(row.event_id)) for row in page]
+        yield _batch_of(schemas.STATE_MEMBERS, rows, ("state_group", "user_id", "membership"))
 
 
-def room_server_pages(source: Source, after: int) -> Iterator["pyarrow.Table"]:
+def room_server_batches(source: Source, after: int) -> Iterator[pa.RecordBatch]:
     """`room_servers` that changed above a token.
 
     A full sync ends stays at its token, which may be this one, and begins those of a new history
@@ -358,10 +279,10 @@ def room_server_pages(source: Source, after: int) -> Iterator["pyarrow.Table"]:
         sa.or_(table.joined >= after, table.left >= after), table.joined <= upto
     )
     for page in source.pages(query, [table.room_id, table.server, table.joined]):
-        yield _table(page, ("room_id", "server", "joined", "left"))
+        yield _batch_of(schemas.ROOM_SERVERS, page, ("room_id", "server", "joined", "left"))
 
 
-def told_servers(source: Source, *, after: int, upto: int) -> Iterator["pyarrow.Table"]:
+def told_servers(source: Source, *, after: int, upto: int) -> Iterator[pa.RecordBatch]:
     """`told_servers` of the rooms that are partial now, for the events of this ingest."""
 
     def look(connection: Connection) -> list[tuple[str, str, int, int]]:
@@ -377,7 +298,7 @@ def told_servers(source: Source, *, after: int, upto: int) -> Iterator["pyarrow.
 
     rows = source.read(look)
     if rows:
-        yield _table(rows, ("room_id", "server", "first", "last"))
+        yield _batch_of(schemas.TOLD_SERVERS, rows, ("room_id", "server", "first", "last"))
 
 
 # --- as it stands now -----------------------------------------------------------------------------
@@ -397,38 +318,41 @@ _SNAPSHOTS: Final = {
 
 def snapshots(
     source: Source, database: str
-) -> Iterator[tuple[schemas.LakeTable, Iterator["pyarrow.Table"]]]:
+) -> Iterator[tuple[schemas.LakeTable, Iterator[pa.RecordBatch]]]:
     """The tables that are read in full, of the `homeserver` or the `sender` database."""
     for target, table, key in _SNAPSHOTS[database]:
         names = [*key, *(name for name in target.columns if name not in key)]
         query = sa.select(*(table.c[name] for name in names))
         pages = source.pages(query, [table.c[name] for name in key])
-        yield target, (_table(page, names) for page in pages)
+        yield target, (_batch_of(target, page, names) for page in pages)
     if database == "sender":
         ups, rooms = tables.catch_ups, tables.catch_up_rooms
+        room = sa.func.coalesce(rooms.c.room_id, "")
         query = sa.select(
-            ups.c.destination,
-            sa.func.coalesce(rooms.c.room_id, "").label("room"),
-            ups.c.floor,
-            rooms.c.room_id,
-            rooms.c.sent_to,
+            ups.c.destination, room, ups.c.floor, rooms.c.room_id, rooms.c.sent_to
         ).select_from(ups.outerjoin(rooms, rooms.c.destination == ups.c.destination))
-        key_columns = [ups.c.destination, sa.func.coalesce(rooms.c.room_id, "")]
-        pages = source.pages(query, key_columns)
+        names = ["destination", "floor", "room_id", "sent_to"]
+        pages = source.pages(query, [ups.c.destination, room])
         yield (
             schemas.CATCH_UPS,
             (
-                _table(
-                    [(row[0], *row[2:]) for row in page],
-                    ("destination", "floor", "room_id", "sent_to"),
-                )
+                _batch_of(schemas.CATCH_UPS, [(row[0], *row[2:]) for row in page], names)
                 for page in pages
             ),
         )
 
 
-def _table(rows: Sequence[Any], names: Sequence[str]) -> "pyarrow.Table":
-    import pyarrow as pa
+def _batch(table: schemas.LakeTable, columns: Mapping[str, Sequence[Any]]) -> pa.RecordBatch:
+    """Columns of the table; each may be null, as in a table for Spark."""
+    schema = table.arrow_schema()
+    fields = [schema.field(name).with_nullable(True) for name in columns]
+    arrays = [
+        pa.array(column, field.type) for column, field in zip(columns.values(), fields, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
 
-    columns = list(zip(*rows, strict=True))
-    return pa.table({name: list(column) for name, column in zip(names, columns, strict=True)})
+
+def _batch_of(
+    table: schemas.LakeTable, rows: Sequence[Any], names: Sequence[str]
+) -> pa.RecordBatch:
+    return _batch(table, dict(zip(names, zip(*rows, strict=True), strict=True)))

@@ -1,0 +1,238 @@
+"""Rows per second of `pipeline ingest` out of a database, by one connection and by two.
+
+A made-up Synapse is written into an SQLite file and into a PostgreSQL of the benchmark's own, with
+the same rows. Half of its events are its own, one in ten is about a member. Every tenth event has a
+state group with one member, and each hundredth group is a copy of 1,000 members, so there are about
+as many members as events. The lakes must have all of them.
+
+One connection reads in this process, two in processes of Spark's. CPU seconds are apart for the
+reader with all its processes, Java among them, and for PostgreSQL.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+
+import sqlalchemy as sa
+from tests.pipeline.worlds import set_position
+from tests.servers import open_postgres
+from tests.store import synapse_schema
+
+from fedsender.bench.meter import Options
+from fedsender.config import Config, from_values
+from fedsender.pipeline import ingest, sources
+from fedsender.pipeline.database import open_source
+from fedsender.pipeline.lake import open_lake
+from fedsender.pipeline.session import spark_session
+from fedsender.store import tables
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+US: Final = "bench.example"
+EVENTS_PER_ROOM: Final = 1_000
+EVENTS_PER_GROUP: Final = 10
+GROUPS_PER_COPY: Final = 100
+MEMBERS: Final = 1_000
+_AT_ONCE: Final = 20_000
+_TEXT: Final = "x" * 500
+_MS: Final = 1_700_000_000_000
+# Synapse's own; our description of its tables has them not.
+_INDEXES: Final = (
+    "CREATE INDEX state_groups_state_type_idx ON state_groups_state (state_group, type, state_key)",
+    "CREATE UNIQUE INDEX state_group_edges_unique_idx"
+    " ON state_group_edges (state_group, prev_state_group)",
+)
+
+
+async def pipeline_read(options: Options) -> dict[str, Any]:
+    """Figures of the first read of everything; `options.events` is the number of events."""
+    figures: dict[str, Any] = {}
+    broken: list[str] = []
+    with TemporaryDirectory(prefix="fedsender-bench-") as name, open_postgres() as server:
+        directory = Path(name)
+        server.create_database("bench")
+        urls = {"sqlite": f"sqlite:///{name}/homeserver.db", "postgresql": server.url("bench")}
+        for url in urls.values():
+            fill(url, options.events)
+        settings = _config(directory, urls["sqlite"], 2).pipeline.spark
+        with spark_session(settings, "bench", directory) as spark:
+            for number in range(options.rounds):
+                for database, url in urls.items():
+                    for connections in (1, 2):
+                        config = _config(directory / f"{number}{database}", url, connections)
+                        told = _read(config, url, spark, server.pid)
+                        figures.setdefault(f"{database}_{connections}", []).append(told)
+                        rows = (told["events"]["rows"], told["state"]["rows"])
+                        if rows != (options.events, _state_rows(options.events)):
+                            broken.append(f"{database} {connections}: {rows} rows")
+    return {"events": options.events, "figures": figures, "broken": broken}
+
+
+def _config(directory: Path, url: str, connections: int) -> Config:
+    return from_values(
+        {
+            "server_name": US,
+            "signing_key": "key",
+            "instance_name": "master",
+            "homeserver": {"kind": "synapse", "database": url},
+            "feed": {"kind": "redis"},
+            "pipeline": {
+                "lake": str(directory / f"lake{connections}"),
+                "connections": connections,
+                "rows_per_second": 10_000_000,
+                "spark": {"master": "local[2]"},
+            },
+        },
+        directory=directory,
+    )
+
+
+def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[str, Any]:
+    """Read all into a new lake: what it took for the events, and for the state groups."""
+    lake = open_lake(config.pipeline.lake, US, create=True)
+    found: dict[str, Any] = {}
+    with open_source(url, "homeserver") as main:
+        newest = main.read(sources.newest_state_group)
+        upto = sources.events_position(main, "master")
+        for name, readings, last in (
+            ("events", [sources.events(main, config)], upto),
+            ("state", sources.state(main, main, config), newest),
+        ):
+            began, reader, served = time.perf_counter(), _cpu_s(os.getpid(), server), _cpu_s(server)
+            commits = ingest.read_ranges(lake, config, spark, readings, 0, last)
+            rows = sum(sum(counts) for _, counts in commits)
+            seconds = time.perf_counter() - began
+            found[name] = {
+                "rows": rows,
+                "s": round(seconds, 1),
+                "rows_per_s": round(rows / seconds),
+                "reader_cpu_us": _us(_cpu_s(os.getpid(), server) - reader, rows),
+                "server_cpu_us": _us(_cpu_s(server) - served, rows),
+            }
+    return found
+
+
+def _us(seconds: float, rows: int) -> float:
+    """Microseconds per row."""
+    return round(1e6 * seconds / max(rows, 1), 1)
+
+
+def _cpu_s(pid: int, without: int = 0) -> float:
+    """CPU seconds of a process, and of its children and theirs, also those that have ended."""
+    if pid == without:
+        return 0.0
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        own = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+        tasks = list(Path(f"/proc/{pid}/task").glob("*/children"))
+        children = [int(child) for task in tasks for child in task.read_text().split()]
+    except OSError:
+        return 0.0
+    return own + sum(_cpu_s(child, without) for child in children)
+
+
+def _state_rows(events: int) -> int:
+    """State groups and members that `rows_of` makes for so many events."""
+    of_state = (tables.state_groups, tables.state_groups_state)
+    return sum(
+        table in of_state
+        for at in range(EVENTS_PER_GROUP, events + 1, EVENTS_PER_GROUP)
+        for table, _ in rows_of(at)
+    )
+
+
+COLUMNS: Final = {
+    tables.events: (
+        "stream_ordering, event_id, room_id, type, sender, state_key, received_ts, depth, outlier"
+    ),
+    tables.event_json: "event_id, room_id, internal_metadata, json, format_version",
+    tables.event_to_state_groups: "event_id, state_group",
+    tables.room_memberships: "event_id, user_id, room_id, membership",
+    tables.state_groups: "id, room_id",
+    tables.state_group_edges: "state_group, prev_state_group",
+    tables.state_groups_state: "state_group, room_id, type, state_key, event_id",
+}
+
+
+def rows_of(at: int) -> Iterator[tuple[sa.Table, Sequence[Any]]]:
+    """The rows about the event with this stream ordering, each with its table."""
+    room, event_id = f"!{at % 997}:{US}", event_id_of(at)
+    ours, member = at % 2 == 0, at % EVENTS_PER_GROUP == 0
+    sender = f"@user{at % 1009}:{US if ours else f's{at % 499}.example'}"
+    kind, state_key = ("m.room.member", sender) if member else ("m.room.message", None)
+    document = {
+        "auth_events": [event_id_of(n) for n in (1, 2, 3)],
+        "content": {"membership": "join"} if member else {"body": _TEXT[: at % 500]},
+        "depth": at,
+        "hashes": {"sha256": event_id[1:]},
+        "origin_server_ts": _MS + at,
+        "prev_events": [event_id_of(at - 1)],
+        "room_id": room,
+        "sender": sender,
+        "signatures": {US: {"ed25519:a": "s" * 86}},
+        "type": kind,
+        "unsigned": {"replaces_state": event_id_of(at - EVENTS_PER_GROUP)} if member else {},
+    }
+    group = at // EVENTS_PER_GROUP + 1
+    yield tables.events, (at, event_id, room, kind, sender, state_key, _MS + at, at, False)
+    yield tables.event_json, (event_id, room, "{}", json.dumps(document), 3)
+    yield tables.event_to_state_groups, (event_id, group)
+    if not member:
+        return
+    yield tables.room_memberships, (event_id, state_key, room, "join")
+    yield tables.state_groups, (group, room)
+    yield tables.state_group_edges, (group, group - 1)
+    copied = min(MEMBERS, group - 1) if group % GROUPS_PER_COPY == 0 else 1
+    for n in range(copied):
+        of = event_id_of(at - EVENTS_PER_GROUP * n)
+        user = f"@user{n}:s{n % 499}.example"
+        yield tables.state_groups_state, (group, room, kind, user, of)
+
+
+def event_id_of(at: int) -> str:
+    """As of a room version that makes it of a hash: neighbours are far apart in an index."""
+    digest = hashlib.sha256(str(at).encode()).digest()
+    return "$" + base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def fill(url: str, events: int) -> None:
+    """Make the tables of a Synapse at `url`, and all rows."""
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        synapse_schema.create(connection)
+        raw: Any = connection.connection.driver_connection
+        write = _copy if connection.dialect.name == "postgresql" else _insert
+        for first in range(1, events + 1, _AT_ONCE):
+            rows: dict[sa.Table, list[Sequence[Any]]] = {table: [] for table in COLUMNS}
+            for at in range(first, min(first + _AT_ONCE, events + 1)):
+                for table, row in rows_of(at):
+                    rows[table].append(row)
+            for table, values in rows.items():
+                write(raw, table, values)
+        rooms = [{"room_id": f"!{n}:{US}", "room_version": "10"} for n in range(997)]
+        connection.execute(tables.rooms.insert(), rooms)
+        for statement in _INDEXES:
+            connection.execute(sa.text(statement))
+        set_position(connection, "master", events)
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(sa.text("ANALYZE"))
+    engine.dispose()
+
+
+def _copy(connection: Any, table: sa.Table, rows: Sequence[Sequence[Any]]) -> None:
+    with connection.cursor().copy(f"COPY {table.name} ({COLUMNS[table]}) FROM STDIN") as copy:
+        for row in rows:
+            copy.write_row(row)
+
+
+def _insert(connection: Any, table: sa.Table, rows: Sequence[Sequence[Any]]) -> None:
+    names = COLUMNS[table]
+    holders = ", ".join("?" for _ in names.split(","))
+    connection.executemany(f"INSERT INTO {table.name} ({names}) VALUES ({holders})", rows)

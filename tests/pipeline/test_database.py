@@ -1,0 +1,296 @@
+"""Ranges of a database that Spark reads side by side, on SQLite and on PostgreSQL."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+import sqlalchemy as sa
+from tests.pipeline.test_ingest import Killed, config_of, contents
+from tests.pipeline.worlds import US, embedded_world, synapse_world
+from tests.servers import Databases
+
+from fedsender.config import Config
+from fedsender.pipeline import PipelineError, database, ingest, schemas, sources
+from fedsender.pipeline.database import Away, Reading, Source, at_rate, open_source, own_errors
+from fedsender.pipeline.lake import Lake, open_lake
+from fedsender.pipeline.session import showing
+from fedsender.store import connections, tables
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture(autouse=True)
+def _small_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 40 rows are read by Spark, in commits of 40 for each connection."""
+    monkeypatch.setattr(ingest, "ROWS_PER_COMMIT", 40)
+    monkeypatch.setattr(sources, "MEMBERS_PER_GROUP", 1)
+
+
+def driver_url(url: str) -> str:
+    return url.replace("postgresql://", "postgresql+psycopg://")
+
+
+def read(lake: Lake, url: str, config: Config, spark: "SparkSession | None") -> ingest.Ingested:
+    told = ingest.Ingested()
+    with showing(quiet=True) as steps, open_source(url, "homeserver") as source:
+        ingest.read_homeserver(lake, source, config, steps, told, spark)
+    return told
+
+
+def parallel(directory: Path, kind: str = "synapse", **pipeline: Any) -> Config:
+    return config_of(directory, kind, pipeline={"connections": 2, **pipeline})
+
+
+@pytest.mark.parametrize(("database", "kind"), [("postgresql", "synapse"), ("sqlite", "embedded")])
+def test_spark_reads_what_one_connection_reads_also_after_crashes(
+    tmp_path: Path,
+    postgres: Databases,
+    spark: "SparkSession",
+    database: str,
+    kind: str,
+) -> None:
+    url = f"sqlite:///{tmp_path}/a.db" if database == "sqlite" else postgres.create_database()
+    make: Callable[..., Any] = synapse_world if kind == "synapse" else embedded_world
+    world = make(driver_url(url), 11, rooms=4, steps=30)
+    config = parallel(tmp_path, kind)
+    whole = open_lake(tmp_path / "whole", US, create=True)
+    read(whole, url, config, None)
+    points = 0
+
+    def killed_at(number: int) -> Callable[[str], None]:
+        def faults(_: str) -> None:
+            nonlocal points
+            points += 1
+            if points == number:
+                raise Killed
+
+        return faults
+
+    at = 2
+    while True:
+        points = 0
+        lake = open_lake(tmp_path / "lake", US, create=True, faults=killed_at(at))
+        try:
+            read(lake, url, config, spark)
+        except Killed:
+            at += 5
+        else:
+            break
+    assert at > 2
+    found, expected = contents(lake), contents(whole)
+    # These are said for what is read then.
+    found["told_servers"] = expected["told_servers"] = []
+    assert found == expected
+    assert lake.rows(schemas.EVENTS) == world.ordering
+    assert read(lake, url, config, spark).events == 0
+
+
+def test_a_range_is_cut_into_as_many_as_there_are_connections(
+    tmp_path: Path, spark: "SparkSession"
+) -> None:
+    config = parallel(tmp_path)
+    url = f"sqlite:///{tmp_path}/a.db"
+    world = synapse_world(url, 1, rooms=2, steps=20)
+    with open_source(url, "homeserver") as source:
+        for parts in (1, 3, world.ordering + 5):
+            frame = sources.events(source, config).frame(spark, 0, world.ordering, parts)
+            assert frame.rdd.getNumPartitions() == parts
+            found = sorted(row.stream_ordering for row in frame.collect())
+            assert found == list(range(1, world.ordering + 1))
+
+
+def test_all_partitions_see_one_moment(
+    tmp_path: Path, postgres: Databases, spark: "SparkSession"
+) -> None:
+    """Between them, and while they read, a homeserver goes on and changes what it likes."""
+    config = parallel(tmp_path)
+    url = postgres.create_database()
+    world = synapse_world(driver_url(url), 2, rooms=2, steps=30)
+    engine = sa.create_engine(driver_url(url))
+
+    def change(kind: str) -> None:
+        with engine.begin() as connection:
+            connection.execute(tables.events.update().values(type=kind))
+
+    with open_source(url, "homeserver") as source, source.snapshot() as frozen:
+        change("changed")
+        frame = sources.events(frozen, config).frame(spark, 0, world.ordering, 3)
+        assert "changed" not in {row.type for row in frame.collect()}
+        change("changed again")
+        assert "changed" not in {row.type for row in frame.collect()}
+        now = sources.events(source, config).frame(spark, 0, world.ordering, 3)
+        assert {row.type for row in now.collect()} == {"changed again"}
+    engine.dispose()
+
+
+def end_readers(url: str) -> None:
+    """End the connections of the pipeline, as PostgreSQL does with one that holds too much."""
+    engine = sa.create_engine(driver_url(url))
+    with engine.begin() as connection:
+        connection.execute(
+            sa.text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE application_name = 'fedsender pipeline' AND datname = current_database()"
+            )
+        )
+    engine.dispose()
+
+
+def test_when_the_holder_of_a_snapshot_dies_the_commit_is_read_again_from_another(
+    tmp_path: Path,
+    postgres: Databases,
+    spark: "SparkSession",
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url, config = postgres.create_database(), parallel(tmp_path)
+    world = synapse_world(driver_url(url), 3, rooms=3, steps=40)
+
+    def left_alone() -> None:
+        with open_source(url, "homeserver") as source, source.snapshot() as frozen:
+            end_readers(url)
+            sources.events(frozen, config).frame(spark, 0, world.ordering, 2).collect()
+
+    with pytest.raises(Away, match=r"^homeserver database: .*(terminat|snapshot)"), own_errors():
+        left_alone()
+    made, frame_of = 0, Reading.frame
+
+    def dying(reading: Reading, *arguments: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == 2:
+            end_readers(url)
+        return frame_of(reading, *arguments)
+
+    monkeypatch.setattr(Reading, "frame", dying)
+    lakes = [open_lake(tmp_path / name, US, create=True) for name in ("lake", "whole")]
+    assert read(lakes[0], url, config, spark).events == world.ordering
+    assert read(lakes[1], url, config, None).events == world.ordering
+    assert contents(lakes[0]) == contents(lakes[1])
+    assert made > 2
+
+
+def test_a_partition_that_fails_is_one_error_with_table_and_range(
+    tmp_path: Path, postgres: Databases, spark: "SparkSession"
+) -> None:
+    sqlite, url = f"sqlite:///{tmp_path}/a.db", postgres.create_database()
+    for each in (sqlite, url):
+        world = synapse_world(driver_url(each), 4, rooms=4, steps=40)
+        assert world.ordering > 100
+    broken = {
+        sqlite: "UPDATE events SET received_ts = 'soon' WHERE stream_ordering = 70",
+        url: "DROP TABLE rejections",
+    }
+    said = {
+        sqlite: r"^events 41 to 80: .*",
+        url: r'^homeserver database: relation "rejections" does not exist.* \(events \d+ to \d+\)$',
+    }
+    for each, statement in broken.items():
+        engine = sa.create_engine(driver_url(each))
+        with engine.begin() as connection:
+            connection.execute(sa.text(statement))
+        engine.dispose()
+        lake = open_lake(tmp_path / ("s" if each == sqlite else "p"), US, create=True)
+        with pytest.raises(PipelineError, match=said[each]) as caught:
+            read(lake, each, parallel(tmp_path), spark)
+        assert "\n" not in str(caught.value)
+        assert lake.rows(schemas.EVENTS) == 0
+
+
+@contextmanager
+def most_connections(url: str, awaited: int) -> Iterator[Callable[[], int]]:
+    """The most connections of the pipeline that there were at once, while the body ran.
+
+    All that read events wait until there are as many as awaited.
+    """
+    over, most = threading.Event(), 0
+    query = sa.text(
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE application_name = 'fedsender pipeline' AND datname = current_database()"
+    )
+    engine = sa.create_engine(driver_url(url))
+    lock = engine.connect()
+    lock.execute(sa.text("LOCK TABLE events"))
+
+    def count() -> None:
+        nonlocal most
+        with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            while not over.wait(0.01):
+                most = max(most, connection.execute(query).scalar_one())
+                if most >= awaited:
+                    lock.rollback()
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        yield lambda: most
+    finally:
+        over.set()
+        thread.join()
+        lock.close()
+        engine.dispose()
+
+
+def test_no_more_connections_than_configured_and_one(
+    tmp_path: Path, postgres: Databases, spark: "SparkSession"
+) -> None:
+    url = postgres.create_database()
+    synapse_world(driver_url(url), 5, rooms=3, steps=40)
+    for awaited, with_spark in ((3, spark), (2, None)):
+        lake = open_lake(tmp_path / str(awaited), US, create=True)
+        with most_connections(url, awaited) as most:
+            read(lake, url, parallel(tmp_path), with_spark)
+        assert most() == awaited
+
+
+def test_a_rate_is_not_exceeded_and_time_lost_not_made_up_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, slept = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        slept.append(seconds)
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(database, "time", clock)
+    batch = pa.RecordBatch.from_pydict({"n": list(range(100))})
+    for taken_s in (0.0, 0.0, 0.5, 3.0, 0.0):
+        rated = at_rate(iter([batch]), 100)
+        assert next(rated) is batch
+        now += taken_s
+        assert next(rated, None) is None
+    assert slept == [1.0, 1.0, 0.5, 1.0]
+
+
+def test_a_connection_can_only_read_and_a_page_that_takes_too_long_is_made_smaller(
+    postgres: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = postgres.create_database()
+    engine = sa.create_engine(driver_url(url))
+    with engine.begin() as connection:
+        connection.execute(sa.text("CREATE TABLE n AS SELECT generate_series(1, 1500) AS n"))
+        connection.execute(sa.text("CREATE UNIQUE INDEX ON n (n)"))
+    engine.dispose()
+    table = sa.table("n", sa.column("n", sa.BigInteger))
+    query = sa.select(table.c.n, sa.func.pg_sleep(0.001))
+
+    def setting(name: str) -> Callable[[sa.Connection], str]:
+        return lambda connection: connection.execute(sa.text(f"SHOW {name}")).scalar_one()
+
+    with open_source(url, "homeserver") as source:
+        assert source.read(setting("default_transaction_read_only")) == "on"
+        assert source.read(setting("transaction_read_only")) == "on"
+        assert source.read(setting("statement_timeout")) == "1min"
+        assert source.read(setting("max_parallel_workers_per_gather")) == "0"
+    monkeypatch.setattr(connections, "STATEMENT_MS", 1_000)
+    with closing(Source(url, "homeserver")) as source:
+        pages = [len(page) for page in source.pages(query, [table.c.n])]
+    assert sum(pages) == 1_500
+    assert max(pages) < 1_000
