@@ -223,11 +223,16 @@ async def test_top_shows_a_server_and_puts_the_terminal_back(
 class Answers:
     """An endpoint that lists these servers, and notes what it is told."""
 
-    def __init__(self, page: dict[str, Any], *names: str) -> None:
-        self.page, self.names = page, list(names)
+    def __init__(
+        self, page: dict[str, Any], *names: str, why: dict[str, Any] | None = None
+    ) -> None:
+        self.page, self.names, self.why = page, list(names), why
         self.told: list[tuple[str, object]] = []
 
     def get(self, *path: str, **query: object) -> dict[str, Any]:
+        if path[0] == "why":
+            assert self.why is not None
+            return self.why
         [entry] = self.page["page"]["destinations"]
         entries = [entry | {"destination": name} for name in self.names]
         return self.page | {"page": self.page["page"] | {"destinations": entries}}
@@ -276,6 +281,27 @@ async def test_a_key_of_top_acts_on_the_server_that_was_marked(
     screen.ask()
     screen.press("k")
     assert marked() == ["s38.example"]
+
+
+async def test_top_shows_why_in_lines_as_wide_as_the_screen(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_desk(world) as desk:
+        await fall_behind(world, B)
+        answers = Answers(
+            await desk.get("overview", behind=True), B, why=await desk.get(f"why/{B}")
+        )
+    monkeypatch.setattr("fedsender.admin.top.screen_width", lambda: 80)
+    screen = _Screen(answers)  # type: ignore[arg-type]  # answers without a daemon
+    screen.ask()
+    screen.lines(80, 24)
+    screen.press("\n")
+    lines = screen.lines(80, 24)
+    assert len(lines) <= 24
+    assert lines[0].plain.split() == ["server", B]
+    assert str(lines[0].spans[0].style) == "bold"
+    assert all(line.cell_len <= 80 and line.plain.isprintable() for line in lines)
+    assert [line.plain for line in lines[-2:]] == ["", "any key: back"]
 
 
 def test_arrows_that_come_together_are_all_keys() -> None:

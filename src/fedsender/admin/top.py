@@ -249,15 +249,15 @@ class _Screen:
             # The newest first: the screen is cut at its end.
             self.page = display.attempts(reversed(found)).lines(screen_width())
         else:
-            console = Console(highlight=False, width=screen_width())
+            console = Console(highlight=False, width=screen_width(), force_terminal=True)
             with console.capture() as captured:
                 console.print(display.why(self.client.get("why", server)))
-            self.page = [Text(line) for line in captured.get().split("\n")]
+            self.page = [*Text.from_ansi(captured.get()).split()]
 
     def lines(self, width: int | None, height: int) -> list[Text]:
         """The drawing."""
         if self.page is not None:
-            return [*self.page[: height - 1], Text("any key: back", style="dim")]
+            return [*self.page[: height - 2], Text(), Text("any key: back", style="dim")]
         lines = display.head(self.answer)
         asked = f"sorted by {_SORTS[self.sort]}"
         if state := _STATES[self.state]:
