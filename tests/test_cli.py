@@ -5,6 +5,7 @@ The commands run in a thread beside a real endpoint on a Unix socket.
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -147,6 +148,7 @@ async def test_why_prints_a_sentence_and_the_facts(
         assert await shell("why", B) == 0
         assert "Failing for" in shell.out
         assert shell.out.count("connection refused") == 1
+        assert re.search(rf"^owed in +{R1}: newest event at 2, received 2027-", shell.out, re.M)
         assert await shell("why", B, "--json") == 0
         assert shell.lines[0]["last_error"]["outcome"] == "unreachable"
 
@@ -284,6 +286,7 @@ async def test_attempts_are_listed_with_and_without_a_daemon(
         with_daemon = shell.lines
         assert await shell("attempts", B) == 0
         assert "connection refused" in shell.out
+        assert re.search(r"^0 of \d+ attempts? delivered$", shell.out, re.M)
         assert await shell("attempts", C) == 0
         assert shell.out == f"no such attempt at {C} in the ledger\n"
         for wrong in ("soon", "2026-13-01", "-5"):

@@ -25,7 +25,6 @@ GUARDED = (
     SYNAPSES,
     f"{SYNAPSES}/a.example",
     "/page/overview",
-    "/logout",
     "/page.html",
     "/health/",
     "/ready/ready",

@@ -132,3 +132,13 @@ def test_a_cell_cannot_move_the_cursor() -> None:
     sheet = Sheet(Column("A"))
     sheet.add("x\x1b[2J\ny")
     assert [line.plain for line in sheet.lines(80)] == ["A", r"x\x1b[2J\ny"]
+
+
+def test_attempts_in_short_are_those_that_were_delivered() -> None:
+    def of(outcome: str, took_ms: int) -> dict[str, object]:
+        return {"outcome": outcome, "took_ms": took_ms}
+
+    assert display.took_in_short([of("failing", 60_000)]) == "0 of 1 attempt delivered"
+    entries = [of("delivered", number) for number in range(100, 0, -1)]
+    said = display.took_in_short([*entries, of("failing", 60_000)])
+    assert said == "100 of 101 attempts delivered in p50 50 ms, p95 95 ms, at most 100 ms"

@@ -7,14 +7,16 @@ import httpx
 import pytest
 import structlog.testing
 import trio
+from starlette.types import Receive, Scope, Send
 from tests.admin.desk import OURS, TOKEN, Desk, checked, open_desk
-from tests.admin.test_access import Said, scope_of
+from tests.admin.test_access import Said, scope_of, whole_body
 from tests.admin.test_endpoints import B, with_a_dead_server
 from tests.sender.harness import World
 from trio.testing import MockClock
 
 from fedsender.admin import display, page
 from fedsender.admin.access import Doorkeeper
+from fedsender.admin.http1 import OPERATORS
 from fedsender.console import safe
 
 FILES = ("/", "/page.css", "/page.js", "/icon.svg")
@@ -196,6 +198,27 @@ async def test_a_login_is_not_read_beyond_its_bound(autojump_clock: MockClock) -
     assert said.status == 413
 
 
+async def test_who_has_no_token_keeps_nobody_out(autojump_clock: MockClock) -> None:
+    """As many slow logins as there may be requests at once."""
+
+    async def silence() -> dict[str, Any]:
+        await trio.sleep_forever()
+        raise AssertionError
+
+    async def greet(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    door = Doorkeeper(greet, lambda: TOKEN, page=page.Page(lambda: TOKEN, bytes))
+    crowd, operator = [Said() for _ in range(OPERATORS.requests)], Said()
+    async with trio.open_nursery() as nursery:
+        for slow in crowd:
+            nursery.start_soon(door, scope_of(page.LOGIN), silence, slow.send)
+        await trio.sleep(1)
+        await door(scope_of(PROTECTED), whole_body, operator.send)
+    assert operator.status == 200
+    assert {slow.status for slow in crowd} == {408}
+
+
 async def test_a_session_ends_by_time_by_logout_and_by_another_token(
     world: World, autojump_clock: MockClock
 ) -> None:
@@ -208,11 +231,12 @@ async def test_a_session_ends_by_time_by_logout_and_by_another_token(
         checked(await visitor.get(), 401)
 
         await visitor.login()
-        out = await visitor.get(page.LOGOUT)
+        sent = {"Cookie": visitor.cookie, KEY: visitor.key}
+        out = await desk.http.post(page.LOGOUT, headers=sent)
         name, _, _ = visitor.cookie.partition("=")
         assert out.headers["set-cookie"].startswith(f"{name}=; Max-Age=0;")
         checked(await visitor.get(), 401)
-        checked(await visitor.get(page.LOGOUT), 401)
+        checked(await desk.http.post(page.LOGOUT, headers=sent), 401)
 
         await visitor.login()
         desk.token = "a new token"

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fedsender.admin.bodies import Refusal, error_body
 from fedsender.admin.http1 import OPERATORS, Bounds, Gone
-from fedsender.admin.page import LOGIN, LOGIN_BYTES, LOGOUT, Page
+from fedsender.admin.page import LOGIN_BYTES, Page
 from fedsender.matrix import parse_server_name
 
 log = structlog.get_logger()
@@ -81,27 +81,20 @@ class Doorkeeper:
             return
         if self._bounds.any_host:
             raise Refusal(404, "M_NOT_FOUND", f"here are only {', '.join(OPEN_PATHS)}")
-        page, login = self._page, False
-        if page is not None and self._token() is not None:
-            if page.has(scope):
-                await page.send_file(scope, send)
-                return
-            login = (scope["method"], scope["path"]) == ("POST", LOGIN)
-        refusal = None if login else self._refusal(scope)
-        if refusal is None and self._under_way >= self._bounds.requests:
-            refusal = Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
+        body = bytearray()
+        if self._page is not None and self._token() is not None and self._page.has(scope):
+            # It is not counted: nobody without the token may keep out those with it.
+            if scope["method"] == "POST":
+                await self._read_body(receive, body, LOGIN_BYTES)
+            await self._page.answer(scope, bytes(body), send)
+            return
+        refusal = self._refusal(scope)
         if refusal is not None:
             raise refusal
         self._under_way += 1
-        body = bytearray()
         try:
-            await self._read_body(receive, body, LOGIN_BYTES if login else self._bounds.body_bytes)
-            if page is not None and login:
-                await page.login(scope, bytes(body), send)
-            elif page is not None and scope["path"] == LOGOUT and page.admits(scope):
-                await page.logout(scope, send)
-            else:
-                await self._ask(_as_json(scope), _replay(bytes(body), receive), send)
+            await self._read_body(receive, body, self._bounds.body_bytes)
+            await self._ask(_as_json(scope), _replay(bytes(body), receive), send)
         finally:
             self._under_way -= 1
             self._large_bytes -= _large(body)
@@ -141,8 +134,16 @@ class Doorkeeper:
             setting = self._bounds.setting
             text = f"no access token is configured: set {setting} to use this endpoint"
             return Refusal(403, "M_FORBIDDEN", text)
-        if self._page is not None and self._page.admits(scope):
-            return None
+        if self._page is None or not self._page.admits(scope):
+            refusal = self._token_refusal(scope, expected)
+            if refusal is not None:
+                return refusal
+        if self._under_way >= self._bounds.requests:
+            return Refusal(503, "M_LIMIT_EXCEEDED", "too many requests at once")
+        return None
+
+    def _token_refusal(self, scope: Scope, expected: str) -> Refusal | None:
+        """Why the request's token is not the right one; None: it is."""
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not token:

@@ -92,13 +92,20 @@ class Page:
         self._wrong: list[float] = []
 
     def has(self, scope: Scope) -> bool:
-        """Whether this request is for a file, and so needs neither token nor session."""
+        """Whether the page itself answers this request, which needs no token."""
+        if scope["method"] == "POST":
+            return scope["path"] in (LOGIN, LOGOUT)
         return scope["method"] in ("GET", "HEAD") and scope["path"] in self._files
 
-    async def send_file(self, scope: Scope, send: Send) -> None:
-        """Answer with the file."""
-        body, kind = self._files[scope["path"]]
-        await _answer(send, body, [(b"content-type", kind)])
+    async def answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Answer it; raises Refusal."""
+        if scope["method"] != "POST":
+            content, kind = self._files[scope["path"]]
+            await _answer(send, content, [(b"content-type", kind)])
+        elif scope["path"] == LOGIN:
+            await self._login(scope, body, send)
+        else:
+            await self._logout(scope, send)
 
     def admits(self, scope: Scope) -> bool:
         """Whether the request is one of the page's, in a session that has not ended."""
@@ -113,8 +120,8 @@ class Page:
             and hmac.compare_digest(token, session.token)
         )
 
-    async def login(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Begin a session for who has the token; raises Refusal."""
+    async def _login(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Begin a session for who has the token."""
         # No page of another origin can send JSON without asking, and the answer would be no.
         if not _is_same_origin(scope) or [*_values(scope, b"content-type")] != [
             b"application/json"
@@ -142,8 +149,10 @@ class Page:
         log.info("login at the page", sessions=len(self._sessions))
         await _answer(send, orjson.dumps({"key": key}), self._set_cookie(scope, cookie))
 
-    async def logout(self, scope: Scope, send: Send) -> None:
+    async def _logout(self, scope: Scope, send: Send) -> None:
         """End the session of the request."""
+        if not self.admits(scope):
+            raise Refusal(401, "M_UNKNOWN_TOKEN", "there is no such session")
         del self._sessions[self._digest(scope)]
         await _answer(send, b"{}", self._set_cookie(scope, ""))
 

@@ -68,8 +68,10 @@ function draw(tag, attributes, ...children) {
   return node;
 }
 
-const button = (text, onclick, attributes = {}) => make("button", { type: "button", onclick, ...attributes }, text);
-const linkTo = (kind, name, text = name) => make("a", { href: `#/${kind}/${encodeURIComponent(name)}` }, text);
+const button = (text, onclick, attributes = {}) =>
+  make("button", { type: "button", onclick, ...attributes }, text);
+const linkTo = (kind, name, text = name) =>
+  make("a", { href: `#/${kind}/${encodeURIComponent(name)}` }, text);
 
 // --- marks: each word has a colour and a shape ---------------------------------------------------
 
@@ -94,11 +96,13 @@ const SHAPES = {
   bar: (x, y, r) => `M${x - r} ${y - r / 2}h${2 * r}v${r}h${-2 * r}z`,
   cross: (x, y, r) => {
     const t = r / 3, arm = r - t;
-    return `M${x - t} ${y - r}h${2 * t}v${arm}h${arm}v${2 * t}h${-arm}v${arm}h${-2 * t}v${-arm}h${-arm}v${-2 * t}h${arm}z`;
+    const [a, b] = [`v${arm}h${arm}v${2 * t}h${-arm}v${arm}`, `v${-arm}h${-arm}v${-2 * t}h${arm}`];
+    return `M${x - t} ${y - r}h${2 * t}${a}h${-2 * t}${b}z`;
   },
 };
 
-const wordOf = (text) => ORDER.find((word) => text === word || text.startsWith(`${word} `) || text.startsWith(`${word},`)) ?? text;
+const wordOf = (text) =>
+  ORDER.find((word) => text === word || [" ", ","].includes(text.startsWith(word) && text[word.length])) ?? text;
 const [toneOf, shapeOf] = [0, 1].map((at) => (word) => (WORDS[word] ?? ["held", "bar"])[at]);
 
 function icon(word) {
@@ -133,11 +137,15 @@ function fillCell(cell, title, text, key) {
   if (cell.shown === text) return;
   cell.shown = text;
   cell.classList.toggle("none", text === null);
-  if (text === null) cell.replaceChildren("-");
-  else if (title === "SERVER" && text !== "every server") cell.replaceChildren(linkTo("server", key ?? text, text));
-  else if (title === "EVENT") cell.replaceChildren(linkTo("event", text));
-  else if (MARKED.includes(title)) cell.replaceChildren(make("span", {}, icon(wordOf(text)), text));
-  else cell.replaceChildren(make("span", {}, title === "EDUS" ? text.replaceAll(/(\d) /g, "$1\u00a0") : text));
+  cell.replaceChildren(text === null ? "-" : partOf(title, text, key));
+}
+
+function partOf(title, text, key) {
+  if (title === "SERVER" && text !== "every server") return linkTo("server", key ?? text, text);
+  if (title === "EVENT") return linkTo("event", text);
+  if (MARKED.includes(title)) return make("span", {}, icon(wordOf(text)), text);
+  // A number stays with its type.
+  return make("span", {}, title === "EDUS" ? text.replaceAll(/(\d) /g, "$1\u00a0") : text);
 }
 
 // Roles are named, because some browsers forget them when a table is laid out in another way.
@@ -157,7 +165,8 @@ function fillTable(table, { columns, rows }, keys, { heads = {}, first = null, n
       make("th", { role: "columnheader", scope: "col", "data-title": title }, heads[title] ?? title));
     if (first) cells.unshift(make("th", { role: "columnheader", scope: "col" }, "CHOOSE"));
     table.setAttribute("role", "table");
-    table.append(make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...cells)), make("tbody", { role: "rowgroup" }));
+    table.append(make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...cells)));
+    table.append(make("tbody", { role: "rowgroup" }));
   }
   const body = table.tBodies[0];
   const before = new Map([...body.rows].map((row) => [row.key, row]));
@@ -166,7 +175,8 @@ function fillTable(table, { columns, rows }, keys, { heads = {}, first = null, n
     const key = keys ? keys[at] : at;
     const row = before.get(key) ?? newRow(key, columns, first);
     before.delete(key);
-    texts.forEach((text, column) => fillCell(row.cellsOfData[column], columns[column], text, keys && named ? key : null));
+    texts.forEach((text, column) =>
+      fillCell(row.cellsOfData[column], columns[column], text, keys && named ? key : null));
     if (body.rows[at] !== row) body.insertBefore(row, body.rows[at] ?? null);
   });
   for (const row of before.values()) row.remove();
@@ -201,7 +211,8 @@ function fillParts(view, table, answer, title) {
 
   function fill() {
     const shown = [...rows.keys()].filter((row) => chosen === null || words[row] === chosen);
-    fillPart(table, pager, { columns, rows: shown.map((row) => rows[row]) }, answer.keys && shown.map((row) => answer.keys[row]), part, fill);
+    const keys = answer.keys && shown.map((row) => answer.keys[row]);
+    fillPart(table, pager, { columns, rows: shown.map((row) => rows[row]) }, keys, part, fill);
   }
 
   key.replaceChildren(...ordered.map((word) => button(
@@ -221,7 +232,8 @@ function fillParts(view, table, answer, title) {
 
 // --- pictures ------------------------------------------------------------------------------------
 
-const inShort = (words, ordered) => ordered.map((word) => `${words.filter((each) => each === word).length} ${word}`).join(", ");
+const inShort = (words, ordered) =>
+  ordered.map((word) => `${words.filter((each) => each === word).length} ${word}`).join(", ");
 
 // Attempts by their time from left to right, and by how long they took from below.
 function drawAttempts(place, answer, words, ordered) {
@@ -233,23 +245,26 @@ function drawAttempts(place, answer, words, ordered) {
   const y = (ms) => height - bottom - (Math.log10(Math.max(1, ms)) / Math.log10(most)) * (height - top - bottom);
   const picture = draw("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, role: "img",
-    "aria-label": `Attempts by time and by how long they took: ${answer.said}; ${inShort(words, ordered)}. The table below has them all.`,
+    "aria-label": `Attempts by time and by how long they took: ${answer.said}; ${inShort(words, ordered)}.`,
   });
-  for (const [ms, text] of [[1, "1 ms"], [10, "10 ms"], [100, "100 ms"], [1000, "1 s"], [10000, "10 s"], [100000, "100 s"]]) {
-    if (ms > most) break;
+  for (let ms = 1; ms <= most; ms *= 10) {
+    const text = ms < 1000 ? `${ms} ms` : `${ms / 1000} s`;
     picture.append(
       draw("line", { x1: left, x2: width - right, y1: y(ms), y2: y(ms) }),
       draw("text", { x: left - 6, y: y(ms) + 4, "text-anchor": "end" }, text),
     );
   }
   for (const word of ordered) {
-    const d = answer.points.filter((_, row) => words[row] === word).map(([at, ms]) => SHAPES[shapeOf(word)](x(at), y(ms), 4)).join("");
+    const points = answer.points.filter((_, row) => words[row] === word);
+    const d = points.map(([at, ms]) => SHAPES[shapeOf(word)](x(at), y(ms), 4)).join("");
     picture.append(draw("path", { class: toneOf(word), d }));
   }
   // Without the seconds, two times have room on a phone.
   const when = answer.table.rows.map((row) => row[0].slice(0, 16));
   picture.append(draw("text", { x: left, y: height - 8 }, when.at(-1)));
-  if (when.length > 1) picture.append(draw("text", { x: width - right, y: height - 8, "text-anchor": "end" }, when[0]));
+  if (when.length > 1) {
+    picture.append(draw("text", { x: width - right, y: height - 8, "text-anchor": "end" }, when[0]));
+  }
   place.replaceChildren(picture);
 }
 
@@ -266,7 +281,7 @@ function drawMap(place, answer, words, ordered, pointed) {
   });
   const picture = draw("svg", {
     viewBox: `0 0 ${width} ${height}`, width, height, role: "img", class: "map",
-    "aria-label": `Servers by outcome: ${inShort(words, ordered)}. The table below has them all.`,
+    "aria-label": `Servers by outcome: ${inShort(words, ordered)}.`,
   }, ...ordered.map((word) => draw("path", { class: toneOf(word), d: paths.get(word).join("") })));
   const under = (event) => {
     const box = picture.getBoundingClientRect();
@@ -289,7 +304,10 @@ function drawMap(place, answer, words, ordered, pointed) {
 const sure = document.getElementById("sure");
 const DAY = 86_400_000;
 const REASON = { name: "reason", label: "Reason", value: "by an operator", required: true, maxlength: 500 };
-const PAUSES = [["30 minutes", DAY / 48], ["2 hours", DAY / 12], ["8 hours", DAY / 3], ["1 day", DAY], ["7 days", 7 * DAY], ["until it is resumed", ""]];
+const PAUSES = [
+  ["30 minutes", DAY / 48], ["2 hours", DAY / 12], ["8 hours", DAY / 3], ["1 day", DAY], ["7 days", 7 * DAY],
+  ["until it is resumed", ""],
+];
 
 // `run` is called with the fields and gives what was done, in words.
 function confirmed({ title, text, fields = [], does, danger = false, run, then }) {
@@ -301,9 +319,9 @@ function confirmed({ title, text, fields = [], does, danger = false, run, then }
   wrong.textContent = "";
   sure.querySelector(".fields").replaceChildren(...fields.map(({ label, options, type, ...attributes }) => {
     if (type === "checkbox") return make("label", { class: "check" }, make("input", { type, ...attributes }), label);
-    const input = options ? make("select", attributes) : make("input", { autocomplete: "off", spellcheck: "false", ...attributes });
-    if (options) input.append(...options.map(([said, value]) => make("option", { value }, said)));
-    return make("label", {}, label, input);
+    if (!options) return make("label", {}, label, make("input", { autocomplete: "off", spellcheck: "false", ...attributes }));
+    const choices = options.map(([said, value]) => make("option", { value }, said));
+    return make("label", {}, label, make("select", attributes, ...choices));
   }));
   const opener = document.activeElement;
   form.onsubmit = async (event) => {
@@ -313,7 +331,7 @@ function confirmed({ title, text, fields = [], does, danger = false, run, then }
       const done = await run(Object.fromEntries(new FormData(form)));
       sure.close();
       say(done);
-      then();
+      then(done);
     } catch (error) {
       if (error instanceof LoggedOut) {
         sure.close();
@@ -358,7 +376,8 @@ const ACTIONS = {
     ],
     does: "Pause",
     run: async ({ for_ms, reason, by }) => {
-      await tell("pause", { servers: [server], reason, for_ms: for_ms ? Number(for_ms) : null, by: by.trim() || null });
+      const until = { for_ms: for_ms ? Number(for_ms) : null, by: by.trim() || null };
+      await tell("pause", { servers: [server], reason, ...until });
       return `pause: ${server}`;
     },
   }),
@@ -373,7 +392,8 @@ const ACTIONS = {
   }),
   Park: (server) => ({
     title: `Park ${server}?`,
-    text: "For a server that is believed to be gone: nothing is sent to it until it is resumed. What it is owed is kept.",
+    text: "For a server that is believed to be gone: nothing is sent to it until it is resumed."
+      + " What it is owed is kept.",
     fields: [REASON],
     does: "Park",
     run: async ({ reason }) => {
@@ -393,7 +413,10 @@ const ACTIONS = {
     text: "The server is forgotten with all that it is owed. This cannot be undone.",
     fields: [
       { name: "typed", label: `To confirm, type ${server}`, required: true },
-      { name: "force", type: "checkbox", label: "Also while rooms are shared with it, whose events it then misses" },
+      {
+        name: "force", type: "checkbox",
+        label: "Also while rooms are shared with it, whose events it then misses",
+      },
     ],
     does: "Purge",
     danger: true,
@@ -401,6 +424,10 @@ const ACTIONS = {
       if (typed.trim() !== server) throw new Refused("this is not the name of the server");
       await tell("purge", { server, force: force !== undefined });
       return `purged: ${server}`;
+    },
+    then: (done) => {
+      parting = done;
+      location.hash = "#/";
     },
   }),
 };
@@ -419,9 +446,9 @@ function showServers(view, again) {
   }
 
   function change() {
+    const { behind, state, sort, pattern } = form.elements;
     Object.assign(asked, {
-      behind: form.elements.behind.checked, state: form.elements.state.value, sort: form.elements.sort.value,
-      pattern: form.elements.pattern.value.trim(), from: "",
+      behind: behind.checked, state: state.value, sort: sort.value, pattern: pattern.value.trim(), from: "",
     });
     again();
   }
@@ -436,14 +463,16 @@ function showServers(view, again) {
   })]));
 
   return async (signal) => {
-    const query = new URLSearchParams({ behind: asked.behind, sort: asked.sort, from: asked.from, limit: ROWS, pattern: asked.pattern || "*" });
-    if (asked.state) query.set("state", asked.state);
+    const { state, pattern, ...rest } = asked;
+    const query = new URLSearchParams({ ...rest, pattern: pattern || "*", limit: ROWS });
+    if (state) query.set("state", state);
     const answer = await ask(`page/overview?${query}`, undefined, signal);
     fillText(view.querySelector(".title"), answer.title);
     const readiness = view.querySelector(".readiness");
     readiness.classList.toggle("not", !answer.ready);
     while (readiness.children.length > answer.readiness.length) readiness.lastChild.remove();
-    answer.readiness.forEach((text, at) => fillText(readiness.children[at] ?? readiness.appendChild(make("li")), text));
+    answer.readiness.forEach((text, at) =>
+      fillText(readiness.children[at] ?? readiness.appendChild(make("li")), text));
     fillFacts(view.querySelector(".facts"), answer.facts);
     const classes = view.querySelector("details");
     classes.hidden = !answer.by_error.rows.length;
@@ -485,8 +514,9 @@ function showServer(view, again, server) {
     attempts = null;
     again();
   };
-  const act = (name) => button(`${name}…`, () => confirmed({ ...ACTIONS[name](server), then }), name === "Purge" ? { class: "danger" } : {});
-  const buttons = Object.fromEntries(Object.keys(ACTIONS).map((name) => [name, act(name)]));
+  const askFirst = (name) => () => confirmed({ then, ...ACTIONS[name](server) });
+  const buttons = Object.fromEntries(Object.keys(ACTIONS).map((name) => [name, button(`${name}…`, askFirst(name))]));
+  buttons.Purge.classList.add("danger");
   actions.append(...Object.values(buttons), button("Look again", then));
 
   return async (signal) => {
@@ -496,12 +526,14 @@ function showServer(view, again, server) {
     fillFacts(view.querySelector(".facts"), answer.facts.slice(1));
     fillText(view.querySelector(".rooms-said"), answer.said);
     const table = view.querySelector(".rooms");
-    const fillRooms = () => fillPart(table, table.nextElementSibling, answer.table, null, rooms, fillRooms);
+    const pager = table.nextElementSibling;
+    const fillRooms = () => fillPart(table, pager, answer.table, null, rooms, fillRooms);
     fillRooms();
     if (attempts !== null) return;
     attempts = await ask(`page/attempts/${name}`, undefined, signal);
     const cut = attempts.cut === null ? "" : `; ${attempts.cut}`;
-    fillText(view.querySelector(".attempts-said"), attempts.points.length ? attempts.said + cut : "The ledger has no attempt.");
+    const none = "The ledger has no attempt.";
+    fillText(view.querySelector(".attempts-said"), attempts.points.length ? attempts.said + cut : none);
     if (!attempts.points.length) return;
     const { words, ordered } = fillParts(view, view.querySelector(".attempts"), attempts, "OUTCOME");
     redraw = () => drawAttempts(picture, attempts, words, ordered);
@@ -528,10 +560,13 @@ function showEvent(view, again, event) {
     view.querySelector("section").hidden = !answer.keys.length;
     if (!answer.keys.length) return;
     const { words, ordered } = fillParts(view, view.querySelector(".fates"), answer, "OUTCOME");
-    redraw = () => drawMap(view.querySelector(".picture"), answer, words, ordered, view.querySelector(".pointed"));
+    const [picture, pointed] = [view.querySelector(".picture"), view.querySelector(".pointed")];
+    redraw = () => drawMap(picture, answer, words, ordered, pointed);
     redraw();
   };
 }
+
+const RELEASE = "Each event goes to its server after all, in the order of its room. EDUs cannot be released.";
 
 function showQuarantine(view, again) {
   const at = { from: "", server: "" };
@@ -545,7 +580,10 @@ function showQuarantine(view, again) {
   const chosen = () => boxes().filter((box) => box.checked).map((box) => Number(box.value));
   const all = make("input", { type: "checkbox" });
   all.addEventListener("change", () => boxes().forEach((box) => (box.checked = all.checked)));
-  const choose = (id) => make("td", { role: "cell", class: "choose" }, make("input", { type: "checkbox", value: id, "aria-label": `Choose item ${id}` }));
+  const choose = (id) => make(
+    "td", { role: "cell", class: "choose" },
+    make("input", { type: "checkbox", value: id, "aria-label": `Choose item ${id}` }),
+  );
   const items = (ids) => `${ids.length} ${ids.length === 1 ? "item" : "items"}`;
   const then = () => {
     all.checked = false;
@@ -558,10 +596,11 @@ function showQuarantine(view, again) {
   }, danger ? { class: "danger" } : {});
   view.querySelector(".actions").append(
     make("label", { class: "check" }, all, "All on this page"),
-    act("Release", "Each event goes to its server after all, in the order of its room. EDUs cannot be released.", false, async (ids) => {
+    act("Release", RELEASE, false, async (ids) => {
       const { released, kept, refused } = await tell("quarantine/release", { ids });
-      const left = [kept.length && `kept: ${kept.join(", ")}`, ...refused.map(({ event_id, reason }) => `${event_id}: ${reason}`)];
-      return [`released: ${released.join(", ") || "none"}`, ...left.filter(Boolean)].join("; ");
+      const said = [`released: ${released.join(", ") || "none"}`];
+      if (kept.length) said.push(`kept: ${kept.join(", ")}`);
+      return [...said, ...refused.map(({ event_id, reason }) => `${event_id}: ${reason}`)].join("; ");
     }),
     act("Drop", "The items are given up for good. This cannot be undone.", true, async (ids) => {
       const { dropped } = await tell("quarantine/drop", { ids });
@@ -584,8 +623,15 @@ function showQuarantine(view, again) {
 
 // --- where we are --------------------------------------------------------------------------------
 
-const VIEWS = { "": [showServers, "servers", OVERVIEW_MS], server: [showServer, "server", SERVER_MS], event: [showEvent, "event"], quarantine: [showQuarantine, "quarantine"] };
+// How each is shown, its template, and after how many ms it is asked for again.
+const VIEWS = {
+  "": [showServers, "servers", OVERVIEW_MS],
+  server: [showServer, "server", SERVER_MS],
+  event: [showEvent, "event", null],
+  quarantine: [showQuarantine, "quarantine", null],
+};
 let leaving = new AbortController();
+let parting = "";
 let redraw = () => {};
 
 function place(name) {
@@ -627,7 +673,8 @@ function go() {
   const [show, template, every] = VIEWS[kind] ?? VIEWS[""];
   document.getElementById("top").hidden = false;
   const signal = place(template);
-  say("");
+  say(parting);
+  parting = "";
   document.title = `${main.querySelector("h1").textContent} · fedsender`;
   for (const link of document.querySelectorAll("nav a")) {
     if (link.hash === `#/${kind}`) link.setAttribute("aria-current", "page");
@@ -660,7 +707,8 @@ async function keepFilled(fill, signal, every, nextAsked) {
     } catch (error) {
       if (signal.aborted) return;
       if (error instanceof LoggedOut) return enter();
-      if (!failed) say(error instanceof Refused ? `${error.message} (${new Date().toLocaleTimeString()})` : String(error));
+      const text = error instanceof Refused ? error.message : String(error);
+      if (!failed) say(`${text} (${new Date().toLocaleTimeString()})`);
       failed = true;
     }
     await Promise.race([asked, ended(signal), every ? timeToLook(every, signal) : asked]);
