@@ -682,6 +682,7 @@ function go() {
   }
   let due = Promise.withResolvers();
   const again = () => due.resolve();
+  signal.addEventListener("abort", again);
   let wanted = name;
   try {
     wanted = decodeURIComponent(name);
@@ -691,14 +692,21 @@ function go() {
   const fill = show(main, again, wanted);
   main.querySelector("h1").focus({ preventScroll: true });
   scrollTo(0, 0);
-  keepFilled(fill, signal, every, () => (due = Promise.withResolvers()).promise);
+  keepFilled(fill, signal, async () => {
+    const timer = every && setInterval(() => canLook() && again(), every);
+    await due.promise;
+    clearInterval(timer);
+    due = Promise.withResolvers();
+  });
 }
 
-// Fills the view now, when it is asked to, and each `every` ms, until another view is shown.
-async function keepFilled(fill, signal, every, nextAsked) {
+const live = document.getElementById("live");
+const canLook = () => live.checked && !document.hidden && !sure.open;
+
+// Fills the view now and each time that it is due, until another view is shown.
+async function keepFilled(fill, signal, due) {
   let failed = false;
   while (!signal.aborted) {
-    const asked = nextAsked();
     try {
       await fill(signal);
       main.classList.remove("filling");
@@ -711,16 +719,8 @@ async function keepFilled(fill, signal, every, nextAsked) {
       if (!failed) say(`${text} (${new Date().toLocaleTimeString()})`);
       failed = true;
     }
-    await Promise.race([asked, ended(signal), every ? timeToLook(every, signal) : asked]);
+    await due();
   }
-}
-
-const ended = (signal) => new Promise((resolve) => signal.addEventListener("abort", resolve, { once: true }));
-
-async function timeToLook(every, signal) {
-  const live = document.getElementById("live");
-  do await new Promise((resolve) => setTimeout(resolve, every));
-  while (!signal.aborted && (document.hidden || !live.checked || sure.open));
 }
 
 document.getElementById("skip").addEventListener("click", (event) => {
