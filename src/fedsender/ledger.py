@@ -129,7 +129,8 @@ class TransactionRecord:
 
     Attributes:
         edus: the number of EDUs that it carries, by type.
-        outbox: rows of `device_federation_outbox` that it carries, by stream id.
+        outbox: rows of `device_federation_outbox` that an answer has deleted, by stream id: those
+            that it carries, and those of answers before that are perhaps still there.
         device_lists: rows of `device_lists_outbound_pokes` that it carries, or that were conflated
             into one of its EDUs. Only the names, not the changes.
         lsso: the low-water mark that an answer proves, or None.

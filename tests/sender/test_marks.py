@@ -1,4 +1,5 @@
-"""The marks of answers (LSSO): written for many servers at once, and never lost.
+"""The marks of answers (LSSO, to-device rows to be deleted): written for many servers at once, and
+never lost.
 
 The ledger has each answer before anything else. So the databases may learn of it seconds later.
 """
@@ -29,8 +30,30 @@ def stored(directory: Path, server: str = A) -> int | None:
     return None if row is None else row[0]
 
 
-async def five_answers(world: World) -> int:
-    """A server that has answered to five events; the token of the fifth."""
+def unwritten_lsso(world: World) -> int | None:
+    """The mark of A that is in memory only."""
+    mark = world.store.homeserver.unwritten(A)
+    return None if mark is None else mark.lsso
+
+
+def rows(directory: Path, server: str = A) -> list[int]:
+    """The server's to-device rows, as another process sees them."""
+    with closing(sqlite3.connect(directory / "homeserver.sqlite3")) as database:
+        query = "SELECT stream_id FROM device_federation_outbox WHERE destination = ? ORDER BY 1"
+        return [row for (row,) in database.execute(query, (server,))]
+
+
+async def to_device(world: World, row: int) -> None:
+    """A to-device message to A."""
+    await world.store.homeserver.queue_to_device(A, row, f'{{"messages":{{"n":"{row}"}}}}')
+    world.sender.to_device_changed(A)
+
+
+async def five_answers(world: World, *, keys: bool = False) -> int:
+    """A server that has answered to five events; the token of the fifth.
+
+    `keys`: a to-device message went with each of them.
+    """
     await world.join(R, A, B)
     await world.say(R, "zero")
     await trio.sleep(3 * MARKS_EVERY_S)
@@ -38,6 +61,8 @@ async def five_answers(world: World) -> int:
     await world.store.homeserver.write_marks()
     for number in range(1, 6):
         token = await world.say(R, f"n{number}")
+        if keys:
+            await to_device(world, number)
         await trio.sleep(0.2)
     return token
 
@@ -79,22 +104,25 @@ async def test_a_segment_stays_open_until_its_answers_are_written(
         assert len(list(directory.glob("*.jsonl"))) == 1
 
 
+@pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("segments", [1, 2])
 async def test_a_kill_with_five_unwritten_answers_repeats_nothing(
-    world: World, autojump_clock: MockClock, tmp_path: Path, segments: int
+    world: World, autojump_clock: MockClock, tmp_path: Path, segments: int, keys: bool
 ) -> None:
     async with world.run() as sender:
-        token = await five_answers(world)
+        token = await five_answers(world, keys=keys)
         if segments == 2:
             sender.context.ledger._roll()
             token = await world.say(R, "in another segment")
             await trio.sleep(0.2)
         after = after_a_kill(world, tmp_path.with_name(tmp_path.name + "-after"))
     assert stored(after.directory) != token
+    assert rows(after.directory) == ([1, 2, 3, 4, 5] if keys else [])
     server = world.servers[A]
     server.requests.clear()
     async with after.run():
         assert stored(after.directory) == token
+        assert rows(after.directory) == []
         await trio.sleep(60)
         assert server.requests == []
         await after.say(R, "next")
@@ -105,8 +133,8 @@ async def test_a_kill_with_five_unwritten_answers_repeats_nothing(
 async def test_the_last_answer_on_record_has_the_marks_before_it(
     world: World, autojump_clock: MockClock, tmp_path: Path
 ) -> None:
-    """A kill while an answer to keys alone waits for the database: the next start reads back the
-    last answer of a server and no other."""
+    """A kill while an answer to keys alone is not written: the next start reads back the last
+    answer of a server and no other."""
     copies: list[World] = []
     armed = False
 
@@ -115,13 +143,11 @@ async def test_the_last_answer_on_record_has_the_marks_before_it(
             copies.append(after_a_kill(world, tmp_path.with_name(tmp_path.name + "-after")))
 
     world.faults = kill
-    async with world.run() as sender:
+    async with world.run():
         token = await five_answers(world)
-        # Written by a client, in another process.
-        await world.store.homeserver.queue_to_device(A, 1, '{"messages":{"n":"1"}}')
-        assert world.store.homeserver.unwritten_lsso(A) == token
+        await to_device(world, 1)
+        assert unwritten_lsso(world) == token
         armed = True
-        sender.to_device_changed(A)
         await trio.sleep(1)
     (after,) = copies
     line = after.ledger(A)[-1]
@@ -162,19 +188,47 @@ async def test_a_frozen_transaction_is_not_void_by_a_mark_of_ours(
 
 
 async def test_without_a_ledger_each_answer_is_written_at_once(
-    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A disk that takes no lines: the databases are the only record."""
     async with world.run() as sender:
-        await five_answers(world)
+        await five_answers(world, keys=True)
+        assert rows(world.directory) == [1, 2, 3, 4, 5]
 
         def full(text: bytes) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(sender.context.ledger, "_append", full)
         token = await world.say(R, "no line of this")
+        await to_device(world, 6)
         await trio.sleep(0.3)
-        assert stored(world.directory) == token
+        after = after_a_kill(world, tmp_path.with_name(tmp_path.name + "-after"))
+    assert stored(after.directory) == token
+    assert rows(after.directory) == []
+    world.servers[A].requests.clear()
+    async with after.run():
+        await trio.sleep(60)
+        assert world.servers[A].requests == []
+
+
+async def test_answered_messages_are_deleted_later_and_not_sent_again(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """I4: the rows are still there when the next ones are read."""
+    commits: list[str] = []
+    world.faults = commits.append
+    async with world.run() as sender:
+        await five_answers(world, keys=True)
+        assert rows(world.directory) == [1, 2, 3, 4, 5]
+        sender.registry.active[A].owe_keys()
+        commits.clear()
+        await trio.sleep(MARKS_EVERY_S)
+        assert rows(world.directory) == []
+        assert commits.count("homeserver: before commit") == 1
+        sent = [
+            edu["content"]["messages"]["n"] for r in world.servers[A].answered for edu in r.edus
+        ]
+        assert sent == ["1", "2", "3", "4", "5"]
 
 
 async def test_marks_that_are_late_stop_the_next_transaction(
@@ -218,11 +272,11 @@ async def test_every_question_sees_the_newest_mark(world: World, autojump_clock:
     async with world.run():
         token = await five_answers(world)
         homeserver = world.store.homeserver
-        assert homeserver.unwritten_lsso(A) == token
+        assert unwritten_lsso(world) == token
         assert await homeserver.lagging() == []
         assert await homeserver.lsso(A) == token
         token = await world.say(R, "another")
         await trio.sleep(0.3)
-        assert homeserver.unwritten_lsso(A) == token
+        assert unwritten_lsso(world) == token
         assert (await homeserver.pending_counts(A)).rooms == 0
-        assert homeserver.unwritten_lsso(A) is None
+        assert homeserver.unwritten(A) is None

@@ -709,9 +709,11 @@ class Destination:
         )
 
     def _freeze(self, draft: Draft) -> Transaction:
-        if draft.lsso is None:
-            # Only the last answer is read back after a kill: it has the mark of those before it.
-            draft.lsso = self._context.homeserver.unwritten_lsso(self.name)
+        # Only the last answer is read back after a kill: it has the effects of those before it.
+        unwritten = self._context.homeserver.unwritten(self.name)
+        if unwritten is not None:
+            draft.outbox_before = unwritten.outbox
+            draft.lsso = unwritten.lsso if draft.lsso is None else draft.lsso
         return freeze(
             draft,
             transaction_id=self._context.ids.next(),

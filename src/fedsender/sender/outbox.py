@@ -490,21 +490,23 @@ class Outbox:
             self._context.debts.settled(self.destination)
 
     def _settled_later(self, transaction: Transaction) -> bool:
-        """Whether the answer only moves LSSO, and the ledger is to remember that for a while.
+        """Whether the ledger is to remember the answer's effects for a while.
 
-        The mark is then written with those of other servers (`HomeserverStore.write_marks`). After
-        a kill the next start finds it in the ledger.
+        So it may if they are a new LSSO and to-device rows to be deleted. They are then written
+        with those of other servers (`HomeserverStore.write_marks`). After a kill the next start
+        finds them in the ledger.
         """
         context, record, lsso = self._context, transaction.record, transaction.record.lsso
-        if lsso is None or record.outbox or record.device_lists or record.redelivered:
+        if (lsso is None and not record.outbox) or record.device_lists or record.redelivered:
             return False
         if transaction.saved or not self.level or self._catch_up or context.ledger.failing:
             return False
         ledger, name = context.ledger, self.destination
         written = partial(ledger.settled, name, ledger.lines.value)
-        if not context.homeserver.settle_later(name, lsso, written):
+        if not context.homeserver.settle_later(name, lsso, record.outbox, written):
             return False
-        self._passed(lsso)
+        if lsso is not None:
+            self._passed(lsso)
         return True
 
     async def note_progress(self, draft: Draft) -> None:
@@ -547,8 +549,8 @@ class Outbox:
         It is worth neither a search nor a place in quarantine.
         """
         record = transaction.record
-        durable = record.pdus or record.outbox or record.device_lists
-        if durable or RECEIPT in record.edus:
+        durable = TO_DEVICE in record.edus or RECEIPT in record.edus
+        if durable or record.pdus or record.device_lists:
             return False
         self._count_dropped("refused", len(transaction.ephemeral))
         self.ephemeral.answered(transaction.ephemeral)

@@ -83,6 +83,7 @@ class Draft:
         only: the mark of the only item that it is for; None: any item.
         without: marks of the items that it is not for.
         asks: whether it is sent empty, to find out whether the server answers.
+        outbox_before: to-device rows that were answered before and are still to be deleted.
     """
 
     max_pdus: int
@@ -98,6 +99,7 @@ class Draft:
     lsso: int | None = None
     rooms_done: dict[str, int] = field(default_factory=dict)
     receipts_upto: int | None = None
+    outbox_before: Sequence[int] = ()
 
     @property
     def empty(self) -> bool:
@@ -298,7 +300,7 @@ def freeze(
         record=TransactionRecord(
             pdus=[outgoing.as_sent() for outgoing in draft.pdus],
             edus=Counter(edu.edu_type for edu in draft.edus),
-            outbox=[row for edu in draft.edus for row in edu.outbox_ids],
+            outbox=[*draft.outbox_before, *(row for edu in draft.edus for row in edu.outbox_ids)],
             device_lists=[poke for edu in draft.edus for poke in edu.pokes],
             lsso=draft.lsso,
         ),

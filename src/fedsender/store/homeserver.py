@@ -19,6 +19,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    Delete,
     Executable,
     FromClause,
     LargeBinary,
@@ -89,7 +90,9 @@ __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", 
 
 T = TypeVar("T")
 MARKS_LATE_S = 10.0
-"""Seconds that an LSSO is kept in memory; then each answer waits for its own write again."""
+"""Seconds that marks are kept in memory; then each answer waits for its own write again."""
+MAX_UNWRITTEN = 1_000
+"""Answered to-device rows of one destination that are still there; all stand in its next line."""
 LAGGING_ROWS = 50_000
 """Rows of `destination_rooms` that one statement looks at."""
 OWING_KEYS_PAGE = 1_000
@@ -111,9 +114,16 @@ outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_po
 
 
 class Mark(NamedTuple):
-    """An LSSO that is in memory only; `written` is called once it is durable."""
+    """The effects of a destination's answers that are in memory only, and in the ledger.
 
-    lsso: int
+    Attributes:
+        lsso: its LSSO by now; None: as it is stored.
+        outbox: answered rows of its to-device messages, which are still there.
+        written: called once all this is durable.
+    """
+
+    lsso: int | None
+    outbox: tuple[int, ...]
     written: Callable[[], None]
 
 
@@ -591,15 +601,23 @@ class HomeserverStore:
                 names.update(page)
         return sorted(names)
 
+    async def to_device(
+        self, destination: str, after: int, upto: int | None, limit: int
+    ) -> list[tuple[int, str]]:
+        """The destination's unanswered (stream id, EDU content as JSON text), ascending by id.
+
+        The first `limit` above `after`. The rows of one stream id always come together, if need be
+        beyond the limit: they are deleted by that id.
+        """
+        mark = self._marks.get(destination)
+        answered = () if mark is None else mark.outbox
+        rows = await self._to_device(destination, after, upto, limit + len(answered))
+        return [row for row in rows if row[0] not in answered]
+
     @reading_together(having=outbox.c.destination, nothing=list)
-    def to_device(
+    def _to_device(
         self, connection: Connection, destination: str, after: int, upto: int | None, limit: int
     ) -> list[tuple[int, str]]:
-        """The destination's (stream id, EDU content as JSON text) above `after`, ascending.
-
-        The rows of one stream id always come together, if need be beyond the limit: they are
-        deleted by that id.
-        """
         query = (
             select(outbox.c.stream_id, outbox.c.messages_json)
             .where(outbox.c.destination == destination, outbox.c.stream_id > after)
@@ -642,30 +660,41 @@ class HomeserverStore:
         """
         await self._database.write_together(_settle, settlements)
 
-    def settle_later(self, destination: str, lsso: int, written: Callable[[], None]) -> bool:
-        """Keep this LSSO in memory until `write_marks`; False: they are late, so write it now.
+    def settle_later(
+        self,
+        destination: str,
+        lsso: int | None,
+        outbox_ids: Sequence[int],
+        written: Callable[[], None],
+    ) -> bool:
+        """Keep the effects of an answer in memory until `write_marks`.
 
-        Every question to this store that reads an LSSO writes the kept ones first, except
-        `backoff`. Another process sees them a few seconds later.
+        False: the marks are late, or there is too much of them; write these effects now.
+
+        Every question to this store that reads an LSSO or to-device messages knows of the kept ones
+        or writes them first, except `backoff`. Another process sees them a few seconds later.
 
         Args:
-            written: called once it is durable, or a newer one of the destination is.
+            lsso: the destination's mark now; None: as it was.
+            outbox_ids: to-device rows to be deleted, with those of `unwritten`.
+            written: called once this is durable, or a newer answer of the destination is.
         """
         now = trio.current_time()
         if not self._marks:
             self._marks_since = now
         elif now - self._marks_since > MARKS_LATE_S:
             return False
-        self._marks[destination] = Mark(lsso, written)
+        if len(outbox_ids) > MAX_UNWRITTEN:
+            return False
+        self._marks[destination] = Mark(lsso, tuple(outbox_ids), written)
         return True
 
-    def unwritten_lsso(self, destination: str) -> int | None:
-        """The destination's LSSO that is in memory only; None: there is none."""
-        mark = self._marks.get(destination)
-        return None if mark is None else mark.lsso
+    def unwritten(self, destination: str) -> Mark | None:
+        """The effects of the destination's answers that are in memory only; None: all is stored."""
+        return self._marks.get(destination)
 
     async def write_marks(self, destination: str | None = None) -> None:
-        """Write the LSSOs that are in memory only, if this destination has one; None: if any has.
+        """Write what is in memory only, if this destination has such a mark; None: if any has.
 
         Raises StoreError.
         """
@@ -673,11 +702,14 @@ class HomeserverStore:
             return
         async with self._marks_lock:
             began, marks = trio.current_time(), dict(self._marks)
-            await self.settle([Settlement(name, mark.lsso) for name, mark in marks.items()])
+            effects = [Settlement(name, mark.lsso, mark.outbox) for name, mark in marks.items()]
+            await self.settle(effects)
             for name, mark in marks.items():
                 mark.written()
-                if self._marks.get(name) is mark:
-                    del self._marks[name]
+                newer = self._marks.pop(name, mark)
+                if newer is not mark:
+                    left = tuple(row for row in newer.outbox if row not in mark.outbox)
+                    self._marks[name] = newer._replace(outbox=left)
             self._marks_since = began
 
     @writing
@@ -1240,13 +1272,18 @@ def _settle(connection: Connection, groups: Sequence[Sequence[Settlement]]) -> N
         for name, mark in sorted(marks.items())
     ]
     insert_rows(connection, destinations, rows, raising="last_successful_stream_ordering")
-    for item in settlements:
-        for chunk in in_chunks(sorted(item.outbox_ids)):
-            connection.execute(
-                delete(outbox).where(
-                    outbox.c.destination == item.destination, outbox.c.stream_id.in_(chunk)
-                )
-            )
+    gone = sorted({(item.destination, row) for item in settlements for row in item.outbox_ids})
+    if gone:
+        answered, statement = _deleting(connection.dialect.name)
+        connection.execute(statement, as_given(answered, gone))
+
+
+@cache
+def _deleting(dialect: str) -> tuple[FromClause, Delete]:
+    """The table of `given_rows` that are to be deleted from the outbox, and the statement."""
+    given = given_rows(dialect, destination=Text(), stream_id=BigInteger())
+    row = tuple_(outbox.c.destination, outbox.c.stream_id)
+    return given, delete(outbox).where(row.in_(select(given.c.destination, given.c.stream_id)))
 
 
 # --- a Synapse's own tables -----------------------------------------------------------------------
