@@ -27,6 +27,7 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    bindparam,
     case,
     delete,
     exists,
@@ -111,6 +112,16 @@ NEWEST_SCHEMA = 94
 
 destinations, destination_rooms = tables.destinations, tables.destination_rooms
 outbox, pokes = tables.device_federation_outbox, tables.device_lists_outbound_pokes
+
+
+# Made once: to make a statement costs as much as to run it.
+_OWED = (
+    select(destination_rooms.c.room_id, destination_rooms.c.stream_ordering)
+    .where(destination_rooms.c.destination == bindparam("destination"))
+    .where(destination_rooms.c.stream_ordering > bindparam("after"))
+    .order_by(destination_rooms.c.stream_ordering, destination_rooms.c.room_id)
+    .limit(bindparam("most"))
+)
 
 
 class Mark(NamedTuple):
@@ -517,14 +528,8 @@ class HomeserverStore:
 
         Each is (room, newest stream ordering).
         """
-        query = (
-            select(destination_rooms.c.room_id, destination_rooms.c.stream_ordering)
-            .where(destination_rooms.c.destination == destination)
-            .where(destination_rooms.c.stream_ordering > after)
-            .order_by(destination_rooms.c.stream_ordering, destination_rooms.c.room_id)
-            .limit(limit)
-        )
-        return [(room_id, ordering) for room_id, ordering in connection.execute(query)]
+        given = {"destination": destination, "after": after, "most": limit}
+        return [(room_id, ordering) for room_id, ordering in connection.execute(_OWED, given)]
 
     async def lsso(self, destination: str) -> int | None:
         """The destination's last successful stream ordering; None: unknown."""
@@ -1246,16 +1251,20 @@ def _owing_keys_page(
 
 def _backoffs(connection: Connection, names: Sequence[str]) -> dict[str, Backoff | None]:
     found: dict[str, Backoff | None] = dict.fromkeys(names)
-    for chunk in in_chunks(sorted(found)):
-        query = select(
-            destinations.c.destination,
-            destinations.c.retry_last_ts,
-            destinations.c.retry_interval,
-            destinations.c.failure_ts,
-            destinations.c.last_successful_stream_ordering,
-        ).where(destinations.c.destination.in_(chunk))
-        found.update((row[0], Backoff(*row[1:])) for row in connection.execute(query))
+    if found:
+        given, query = _backoffs_of(connection.dialect.name)
+        rows = connection.execute(query, as_given(given, [[name] for name in sorted(found)]))
+        found.update((row[0], Backoff(*row[1:])) for row in rows)
     return found
+
+
+@cache
+def _backoffs_of(dialect: str) -> tuple[FromClause, Select[Any]]:
+    """The table of `given_rows` with names of destinations, and the question for their rows."""
+    given, row = given_rows(dialect, destination=Text()), destinations.c
+    columns = (row.retry_last_ts, row.retry_interval, row.failure_ts)
+    query = select(row.destination, *columns, row.last_successful_stream_ordering)
+    return given, query.where(row.destination.in_(select(given.c.destination)))
 
 
 def _settle(connection: Connection, groups: Sequence[Sequence[Settlement]]) -> None:

@@ -10,6 +10,7 @@ from sqlalchemy import (
     Column,
     Connection,
     FromClause,
+    Select,
     Subquery,
     Table,
     Text,
@@ -103,9 +104,14 @@ def having_rows(connection: Connection, key: Column[Any], names: Iterable[str]) 
     wanted = sorted(set(names))
     if len(wanted) < 2:
         return set(wanted)  # To read the rows themselves is as quick.
-    given = given_rows(connection.dialect.name, name=Text())
-    query = select(given.c.name).where(exists().where(key == given.c.name))
+    given, query = _having(connection.dialect.name, key)
     return set(connection.execute(query, as_given(given, [[name] for name in wanted])).scalars())
+
+
+@cache
+def _having(dialect: str, key: Column[Any]) -> tuple[FromClause, Select[Any]]:
+    given = given_rows(dialect, name=Text())
+    return given, select(given.c.name).where(exists().where(key == given.c.name))
 
 
 def insert_rows(
