@@ -20,6 +20,7 @@ from fedsender.sender.admission import (
     QUICK_S,
     Admission,
     Lane,
+    Pace,
     Permit,
     network_of,
     not_now,
@@ -423,6 +424,27 @@ async def test_turns_that_a_busy_moment_made_late_are_made_up_for(
             autojump_clock.jump(busy_s)
             await trio.testing.wait_all_tasks_blocked()
             assert len(began) - before == pytest.approx(min(busy_s, 0.2) * 100, abs=2)
+
+
+async def test_a_ramp_makes_up_for_a_busy_moment_too(autojump_clock: MockClock) -> None:
+    """Else a start with thousands behind would be late by the loop's delay at each of them."""
+    pace, began = Pace(100), 0
+
+    async def start() -> None:
+        nonlocal began
+        while True:
+            await pace.wait()
+            began += 1
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(start)
+        for busy_s in (0.1, 0.1, 5.0):
+            await trio.sleep(0.01)
+            before = began
+            autojump_clock.jump(busy_s)
+            await trio.testing.wait_all_tasks_blocked()
+            assert began - before == pytest.approx(min(busy_s, 0.2) * 100, abs=2)
+        nursery.cancel_scope.cancel()
 
 
 async def test_nobody_gets_a_place_while_the_gate_is_shut(autojump_clock: MockClock) -> None:
