@@ -105,6 +105,10 @@ def test_every_job_on_what_a_chaotic_demo_left(
     removed = take_out(tmp_path / "demo" / "ledger", REMOVED)
     owed = lower(tmp_path / "demo" / "homeserver.sqlite3")
     config = tmp_path / "demo" / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    figures = tmp_path / "fedsender.prom"
+    values["pipeline"] = values.get("pipeline", {}) | {"textfile": str(figures)}
+    config.write_text(yaml.safe_dump(values))
 
     @contextmanager
     def one_for_all(*_: object) -> Iterator["SparkSession"]:
@@ -129,6 +133,10 @@ def test_every_job_on_what_a_chaotic_demo_left(
     assert audited["counts"]["superseded"] > 0
     assert ran["health"]["servers"] == 10
     assert all(event_id in page.read_text() for _, event_id in removed)
+    assert (
+        f'{{fate="missing",sender="fedsender",server_name="{values["server_name"]}"}} {REMOVED}.0'
+        in (figures.read_text())
+    )
 
     file = tmp_path / "owed.jsonl"
     code, out = fedsender("rebuild", "--diff", "--write", str(file), "--json")

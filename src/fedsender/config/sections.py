@@ -473,6 +473,11 @@ class Pipeline(Section):
         ge=86_400,
         description="The lake lets lines of the ledger go after so long; by default it keeps them.",
     )
+    textfile: FilePath | None = Field(
+        default=None,
+        description="`pipeline run` writes its figures there, for the text file collector of"
+        " Prometheus' node exporter.",
+    )
     relay: Database | None = Field(
         default=None,
         description="The relay's database, a file or a URL: events and rooms are read there, not in"

@@ -395,14 +395,18 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
     from fedsender.pipeline import health as health_module
     from fedsender.pipeline import ingest as ingest_module
     from fedsender.pipeline import report as report_module
+    from fedsender.pipeline.textfile import write_textfile
 
     _check_target("-o", output)
     with job("run", config, ingests=True) as (spark, lake, loaded, steps):
+        _check_target("pipeline.textfile", loaded.pipeline.textfile)
         told = ingest_module.ingest(spark, lake, loaded, steps)
         found = audit_module.audit(spark, lake, loaded, steps)
         well = health_module.health(spark, lake, loaded, steps)
         path = (output or lake.directory / "report.html").absolute()
         report_module.report(spark, lake, loaded, steps, path)
+        if loaded.pipeline.textfile is not None:
+            write_textfile(loaded.pipeline.textfile, loaded, lake, found.counts)
     if as_json:
         summary = {"ingest": told.as_json(), "audit": found.as_json(), "report": str(path)}
         say_json(summary | {"health": {"servers": well.servers, "ill": well.ill}})

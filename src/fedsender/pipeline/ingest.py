@@ -100,7 +100,9 @@ def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ing
         _read_snapshots(lake, own, "sender", config, steps, told)
     read_ledger(spark, lake, config.ledger.directory, steps, told)
     derive(spark, lake, config.server_name, steps)
-    vacuum(lake, config.pipeline.keep)
+    with steps.step("files of the lake") as step:
+        files = vacuum(lake, config.pipeline.keep)
+        step.say(f"{files.merged:,} merged, {files.files:,} now")
     return told
 
 

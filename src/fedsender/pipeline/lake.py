@@ -22,7 +22,7 @@ import shutil
 import struct
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -233,7 +233,7 @@ class Lake:
         files = self.files(table, parts)
         if not files:
             return empty_frame(spark, table)
-        paths = [self.url(file.path) for file in files]
+        paths = [f"file://{self.directory / file.path}" for file in files]
         return spark.read.schema(table.ddl).parquet(*paths)
 
     def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> pa.Table:
@@ -244,10 +244,6 @@ class Lake:
         """These files of a table for pyarrow, with exactly the columns of its schema."""
         paths = [str(self.directory / file.path) for file in files]
         return ds.dataset(paths, schema=table.arrow_schema(), format="parquet")
-
-    def url(self, path: str) -> str:
-        """The URL of a file of the lake, for Spark."""
-        return f"file://{self.directory / path}"
 
     @contextmanager
     def commit(self) -> Iterator["Commit"]:
@@ -285,10 +281,12 @@ class Lake:
         known.update(path for path, _, _ in self.manifest.dropped)
         shutil.rmtree(self.directory / STAGING, ignore_errors=True)
         for name in TABLES:
-            for path in (self.directory / name).rglob("*.parquet"):
+            for path in list((self.directory / name).rglob("*.parquet")):
                 if str(path.relative_to(self.directory)) not in known:
                     self.freed += path.stat().st_size
                     path.unlink()
+                    with suppress(OSError):
+                        path.parent.rmdir()  # Unless it has other files.
 
 
 def empty_frame(spark: SparkSession, table: LakeTable) -> DataFrame:

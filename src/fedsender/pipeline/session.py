@@ -129,7 +129,7 @@ def spark_session(
             with _checkpoints(session, directory / CHECKPOINTS):
                 yield session
         except (PySparkException, Py4JError, ConnectionError) as error:
-            raise PipelineError(f"{_in_one_line(error)}; {_last_words(log)}") from None
+            raise PipelineError(f"{in_one_line(error)}; {_last_words(log)}") from None
         finally:
             _stop(session, submitted=submitted)
 
@@ -226,7 +226,7 @@ def _noise_in(log: Path) -> Iterator[None]:
         handler.close()
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """The error of Spark, without the frames of its Java."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"Spark: {(lines or [type(error).__name__])[0][:500]}"

@@ -1,0 +1,61 @@
+"""The figures of a run for Prometheus."""
+
+import datetime
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from prometheus_client.parser import text_string_to_metric_families
+from tests.pipeline.test_audit import config_of
+from tests.pipeline.worlds import US
+
+from fedsender.pipeline.lake import open_lake
+from fedsender.pipeline.schemas import AUDIT, FATES
+from fedsender.pipeline.textfile import write_textfile
+
+
+def test_prometheus_can_read_the_file_and_no_draft_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "fedsender.prom"
+    fates = dict.fromkeys(FATES, 0) | {"missing": 3, "pending": 2}
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    pending = {30: 0, 31: 2}
+    nothing: dict[str, Any] = dict.fromkeys(AUDIT.columns, 0)
+    rows = [
+        nothing
+        | {"server": "a.example", "room_id": "!r", "day": datetime.date(2026, 1, day)}
+        | {"pending": number}
+        for day, number in pending.items()
+    ]
+    with lake.commit() as commit:
+        for row in rows:
+            table = pa.Table.from_pylist([row], AUDIT.arrow_schema())
+            commit.append(AUDIT, table, row["day"] if AUDIT.part else "")
+    before = os.umask(0o077)
+    try:
+        write_textfile(path, config_of(tmp_path), lake, fates)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o644
+    samples = {
+        (sample.name.removeprefix("fedsender_pipeline_"), sample.labels.get("fate")): sample
+        for family in text_string_to_metric_families(path.read_text())
+        for sample in family.samples
+    }
+    assert {name for name, _ in samples} == {
+        "last_success_timestamp_seconds",
+        "missing",
+        "deliveries",
+        "pending_since_timestamp_seconds",
+    }
+    assert abs(samples["last_success_timestamp_seconds", None].value - time.time()) < 60
+    assert samples["missing", None].value == samples["deliveries", "missing"].value == 3
+    assert samples["deliveries", "pending"].value == 2
+    assert samples["pending_since_timestamp_seconds", None].value == 1_769_817_600
+    assert {each.labels["server_name"] for each in samples.values()} == {US}
+    with lake.commit() as commit:
+        commit.clear(AUDIT)
+    write_textfile(path, config_of(tmp_path), lake, fates)
+    assert "pending_since_timestamp_seconds{" not in path.read_text()
+    assert {each.name for each in tmp_path.iterdir()} == {path.name, "lake"}
