@@ -122,7 +122,7 @@ class CatchUp:
             if not draft.is_for(one.pdu.event_id):
                 continue
             in_turn = number == 0 and after == answered
-            draft.add_pdu(one if in_turn else Outgoing(one.pdu, "witness", one.supersedes))
+            draft.add_pdu(one if in_turn else Outgoing(one.pdu, "witness", one.sent.supersedes))
             if in_turn:
                 draft.rooms_done[room_id] = one.pdu.stream_ordering
             return

@@ -14,8 +14,16 @@ from fedsender.matrix import Pdu
 from fedsender.sender.transaction import Draft, Edu, Key, Outgoing
 
 
+@dataclass(slots=True)
+class _Held:
+    """A PDU as it goes out to all, and the number of queues that hold it."""
+
+    outgoing: Outgoing
+    holders: int = 0
+
+
 class PduPool:
-    """Every PDU that a queue holds, and the redacted form of those that were redacted since.
+    """Every PDU that a queue holds, redacted if it was redacted since.
 
     A PDU leaves the pool with the last queue that held it. The pool is bounded by the bytes of its
     PDUs: if it overflows, the queues with the oldest PDUs have to be given up.
@@ -24,36 +32,31 @@ class PduPool:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         # In the order in which they were first queued, which is the stream's.
-        self._pdus: dict[str, Pdu] = {}
-        self._holders: dict[str, int] = {}
-        self._redacted: dict[str, Pdu] = {}
+        self._held: dict[str, _Held] = {}
         self.bytes = 0
 
     def __contains__(self, event_id: str) -> bool:
-        return event_id in self._pdus
+        return event_id in self._held
 
     def __len__(self) -> int:
-        return len(self._pdus)
+        return len(self._held)
 
     def hold(self, pdu: Pdu) -> None:
         """Count one more queue that holds the PDU."""
-        holders = self._holders.get(pdu.event_id, 0)
-        self._holders[pdu.event_id] = holders + 1
-        if not holders:
-            self._pdus[pdu.event_id] = pdu
+        held = self._held.get(pdu.event_id)
+        if held is None:
+            held = self._held[pdu.event_id] = _Held(Outgoing(pdu, "live"))
             self.bytes += len(pdu.wire)
+        held.holders += 1
 
     def let_go(self, pdus: Iterable[Pdu]) -> None:
         """Count one queue less for each of these PDUs."""
         for pdu in pdus:
-            event_id = pdu.event_id
-            holders = self._holders[event_id] - 1
-            if holders:
-                self._holders[event_id] = holders
-                continue
-            del self._holders[event_id]
-            self._redacted.pop(event_id, None)
-            self.bytes -= len(self._pdus.pop(event_id).wire)
+            held = self._held[pdu.event_id]
+            held.holders -= 1
+            if not held.holders:
+                del self._held[pdu.event_id]
+                self.bytes -= len(held.outgoing.pdu.wire)
 
     def overflow(self) -> int | None:
         """The stream ordering up to which PDUs have to leave their queues; None: there is room.
@@ -63,7 +66,7 @@ class PduPool:
         excess = self.bytes - self._limit
         if excess <= 0:
             return None
-        pdus = list(self._pdus.values())
+        pdus = [held.outgoing.pdu for held in self._held.values()]
         sums = accumulate(len(pdu.wire) for pdu in pdus)
         enough = excess + self._limit // 4
         # The newest one stays, however large it is.
@@ -74,20 +77,19 @@ class PduPool:
 
     def sent_by(self, user_id: str, room_id: str) -> list[str]:
         """The ids of this user's events in this room."""
-        return [
-            pdu.event_id
-            for pdu in self._pdus.values()
-            if pdu.sender == user_id and pdu.room_id == room_id
-        ]
+        pdus = (held.outgoing.pdu for held in self._held.values())
+        return [pdu.event_id for pdu in pdus if pdu.sender == user_id and pdu.room_id == room_id]
 
     def redact(self, event_id: str, redacted: Pdu) -> None:
         """Send a queued event in this redacted form."""
-        if event_id in self._pdus:
-            self._redacted[event_id] = redacted
+        held = self._held.get(event_id)
+        if held is not None:
+            self.bytes += len(redacted.wire) - len(held.outgoing.pdu.wire)
+            held.outgoing = Outgoing(redacted, "live")
 
-    def as_it_goes_out(self, pdu: Pdu) -> Pdu:
-        """The PDU, or its redacted form if it was redacted since it was queued."""
-        return self._redacted.get(pdu.event_id, pdu)
+    def outgoing(self, pdu: Pdu) -> Outgoing:
+        """The queued PDU on its way: the same for all servers."""
+        return self._held[pdu.event_id].outgoing
 
 
 class PduQueue:
@@ -125,7 +127,7 @@ class PduQueue:
     def fill(self, draft: Draft) -> None:
         """Put as many PDUs from the head into the draft as it takes; they stay queued."""
         for pdu in self.pdus:
-            if not draft.add_pdu(Outgoing(self._pool.as_it_goes_out(pdu), "live")):
+            if not draft.add_pdu(self._pool.outgoing(pdu)):
                 return
             draft.lsso = pdu.stream_ordering
 

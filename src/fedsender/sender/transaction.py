@@ -59,19 +59,19 @@ class Edu:
         return f"{self.edu_type} {hashlib.sha256(repr(what).encode()).hexdigest()[:16]}"
 
 
-@dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One PDU on its way to one server, by the lane "live", "catch_up" or "redelivery"; or
-    "witness": out of turn, to find out the cause of a refusal (`isolation`)."""
+    """One PDU on its way, by the lane "live", "catch_up" or "redelivery"; or "witness": out of
+    turn, to find out the cause of a refusal (`isolation`).
 
-    pdu: Pdu
-    lane: str
-    supersedes: tuple[int, int] | None = None
+    Attributes:
+        sent: the PDU as it stands in a record.
+    """
 
-    def as_sent(self) -> SentPdu:
-        """The PDU as it stands in a record."""
-        pdu = self.pdu
-        return SentPdu(pdu.event_id, pdu.room_id, pdu.stream_ordering, self.lane, self.supersedes)
+    __slots__ = ("pdu", "sent")
+
+    def __init__(self, pdu: Pdu, lane: str, supersedes: tuple[int, int] | None = None) -> None:
+        self.pdu = pdu
+        self.sent = SentPdu(pdu.event_id, pdu.room_id, pdu.stream_ordering, lane, supersedes)
 
 
 @dataclass(slots=True)
@@ -151,8 +151,8 @@ class Draft:
 
     def drop_catch_up(self) -> None:
         """Take the PDUs of a catch-up out again."""
-        kept = [outgoing for outgoing in self.pdus if outgoing.lane != "catch_up"]
-        gone = (outgoing for outgoing in self.pdus if outgoing.lane == "catch_up")
+        kept = [outgoing for outgoing in self.pdus if outgoing.sent.lane != "catch_up"]
+        gone = (outgoing for outgoing in self.pdus if outgoing.sent.lane == "catch_up")
         self.bytes -= sum(len(outgoing.pdu.wire) + 1 for outgoing in gone)
         self.pdus, self.lsso, self.rooms_done = kept, None, {}
 
@@ -281,33 +281,29 @@ def freeze(
     The keys of the body are in canonical order: edus, origin, origin_server_ts, pdus (Matrix
     server-server API, "Transactions"; `edus` may be left out).
     """
-    edus = b",".join(edu.wire for edu in draft.edus)
-    pdus = b",".join(outgoing.pdu.wire for outgoing in draft.pdus)
-    body = b"".join(
-        (
-            b"{",
-            b'"edus":[' + edus + b"]," if draft.edus else b"",
-            b'"origin":' + _origin_json(origin),
-            b',"origin_server_ts":%d' % now_ms,
-            b',"pdus":[',
-            pdus,
-            b"]}",
-        )
+    edus, pdus = draft.edus, [outgoing.pdu.wire for outgoing in draft.pdus]
+    body = b'{%b"origin":%b,"origin_server_ts":%d,"pdus":[%b]}' % (
+        b'"edus":[%b],' % b",".join([edu.wire for edu in edus]) if edus else b"",
+        _origin_json(origin),
+        now_ms,
+        b",".join(pdus),
+    )
+    record = TransactionRecord(
+        pdus=[outgoing.sent for outgoing in draft.pdus],
+        # An empty `Counter` costs as much as the rest of the record.
+        edus=Counter(edu.edu_type for edu in edus) if edus else {},
+        outbox=[*draft.outbox_before, *(row for edu in edus for row in edu.outbox_ids)],
+        device_lists=[poke for edu in edus for poke in edu.pokes],
+        lsso=draft.lsso,
     )
     return Transaction(
         id=transaction_id,
         body=body,
-        record=TransactionRecord(
-            pdus=[outgoing.as_sent() for outgoing in draft.pdus],
-            edus=Counter(edu.edu_type for edu in draft.edus),
-            outbox=[*draft.outbox_before, *(row for edu in draft.edus for row in edu.outbox_ids)],
-            device_lists=[poke for edu in draft.edus for poke in edu.pokes],
-            lsso=draft.lsso,
-        ),
+        record=record,
         frozen_ms=now_ms,
         lsso_before=lsso_before,
         rooms_done=draft.rooms_done,
-        ephemeral=[key for edu in draft.edus for key in edu.keys],
+        ephemeral=[key for edu in edus for key in edu.keys],
         receipts_upto=draft.receipts_upto,
         drafted=draft,
     )
