@@ -12,6 +12,7 @@ import operator
 import socket
 import ssl
 import time
+from abc import abstractmethod
 from contextlib import suppress
 from typing import Any, Final
 
@@ -105,7 +106,26 @@ class MeteredTls(ssl.SSLObject):
             )
 
 
-class TlsStream(trio.abc.Stream):
+class Stream(trio.abc.Stream):
+    """A stream that can be closed without a wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close without a goodbye; tasks that wait here get trio.ClosedResourceError."""
+
+
+def close_now(stream: trio.abc.Stream) -> None:
+    """Close a socket's stream, a `Stream`, or TLS over one of them, as `Stream.close` does."""
+    if isinstance(stream, Stream):
+        stream.close()
+    elif isinstance(stream, trio.SocketStream):
+        stream.socket.close()
+    else:
+        assert isinstance(stream, trio.SSLStream)
+        close_now(stream.transport_stream)
+
+
+class TlsStream(Stream):
     """A client's end of a TLS connection, for at most one task that sends and one that receives.
 
     A cancelled `receive_some` has lost nothing. A cancelled `send_all` leaves half a record behind:
@@ -229,7 +249,6 @@ class TlsStream(trio.abc.Stream):
         return False
 
     def close(self) -> None:
-        """Close at once, without a goodbye."""
         if self.socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self.socket)
             self.socket.close()

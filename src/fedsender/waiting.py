@@ -3,7 +3,9 @@
 import heapq
 import math
 import random
-from collections.abc import Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import structlog
 import trio
@@ -88,20 +90,32 @@ class Alarms:
             self._sooner.set()
 
 
-class Alarm:
-    """Sets a signal at a time, which may be changed for little.
+@asynccontextmanager
+async def open_alarms(alarms: Alarms) -> AsyncIterator[None]:
+    """The alarms ring while the body runs."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(alarms.run)
+        yield
+        nursery.cancel_scope.cancel()
+
+
+class Alarm(ABC):
+    """Rings at a time, which may be changed for little.
 
     Attributes:
         at: the time on trio's clock; infinity: never.
     """
 
-    __slots__ = ("_alarms", "_looked_at", "_signal", "at")
+    __slots__ = ("_alarms", "_looked_at", "at")
 
-    def __init__(self, alarms: Alarms, signal: Signal) -> None:
+    def __init__(self, alarms: Alarms) -> None:
         self.at = math.inf
         self._alarms = alarms
-        self._signal = signal
         self._looked_at = math.inf
+
+    @abstractmethod
+    def ring(self) -> None:
+        """It is time; raises nothing, and does not wait."""
 
     def set(self, at: float) -> None:
         """Ring at this time, and at no other."""
@@ -117,7 +131,7 @@ class Alarm:
         self._looked_at = math.inf
         if self.at <= now:
             self.at = math.inf
-            self._signal.set()
+            self.ring()
         elif self.at < math.inf:
             self.set(self.at)
 

@@ -309,8 +309,8 @@ async def send(
 ) -> Answer:
     """One attempt."""
     with trio.fail_after(60):
-        link = await peer.connect()
-        return await link.put_transaction(transaction_id, body, event_ids)
+        await peer.connect()
+        return await peer.put_transaction(transaction_id, body, event_ids)
 
 
 @asynccontextmanager

@@ -1,9 +1,10 @@
-"""Peers, links and the connections they leave behind, over real TLS where TLS matters."""
+"""Peers and the connections they leave behind, over real TLS where TLS matters."""
 
 import json
 import re
 import socket
 from base64 import b64decode
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ from fedsender.config import Federation, Policy
 from fedsender.config.values import TcpAddress
 from fedsender.federation.client import (
     SendFailed,
+    Stale,
     Unreachable,
     open_client,
 )
@@ -229,17 +231,19 @@ def closing_after(answers: int, requests: list[Request]) -> Conversation:
     return converse
 
 
-async def test_reused_connection_that_closes_unheard_is_replaced_once(tmp_path: Path) -> None:
+async def test_reused_connection_that_closes_unheard_is_stale(tmp_path: Path) -> None:
     requests: list[Request] = []
     async with (
         one_server(tmp_path, closing_after(1, requests)) as (client, server),
         client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
         assert not (await send(peer, "t1")).reused
+        with pytest.raises(Stale) as caught:
+            await send(peer, "t2")
+        assert caught.value.sent
         answer = await send(peer, "t2")
     assert (answer.status, answer.reused) == (200, False)
     assert [request.line.split("/")[-2].split()[0] for request in requests] == ["t1", "t2", "t2"]
-    assert requests[1].body == requests[2].body
     assert server.connections == 2
     assert client.statistics().repeated == 1
 
@@ -274,23 +278,6 @@ async def test_answer_that_breaks_off_is_not_repeated(tmp_path: Path) -> None:
     assert server.connections == 1
 
 
-async def test_repetition_that_cannot_connect_says_that_something_was_sent(tmp_path: Path) -> None:
-    network = TableNetwork()
-    authority = Authority(tmp_path)
-    async with (
-        serving(authority.context(NAME), closing_after(1, [])) as server,
-        client_of(tmp_path, network) as client,
-    ):
-        network.ports["10.0.0.1", 8448] = server.port
-        policy = Policy(address=TcpAddress("10.0.0.1", 8448))
-        async with client.peer(NAME, policy, AnybodyMay()) as peer:
-            await send(peer)
-            network.ports["10.0.0.1", 8448] = unused_port()
-            with pytest.raises(SendFailed, match="refused") as caught:
-                await send(peer)
-            assert (caught.value.kind, caught.value.sent) == ("closed", True)
-
-
 def unused_port() -> int:
     """A port of loopback nobody listens on."""
     with socket.socket() as sock:
@@ -309,21 +296,51 @@ async def test_cancelled_exchange_says_what_left_and_spoils_no_later_one(tmp_pat
         one_server(tmp_path, converse) as (client, server),
         client.peer(NAME, server.policy, AnybodyMay()) as peer,
     ):
-        link = await peer.connect()
-        assert not link.sent
+        assert not peer.at_hand()
+        await peer.connect()
+        assert not peer.sent
         with trio.move_on_after(0.2):
-            await link.put_transaction("t1", BODY, ())
-        assert link.sent
-        with pytest.raises(SendFailed, match="used already") as caught:
-            await link.put_transaction("t1", BODY, ())
-        assert not caught.value.sent
+            await peer.put_transaction("t1", BODY, ())
+        assert peer.sent
+        assert not peer.at_hand()
+        assert not peer.sent
         assert (await send(peer)).status == 200
 
 
-async def test_peer_left_while_holding_a_link_gives_it_back(tmp_path: Path) -> None:
+async def test_an_exchange_is_cut_by_another_task(tmp_path: Path) -> None:
+    """While it reads, and while it writes a body that no buffer holds."""
+
+    async def converse(stream: trio.abc.Stream) -> None:
+        if server.connections == 1:
+            await read_request(stream)
+            await stream.send_all(OK)
+        await stream.receive_some(1)
+        await trio.sleep_forever()
+
+    async with (
+        one_server(tmp_path, converse) as (client, server),
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
+    ):
+        peer.cut()
+        await send(peer)
+        for body in (BODY, b'{"pdus":[' + b" " * 20_000_000 + b"]}"):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(after, 0.2, peer.cut)
+                with pytest.raises(SendFailed, match="we gave it up") as caught:
+                    await send(peer, body=body)
+            assert caught.value.sent
+            assert client.statistics().open == 0
+
+
+async def after(seconds: float, do: Callable[[], object]) -> None:
+    await trio.sleep(seconds)
+    do()
+
+
+async def test_peer_left_while_holding_a_connection_gives_it_back(tmp_path: Path) -> None:
     async with one_server(tmp_path, answering(OK)) as (client, server):
         async with client.peer(NAME, server.policy, AnybodyMay()) as peer:
-            assert await peer.connect() is not None
+            await peer.connect()
             await peer.connect()
             assert client.statistics().idle == 0
         assert client.statistics().idle == 1
@@ -487,8 +504,11 @@ async def test_server_that_moved_is_found_at_the_second_attempt(tmp_path: Path) 
             await send(peer)
             network.records = {(NAME, "A"): ["10.0.0.2"]}
             network.ports["10.0.0.1", 8448] = unused_port()
-            with pytest.raises((Unreachable, SendFailed)):
+            with pytest.raises((Unreachable, Stale)) as caught:
                 await send(peer)
+            if caught.type is Stale:
+                with pytest.raises(Unreachable):
+                    await send(peer)
             assert (await send(peer)).status == 200
 
 

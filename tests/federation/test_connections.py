@@ -35,6 +35,7 @@ from fedsender.federation.client import (
 )
 from fedsender.runtime import RealNetwork
 from fedsender.testing.clock import inline
+from fedsender.testing.network import memory_connection
 from fedsender.tls import TlsStream
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ class MemoryNetwork(RealNetwork):
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
         await trio.sleep(self.dialling_s)
-        ours, theirs = trio.testing.memory_stream_pair()
+        ours, theirs = memory_connection()
         self.connections.append(theirs)
         self._nursery.start_soon(self._serve, theirs)
         return ours
@@ -160,11 +161,11 @@ async def test_when_all_are_busy_the_next_waits_for_a_place(
 
         async def hold(number: int, for_s: float) -> None:
             async with client.peer(f"b{number}.example", there(number), AnybodyMay()) as peer:
-                link = await peer.connect()
+                await peer.connect()
                 order.append(f"b{number} at {trio.current_time():.0f}")
                 assert len(network.connections) <= 2
                 await trio.sleep(for_s)
-                await link.put_transaction("t", BODY, ())
+                await peer.put_transaction("t", BODY, ())
 
         async with trio.open_nursery() as nursery:
             for number in range(4):
@@ -192,8 +193,8 @@ async def test_failed_and_cancelled_openings_leave_no_place_taken(
 
 
 async def send_slowly(peer: Peer) -> Answer:
-    link = await peer.connect()
-    return await link.put_transaction("t", BODY, ())
+    await peer.connect()
+    return await peer.put_transaction("t", BODY, ())
 
 
 async def test_work_for_a_request_does_not_grow_with_idle_connections(

@@ -233,7 +233,7 @@ async def test_cancelled_race_leaves_no_connection_open(
     roads = Roads({V6: 0.6, V4: 0.5, OTHER: HANGS})
     with trio.move_on_after(after_s):
         connection = await dial(dialer_on(roads), V6, V4, OTHER)
-        await connection.close()
+        connection.close()
     assert roads.open == []
 
 
@@ -322,7 +322,7 @@ async def open_tls(
             )
         except Unreachable as failure:
             return failure
-        await connection.close()
+        connection.close()
     return asked[0] or "none"
 
 

@@ -156,4 +156,4 @@ async def test_rustls_requests_of_any_size_on_one_connection(tmp_path: Path, ver
                 )
                 assert (answer.status, answer.body) == (200, b"%d" % size)
             assert (connection.exchanges, connection.reusable) == (4, True)
-            await connection.close()
+            connection.close()

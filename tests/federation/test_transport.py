@@ -38,6 +38,7 @@ from fedsender.federation.transport import (
     words,
 )
 from fedsender.runtime import RealNetwork
+from fedsender.testing.network import memory_connection
 from fedsender.tls import TlsStream
 
 NAME = "b.example"
@@ -82,7 +83,7 @@ async def test_connection_carries_one_exchange_after_another(tmp_path: Path) -> 
             assert answer.header(b"x-header") == b"One"
             assert answer.body == b'{"pdus":{}}'
             assert connection.reusable
-        await connection.close()
+        connection.close()
 
     assert [request.body for request in seen] == [b'{"a":1}', b'{"b":2}']
     assert seen[0].line == "PUT /send/1 HTTP/1.1"
@@ -123,7 +124,7 @@ async def test_answer_is_read_to_its_end_and_no_further(
         answer = await put(connection)
         assert (answer.status, answer.body) == (status, body)
         assert connection.reusable is reusable
-        await connection.close()
+        connection.close()
 
 
 @pytest.mark.parametrize(
@@ -234,7 +235,7 @@ async def test_long_body_arrives_whole_and_the_connection_stays(tmp_path: Path) 
             assert (await put(connection, b"x" * size)).status == 200
         assert connection.reusable
         assert lengths == [1_000_000, 100_000]
-        await connection.close()
+        connection.close()
 
 
 async def test_an_exchange_leaves_nothing_to_search_for(tmp_path: Path) -> None:
@@ -255,7 +256,7 @@ async def test_an_exchange_leaves_nothing_to_search_for(tmp_path: Path) -> None:
             left = [each for each in gc.get_objects() if isinstance(each, ResponseReader)]
         finally:
             gc.enable()
-        await connection.close()
+        connection.close()
     assert not left
 
 
@@ -267,7 +268,7 @@ async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -
         assert RealNetwork().deserted([connection.stream]) == []
         # Looking did no harm.
         assert (await put(connection)).status == 200
-        await connection.close()
+        connection.close()
     async with serving(authority.context(NAME), answering(response(), then_close=True)) as server:
         connection = await dial(authority, server)
         await put(connection)
@@ -275,7 +276,7 @@ async def test_idle_connection_knows_whether_its_peer_has_left(tmp_path: Path) -
             assert isinstance(connection.stream, TlsStream)
             await trio.lowlevel.wait_readable(connection.stream.socket)
             assert RealNetwork().deserted([connection.stream]) == [connection.stream]
-        await connection.close()
+        connection.close()
 
 
 # --- the reader, without a network ----------------------------------------------------------------
@@ -472,10 +473,10 @@ async def answers_from(
     results: dict[int, Response | str] = {}
 
     async def one(number: int, size: int, ends: bool) -> None:
-        ours, theirs = trio.testing.memory_stream_pair()
+        ours, theirs = memory_connection()
         body = b"x" * size + (b"" if ends else b"y")
         answer = response(200, body)
-        await theirs.send_all(answer if ends else answer[:-1])
+        nursery.start_soon(theirs.send_all, answer if ends else answer[:-1])
         try:
             results[number] = await Connection(ours).exchange(
                 "PUT", "/", b"", b"{}", bounds=Bounds(body_bytes=300_000), memory=memory
@@ -555,7 +556,7 @@ class Lent:
         self._page = page
 
     async def __aenter__(self) -> Connection:
-        client, server = trio.testing.memory_stream_pair()
+        client, server = memory_connection()
         await server.send_all(self._page)
         return Connection(client)
 

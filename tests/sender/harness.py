@@ -107,11 +107,15 @@ class FakePeer:
     def __init__(self, server: RemoteServer, permit: Permit) -> None:
         self.server = server
         self.permit = permit
+        self.sent = False
+        self._exchange: trio.CancelScope | None = None
 
-    def at_hand(self) -> None:
+    def at_hand(self) -> bool:
         """Each attempt connects."""
+        self.sent = False
+        return False
 
-    async def connect(self) -> "FakeLink":
+    async def connect(self) -> None:
         await self.permit.handshake(None)
         await trio.sleep(0.01)
         self.server.attempts.append(trio.current_time())
@@ -119,20 +123,6 @@ class FakePeer:
             self.server.connecting()
         if self.server.down:
             raise Unreachable("refused", "connection refused")
-        return FakeLink(self.server, self.permit)
-
-    def release(self) -> None: ...
-
-    async def version_answers(self) -> bool:
-        await trio.sleep(self.server.latency)
-        return self.server.version and not self.server.down
-
-
-class FakeLink:
-    def __init__(self, server: RemoteServer, permit: Permit) -> None:
-        self.server = server
-        self.permit = permit
-        self.sent = False
 
     async def put_transaction(
         self, transaction_id: str, body: bytes, event_ids: Sequence[str]
@@ -145,8 +135,9 @@ class FakeLink:
             self.sent = True
             request = Request(trio.current_time(), transaction_id, body, event_ids)
             server.requests.append(request)
-            await trio.sleep(server.latency)
-            if server.down:
+            with trio.CancelScope() as self._exchange:
+                await trio.sleep(server.latency)
+            if server.down or self._exchange.cancelled_caught:
                 raise SendFailed("closed", "connection lost", sent=True)
             reply = server.reply(request)
             if reply.is_answer:
@@ -155,6 +146,16 @@ class FakeLink:
             return replace(reply, refused=sent)
         finally:
             server.in_flight -= 1
+
+    def cut(self) -> None:
+        if self._exchange is not None:
+            self._exchange.cancel()
+
+    def release(self) -> None: ...
+
+    async def version_answers(self) -> bool:
+        await trio.sleep(self.server.latency)
+        return self.server.version and not self.server.down
 
 
 class FakeClient:

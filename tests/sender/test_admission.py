@@ -1,6 +1,7 @@
 """Who waits for whom: lanes by how long a server takes, shares of neighbours, the line for new
 connections; and what that means for a whole sender. All on the virtual clock."""
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from tests.federation.servers import BODY, OURS
+from tests.federation.servers import OURS
 from tests.federation.test_connections import in_memory, there
 from tests.sender.harness import RemoteServer, World
 from trio.testing import MockClock
@@ -30,6 +31,7 @@ from fedsender.sender.context import Phase
 from fedsender.sender.destination import Exchange
 from fedsender.sender.failure import Outcome
 from fedsender.sender.transaction import Draft, Transaction, freeze
+from fedsender.waiting import Alarms
 
 BIG, SMALL = "!big:hs.example", "!small:hs.example"
 DEFAULTS = {
@@ -487,6 +489,13 @@ def test_bodies_get_smaller_as_their_memory_fills_and_never_stop() -> None:
     assert admission.bodies == 0
 
 
+def a_transaction(size: int = 0) -> Transaction:
+    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
+    made = freeze(draft, transaction_id="t", origin=OURS, now_ms=0, lsso_before=None)
+    made.body += b" " * size
+    return made
+
+
 # --- connections: the real client, at the default limits ------------------------------------------
 
 
@@ -500,11 +509,12 @@ class Attempts:
     async def send(self, number: int, *, few: bool = False) -> float:
         """Seconds until it was answered."""
         began = trio.current_time()
-        permit = self.admission.permit(f"a.b{number}")
+        permit, exchange = self.admission.permit(f"a.b{number}"), Exchange(Alarms())
         permit.hurried = few
         async with self.client.peer(permit.server, there(number), permit) as peer:
-            link = peer.at_hand() or await peer.connect()
-            await link.put_transaction("t", BODY, ())
+            assert peer.at_hand() or await exchange.connect(peer)
+            _, verdict = await exchange.put(peer, a_transaction(), deadline=math.inf)
+            assert verdict.outcome is Outcome.DELIVERED
         permit.let_go()
         return trio.current_time() - began
 
@@ -737,31 +747,3 @@ async def test_what_stands_in_a_line_leaves_it_when_it_is_not_wanted_any_more(
         began = trio.current_time()
     assert trio.current_time() - began < 1
     assert all(not world.servers[name].attempts for name in queued)
-
-
-async def test_a_line_of_ours_is_not_the_servers_time(
-    tmp_path: Path, autojump_clock: MockClock
-) -> None:
-    """A request that is repeated on a new connection: neither its time-out nor its lane knows."""
-    admission, exchange = admission_of(20, per_second=0.01), Exchange()
-    async with in_memory(tmp_path) as (client, network):
-        permit = a_leave(admission, "a.b1", 0.1)
-        permit.told = exchange.wait_for_limits
-        async with client.peer("a.b1", there(1), permit) as peer:
-            for _ in range(2):
-                began = trio.current_time()
-                link = await exchange.connect(peer)
-                assert link is not None
-                _, verdict = await exchange.put(link, a_transaction(), deadline=began + 30)
-                permit.answered()
-                permit.let_go()
-                assert verdict.outcome is Outcome.DELIVERED
-                network.forget()
-                await trio.sleep(5)
-        assert 60 < trio.current_time() - began < 150
-    assert admission.lane_of(permit) == (admission.quick, True)
-
-
-def a_transaction() -> Transaction:
-    draft = Draft(max_pdus=50, max_edus=100, max_bytes=2**20)
-    return freeze(draft, transaction_id="t", origin=OURS, now_ms=0, lsso_before=None)

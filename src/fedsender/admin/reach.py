@@ -375,7 +375,7 @@ class _Walk:
             try:
                 self._secured(connection)
             finally:
-                await connection.close()
+                connection.close()
         # The time of the step is that of the handshake that failed.
         self._began += trio.current_time() - looks_from
 

@@ -1,7 +1,7 @@
 """The federation client: one keep-alive TLS connection per destination, and its requests.
 
 A task that sends to a destination holds a `Peer`. Before each request it calls the peer's
-`connect`, which lends it a `Link`: on the live connection if there is one, or else on a new one.
+`at_hand` or `connect`, which take the live connection if there is one, or else open a new one.
 After the exchange the connection goes back to the client, where it outlives the task. There the
 idle connections stand in the order of their last use. The oldest is closed when room is needed.
 Each is closed when it has been idle for long, or its peer has left.
@@ -60,10 +60,10 @@ from fedsender.telemetry import Metrics
 __all__ = [
     "Answer",
     "FederationClient",
-    "Link",
     "Peer",
     "SendFailed",
     "Stage",
+    "Stale",
     "Statistics",
     "Unreachable",
     "open_client",
@@ -97,6 +97,10 @@ class SendFailed(Exception):
         self.kind: FailureKind = kind
         self.sent = sent
         self.text = words(text)
+
+
+class Stale(SendFailed):
+    """The server had closed the idle connection by the time it was used: that is no failure."""
 
 
 class Permit(Protocol):
@@ -280,7 +284,7 @@ class FederationClient:
                 "POST", target, header_lines(headers), body, bounds=_GET_BOUNDS, memory=self.memory
             )
         finally:
-            await connection.close()
+            connection.close()
         return response.status
 
     def forget(self, destination: str) -> None:
@@ -304,7 +308,12 @@ class FederationClient:
 
 
 class Peer:
-    """The access to one destination, for one task; made by `FederationClient.peer`."""
+    """The access to one destination, for one task; made by `FederationClient.peer`.
+
+    Attributes:
+        sent: the first byte of a request may have left since `at_hand` was called. For callers that
+            cancel it; a `SendFailed` has it too.
+    """
 
     def __init__(
         self,
@@ -315,6 +324,7 @@ class Peer:
         told: Callable[[Stage], None],
     ) -> None:
         self.destination = destination
+        self.sent = False
         self._permit = permit
         self._told = told
         self._client = client
@@ -338,8 +348,17 @@ class Peer:
         """Give the connection back to the client, if there is one."""
         self.release()
 
-    async def connect(self) -> "Link":
-        """Lend a connection for one exchange: the live one, or one that is opened now.
+    def at_hand(self) -> bool:
+        """Hold the live connection for one exchange, if it was in use a moment ago and no wait is
+        needed; return whether a connection is held."""
+        self.sent = False
+        connections = self._client.connections
+        if self._held is None and connections.has(self.destination) and self._permit.at_once():
+            self._hold(connections.take_fresh(self.destination, self._opened_by))
+        return self._held is not None
+
+    async def connect(self) -> None:
+        """Hold a connection for one exchange: the live one, or one that is opened now.
 
         Raises:
             Unreachable: no connection to the server can be made.
@@ -348,22 +367,45 @@ class Peer:
         connections = self._client.connections
         if self._held is None and connections.has(self.destination):
             await self._permit.place()
-            self._held = connections.take(self.destination, self._opened_by)
+            self._hold(connections.take(self.destination, self._opened_by))
         if self._held is None:
-            self._held = await self._open()
-        return self._lend(self._held)
+            self._hold(await self._open())
 
-    def at_hand(self) -> "Link | None":
-        """A link on the live connection, if it was in use a moment ago and no wait is needed."""
-        connections = self._client.connections
-        if self._held is None and connections.has(self.destination) and self._permit.at_once():
-            self._held = connections.take_fresh(self.destination, self._opened_by)
-        return None if self._held is None else self._lend(self._held)
-
-    def _lend(self, live: Live) -> "Link":
-        if self._permit.hurried:
+    def _hold(self, live: Live | None) -> None:
+        self._held = live
+        if live is not None and self._permit.hurried:
             live.precious_until = trio.current_time() + self._client.config.idle_connection
-        return Link(self, live)
+
+    async def put_transaction(
+        self, transaction_id: str, body: bytes, event_ids: Sequence[str]
+    ) -> Answer:
+        """Send a transaction (server-server API, "Transactions") over the connection that is held;
+        the deadline is the caller's.
+
+        Args:
+            body: its canonical JSON.
+            event_ids: of the PDUs in it.
+
+        Returns:
+            The answer, of any status.
+
+        Raises:
+            Stale: the connection was closed by then, and no byte of an answer has come.
+            SendFailed: there is no whole answer.
+        """
+        client, live = self._client, self._held
+        assert live is not None, "no connection is held"
+        reused = live.reused
+        target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"
+        longest = min(client.config.max_answer_bytes, longest_answer(len(event_ids)))
+        lines = self._signed(live, "PUT", target, body)
+        response = await self._exchange("PUT", target, lines, body, Bounds(body_bytes=longest))
+        return answer_of(response, event_ids, reused=reused, now_ms=client.runtime.now_ms)
+
+    def cut(self) -> None:
+        """End the exchange under way, with `SendFailed`; another task may do so."""
+        if self._held is not None:
+            self._held.connection.cut(ExchangeFailed("closed", "we gave it up"))
 
     async def version_answers(self) -> bool:
         """Whether the server answers an unsigned `GET /_matrix/federation/v1/version`.
@@ -384,15 +426,53 @@ class Peer:
             SendFailed: there is no whole answer.
             OutOfResources: we can open no connection to any server.
         """
-        link = await self.connect()
-        response, _ = await link._exchange("GET", target, None, _GET_BOUNDS)
-        return response
+        await self.connect()
+        assert self._held is not None
+        return await self._exchange("GET", target, self._held.lines, None, _GET_BOUNDS)
 
     def release(self) -> None:
         """Give the connection back to the client, if there is one."""
         held, self._held = self._held, None
         if held is not None:
             self._client.connections.give_back(self.destination, held)
+
+    def _signed(self, live: Live, method: str, target: str, body: bytes) -> bytes:
+        """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""
+        client = self._client
+        assert client.key is not None, "a client without a key sends no transaction"
+        value = authorization_header(
+            client.server_name, self.destination, method, target, body, client.key
+        )
+        return b"%bcontent-type: application/json\r\nauthorization: %b\r\n" % (
+            live.lines,
+            value.encode("ascii"),
+        )
+
+    async def _exchange(
+        self, method: str, target: str, lines: bytes, body: bytes | None, bounds: Bounds
+    ) -> Response:
+        """The answer over the connection that is held, which is given back then."""
+        client, live = self._client, self._held
+        assert live is not None
+        connection, metrics = live.connection, client.metrics
+        self._permit.asked()
+        if metrics is not None:
+            metrics.http_request(method).inc()
+        try:
+            response = await connection.exchange(
+                method, target, lines, body, bounds=bounds, memory=client.memory
+            )
+        except ExchangeFailed as failure:
+            stale = live.reused and failure.kind == "closed" and not connection.heard
+            client.repeated += stale
+            kind = Stale if stale else SendFailed
+            raise kind(failure.kind, failure.text, sent=self.sent | connection.sent) from failure
+        finally:
+            self.sent |= connection.sent
+            self.release()
+        if metrics is not None:
+            metrics.http_response(method, response.status).inc()
+        return response
 
     async def _open(self) -> Live:
         client = self._client
@@ -482,105 +562,7 @@ class Peer:
             try:
                 yield connection
             finally:
-                await connection.close()
-
-
-class Link:
-    """A connection lent for one exchange.
-
-    Attributes:
-        sent: the first byte of the request may have left. For callers that cancel an exchange; a
-            `SendFailed` has it too.
-    """
-
-    def __init__(self, peer: Peer, live: Live) -> None:
-        self.sent = False
-        self._peer = peer
-        self._live = live
-
-    async def put_transaction(
-        self, transaction_id: str, body: bytes, event_ids: Sequence[str]
-    ) -> Answer:
-        """Send a transaction (server-server API, "Transactions"); the deadline is the caller's.
-
-        Args:
-            body: its canonical JSON.
-            event_ids: of the PDUs in it.
-
-        Returns:
-            The answer, of any status.
-
-        Raises:
-            SendFailed: there is no whole answer.
-            OutOfResources: the connection was closed by then, and we can open no other.
-        """
-        client = self._peer._client
-        target = f"/_matrix/federation/v1/send/{quote(transaction_id, safe='')}"
-        longest = min(client.config.max_answer_bytes, longest_answer(len(event_ids)))
-        response, reused = await self._exchange("PUT", target, body, Bounds(body_bytes=longest))
-        return answer_of(response, event_ids, reused=reused, now_ms=client.runtime.now_ms)
-
-    async def _exchange(
-        self, method: str, target: str, body: bytes | None, bounds: Bounds
-    ) -> tuple[Response, bool]:
-        """The answer, and whether its connection had been used before."""
-        peer = self._peer
-        if peer._held is not self._live:
-            raise SendFailed("closed", "this link was used already", sent=False)
-        reused = self._live.reused
-        try:
-            try:
-                return await self._once(method, target, body, bounds), reused
-            except ExchangeFailed as failure:
-                if not (reused and failure.kind == "closed" and not self._live.connection.heard):
-                    raise SendFailed(failure.kind, failure.text, sent=self.sent) from failure
-            # The peer closed an idle connection just when we used it: not a failure,
-            # so one new connection is part of the same attempt (I5).
-            await self._renew()
-            try:
-                return await self._once(method, target, body, bounds), False
-            except ExchangeFailed as failure:
-                raise SendFailed(failure.kind, failure.text, sent=True) from failure
-        finally:
-            peer.release()
-
-    async def _renew(self) -> None:
-        peer = self._peer
-        peer._client.repeated += 1
-        peer.release()
-        try:
-            self._live = peer._held = await peer._open()
-        except Unreachable as failure:
-            raise SendFailed("closed", failure.text, sent=True) from failure
-
-    async def _once(self, method: str, target: str, body: bytes | None, bounds: Bounds) -> Response:
-        client, connection = self._peer._client, self._live.connection
-        metrics = client.metrics
-        self._peer._permit.asked()
-        if metrics is not None:
-            metrics.http_request(method).inc()
-        lines = self._live.lines if body is None else self._signed(method, target, body)
-        try:
-            response = await connection.exchange(
-                method, target, lines, body, bounds=bounds, memory=client.memory
-            )
-        finally:
-            self.sent |= connection.sent
-        if metrics is not None:
-            metrics.http_response(method, response.status).inc()
-        return response
-
-    def _signed(self, method: str, target: str, body: bytes) -> bytes:
-        """The headers of a signed request, made afresh for each attempt: keys rotate (I3)."""
-        client = self._peer._client
-        assert client.key is not None, "a client without a key sends no transaction"
-        value = authorization_header(
-            client.server_name, self._peer.destination, method, target, body, client.key
-        )
-        return b"%bcontent-type: application/json\r\nauthorization: %b\r\n" % (
-            self._live.lines,
-            value.encode("ascii"),
-        )
+                connection.close()
 
 
 def _proxy_of(config: Federation, runtime: Runtime) -> Proxy | None:

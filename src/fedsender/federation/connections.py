@@ -9,6 +9,7 @@ Every step for a request touches the connections of its own destination and the 
 never all of them. Only the watch, every few seconds, looks at all, with one system call.
 """
 
+import math
 from collections.abc import AsyncIterator, Hashable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -18,12 +19,10 @@ import trio
 
 from fedsender.federation.transport import Connection
 from fedsender.runtime import Network
-from fedsender.waiting import Signal
 
 # How often idle connections are looked at, and how old one is before it is looked at first.
 _LOOK_EVERY_S: Final = 5.0
 _FRESH_S: Final = 1.0
-_CLOSING_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -61,9 +60,6 @@ class Connections:
         # By destination, the one that has been idle longest first; and those closed after them.
         self._idle: dict[str, Live] = {}
         self._precious: dict[str, Live] = {}
-        # Given up but not closed: closing needs an await, and not every caller can wait.
-        self._unwanted: list[Connection] = []
-        self._something_to_do = Signal()
 
     @property
     def open(self) -> int:
@@ -109,7 +105,7 @@ class Connections:
 
     def give_back(self, destination: str, live: Live) -> None:
         """Keep a connection for later, unless it is spent or another task waits for its place."""
-        if not live.connection.reusable or self._places.statistics().tasks_waiting:
+        if not live.connection.reusable or self._wanted:
             self.give_up(live)
             return
         older = self._pop(destination)
@@ -117,14 +113,16 @@ class Connections:
             self.give_up(older)
         live.idle_since = now = trio.current_time()
         (self._precious if live.precious_until > now else self._idle)[destination] = live
-        self._something_to_do.set()
+
+    @property
+    def _wanted(self) -> bool:
+        """Whether another task waits for a place."""
+        return not self._places.value and bool(self._places.statistics().tasks_waiting)
 
     def give_up(self, live: Live) -> None:
-        """Give up a connection and its place; it is closed soon."""
+        """Close a connection, and give up its place."""
         self._places.release()
-        if live.connection.reusable:
-            self._unwanted.append(live.connection)
-            self._something_to_do.set()
+        live.connection.close()
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -139,7 +137,6 @@ class Connections:
                     break
         await self._places.acquire()
         try:
-            await self._close_unwanted()
             yield
         except BaseException:
             self._places.release()
@@ -149,27 +146,22 @@ class Connections:
     async def watch(self) -> None:
         """Close, for ever, connections that were idle for too long or that the peer has closed."""
         while True:
-            await self._close_unwanted()
-            if not self.idle:
-                await self._something_to_do.wait()
-                continue
             await trio.sleep(_LOOK_EVERY_S)
-            self._give_up_old()
+            await self._give_up_idle(trio.current_time() - self._idle_s)
             self._give_up_deserted()
 
     async def close(self) -> None:
         """Close the idle connections."""
-        for idle in (self._idle, self._precious):
-            while idle:
-                self.give_up(idle.popitem()[1])
-        with trio.move_on_after(_CLOSING_S, shield=True):
-            await self._close_unwanted()
+        with trio.CancelScope(shield=True):
+            await self._give_up_idle(math.inf)
 
-    def _give_up_old(self) -> None:
-        oldest = trio.current_time() - self._idle_s
+    async def _give_up_idle(self, since: float) -> None:
+        """Give up those that are idle since then (trio's clock) or for longer."""
         for idle in (self._idle, self._precious):
-            while idle and next(iter(idle.values())).idle_since <= oldest:
+            while idle and next(iter(idle.values())).idle_since <= since:
                 self.give_up(idle.pop(next(iter(idle))))
+                # OpenSSL frees much for each of them.
+                await trio.lowlevel.checkpoint()
 
     def _give_up_deserted(self) -> None:
         waiting = {**self._idle, **self._precious}
@@ -177,7 +169,3 @@ class Connections:
         for stream in self._network.deserted(list(names)):
             if (live := self._pop(names[stream])) is not None:
                 self.give_up(live)
-
-    async def _close_unwanted(self) -> None:
-        while self._unwanted:
-            await self._unwanted.pop().close()

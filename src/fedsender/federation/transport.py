@@ -14,13 +14,15 @@ import os
 import re
 import ssl
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import httptools
 import httpx
 import trio
+
+from fedsender.tls import close_now
 
 Header = tuple[bytes, bytes]
 FailureKind = Literal["timeout", "closed", "protocol", "too_large", "crowded"]
@@ -97,40 +99,25 @@ class AnswerMemory:
     def __init__(self, maximum: int = _COUNTED_BYTES) -> None:
         self.held = 0
         self._maximum = maximum
-        self._oldest_first: dict[trio.CancelScope, int] = {}
+        self._oldest_first: dict[Connection, int] = {}
 
-    @contextmanager
-    def reading(self) -> Iterator[Callable[[int], None]]:
-        """Count one answer while the body runs; yields a function for its size in bytes.
-
-        The function must be called whenever the answer has grown.
-
-        Raises:
-            ExchangeFailed: crowded: the answer was given up.
-        """
-        scope = trio.CancelScope()
-        try:
-            with scope:
-                yield lambda size: self._grown(scope, size)
-        finally:
-            self._release(scope)
-        if scope.cancelled_caught:
-            text = f"our memory for answers was full ({self._maximum} bytes), this one the oldest"
-            raise ExchangeFailed("crowded", text)
-
-    def _grown(self, scope: trio.CancelScope, size: int) -> None:
+    def grown(self, connection: "Connection", size: int) -> None:
+        """Note that the answer on this connection has so many bytes now."""
         counted = size - _UNCOUNTED_BYTES
-        if counted <= 0 or scope.cancel_called:
+        if counted <= 0:
             return
-        self.held += counted - self._oldest_first.get(scope, 0)
-        self._oldest_first[scope] = counted
+        self.held += counted - self._oldest_first.get(connection, 0)
+        self._oldest_first[connection] = counted
         while self.held > self._maximum:
             oldest = next(iter(self._oldest_first))
-            self._release(oldest)
-            oldest.cancel()
+            self.ended(oldest)
+            most = self._maximum
+            text = f"our memory for answers was full ({most} bytes), this one the oldest"
+            oldest.cut(ExchangeFailed("crowded", text))
 
-    def _release(self, scope: trio.CancelScope) -> None:
-        self.held -= self._oldest_first.pop(scope, 0)
+    def ended(self, connection: "Connection") -> None:
+        """Note that the answer on this connection was read, or given up."""
+        self.held -= self._oldest_first.pop(connection, 0)
 
 
 class _Refused(Exception):
@@ -171,7 +158,7 @@ class ResponseReader:
         """The number of bytes of the body that are held."""
         return len(self._body)
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | bytearray) -> None:
         """Take bytes from the peer; raises ExchangeFailed."""
         self._framing += len(data) + _PIECE_BYTES
         try:
@@ -249,8 +236,10 @@ class ResponseReader:
 
     def _values(self, name: bytes) -> list[bytes]:
         """The members of such a header, in lower case, over all headers of that name."""
-        found = b",".join(self._telling.get(name, ())).lower()
-        return [part.strip() for part in found.split(b",") if part.strip()]
+        found = self._telling.get(name)
+        if found is None:
+            return []
+        return [part.strip() for part in b",".join(found).lower().split(b",") if part.strip()]
 
     @property
     def _successful(self) -> bool:
@@ -291,7 +280,7 @@ class Connection:
         reusable: another exchange may follow. False during one, and for ever after a failed one.
     """
 
-    __slots__ = ("exchanges", "heard", "reusable", "sent", "stream")
+    __slots__ = ("_cut", "exchanges", "heard", "reusable", "sent", "stream")
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -299,6 +288,7 @@ class Connection:
         self.heard = False
         self.exchanges = 0
         self.reusable = True
+        self._cut: ExchangeFailed | None = None
 
     async def exchange(
         self,
@@ -324,48 +314,55 @@ class Connection:
         self.sent = self.heard = False
         if not self.reusable:
             raise ExchangeFailed("closed", "the connection is closed")
-        head = request_head(method, target, lines, body)
+        request = request_head(method, target, lines, body) + (body or b"")
         self.reusable = False
         reader = ResponseReader(bounds)
         try:
-            await self._converse(head, body or b"", reader, memory)
+            self.sent = True
+            if len(request) <= _LISTEN_WHILE_WRITING_BYTES:
+                await self.stream.send_all(request)
+                await self._read(reader, memory)
+            else:
+                await self._converse(request, reader, memory)
         except trio.BrokenResourceError as error:
             raise ExchangeFailed("closed", f"the connection broke: {reason(error)}") from error
+        except trio.ClosedResourceError as error:
+            raise self._cut or ExchangeFailed("closed", "closed on this side") from error
         finally:
             if not (reader.complete and reader.keep_alive):
-                await trio.aclose_forcefully(self.stream)
+                close_now(self.stream)
             reader.close()
         self.exchanges += 1
-        self.reusable = reader.keep_alive
+        self.reusable = reader.keep_alive and self._cut is None
         return reader.response()
 
-    async def close(self) -> None:
-        """Close without a goodbye; never raises, and never waits for the peer."""
-        self.reusable = False
-        await trio.aclose_forcefully(self.stream)
+    def cut(self, why: ExchangeFailed) -> None:
+        """End the exchange under way: it raises this error."""
+        self._cut = why
+        close_now(self.stream)
 
-    async def _converse(
-        self, head: bytes, body: bytes, reader: ResponseReader, memory: AnswerMemory
-    ) -> None:
-        if len(body) <= _LISTEN_WHILE_WRITING_BYTES:
-            await self._write(head, body)
-            await self._read(reader, memory)
-            return
+    def close(self) -> None:
+        """Close without a goodbye and without a wait."""
+        self.reusable = False
+        close_now(self.stream)
+
+    async def _converse(self, request: bytes, reader: ResponseReader, memory: AnswerMemory) -> None:
+        """Listen while writing."""
         written = False
-        failure: ExchangeFailed | trio.BrokenResourceError | None = None
+        failure: ExchangeFailed | trio.BrokenResourceError | trio.ClosedResourceError | None = None
 
         async def write() -> None:
             nonlocal written
             # What broke while writing shows to the reader, who may still find the answer to why.
-            with suppress(trio.BrokenResourceError):
-                await self._write(head, body)
+            with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+                await self.stream.send_all(request)
                 written = True
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
             try:
                 await self._read(reader, memory)
-            except (ExchangeFailed, trio.BrokenResourceError) as error:
+            except (ExchangeFailed, trio.BrokenResourceError, trio.ClosedResourceError) as error:
                 failure = error
             nursery.cancel_scope.cancel()
         if failure is not None:
@@ -373,26 +370,19 @@ class Connection:
         # Half a request lies behind an answer that came before the body was out.
         reader.keep_alive &= written
 
-    async def _write(self, head: bytes, body: bytes) -> None:
-        self.sent = True
-        await self.stream.send_all(head + body)
-
     async def _read(self, reader: ResponseReader, memory: AnswerMemory) -> None:
-        while not reader.complete and reader.size <= _UNCOUNTED_BYTES:
-            await self._read_some(reader)
-        if not reader.complete:
-            with memory.reading() as grown:
-                while not reader.complete:
-                    grown(reader.size)
-                    await self._read_some(reader)
-
-    async def _read_some(self, reader: ResponseReader) -> None:
-        data = await self.stream.receive_some()
-        if not data:
-            reader.end()
-            return
-        self.heard = True
-        reader.feed(bytes(data))
+        try:
+            while not reader.complete:
+                data = await self.stream.receive_some()
+                if not data:
+                    reader.end()
+                    return
+                self.heard = True
+                reader.feed(data)
+                if not reader.complete:
+                    memory.grown(self, reader.size)
+        finally:
+            memory.ended(self)
 
 
 def request_head(method: str, target: str, lines: bytes, body: bytes | None) -> bytes:

@@ -12,16 +12,16 @@ record before anything else is sent (I3).
 
 import math
 import zlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import trio
 
 from fedsender.config import Policy
 from fedsender.config.policy import QUICK_ATTEMPTS
-from fedsender.federation.client import Answer, Link, Peer, SendFailed, Unreachable
+from fedsender.federation.client import Answer, Peer, SendFailed, Stale, Unreachable
 from fedsender.federation.transport import FailureKind
 from fedsender.matrix import Pdu
 from fedsender.runtime import OutOfResources, Runtime
@@ -48,8 +48,6 @@ from fedsender.store.records import PresenceState, Receipt
 from fedsender.store.sender import FrozenRecord
 from fedsender.waiting import Alarm, Alarms, Signal
 
-T = TypeVar("T")
-
 # What it is when the request has left and no whole answer has come.
 _OUTCOMES: Final[dict[FailureKind, Outcome]] = {
     "timeout": Outcome.FAILING,
@@ -68,15 +66,24 @@ class GaveWay(Exception):
 class _Ended(Enum):
     """The reason why an exchange was ended early."""
 
+    LATE = "late"
     WOKEN = "woken"
     WITHDRAWN = "withdrawn"
     GAVE_WAY = "gave way"
 
 
-class Exchange:
-    """The exchange that one destination has under way; another task may end it early."""
+class Exchange(Alarm):
+    """The exchange that one destination has under way; another task may end it early.
 
-    def __init__(self) -> None:
+    While a connection is made, a scope is cancelled to end it. Afterwards its connection is closed:
+    a scope for each transaction would cost more.
+    """
+
+    __slots__ = ("_ended", "_left_s", "_peer", "_scope")
+
+    def __init__(self, alarms: Alarms) -> None:
+        super().__init__(alarms)
+        self._peer: Peer | None = None
         self._scope: trio.CancelScope | None = None
         self._ended: _Ended | None = None
         self._left_s = 0.0
@@ -93,19 +100,21 @@ class Exchange:
         """Give up an attempt that waits for our own limits."""
         self._end(_Ended.WITHDRAWN)
 
+    def ring(self) -> None:
+        """End it: its deadline has come."""
+        self._end(_Ended.LATE)
+
     def wait_for_limits(self, waiting: bool) -> None:
         """Stop the server's deadline while the exchange waits for a limit of ours."""
-        if self._scope is None:
-            return
         now = trio.current_time()
         if waiting:
-            self._left_s = self._scope.deadline - now
-            self._scope.deadline = math.inf
+            self._left_s = self.at - now
+            self.set(math.inf)
         else:
-            self._scope.deadline = now + self._left_s
+            self.set(now + self._left_s)
 
-    async def connect(self, peer: Peer) -> Link | None:
-        """A connection, with a place; None: it was withdrawn.
+    async def connect(self, peer: Peer) -> bool:
+        """Have the peer hold a connection, with a place; False: it was withdrawn.
 
         The client has a deadline for each step; waiting for our limits has none.
 
@@ -113,16 +122,15 @@ class Exchange:
             Unreachable: no connection could be made.
             GaveWay: it was ended for others.
         """
-        link = peer.at_hand()
-        if link is not None:
-            return link
-        link = await self._within(math.inf, peer.connect())
-        if link is not None or self._ended is _Ended.WITHDRAWN:
-            return link
+        self._ended = None
+        if await self._connect(peer):
+            return True
+        if self._ended is _Ended.WITHDRAWN:
+            return False
         raise Unreachable("timeout", self._why_ended("no connection"))
 
     async def put(
-        self, link: Link, transaction: Transaction, deadline: float
+        self, peer: Peer, transaction: Transaction, deadline: float
     ) -> tuple[Answer | None, Verdict]:
         """Send the transaction; return the server's answer, or None, and the verdict.
 
@@ -132,16 +140,22 @@ class Exchange:
             GaveWay: it was ended for others.
             OutOfResources: a new connection was needed, and we can open none.
         """
-        event_ids = [pdu.event_id for pdu in transaction.pdus]
-        sending = link.put_transaction(transaction.id, transaction.body, event_ids)
+        self._ended = None
+        self.set(deadline)
         try:
-            answer = await self._within(deadline, sending)
+            answer = await self._put(peer, transaction)
         except SendFailed as error:
-            outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
-            return None, Verdict(outcome, error.text, sent=error.sent)
+            if self._ended is _Ended.GAVE_WAY:
+                raise GaveWay from error
+            if self._ended is None:
+                outcome = _OUTCOMES[error.kind] if error.sent else Outcome.UNREACHABLE
+                return None, Verdict(outcome, error.text, sent=error.sent)
+            answer = None
+        finally:
+            self.set(math.inf)
         if answer is None:
-            outcome = Outcome.FAILING if link.sent else Outcome.UNREACHABLE
-            return None, Verdict(outcome, self._why_ended("no answer"), sent=link.sent)
+            outcome = Outcome.FAILING if peer.sent else Outcome.UNREACHABLE
+            return None, Verdict(outcome, self._why_ended("no answer"), sent=peer.sent)
         return answer, failure.judge_status(
             answer.status,
             is_answer=answer.is_answer,
@@ -149,31 +163,53 @@ class Exchange:
             text=answer.text,
         )
 
-    async def _within(self, deadline: float, doing: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `doing`; None: the deadline (trio's clock) came, or it was ended early.
+    async def _put(self, peer: Peer, transaction: Transaction) -> Answer | None:
+        """The answer; None: a connection was needed, and it was ended while that was made."""
+        event_ids = [pdu.event_id for pdu in transaction.pdus]
+        while True:
+            self._peer = peer
+            try:
+                return await peer.put_transaction(transaction.id, transaction.body, event_ids)
+            except Stale:
+                if self._ended is not None:
+                    raise
+            finally:
+                self._peer = None
+            # One new connection is part of the same attempt (I5), and no new one is stale.
+            try:
+                if not await self._connect(peer):
+                    return None
+            except Unreachable as error:
+                raise SendFailed("closed", error.text, sent=True) from error
 
-        Raises:
-            GaveWay: it was ended for others.
+    async def _connect(self, peer: Peer) -> bool:
+        """Have the peer hold a connection; False: it was ended early.
+
+        Raises as `connect`.
         """
-        self._ended = None
         try:
-            with trio.CancelScope(deadline=deadline) as self._scope:
-                return await doing
+            with trio.CancelScope() as self._scope:
+                await peer.connect()
+                return True
         finally:
             self._scope = None
         if self._ended is _Ended.GAVE_WAY:
             raise GaveWay
-        return None
+        return False
 
     def _end(self, why: _Ended) -> bool:
-        if self._scope is None:
+        if self._scope is not None:
+            self._ended = self._ended or why
+            self._scope.cancel()
+        elif self._peer is not None:
+            self._ended = self._ended or why
+            self._peer.cut()
+        else:
             return False
-        self._ended = self._ended or why
-        self._scope.cancel()
         return True
 
     def _why_ended(self, what: str) -> str:
-        return f"{what} in time" if self._ended is None else f"{what} until it was woken"
+        return f"{what} in time" if self._ended is _Ended.LATE else f"{what} until it was woken"
 
 
 __all__ = ["Announcer", "Context", "Destination", "Phase"]
@@ -191,7 +227,7 @@ QUARANTINE_LIMIT = 1_000
 """The most items of one server in quarantine; the next suspect is only held."""
 
 
-class AttemptTimer:
+class AttemptTimer(Alarm):
     """The timer of the next attempt.
 
     The rules:
@@ -209,7 +245,10 @@ class AttemptTimer:
         not_before: when the next attempt may start.
     """
 
+    __slots__ = ("_failed_at", "_news", "_runtime", "_signal", "_woken_in_attempt", "not_before")
+
     def __init__(self, state: ServerState, runtime: Runtime, alarms: Alarms) -> None:
+        super().__init__(alarms)
         self._runtime = runtime
         now = trio.current_time()
         self._failed_at = -math.inf
@@ -218,7 +257,6 @@ class AttemptTimer:
         self.not_before = now + state.wait_s(runtime.now_ms())
         self._news = False
         self._signal = Signal()
-        self._alarm = Alarm(alarms, self._signal)
         self._woken_in_attempt = False
 
     def _from_wall(self, at_ms: int | None) -> float:
@@ -257,9 +295,13 @@ class AttemptTimer:
         self._news = True
         self._signal.set()
 
+    def ring(self) -> None:
+        """Have the task see that the time has come."""
+        self._signal.set()
+
     async def sleep_until(self, due: float) -> bool:
         """Wait until this time; False: `look_again` was called before it was seen to have come."""
-        self._alarm.set(due)
+        self.set(due)
         while not self._news:
             await self._signal.wait()
             if not self._news and trio.current_time() >= due:
@@ -293,7 +335,7 @@ class Destination:
         self.since = trio.current_time()
         self._context = context
         self._timer = AttemptTimer(state, context.runtime, context.alarms)
-        self._exchange = Exchange()
+        self._exchange = Exchange(context.alarms)
         self._reporter = Reporter(name, context)
         self._permit = context.admission.permit(name)
         self._before = self.phase
@@ -566,9 +608,11 @@ class Destination:
             return  # And no connection is opened to find that out.
         permit, now_ms = self._permit, self._context.runtime.now_ms()
         permit.ill, permit.lately = not self.state.healthy, failure.well_lately(self.state, now_ms)
-        self._in_phase(Phase.CONNECTING)
         try:
-            link = await self._exchange.connect(peer)
+            if not peer.at_hand():
+                self._in_phase(Phase.CONNECTING)
+                if not await self._exchange.connect(peer):
+                    return
         except Unreachable as reason:
             permit.hurried = False
             verdict = Verdict(Outcome.UNREACHABLE, reason.text)
@@ -580,14 +624,12 @@ class Destination:
             return
         except GaveWay:
             return
-        if link is None:
-            return
         if self.frozen is not None and self.frozen.put_away:
             await self._take_out(self.frozen)
         transaction = await self._next_transaction()
         if transaction is not None:
             permit.carries(len(transaction.body))
-            await self._send(peer, link, transaction)
+            await self._send(peer, transaction)
         else:
             peer.release()
 
@@ -608,7 +650,7 @@ class Destination:
         # Told to stop while it waited for its place, or shut out while it connected.
         return self.frozen if gate.open and not self._held else None
 
-    async def _send(self, peer: Peer, link: Link, transaction: Transaction) -> None:
+    async def _send(self, peer: Peer, transaction: Transaction) -> None:
         context = self._context
         started = trio.current_time()
         self._in_phase(Phase.SENDING if self.outbox.level else Phase.CATCHING_UP, started)
@@ -616,7 +658,7 @@ class Destination:
         slot = context.attempt_log.begin(self.name, transaction, context.runtime.now_ms())
         try:
             timeout_s = self.policy.request_timeout or context.request_timeout
-            answer, verdict = await self._exchange.put(link, transaction, started + timeout_s)
+            answer, verdict = await self._exchange.put(peer, transaction, started + timeout_s)
         except (Exception, trio.Cancelled) as error:
             took_s = trio.current_time() - started
             cut_off = _why_cut_off(error)
@@ -626,7 +668,7 @@ class Destination:
                 raise
             if isinstance(error, OutOfResources):
                 self._reporter.ran_out(error)
-            if not link.sent:
+            if not peer.sent:
                 self._unfreeze(transaction)
             elif not transaction.saved:
                 await self._put_on_record(transaction)

@@ -36,7 +36,7 @@ from fedsender.store import Store
 from fedsender.store.records import Lagging
 from fedsender.streams import Watermark
 from fedsender.telemetry import Metrics
-from fedsender.waiting import attempted, supervise
+from fedsender.waiting import attempted, open_alarms, supervise
 
 __all__ = ["Progress", "Sender", "Status", "open_sender"]
 
@@ -455,7 +455,7 @@ async def _running(
     states = states_of(await store.sender.all_server_states())
     sender: Sender | None = None
     try:
-        async with trio.open_nursery() as nursery:
+        async with open_alarms(context.alarms), trio.open_nursery() as nursery:
             sender = Sender(context, policies, nursery, store, already_owed)
             sender.registry.take_in(states, frozen)
             await sender.edus.load()
@@ -496,7 +496,6 @@ async def _run_loops(
     with trio.CancelScope() as scope:
         task_status.started(scope)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(context.alarms.run)
             name = "the look for what is owed"
             await supervise(load, name, context.metrics.crashes.inc, context.troubles, once=True)
             for name, loop in loops.items():

@@ -11,6 +11,7 @@ from typing import Protocol
 import trio
 
 from fedsender.runtime import NameNotFound, Records, RecordType, ResolveFailed
+from fedsender.tls import Stream
 
 CAPACITY = 65_536
 """Bytes that have left one end and were not read at the other: as much as a socket buffers."""
@@ -41,7 +42,7 @@ class _Pipe:
         await self._changed.wait()
 
 
-class MemoryStream(trio.abc.Stream):
+class MemoryStream(Stream):
     """One end of a connection.
 
     Attributes:
@@ -123,7 +124,7 @@ class MemoryStream(trio.abc.Stream):
         self._incoming.tell()
 
     def close(self) -> None:
-        """Close without a goodbye: the other end reads the sent bytes, and then the end."""
+        """Close: the other end reads the sent bytes, and then the end."""
         if not self._closed:
             self._closed = True
             self._outgoing.ended = True
