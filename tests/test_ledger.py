@@ -493,8 +493,8 @@ def test_the_schema_is_written_down() -> None:
     """Each field and each outcome of a line has its row in docs/ledger.md."""
     said = SCHEMA.read_text()
     rows = {row.split("`")[1] for row in said.splitlines() if row.startswith("| `")}
-    fields = {"v", "instance"} | (set(Line.__dataclass_fields__) - {"record"})
-    fields |= set(TransactionRecord.__dataclass_fields__)
+    fields = {"v", "instance"} | (set(Line._fields) - {"record"})
+    fields |= set(TransactionRecord._fields)
     outcomes = {outcome.value for outcome in Outcome} | {"unknown", *NOTES}
 
     assert fields | outcomes <= rows

@@ -21,9 +21,10 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
 import orjson
@@ -120,8 +121,7 @@ class DevicePoke(NamedTuple):
     device_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class TransactionRecord:
+class TransactionRecord(NamedTuple):
     """The contents of a transaction: all items that an answer to it settles.
 
     The same record is stored with a frozen transaction, noted while an attempt is under way, and
@@ -137,7 +137,7 @@ class TransactionRecord:
     """
 
     pdus: Sequence[SentPdu] = ()
-    edus: Mapping[str, int] = field(default_factory=dict)
+    edus: Mapping[str, int] = MappingProxyType({})
     outbox: Sequence[int] = ()
     device_lists: Sequence[DevicePoke] = ()
     lsso: int | None = None
@@ -184,8 +184,7 @@ class TransactionRecord:
         return max(-1, *fanned_out, self.lsso or -1)
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """One attempt, or a note (`NOTES`) about this sender's range or about items it gave up.
 
     Attributes:

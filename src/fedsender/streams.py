@@ -59,7 +59,8 @@ class Watermark:
         """Raise the position to `value`; a lower or equal one changes nothing."""
         if value > self.value:
             self.value = value
-            self._moved.unpark_all()
+            if self._moved:
+                self._moved.unpark_all()
 
     async def wait_past(self, seen: int) -> int:
         """Wait until the position is above `seen` and return it; always a checkpoint."""

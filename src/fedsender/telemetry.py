@@ -11,6 +11,7 @@ import logging
 import os
 import resource
 import sys
+from bisect import bisect_left
 from collections import deque
 from collections.abc import (
     Callable,
@@ -25,15 +26,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import StringIO
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple, TextIO
+from typing import Any, BinaryIO, Final, Generic, NamedTuple, TextIO, TypeVar
 
 import orjson
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from fedsender import version
 from fedsender.config import Config, Log
@@ -234,6 +242,8 @@ def _catch_libraries(
     root.setLevel(level)
 
 
+T = TypeVar("T")
+
 # --- The metrics ----------------------------------------------------------------------------------
 
 # The fan-out's name among Synapse's event processors.
@@ -267,6 +277,73 @@ class Rates:
     p99_ms: float | None
 
 
+class Count:
+    """A number that rises. It is for one thread: the library's own locks and checks at each step,
+    and nine are touched for each transaction."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        """Add this much."""
+        self.value += amount
+
+
+class Times:
+    """A histogram of durations, for one thread.
+
+    Attributes:
+        total_s: all of them together, in seconds.
+    """
+
+    __slots__ = ("_bounds", "_counts", "total_s")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        """`bounds`: the upper ends of the buckets but the last, in seconds, ascending."""
+        self.total_s = 0.0
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, seconds: float) -> None:
+        """Count one duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self.total_s += seconds
+
+    def upto(self) -> list[int]:
+        """For each bucket, the number of durations in it and in those before it."""
+        return list(accumulate(self._counts))
+
+
+class _Family(Collector, Generic[T]):
+    """The counts, or the histograms, of one name, by the values of its labels."""
+
+    def __init__(
+        self,
+        name: str,
+        labels: Sequence[str],
+        make: Callable[[], T],
+        collect: Callable[[Mapping[tuple[str, ...], T]], Metric],
+    ) -> None:
+        self.children: dict[tuple[str, ...], T] = {}
+        # As the library's own metrics have them.
+        self._name, self._labelnames = name, tuple(labels)
+        self._make = make
+        self._collect = collect
+
+    def labels(self, *values: str) -> T:
+        """The one with these values."""
+        found = self.children.get(values)
+        if found is None:
+            found = self.children[values] = self._make()
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them, for Prometheus."""
+        yield self._collect(self.children)
+
+
 class _Sample(NamedTuple):
     """Totals at one moment; `delivered` has those of each bucket of `delivery_seconds`."""
 
@@ -274,12 +351,7 @@ class _Sample(NamedTuple):
     pdus: float
     edus: float
     transactions: float
-    delivered: tuple[float, ...]
-
-
-def _total(counter: Counter) -> float:
-    [family] = counter.collect()
-    return family.samples[0].value
+    delivered: Sequence[int]
 
 
 def _percentile(share: float, delivered: Sequence[float]) -> float | None:
@@ -302,8 +374,6 @@ class Metrics:
     def __init__(self, server_name: str, per_destination: Collection[str] = ()) -> None:
         self._registry = CollectorRegistry()
         self._named = frozenset(per_destination)
-        self._requests: dict[str, Counter] = {}
-        self._responses: dict[tuple[str, int], Counter] = {}
         self._samples: deque[_Sample] = deque(maxlen=_SAMPLES)
         self._declare_delivery()
         self._declare_fan_out()
@@ -316,22 +386,6 @@ class Metrics:
     def exposition(self) -> bytes:
         """All metrics as Prometheus reads them (`EXPOSITION_TYPE`)."""
         return generate_latest(self._outer)
-
-    def http_request(self, method: str) -> Counter:
-        """The counter of requests with this method."""
-        # A label is looked up once: it costs as much as all the rest of a line.
-        found = self._requests.get(method)
-        if found is None:
-            found = self._requests[method] = self.http_requests.labels(method)
-        return found
-
-    def http_response(self, method: str, status: int) -> Counter:
-        """The counter of answers with this status to requests with this method."""
-        found = self._responses.get((method, status))
-        if found is None:
-            found = self.http_responses.labels(method, str(status))
-            self._responses[method, status] = found
-        return found
 
     def delivered_to(self, destination: str, pdus: int, last_pdu_ms: int | None) -> None:
         """Count an answered transaction, for a destination that has metrics of its own.
@@ -377,16 +431,8 @@ class Metrics:
 
     def sample(self, now: float) -> None:
         """Note the totals at this moment (Trio's clock), for `rates`; at most once a second."""
-        [delivery] = self.delivery_seconds.collect()
-        self._samples.append(
-            _Sample(
-                now,
-                _total(self.sent_pdus),
-                _total(self.sent_edus),
-                _total(self.sent_transactions),
-                tuple(each.value for each in delivery.samples if each.name.endswith("_bucket")),
-            )
-        )
+        sent = self.sent_pdus.value, self.sent_edus.value, self.sent_transactions.value
+        self._samples.append(_Sample(now, *sent, self.delivery_seconds.upto()))
 
     def rates(self) -> Rates | None:
         """What was delivered in the last minute; None: before the second sample."""
@@ -403,24 +449,49 @@ class Metrics:
             *(_percentile(share, delivered) for share in (0.5, 0.95, 0.99)),
         )
 
-    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
-        return Counter(name, meaning, labels, registry=self._registry)
+    def _counts(self, name: str, meaning: str, *labels: str) -> _Family[Count]:
+        def collect(counts: Mapping[tuple[str, ...], Count]) -> Metric:
+            metric = CounterMetricFamily(name, meaning, labels=labels)
+            for values, count in counts.items():
+                metric.add_metric(values, count.value)
+            return metric
+
+        family = _Family(name, labels, Count, collect)
+        self._registry.register(family)
+        return family
+
+    def _count(self, name: str, meaning: str) -> Count:
+        return self._counts(name, meaning).labels()
+
+    def _histograms(
+        self, name: str, meaning: str, bounds: Sequence[float], *labels: str
+    ) -> _Family[Times]:
+        ends = [*map(floatToGoString, bounds), "+Inf"]
+
+        def collect(histograms: Mapping[tuple[str, ...], Times]) -> Metric:
+            metric = HistogramMetricFamily(name, meaning, labels=labels)
+            for values, times in histograms.items():
+                buckets = list(zip(ends, times.upto(), strict=True))
+                metric.add_metric(values, buckets, times.total_s)
+            return metric
+
+        family = _Family(name, labels, lambda: Times(bounds), collect)
+        self._registry.register(family)
+        return family
+
+    def _histogram(self, name: str, meaning: str, bounds: Sequence[float]) -> Times:
+        return self._histograms(name, meaning, bounds).labels()
 
     def _gauge(self, name: str, meaning: str, *labels: str) -> Gauge:
         return Gauge(name, meaning, labels, registry=self._registry)
 
-    def _histogram(
-        self, name: str, meaning: str, buckets: tuple[float, ...], *labels: str
-    ) -> Histogram:
-        return Histogram(name, meaning, labels, registry=self._registry, buckets=buckets)
-
     def _declare_delivery(self) -> None:
         client = "synapse_federation_client"
-        self.sent_transactions = self._counter(
+        self.sent_transactions = self._count(
             f"{client}_sent_transactions", "Transactions answered, catch-up included"
         )
-        self.sent_edus = self._counter(f"{client}_sent_edus", "EDUs in answered transactions")
-        self.sent_edus_by_type = self._counter(
+        self.sent_edus = self._count(f"{client}_sent_edus", "EDUs in answered transactions")
+        self.sent_edus_by_type = self._counts(
             f"{client}_sent_edus_by_type", "EDUs in answered transactions, by type", "type"
         )
         self.last_sent_pdu_time = self._gauge(
@@ -429,21 +500,21 @@ class Metrics:
             " in seconds since the epoch",
             "destination_server_name",
         )
-        self.sent_pdus = self._counter("fedsender_sent_pdus", "PDUs in answered transactions")
-        self.refused_pdus = self._counter(
+        self.sent_pdus = self._count("fedsender_sent_pdus", "PDUs in answered transactions")
+        self.refused_pdus = self._count(
             "fedsender_refused_pdus", "PDUs that their receiver answered with an error of their own"
         )
-        self.destination_sent_pdus = self._counter(
+        self.destination_sent_pdus = self._counts(
             "fedsender_destination_sent_pdus",
             "PDUs answered by a configured server",
             "destination_server_name",
         )
-        self.destination_sent_transactions = self._counter(
+        self.destination_sent_transactions = self._counts(
             "fedsender_destination_sent_transactions",
             "Transactions answered by a configured server",
             "destination_server_name",
         )
-        self.attempts = self._counter(
+        self.attempts = self._counts(
             "fedsender_attempts", "Attempts to deliver a transaction, by outcome", "outcome"
         )
         self.attempt_seconds = self._histogram(
@@ -456,40 +527,40 @@ class Metrics:
             "From making a transaction to its being answered, all attempts, in seconds",
             _LAG_BUCKETS,
         )
-        self.out_of_resources = self._counter(
+        self.out_of_resources = self._count(
             "fedsender_out_of_resources",
             "Attempts that could not be made: no file descriptor, memory or working proxy",
         )
-        self.isolations = self._counter(
+        self.isolations = self._count(
             "fedsender_isolations", "Steps of finding the item that makes a server refuse"
         )
-        self.quarantined = self._counter("fedsender_quarantined", "Items put into quarantine")
-        self.notify_failures = self._counter(
+        self.quarantined = self._count("fedsender_quarantined", "Items put into quarantine")
+        self.notify_failures = self._count(
             "fedsender_notify_failures",
             "Messages of `notify` that could not be delivered",
         )
-        self.spills = self._counter(
+        self.spills = self._count(
             "fedsender_spills", "Queues that grew too long and went back to the database"
         )
-        self.dropped_edus = self._counter(
+        self.dropped_edus = self._counts(
             "fedsender_dropped_edus",
             "Typing and presence that left a queue unsent, by reason: expired, replaced,"
             " crowded out, refused, unsendable",
             "reason",
         )
-        self.crashes = self._counter(
+        self.crashes = self._count(
             "fedsender_crashes", "Destinations that stopped for an error in this program"
         )
 
     def _declare_fan_out(self) -> None:
         client, event = "synapse_federation_client", "synapse_event_processing"
-        self.sent_pdu_destinations_count = self._counter(
+        self.sent_pdu_destinations_count = self._count(
             f"{client}_sent_pdu_destinations_count", "PDUs queued for at least one destination"
         )
-        self.sent_pdu_destinations = self._counter(
+        self.sent_pdu_destinations = self._count(
             f"{client}_sent_pdu_destinations", "Destinations that PDUs were queued for, summed up"
         )
-        self.events_processed = self._counter(
+        self.events_processed = self._count(
             f"{client}_events_processed", "Events that the fan-out has looked at"
         )
         self.event_processing_positions = self._gauge(
@@ -503,25 +574,25 @@ class Metrics:
             "Age of the last event fanned out, when it was fanned out, in ms",
             "name",
         )
-        self.event_processing_lag_by_event = self._histogram(
+        self.event_processing_lag_by_event = self._histograms(
             f"{event}_lag_by_event",
             "From receiving an event to fanning it out, in seconds",
             _LAG_BUCKETS,
             "name",
         )
-        self.event_processing_loop_count = self._counter(
+        self.event_processing_loop_count = self._counts(
             f"{event}_loop_count", "Chunks fanned out", "name"
         )
 
     def _declare_client(self) -> None:
         http = "synapse_http_matrixfederationclient"
-        self.http_requests = self._counter(f"{http}_requests", "Requests sent", "method")
-        self.http_responses = self._counter(
+        self.http_requests = self._counts(f"{http}_requests", "Requests sent", "method")
+        self.http_responses = self._counts(
             f"{http}_responses", "Answers received", "method", "code"
         )
         self.connections = self._gauge("fedsender_connections", "Open connections")
-        self.handshakes = self._counter("fedsender_handshakes", "New connections that came to be")
-        self.discoveries = self._counter(
+        self.handshakes = self._count("fedsender_handshakes", "New connections that came to be")
+        self.discoveries = self._counts(
             "fedsender_discoveries", "Look-ups of where a server is, by result", "result"
         )
 
@@ -568,7 +639,7 @@ class Metrics:
             "fedsender_loop_lag_seconds",
             "How late the event loop woke a task, in seconds: the longest of the last minute",
         )
-        self.inbound_rdata = self._counter(
+        self.inbound_rdata = self._counts(
             "synapse_replication_tcp_protocol_inbound_rdata_count",
             "Replication rows received, by stream",
             "stream_name",
@@ -577,11 +648,11 @@ class Metrics:
         self.takes_appends = self._gauge(
             "fedsender_takes_appends", "1 while this sender takes what its homeserver appends"
         )
-        self.feed_connects = self._counter("fedsender_feed_connects", "Times the feed came up")
-        self.full_syncs = self._counter(
+        self.feed_connects = self._count("fedsender_feed_connects", "Times the feed came up")
+        self.full_syncs = self._counts(
             "fedsender_feed_full_syncs", "Snapshots asked for in place of a relay's log", "reason"
         )
-        self.full_sync_alarms = self._counter(
+        self.full_sync_alarms = self._count(
             "fedsender_feed_full_sync_alarms",
             "Full syncs that were the third or more in a row that led nowhere",
         )
@@ -603,8 +674,8 @@ class Metrics:
             "CPU time of the event loop's longest stretch between two waits since the start,"
             " in seconds",
         )
-        self.ledger_lines = self._counter("fedsender_ledger_lines", "Ledger lines of attempts")
-        self.ledger_failures = self._counter(
+        self.ledger_lines = self._count("fedsender_ledger_lines", "Ledger lines of attempts")
+        self.ledger_failures = self._count(
             "fedsender_ledger_failures", "Ledger lines lost because they could not be written"
         )
         self.ledger_seconds = self._histogram(
@@ -612,10 +683,10 @@ class Metrics:
             "How long writing a ledger line of an attempt took, in seconds",
             _LEDGER_BUCKETS,
         )
-        self.database_retries = self._counter(
+        self.database_retries = self._counts(
             "fedsender_database_retries", "Database transactions tried again, by database", "name"
         )
-        self.database_seconds = self._histogram(
+        self.database_seconds = self._histograms(
             "fedsender_database_seconds",
             "How long database transactions took, in seconds",
             _LAG_BUCKETS,
@@ -626,7 +697,9 @@ class Metrics:
 class _WithServerName(Collector):
     """A registry's metrics with `server_name` on every sample, and one that is derived."""
 
-    def __init__(self, server_name: str, registry: CollectorRegistry, attempts: Counter) -> None:
+    def __init__(
+        self, server_name: str, registry: CollectorRegistry, attempts: _Family[Count]
+    ) -> None:
         self._labels: Mapping[str, str] = {"server_name": server_name}
         self._registry = registry
         self._attempts = attempts
@@ -646,12 +719,7 @@ class _WithServerName(Collector):
 
         They also join on the CPU time of a block; ours is all of the process's.
         """
-        attempts = sum(
-            sample.value
-            for metric in self._attempts.collect()
-            for sample in metric.samples
-            if sample.name.endswith("_total")
-        )
+        attempts = sum(count.value for count in self._attempts.children.values())
         used = resource.getrusage(resource.RUSAGE_SELF)
         blocks = "synapse_util_metrics_block"
         for name, meaning, value in (

@@ -206,7 +206,7 @@ def context_for(directory: Path, client: object = None, **settings: object) -> A
 
 
 def failures(context: AdminContext) -> float:
-    return float(context.metrics.notify_failures._value.get())
+    return float(context.metrics.notify_failures.value)
 
 
 def script(directory: Path, text: str) -> list[str]:

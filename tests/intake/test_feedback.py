@@ -67,7 +67,7 @@ def tell(
         pdu = SentPdu(f"$e{number}", "!r:hs", number, "live")
         record = TransactionRecord([pdu] if pdus is None else pdus, edus or {})
         line = Line(5, "b.example", "delivered", f"t{number}", 1, record, status=200)
-        ledger.record(replace(line, **values))
+        ledger.record(line._replace(**values))
         ledger.settled("b.example")
 
 

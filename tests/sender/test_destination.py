@@ -17,7 +17,7 @@ async def test_two_transactions_are_never_in_flight_to_one_server(
     world: World, autojump_clock: MockClock
 ) -> None:
     """I3: whatever becomes owed or happens meanwhile. Every other test of the sender demands it,
-    too, by its link (`harness.FakeLink`)."""
+    too, by its peer (`harness.FakePeer`)."""
     server = world.server(A, latency=20)
     async with world.run() as sender:
         await world.join(R1, A)

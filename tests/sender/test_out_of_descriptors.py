@@ -40,7 +40,7 @@ async def test_nobody_is_blamed_or_attempted_while_we_have_no_descriptors(
             "out of file descriptors or memory: no server is attempted"
         ]
         tried = len(first.attempts) + len(second.attempts)
-        assert world.metrics.out_of_resources._value.get() == tried
+        assert world.metrics.out_of_resources.value == tried
 
         first.connecting = second.connecting = None
         for name in (A, B):

@@ -204,7 +204,7 @@ async def test_what_could_not_be_told_for_long_is_let_go_with_a_count(
         await trio.sleep(1000)
         world.servers[A].down = False
         await trio.sleep(4000)
-        assert world.metrics.dropped_edus.labels("expired")._value.get() == 1
+        assert world.metrics.dropped_edus.labels("expired").value == 1
 
     assert world.pushes() == []
 

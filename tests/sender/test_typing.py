@@ -135,7 +135,7 @@ async def test_a_stop_overtakes_a_start_that_still_waits(
         await trio.sleep(1)
         sender.edus.typing(R1, [BOB], 3)
         await trio.sleep(20)
-        assert world.metrics.dropped_edus.labels("replaced")._value.get() == 1
+        assert world.metrics.dropped_edus.labels("replaced").value == 1
 
     assert said(world, A) == [(BOB, True), (ALICE, False)]
 
@@ -170,7 +170,7 @@ async def test_a_failing_server_is_not_bothered_and_what_is_old_is_not_sent(
         sender.edus.typing(R1, [], 2)
         await trio.sleep(400)
         assert len(server.attempts) == attempts < 10
-        assert world.metrics.dropped_edus.labels("expired")._value.get() >= 1
+        assert world.metrics.dropped_edus.labels("expired").value >= 1
 
     assert server.requests == []
 

@@ -457,7 +457,7 @@ class Peer:
         connection, metrics = live.connection, client.metrics
         self._permit.asked()
         if metrics is not None:
-            metrics.http_request(method).inc()
+            metrics.http_requests.labels(method).inc()
         try:
             response = await connection.exchange(
                 method, target, lines, body, bounds=bounds, memory=client.memory
@@ -471,7 +471,7 @@ class Peer:
             self.sent |= connection.sent
             self.release()
         if metrics is not None:
-            metrics.http_response(method, response.status).inc()
+            metrics.http_responses.labels(method, str(response.status)).inc()
         return response
 
     async def _open(self) -> Live:

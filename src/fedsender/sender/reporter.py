@@ -23,9 +23,6 @@ class Reporter:
     def __init__(self, destination: str, context: Context) -> None:
         self._destination = destination
         self._context = context
-        metrics = context.metrics
-        # A label is looked up once: it costs as much as all the rest of a line.
-        self._delivered = metrics.attempts.labels(Outcome.DELIVERED.value)
 
     def attempt(
         self,
@@ -67,12 +64,10 @@ class Reporter:
         if verdict is not None and verdict.sent:
             # A connection that failed took no time of a transaction's.
             metrics.attempt_seconds.observe(took_s)
+        metrics.attempts.labels(line.outcome).inc()
         if delivered and transaction is not None:
-            self._delivered.inc()
             metrics.delivery_seconds.observe(max(0, line.ms - transaction.frozen_ms) / 1000)
             self._count(transaction, refused=len(line.refused or ()))
-        else:
-            metrics.attempts.labels(line.outcome).inc()
 
     def _count(self, transaction: Transaction, *, refused: int) -> None:
         metrics = self._context.metrics

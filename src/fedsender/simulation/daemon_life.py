@@ -151,9 +151,7 @@ class Life:
         """The number of queues that it gave back to the database."""
         if self._metrics is None:
             return 0
-        samples = [each for metric in self._metrics.spills.collect() for each in metric.samples]
-        total = sum(sample.value for sample in samples if sample.name.endswith("_total"))
-        return round(total)
+        return round(self._metrics.spills.value)
 
     def _bury(self, error: BaseException) -> None:
         """Let go of a crash and its errors; raise everything else."""
