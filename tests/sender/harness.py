@@ -11,7 +11,7 @@ from base64 import urlsafe_b64encode
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def answer(status: int, content: Any = None, *, retry_after_s: float | None = No
     response = Response(status, (), json.dumps(content).encode())
     named = list(content.get("pdus", ())) if isinstance(content, dict) else []
     said = answer_of(response, named, reused=True, now_ms=lambda: EPOCH_MS)
-    return replace(said, text="", retry_after_s=retry_after_s)
+    return said._replace(text="", retry_after_s=retry_after_s)
 
 
 def ok(request: Request) -> Answer:
@@ -143,7 +143,7 @@ class FakePeer:
             if reply.is_answer:
                 server.answered.append(request)
             sent = {each: text for each, text in reply.refused.items() if each in event_ids}
-            return replace(reply, refused=sent)
+            return reply._replace(refused=sent)
         finally:
             server.in_flight -= 1
 

@@ -7,8 +7,7 @@ import email.utils
 import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fedsender.federation.transport import Response, words
 
@@ -24,8 +23,7 @@ _PARTS: Final = 1_000
 _PARTS_PER_PDU: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A whole answer to a transaction.
 
     Attributes:
@@ -35,7 +33,7 @@ class Answer:
         refused: event id and error of each PDU that the peer refused though it took the
             transaction; of those that were in it, at most 50, each error at most 200 bytes.
         text: the error in the peer's words; "" if it gives none.
-        retry_after_s: seconds for which the peer asks to be left alone.
+        retry_after_s: seconds for which the peer asks to be left alone, if this is no answer.
         reused: it came over a connection that had carried an exchange before.
     """
 
@@ -66,14 +64,10 @@ def answer_of(
         now_ms: reads the wall clock, for dates in `Retry-After`.
     """
     content = parse_answer(response.body, len(event_ids)) if response.status == 200 else None
-    return Answer(
-        status=response.status,
-        is_answer=content is not None,
-        refused=_refused(content or {}, event_ids),
-        text="" if content is not None else _error_text(response),
-        retry_after_s=retry_after_s(response, now_ms),
-        reused=reused,
-    )
+    if content is not None:
+        return Answer(200, True, _refused(content, event_ids), "", None, reused)
+    wait_s = retry_after_s(response, now_ms)
+    return Answer(response.status, False, {}, _error_text(response), wait_s, reused)
 
 
 def parse_answer(body: bytes, pdus: int = 0) -> dict[str, Any] | None:
@@ -137,7 +131,9 @@ _decoder: Final = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _refused(content: Mapping[str, Any], event_ids: Sequence[str]) -> dict[str, str]:
-    pdus = content.get("pdus") or {}
+    pdus = content.get("pdus")
+    if not pdus:
+        return {}
     errors = ((each, _pdu_error(pdus[each])) for each in event_ids[:_MAX_REFUSED] if each in pdus)
     return {event_id: error for event_id, error in errors if error is not None}
 

@@ -15,8 +15,7 @@ import re
 import ssl
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import httptools
 import httpx
@@ -42,8 +41,7 @@ _UNCOUNTED_BYTES: Final = 16_384
 _COUNTED_BYTES: Final = 32 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """The bounds on an answer; beyond them it counts as abuse.
 
     Attributes:
@@ -58,8 +56,7 @@ class Bounds:
     headers: int = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Response:
+class Response(NamedTuple):
     """One whole answer; header names are lower case."""
 
     status: int

@@ -277,7 +277,6 @@ class Lane:
 
     def at_once(self, permit: "Permit", *, first: bool) -> bool:
         """Take a place if one is free and no other attempt waits for it."""
-        self._ripen()
         if self._line.waits(first=first) or not self._has_place(first=first):
             return False
         if self._neighbour(permit) is not None:
@@ -325,6 +324,8 @@ class Lane:
 
     def _neighbour(self, permit: "Permit") -> str | None:
         """The site or address of this server that has its share of places already, or None."""
+        if not self._held:
+            return None
         full = (each for each in permit.neighbours if self._held[each] >= self._share)
         return next(full, None)
 
@@ -563,7 +564,9 @@ class Permit:
     def took(self, seconds: float) -> None:
         """Note the seconds until an answer."""
         pace = _Pace.QUICK if seconds < QUICK_S else _Pace.SLOW if seconds > SLOW_S else _Pace.FAIR
-        before, (*_, older, newer) = self._known
+        before, (oldest, older, newer) = self._known
+        if pace is before is oldest is older is newer:
+            return
         latest = older, newer, pace
         now = before
         for each, enough in ((_Pace.SLOW, 2), (_Pace.QUICK, 1 if before is _Pace.FAIR else 2)):

@@ -10,7 +10,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from fedsender.config.policy import Backoff
 from fedsender.sender.isolation import Kind, Search, of_json
@@ -101,6 +101,9 @@ class Verdict:
     sent: bool = False
 
 
+_DELIVERED: Final = Verdict(Outcome.DELIVERED, "", 200, sent=True)
+
+
 def judge_status(
     status: int, *, is_answer: bool, retry_after_s: float | None, text: str = ""
 ) -> Verdict:
@@ -111,8 +114,10 @@ def judge_status(
         text: the server's own description of the error.
     """
     outcome = _outcome_of(status, is_answer, retry_after_s)
-    reason = "" if outcome is Outcome.DELIVERED else f"answered {status}"
-    if reason and text:
+    if outcome is Outcome.DELIVERED:
+        return _DELIVERED
+    reason = f"answered {status}"
+    if text:
         reason += f": {text}"
     if outcome is Outcome.LYING and status == 200:
         reason = "answered 200 with a body that is no answer to a transaction"
