@@ -193,6 +193,7 @@ class RealNetwork:
     """Sockets and resolver of the operating system, TLS of the standard library."""
 
     def __init__(self) -> None:
+        self._outgoing = ssl.MemoryBIO()
         self._dns: tuple[int, dns.asyncresolver.Resolver] | None = None
         self._hosts: tuple[int, dict[tuple[str, RecordType], tuple[str, ...]]] | None = None
 
@@ -216,7 +217,8 @@ class RealNetwork:
             )
             await inner.do_handshake()
             return inner
-        tls = TlsStream(socket.socket(fileno=stream.socket.detach()), context, server_hostname)
+        raw = socket.socket(fileno=stream.socket.detach())
+        tls = TlsStream(raw, context, server_hostname, self._outgoing)
         try:
             await tls.do_handshake()
         except BaseException:

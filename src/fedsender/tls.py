@@ -13,10 +13,13 @@ import socket
 import ssl
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import trio
+
+T = TypeVar("T")
 
 MAX_HANDSHAKE_CPU_S = 0.05
 """The usual groups take 4 ms, those of 8,192 bits 130."""
@@ -38,7 +41,6 @@ TLS_PIECE_BYTES = 32
 _RECORD_BYTES: Final = 8_192
 # The largest record of a peer (RFC 8446, section 5.1), with its header and its seal.
 _RECEIVE_BYTES: Final = 16_384 + 512
-_NOTHING: Final = memoryview(b"")
 
 
 class MeteredTls(ssl.SSLObject):
@@ -136,14 +138,24 @@ class TlsStream(Stream):
         socket: the connected socket, not blocking; it belongs to the stream.
     """
 
-    def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_hostname: str) -> None:
-        """Raises ssl.SSLError or ValueError: the server name can be no server's."""
+    def __init__(
+        self,
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        server_hostname: str,
+        outgoing: ssl.MemoryBIO,
+    ) -> None:
+        """Raises ssl.SSLError or ValueError: the server name can be no server's.
+
+        `outgoing`: shared by all streams of a loop, because one keeps 11 KB and is used for a
+        moment only. It is empty between the steps.
+        """
         self.socket = sock
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._incoming, self._outgoing = ssl.MemoryBIO(), outgoing
         self._tls = context.wrap_bio(
             self._incoming, self._outgoing, server_hostname=server_hostname
         )
-        self._unsent = _NOTHING
+        self._unsent = b""
         self._sending = self._receiving = False
         self._broken = self._ended = False
 
@@ -161,7 +173,7 @@ class TlsStream(Stream):
         """Shake hands; raises trio.BrokenResourceError, with the error of TLS as its cause."""
         while True:
             try:
-                self._tls.do_handshake()
+                self._step(self._tls.do_handshake)
             except ssl.SSLWantReadError:
                 await self._flush()
                 await trio.lowlevel.wait_readable(self.socket)
@@ -187,7 +199,7 @@ class TlsStream(Stream):
         rest = memoryview(data)
         try:
             while rest:
-                rest = rest[self._tls.write(rest[:_RECORD_BYTES]) :]
+                rest = rest[self._step(self._tls.write, rest[:_RECORD_BYTES]) :]
                 await self._flush()
         except ssl.SSLError as error:
             raise self._break(error) from error
@@ -298,7 +310,7 @@ class TlsStream(Stream):
         if self._ended:
             return b""
         try:
-            return self._tls.read(most)
+            return self._step(self._tls.read, most)
         except ssl.SSLWantReadError:
             return None
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
@@ -307,10 +319,18 @@ class TlsStream(Stream):
         except ssl.SSLError as error:
             raise self._break(error) from error
         finally:
-            if self._outgoing.pending:
+            if self._unsent:
                 # The answer to a key update. That it cannot be sent shows to the task that sends.
                 with suppress(trio.BrokenResourceError):
                     self._send_now()
+
+    def _step(self, step: Callable[..., T], *args: object) -> T:
+        """One step of OpenSSL; takes the bytes for the peer out of the shared memory."""
+        try:
+            return step(*args)
+        finally:
+            if self._outgoing.pending:
+                self._unsent += self._outgoing.read()
 
     async def _flush(self) -> None:
         while not self._send_now():
@@ -319,10 +339,8 @@ class TlsStream(Stream):
     def _send_now(self) -> bool:
         """Give the kernel as many of OpenSSL's bytes as it takes; whether it took all."""
         try:
-            while self._unsent or self._outgoing.pending:
-                self._unsent = self._unsent or memoryview(self._outgoing.read())
-                # An empty view would hold the whole record that it was cut from.
-                self._unsent = self._unsent[self.socket.send(self._unsent) :] or _NOTHING
+            while self._unsent:
+                self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
