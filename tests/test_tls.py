@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import trio
 import trio.testing
-from tests.federation.servers import NAME, Authority, serving
+from tests.federation.servers import NAME, Authority, answering, serving
 
 import fedsender.runtime
 from fedsender.federation.dialing import TlsPolicy
 from fedsender.runtime import RealNetwork
-from fedsender.tls import MeteredTls, TlsStream
+from fedsender.tls import TlsStream
 
 VERSIONS = pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 
@@ -33,30 +33,37 @@ class Polite(TlsStream):
         await super().send_all(data)
 
 
-async def connect(directory: Path, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3) -> Ends:
+async def connect(
+    directory: Path,
+    version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
+    network: RealNetwork | None = None,
+) -> Ends:
     """Our stream and a server's, which is Trio's own, over a socket of loopback."""
+    network = network or RealNetwork()
     authority = Authority(directory)
     theirs = authority.context(NAME)
     theirs.maximum_version = version
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     async with listener, trio.open_nursery() as nursery:
-        raw = await RealNetwork().open_tcp("127.0.0.1", listener.socket.getsockname()[1])
+        raw = await network.open_tcp("127.0.0.1", listener.socket.getsockname()[1])
         server = trio.SSLStream(
             await listener.accept(), theirs, server_side=True, https_compatible=True
         )
         nursery.start_soon(server.do_handshake)
         ours = TlsPolicy(authority.file).context()
-        stream = await RealNetwork().start_tls(raw, ours, NAME)
+        stream = await network.start_tls(raw, ours, NAME)
     assert isinstance(stream, TlsStream)
     return stream, server
 
 
 @asynccontextmanager
 async def two_ends(
-    directory: Path, version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3
+    directory: Path,
+    version: ssl.TLSVersion = ssl.TLSVersion.TLSv1_3,
+    network: RealNetwork | None = None,
 ) -> AsyncIterator[Ends]:
     """The same, closed after the body."""
-    stream, server = await connect(directory, version)
+    stream, server = await connect(directory, version, network)
     try:
         yield stream, server
     finally:
@@ -230,21 +237,37 @@ async def test_key_updates_are_taken_and_answered(tmp_path: Path) -> None:
         await process.wait()
 
 
-async def test_our_records_hold_at_most_8_kib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Larger writes make OpenSSL's buffers, which never shrink, grow with them."""
-    sizes: list[int] = []
+async def test_streams_that_share_their_memory_do_not_mix(tmp_path: Path) -> None:
+    """All send at once and more than buffers hold, while another's handshake breaks off."""
+    network, size = RealNetwork(), 6_000_000
+    for each in ("us", "them", *map(str, range(4))):
+        (tmp_path / each).mkdir()
+    ours, theirs = Authority(tmp_path / "us"), Authority(tmp_path / "them")
 
-    def write(_: MeteredTls, data: bytes) -> int:
-        sizes.append(len(data))
-        return len(data)
+    async def one(number: int) -> None:
+        data = bytes([number]) * size
+        async with two_ends(tmp_path / str(number), network=network) as (stream, server):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(stream.send_all, data)
+                await trio.sleep(0.2)
+                got = bytearray()
+                while len(got) < size:
+                    got += await server.receive_some()
+            assert got == data
 
-    monkeypatch.setattr(MeteredTls, "write", write)
-    async with two_ends(tmp_path) as (stream, _):
-        await stream.send_all(bytes(100_000))
-    assert max(sizes) == 8_192
-    assert sum(sizes) == 100_000
+    async def refused() -> None:
+        async with serving(theirs.context(NAME), answering()) as server:
+            for _ in range(20):
+                raw = await network.open_tcp("127.0.0.1", server.port)
+                with pytest.raises(trio.BrokenResourceError, match="certificate verify failed"):
+                    await network.start_tls(raw, TlsPolicy(ours.file).context(), NAME)
+
+    with trio.fail_after(60):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(refused)
+            for number in range(4):
+                nursery.start_soon(one, number)
+    assert network._outgoing.pending == 0
 
 
 async def test_closing_leaves_nothing_behind(tmp_path: Path) -> None:

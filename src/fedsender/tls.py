@@ -37,8 +37,10 @@ a record of 16 KiB until it is whole."""
 TLS_PIECE_BYTES = 32
 """Counted for each piece that completes nothing, because a piece costs work too."""
 
-# The data of one record of ours. OpenSSL's buffers grow with each write, and never shrink.
-_RECORD_BYTES: Final = 8_192
+# The data of one record of ours: the largest that there is (RFC 8446, section 5.1).
+_RECORD_BYTES: Final = 16_384
+# So much is given to the kernel at a time.
+_AT_ONCE_BYTES: Final = 65_536
 # The largest record of a peer (RFC 8446, section 5.1), with its header and its seal.
 _RECEIVE_BYTES: Final = 16_384 + 512
 
@@ -200,7 +202,8 @@ class TlsStream(Stream):
         try:
             while rest:
                 rest = rest[self._step(self._tls.write, rest[:_RECORD_BYTES]) :]
-                await self._flush()
+                if len(self._unsent) >= _AT_ONCE_BYTES or not rest:
+                    await self._flush()
         except ssl.SSLError as error:
             raise self._break(error) from error
         except BaseException:
