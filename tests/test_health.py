@@ -27,13 +27,15 @@ def write_health(path: Path, servers: dict[str, tuple[int, int]], *, ms: int = N
     """A file as the pipeline leaves it: server -> attempts, and those delivered."""
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(SCHEMA)
-        meta = {"version": "1", "newest_ms": str(ms)}
+        meta = {"version": "2", "newest_ms": str(ms)}
         connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         connection.executemany(
-            "INSERT INTO servers VALUES (?, ?, ?, 0, 0, 12, 30, 70, '{}')",
-            [(server, *counts) for server, counts in servers.items()],
+            "INSERT INTO servers VALUES (?, ?, ?, 12, 30, 70, ?, ?)",
+            [
+                (server, *counts, ms, ms - 5 if server == "ill.example" else None)
+                for server, counts in servers.items()
+            ],
         )
-        connection.execute("INSERT INTO states VALUES ('ill.example', ?, ?)", (ms, ms - 5))
         connection.commit()
 
 
@@ -62,7 +64,7 @@ def test_what_cannot_be_used_is_ignored(tmp_path: Path, kind: str) -> None:
         path.write_bytes(path.read_bytes()[:5000])
     elif kind == "another version":
         with closing(sqlite3.connect(path)) as connection:
-            connection.execute("UPDATE meta SET value = '2' WHERE name = 'version'")
+            connection.execute("UPDATE meta SET value = '1' WHERE name = 'version'")
             connection.commit()
     assert read_health(path, now_ms) == {}
 

@@ -13,29 +13,18 @@ from urllib.parse import quote
 
 import structlog
 
-VERSION: Final = 1
+VERSION: Final = 2
 STALE_MS: Final = 86_400_000
 """The age in ms from which health says nothing about today, and is not used."""
 
 SCHEMA: Final = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE windows (
-    server TEXT NOT NULL, hour_ms INTEGER NOT NULL, attempts INTEGER NOT NULL,
-    delivered INTEGER NOT NULL, pdus INTEGER NOT NULL, bytes INTEGER NOT NULL,
-    connections INTEGER NOT NULL, errors TEXT NOT NULL, latencies TEXT NOT NULL,
-    PRIMARY KEY (server, hour_ms));
 CREATE TABLE servers (
     server TEXT PRIMARY KEY, attempts INTEGER NOT NULL, delivered INTEGER NOT NULL,
-    bytes INTEGER NOT NULL, connections INTEGER NOT NULL,
-    p50_ms INTEGER, p90_ms INTEGER, p99_ms INTEGER, errors TEXT NOT NULL);
-CREATE TABLE states (
-    server TEXT PRIMARY KEY, last_ms INTEGER NOT NULL, ill_since_ms INTEGER);
-CREATE TABLE illnesses (
-    server TEXT NOT NULL, began_ms INTEGER NOT NULL, ended_ms INTEGER, attempts INTEGER NOT NULL,
-    first_outcome TEXT NOT NULL, last_outcome TEXT NOT NULL, PRIMARY KEY (server, began_ms));
+    p50_ms INTEGER, p90_ms INTEGER, p99_ms INTEGER, last_ms INTEGER NOT NULL, ill_since_ms INTEGER);
 """
-"""Times are milliseconds since the epoch. `windows` are hours; `servers` is the day up to the
-newest line; `errors` and `latencies` are JSON objects: outcome, or step of took_ms -> attempts."""
+"""Times are milliseconds since the epoch. `attempts`, `delivered` and the percentiles of `took_ms`
+are those of the day up to the newest line; `last_ms` is the server's newest attempt."""
 
 log = structlog.get_logger()
 
@@ -85,8 +74,8 @@ def _read(connection: sqlite3.Connection, now_ms: int) -> dict[str, ServerHealth
     if int(meta.get("version", 0)) != VERSION or abs(now_ms - newest_ms) > STALE_MS:
         return {}
     rows = connection.execute(
-        "SELECT server, attempts, delivered, p50_ms, p90_ms, p99_ms, ill_since_ms"
-        " FROM servers LEFT JOIN states USING (server) WHERE attempts > 0"
+        "SELECT server, attempts, delivered, p50_ms, p90_ms, p99_ms, ill_since_ms FROM servers"
+        " WHERE attempts > 0"
     )
     return {
         server: ServerHealth(delivered / attempts, attempts, p50, p90, p99, ill_since_ms)

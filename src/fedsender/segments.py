@@ -124,13 +124,13 @@ def close_torn_segments(torn: Sequence[Path]) -> list[Path]:
     closed = []
     for path in torn:
         with path.open("r+b") as segment:
-            segment.truncate(_whole_bytes(path))
+            segment.truncate(whole_bytes(path))
         closed.append(path.with_suffix(".jsonl"))
         os.replace(path, closed[-1])
     return closed
 
 
-def _whole_bytes(path: Path) -> int:
+def whole_bytes(path: Path) -> int:
     """The size of the file's whole lines in bytes, found from its end."""
     piece = 1 << 16
     with path.open("rb") as segment:

@@ -1,20 +1,34 @@
-"""The health of servers from the ledger as it grows: every line counts exactly once."""
+"""The health of servers: in the lake by hour and day, and in a file for the daemon."""
 
-import fcntl
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.pipeline.test_audit import config_of, lake_of
+from tests.pipeline.test_audit import config_of, event, ingest_ledger, lake_of, pdu
 from tests.pipeline.test_ledger_lines import NOW_MS, line, write
 
 from fedsender.health import ServerHealth, read_health
-from fedsender.pipeline import PipelineError, ledger_lines
-from fedsender.pipeline import health as health_module
-from fedsender.pipeline.health import HOUR_MS, Absorbed, health, percentile
-from fedsender.pipeline.lake import Lake
+from fedsender.pipeline import PipelineError, health, ledger_lines, schemas
+from fedsender.pipeline.health import (
+    ALL,
+    DAY_MS,
+    HOUR_MS,
+    LEAST,
+    SHOWN,
+    USUAL_DAYS,
+    Absorbed,
+    last_24_hours,
+    recent_hours,
+    service_level,
+    update,
+    worse,
+    worse_than_usual,
+)
+from fedsender.pipeline.lake import Lake, open_lake
 from fedsender.pipeline.session import showing
 
 if TYPE_CHECKING:
@@ -26,7 +40,7 @@ A, B = "a.example", "b.example"
 
 def run(spark: "SparkSession", lake: Lake, directory: Path) -> Absorbed:
     with showing(quiet=True) as steps:
-        return health(spark, lake, config_of(directory), steps)
+        return health.health(spark, lake, config_of(directory), steps)
 
 
 def rows(directory: Path, query: str) -> list[Any]:
@@ -40,71 +54,74 @@ def attempt(server: str, minute: int, outcome: str = "delivered", **more: Any) -
     return line(destination=server, ms=ms, outcome=outcome, status=status, **more)
 
 
-def test_it_goes_on_where_it_was_and_counts_each_line_once(
-    spark: "SparkSession", tmp_path: Path
-) -> None:
-    """Also where a batch was taken up and the stream did not get to know of it; a file that was
-    lost is made anew from the whole ledger; an open segment, and a torn line, wait or are left."""
+COUNTED = f"SELECT server, attempts, delivered, (ill_since_ms - {START_MS}) / 60000 FROM servers"
+
+
+def test_the_lake_and_the_lines_behind_it_count_once(spark: "SparkSession", tmp_path: Path) -> None:
+    """Wherever a line is: in the lake, or in a segment that was closed since, or is open. A torn
+    line and a note are left out."""
     lake, ledger = lake_of(tmp_path, {}, 1), tmp_path / "ledger"
     first = [attempt(A, minute, took_ms=10 * (minute + 1), reused=False) for minute in range(10)]
     first += [attempt(B, 1), attempt(B, 2, "unreachable", attempt=0), attempt(B, 3, "busy")]
+    first += [attempt(B, 4, "unknown"), attempt("*", 5, "owned", position=1)]
     write(ledger, "f.b.000001.jsonl", *first, first[0], "{torn\n")
-    write(ledger, "f.b.000002.open", attempt(A, 59))
+    write(ledger, "f.b.000002.open", attempt(A, 59), '{"v": 2, "ms": 17')
+    ingest_ledger(spark, lake, tmp_path)
     told = run(spark, lake, tmp_path)
-    assert (told.batches, told.servers, told.ill) == (1, 2, 1)
-    assert rows(
-        tmp_path, "SELECT server, attempts, delivered, bytes, connections FROM windows"
-    ) == [
-        (A, 10, 10, 12340, 10),
-        (B, 3, 1, 3702, 0),
-    ]
+    assert (told.batches, told.servers, told.ill) == (0, 2, 1)
+    assert rows(tmp_path, COUNTED) == [(A, 11, 11, None), (B, 4, 1, 2)]
     found = read_health(tmp_path / "health.sqlite3", START_MS)
-    # It took 56 ms: the step from 55 to 60.
-    assert found[B] == ServerHealth(1 / 3, 3, 57, 57, 57, START_MS + 120_000)
-    assert (found[A].success_rate, found[A].ill_since_ms) == (1.0, None)
-    for known, truth in ((found[A].p50_ms, 50), (found[A].p90_ms, 90), (found[A].p99_ms, 100)):
-        assert known is not None
-        assert abs(known - truth) <= 0.05 * truth + 1
+    # The other line of B took 56 ms, as that of A in the open segment did.
+    assert found[B] == ServerHealth(1 / 4, 4, 56, 56, 56, START_MS + 120_000)
+    assert (found[A].p50_ms, found[A].p90_ms, found[A].p99_ms) == (56, 90, 100)
 
-    before = (tmp_path / "health.sqlite3").read_bytes()
-    assert run(spark, lake, tmp_path).batches == 0
-    assert (tmp_path / "health.sqlite3").read_bytes() == before
+    (ledger / "f.b.000002.open").unlink()
+    write(ledger, "f.b.000002.jsonl", attempt(A, 59))
+    write(ledger, "f.b.000003.jsonl", attempt(B, 61), attempt(A, 62, "failing"))
+    for _ in range(2):
+        run(spark, lake, tmp_path)
+        assert rows(tmp_path, COUNTED) == [(A, 12, 11, 62), (B, 5, 2, None)]
+        ingest_ledger(spark, open_lake_again(lake), tmp_path)
+        lake = open_lake_again(lake)
+    columns = ("server", "attempts", "delivered", "pdus", "connections", "unreachable", "busy")
+    assert hours_of(lake, *columns) == [
+        (A, 11, 11, 22, 10, 0, 0), (A, 1, 0, 0, 0, 0, 0), (B, 4, 1, 2, 0, 1, 1),
+        (B, 1, 1, 2, 0, 0, 0)]  # fmt: skip
+    assert sorted(row["attempts"] for row in lake.read(schemas.HEALTH_DAYS).to_pylist()) == [5, 12]
+    assert [path.name for path in tmp_path.glob("health*")] == ["health.sqlite3"]
 
-    write(ledger, "f.b.000003.jsonl", attempt(B, 61), attempt(A, 62, "failing"), attempt(B, 0))
-    assert run(spark, lake, tmp_path).batches == 1
-    after = (tmp_path / "health.sqlite3").read_bytes()
-    illnesses = "SELECT server, (began_ms - %d) / 60000, (ended_ms - %d) / 60000, attempts,"
-    illnesses += " first_outcome, last_outcome FROM illnesses ORDER BY server"
-    assert rows(tmp_path, illnesses % (START_MS, START_MS)) == [
-        (A, 62, None, 1, "failing", "failing"),
-        (B, 2, 61, 2, "unreachable", "busy"),
-    ]
-    assert rows(tmp_path, "SELECT SUM(attempts), COUNT(*) FROM windows") == [(16, 4)]
-    assert rows(tmp_path, "SELECT value FROM meta WHERE name = 'late'") == [("1",)]
-    assert rows(tmp_path, "SELECT errors FROM servers") == [('{"failing": 1}',), (
-        '{"unreachable": 1, "busy": 1}',)]  # fmt: skip
 
-    # The process ended between the file and the checkpoint.
-    for path in (lake.directory / "health" / "checkpoint" / "commits").glob("*1*"):
-        path.unlink()
-    assert run(spark, lake, tmp_path).batches == 0
-    assert (tmp_path / "health.sqlite3").read_bytes() == after
+def open_lake_again(lake: Lake) -> Lake:
+    return open_lake(lake.directory, lake.manifest.server_name)
 
-    (tmp_path / "health.sqlite3").unlink()
+
+def hours_of(lake: Lake, *columns: str) -> list[tuple[Any, ...]]:
+    found = lake.read(schemas.HEALTH).sort_by([("server", "ascending"), ("hour_ms", "ascending")])
+    return [tuple(row[name] for name in columns) for row in found.to_pylist()]
+
+
+def test_only_days_with_new_attempts_are_computed(spark: "SparkSession", tmp_path: Path) -> None:
+    """And a server that is ill since before yesterday is known to be."""
+    lake, ledger = lake_of(tmp_path, {}, 1), tmp_path / "ledger"
+    day = 24 * 60
+    write(ledger, "f.b.000001.jsonl", attempt(B, -9 * day), attempt(B, 5 - 9 * day, "failing"),
+          attempt(B, -4 * day, "busy"), attempt(A, 0))  # fmt: skip
+    ingest_ledger(spark, lake, tmp_path)
+    update(spark, lake)
+    before = {file.path for file in lake.files(schemas.HEALTH)}
+    write(ledger, "f.b.000002.jsonl", attempt(A, 1), attempt(B, 2, "failing"))
+    ingest_ledger(spark, lake, tmp_path)
+    update(spark, lake)
+    after = {file.path for file in lake.files(schemas.HEALTH)}
+    assert (len(before), len(after), len(before & after)) == (3, 3, 2)
+    commit = lake.manifest.commit
     run(spark, lake, tmp_path)
-    assert rows(tmp_path, "SELECT SUM(attempts) FROM windows") == [(16,)]
+    assert rows(tmp_path, COUNTED) == [(A, 2, 2, None), (B, 1, 0, 5 - 9 * day)]
+    assert lake.manifest.commit == commit
 
 
 def test_what_is_wrong_is_said(spark: "SparkSession", tmp_path: Path) -> None:
     lake = lake_of(tmp_path, {}, 1)
-    (lake.directory / "health" / "checkpoint").mkdir(parents=True)
-    (lake.directory / "health" / "checkpoint" / "metadata").write_text("{")
-    with pytest.raises(PipelineError, match=r"checkpoint: is damaged .* remove it"):
-        run(spark, lake, tmp_path)
-    with (lake.directory / "health" / "LOCK").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(PipelineError, match="health: another job is writing"):
-            run(spark, lake, tmp_path)
     (tmp_path / "ledger").rmdir()
     with pytest.raises(PipelineError, match=r"ledger.directory: .* is not a directory"):
         run(spark, lake, tmp_path)
@@ -113,37 +130,132 @@ def test_what_is_wrong_is_said(spark: "SparkSession", tmp_path: Path) -> None:
 def test_a_clock_that_was_a_year_ahead_empties_nothing(
     spark: "SparkSession", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon's, for one line; and then the reader's own too, so that the file has times that no
+    """The daemon's, for one line; and then the reader's own too, so that the lake has days that no
     clock has reached yet."""
     lake, ledger = lake_of(tmp_path, {}, 1), tmp_path / "ledger"
     now_ms = START_MS + HOUR_MS
     year = 365 * 24 * 60
 
     def at(ms: int) -> None:
-        for module in (ledger_lines, health_module):
+        for module in (ledger_lines, health):
             monkeypatch.setattr(module, "latest_ms", lambda: ms)
 
     at(now_ms)
     write(ledger, "f.b.000001.jsonl", *(attempt(name, 1) for name in (A, B)))
     write(ledger, "f.b.000002.jsonl", attempt("c.example", year))
+    ingest_ledger(spark, lake, tmp_path)
     run(spark, lake, tmp_path)
-    assert rows(tmp_path, "SELECT server, attempts FROM servers") == [
-        (A, 1), (B, 1), ("c.example", 1)]  # fmt: skip
     assert read_health(tmp_path / "health.sqlite3", now_ms).keys() == {A, B, "c.example"}
 
     at(now_ms + year * 60_000)
     write(ledger, "f.b.000003.jsonl", attempt(B, year + 60, "failing"))
+    ingest_ledger(spark, lake, tmp_path)
     run(spark, lake, tmp_path)
     at(now_ms)
-    write(ledger, "f.b.000004.jsonl", attempt(A, 50), attempt(B, 60))
+    write(ledger, "f.b.000004.jsonl", attempt(A, 50))
+    ingest_ledger(spark, lake, tmp_path)
     run(spark, lake, tmp_path)
-    assert rows(tmp_path, "SELECT server, attempts FROM servers") == [(A, 1), (B, 1)]
-    assert rows(
-        tmp_path, "SELECT server, last_ms, ill_since_ms FROM states WHERE server = 'b.example'"
-    ) == [(B, now_ms, None)]
+    assert rows(tmp_path, COUNTED) == [(A, 2, 2, None), (B, 1, 1, None), ("c.example", 1, 1, None)]
     assert rows(tmp_path, "SELECT value FROM meta WHERE name = 'newest_ms'") == [(str(now_ms),)]
 
 
-def test_percentiles_of_nothing_and_of_one() -> None:
-    assert percentile({}, 50) is None
-    assert percentile({"0": 3}, 99) == 1
+# --- what the rows say ----------------------------------------------------------------------------
+
+
+def test_a_week_is_judged_by_what_servers_waited_for(spark: "SparkSession", tmp_path: Path) -> None:
+    """From when the homeserver had an event to the answer: of A all but one of four in time, of B
+    none; C has answered nothing. What was sent once more does not count."""
+    lake = lake_of(tmp_path, {"events": [event(at, "!r") for at in range(1, 6)]}, 5)
+    received = {at: event(at, "!r")["received_ts"] for at in range(1, 6)}
+
+    def answered(server: str, at: int, ms: int, lane: str = "live") -> dict[str, Any]:
+        return line(destination=server, ms=received[at] + ms, pdus=[pdu(at, "!r", lane)])
+
+    write(
+        tmp_path / "ledger",
+        "f.b.000001.jsonl",
+        *(answered(A, at, 4_000) for at in (1, 2, 3)),
+        answered(A, 4, 6_000, "catch_up"),
+        answered(A, 1, 900_000, "redelivery"),
+        answered(B, 1, 60_000),
+        line(destination="c.example", ms=received[1], outcome="busy", pdus=[pdu(1, "!r")]),
+    )
+    ingest_ledger(spark, lake, tmp_path)
+    update(spark, lake)
+    found = service_level(spark, lake, config_of(tmp_path))
+    assert (found.within_ms, found.goal) == (5_000, 0.99)
+    assert (found.share, found.servers, found.silent) == ((0.75 + 0) / 2, 2, 1)
+    assert not found.reached
+
+
+def made_up(
+    spark: "SparkSession", measure: Callable[[int, int], tuple[float | None, float | None]], n: int
+) -> list[Any]:
+    """What is worse than usual, of n servers whose measures on a day (0: now) are these."""
+    columns = "server STRING, failed DOUBLE, waited DOUBLE"
+    now = [(f"s{server}", *measure(server, 0)) for server in range(n)]
+    usual = [
+        (f"s{server}", *measure(server, day))
+        for server in range(n)
+        for day in range(1, USUAL_DAYS + 1)
+    ]
+    frames = (spark.createDataFrame(some, columns) for some in (now, usual))
+    return sorted(worse_than_usual(*frames).collect())
+
+
+def test_worse_than_usual_is_rarely_said_by_chance(spark: "SparkSession") -> None:
+    """Of 2,000 servers whose days differ by chance, each by its own measure, with a bad day in ten,
+    no more than one in five hundred is named. Of those that are made worse, all are."""
+    chance = Random(1)
+    slow, failing = range(10), range(10, 20)
+
+    def measure(server: int, day: int) -> tuple[float, float]:
+        width = 0.05 + (server % 20) / 40
+        bad = 0.7 if chance.random() < 0.1 and day else 0.0
+        waited = 5 + server % 3 + chance.gauss(0, width) + bad
+        share = min(1.0, abs(chance.gauss(0, 0.02)) + bad / 2)
+        if day == 0 and server in slow:
+            waited += 5
+        if day == 0 and server in failing:
+            share = 0.6
+        return share, waited
+
+    found = made_up(spark, measure, 2000)
+    planted = {*((f"s{n}", "waited") for n in slow), *((f"s{n}", "failed") for n in failing)}
+    named = {(row["server"], row["what"]) for row in found}
+    assert planted <= named
+    assert len(named - planted) <= 4
+
+
+def test_worse_needs_enough_to_compare(spark: "SparkSession") -> None:
+    """A day with too few attempts has no measure, and fewer than seven usual days are no usual."""
+
+    def measure(server: int, day: int) -> tuple[float | None, float | None]:
+        known = (7, 6, 0)[server]
+        share = 1.0 if day == 0 else 0.0
+        return (share if day <= known else None), (None if server else 5.0)
+
+    (row,) = made_up(spark, measure, 3)
+    assert (row["server"], row["what"], row["now"], row["usual"]) == ("s0", "failed", 1.0, 0.0)
+
+
+def test_a_bad_day_is_worse_than_the_weeks_before(spark: "SparkSession", tmp_path: Path) -> None:
+    """Of one server, and of all together if it is enough of them; from the ledger on."""
+    servers = [f"s{number}.example" for number in range(3)]
+    lake = lake_of(tmp_path, {}, 2)
+    lines = [
+        attempt(server, -day * 24 * 60 - n, "busy" if bad else "delivered", transaction_id=f"{n}")
+        for day in range(10)
+        for server in servers
+        for n in range(LEAST)
+        for bad in [day == 0 and server != servers[0]]
+    ]
+    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
+    ingest_ledger(spark, lake, tmp_path)
+    update(spark, lake)
+    found = worse(spark, lake, last_24_hours(*recent_hours(spark, lake)))
+    assert [(each.server, each.what, round(each.now, 2), each.usual) for each in found] == [
+        (ALL, "failed", 0.67, 0.0), (servers[1], "failed", 1.0, 0.0),
+        (servers[2], "failed", 1.0, 0.0)]  # fmt: skip
+    assert len(found) <= SHOWN
+    assert DAY_MS == 24 * HOUR_MS

@@ -26,7 +26,7 @@ SPELT_OUT = re.compile(r"Generate explode\(sequence\((lo|first)")
 
 ROOM, SERVER = "!r", "a.example"
 _DAY = datetime.date(2026, 1, 1)
-_VALUES = {"BIGINT": 1, "INT": 1, "BOOLEAN": True, "STRING": "x", "DATE": _DAY}
+_VALUES = {"BIGINT": 1, "INT": 1, "BOOLEAN": True, "STRING": "x", "DATE": _DAY, "BINARY": b""}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def lake(spark_at_scale: "SparkSession", tmp_path_factory: pytest.TempPathFactor
         schemas.STATE_GROUPS, schemas.STATE_MEMBERS, schemas.TOLD_SERVERS, schemas.INTERVALS,
         schemas.UNKNOWN_HOSTS, schemas.DESTINATION_ROOMS, schemas.DESTINATIONS, schemas.QUARANTINE,
         schemas.SERVER_STATES, schemas.REDELIVERIES, schemas.CATCH_UPS, schemas.ATTEMPTS,
-        schemas.PDUS, schemas.ACCEPTED,
+        schemas.PDUS, schemas.ACCEPTED, schemas.HEALTH_DAYS,
     )  # fmt: skip
     rows: dict[str, list[dict[str, Any]]] = {"events": [event(at, ROOM) for at in (1, 2)]}
     for table in tables:
@@ -90,8 +90,10 @@ def frames(spark: "SparkSession", lake: Lake, directory: Path) -> Iterator[tuple
     segments = tuple((lake.directory.parent / "ledger").iterdir())
     yield "new lines", ledger_lines.pdus_of(ledger_lines.fresh_lines(spark, lake, segments))
     lines = ledger_lines.parsed(spark, segments)
-    yield "windows", health.windows(lines)
-    yield "streaks", health.streaks(lines)
+    waited = health.waits(lake.frame(spark, schemas.PDUS), events)
+    yield "hours", health.hours(ledger_lines.attempts_of(lines), waited)
+    days = lake.frame(spark, schemas.HEALTH_DAYS)
+    yield "worse", health.worse_than_usual(health.measures(days), health.measures(days))
     yield "loads", plan.loads(spark, lake)
 
 

@@ -1,10 +1,11 @@
-"""The report: one page that needs nothing else, and says what has changed."""
+"""The report: one page that needs nothing else, and answers before it shows figures."""
 
+import datetime
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.pipeline.test_audit import (
@@ -20,14 +21,15 @@ from tests.pipeline.test_audit import run as run_audit
 from tests.pipeline.test_ledger_lines import write
 
 from fedsender.pipeline import PipelineError, schemas
+from fedsender.pipeline.health import ALL, DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
 from fedsender.pipeline.lake import Lake, open_lake
-from fedsender.pipeline.report import POINTS, Figures, last_figures, page, report, step_for
+from fedsender.pipeline.report import BEFORE, NOW, Figures, page, report
 from fedsender.pipeline.session import showing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-A, B = "a.example", "b.example"
+A, B, C = "a.example", "b.example", "c.example"
 NASTY = "</script><script>alert(1)</script>&.example"
 
 
@@ -63,7 +65,13 @@ def make(spark: "SparkSession", lake: Lake, directory: Path) -> tuple[Figures, s
     return figures, path.read_text()
 
 
+def answer(text: str) -> str:
+    (found,) = re.findall(r'<p class="(answer.*?)</p>', text)
+    return re.sub(r"</?b>", "", found).replace('">', ": ", 1)
+
+
 def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Path) -> None:
+    """Losses are in groups; C fails in one of one attempt, which proves less than two of 22."""
     rows: Rows = {
         "events": [event(at, "!r") for at in range(1, 61)],
         "intervals": [
@@ -78,58 +86,139 @@ def test_the_page_shows_what_is_in_the_lake(spark: "SparkSession", tmp_path: Pat
         ],
     }
     lake = lake_of(tmp_path, rows, 60)
-    lines = [attempt(A, pdu(at, "!r"), took_ms=at) for at in range(1, 61) if at != 30]
+    lines = [attempt(A, pdu(at, "!r"), took_ms=at) for at in range(1, 61) if at not in (30, 31)]
     lines += [attempt(B, pdu(at, "!r")) for at in range(1, 21)]
     lines += [attempt(B, pdu(21, "!r"), outcome="failing", status=500, attempt=n) for n in (1, 2)]
+    lines += [attempt(C, pdu(60, "!r"), outcome="busy", status=503, attempt=1)]
     write(tmp_path / "ledger", "f.b.000001.jsonl", *lines)
     ingest_ledger(spark, lake, tmp_path)
     figures, text = make(spark, lake, tmp_path)
-    assert "No audit yet" in text
-    assert "This is the first one here." in text
-    assert sum(point["pdus"] for point in figures.series) == 79
-    assert figures.outcomes == {"delivered": 79, "failing": 2}
-    (ill,) = figures.illnesses
-    assert (ill["server"], ill["ended_ms"], ill["attempts"]) == (B, None, 2)
-    assert [(row["server"], row["failed"]) for row in figures.worst] == [(B, 2)]
+    assert answer(text) == (
+        "answer bad: Not known what is lost: no audit yet. Ill: 2 of 3 servers."
+        " No worse than the day before."
+    )
+    assert figures.fates == {}
+    # A day has twenty events, and the newest hour one; each was answered after a second.
+    assert [point["pdus"] for _, point in sorted(figures.days.items())] == [38, 19, 20, 1]
+    newest = figures.hours[figures.newest_ms]
+    assert (newest["pdus"], newest["failed"], newest["messages"]) == (1, 1, 1)
+    assert (newest["p50"], newest["p99"]) == (1000, 1000)
+    assert figures.level.share == 1.0
+    assert [(row["server"], row["failed"], row["attempts"]) for row in figures.worst] == [
+        (C, 1, 1), (B, 2, 22)]  # fmt: skip
 
     run_audit(spark, lake, tmp_path)
     figures, text = make(spark, lake, tmp_path)
-    assert figures.fates["missing"] == 1
+    assert answer(text).startswith("answer bad: 2 deliveries are missing. Ill: 2 of 3 servers.")
+    (loss,) = figures.losses
+    assert (loss["pairs"], loss["servers"], loss["room_id"], loss["server"]) == (2, 1, "!r", A)
+    assert loss["event_id"] == "$30"
+    assert loss["why"].startswith("destination_rooms is at N: the fan-out counted it")
     assert figures.owed == {B: {"today": 1, "1 day": 20, "2-3 days": 19}}
-    assert ">$30<" in text
-    cells = re.sub(' data-name="[^"]*"', "", text)
-    assert '<td>events missing</td><td class="n">0</td><td class="n">1</td>' in cells
-    assert last_figures(tmp_path / "report.html") == figures
+    assert [each["missing"] for each in figures.audits] == [2]
     read = Page(text)
     assert read.addresses == []
-    assert read.tags.count("svg") == 4
+    assert "script" not in read.tags
+    assert read.tags.count("svg") == 2 + len(figures.worst)
     assert not re.search(r"https?:|@import|url\(", text)
 
 
+# --- pages of made-up figures ---------------------------------------------------------------------
+
+
+def figures_of(**changed: Any) -> Figures:
+    level = Level(5000, 0.99, 0.995, 10, 1)
+    plain = Figures("hs.example", made_ms=10 * DAY_MS, upto=1, newest_ms=0, hours={}, days={},
+                    level=level, worse=[], servers=0, ill=0, worst=[], owed={})  # fmt: skip
+    return replace(plain, **changed)
+
+
+def point(**changed: Any) -> dict[str, Any]:
+    return {"attempts": 100, "failed": 0, "pdus": 7, "messages": 100, "p50": 3, "p90": 30,
+            "p99": 300, **changed}  # fmt: skip
+
+
+FATES = dict.fromkeys(schemas.FATES, 0) | {"delivered": 5}
+
+
+def test_the_first_sentence_is_green_or_red() -> None:
+    quiet = figures_of(fates=FATES, expected=5, servers=2)
+    told = "answer: Nothing is lost. Ill: 0 of 2 servers. "
+    assert answer(page(quiet)) == f"{told}Nothing is known of the day before."
+    told += "No worse than the day before."
+    same = {NOW: point(), BEFORE: point()}
+    assert answer(page(replace(quiet, hours=same))) == told
+    few = {NOW: point(attempts=LEAST - 1, failed=9, messages=1, p90=999), BEFORE: point()}
+    assert answer(page(replace(quiet, hours=few))) == told
+    failing = {NOW: point(failed=20, p90=90), BEFORE: point(failed=5)}
+    assert answer(page(replace(quiet, hours=failing))) == (
+        "answer bad: Nothing is lost. Ill: 0 of 2 servers. Worse than the day before: 20.0 % after"
+        " 5.0 % of attempts fail; a message takes 90 ms after 30 ms (the 90th percentile)."
+    )
+    unusual = [Worse(ALL, "waited", 9000.0, 800.0), Worse(A, "failed", 0.5, 0.0)]
+    text = page(replace(quiet, hours=same, worse=unusual))
+    assert answer(text).endswith(
+        "Worse than usual: all servers: a message takes 9.0 s, usually 0.8 s."
+    )
+    assert f"<li>{A}: 50.0 % of attempts fail, usually 0.0 %</li>" in text
+    lost = page(replace(quiet, fates=FATES | {"missing": 1}))
+    assert answer(lost).startswith("answer bad: 1 delivery is missing.")
+
+
+def test_four_figures_have_those_of_a_day_before() -> None:
+    then = {"at_ms": 8 * DAY_MS, "expected": 1, **FATES, "missing": 4, "pending": 1, "parked": 2}
+    later = then | {"at_ms": 10 * DAY_MS - HOUR_MS, "missing": 9}
+    fates = FATES | {"missing": 1_234, "pending": 2}
+    text = page(figures_of(fates=fates, audits=[then, later], ill=3, servers=30))
+    cards = re.findall(r'<div class="card"><b(?: class=bad)?>(.*?)</b>(.*?)<small>(.*?)<', text)
+    assert cards == [
+        ("1,234", "deliveries missing", "4 a day before"),
+        ("3", "servers ill", f"of 30 in {DAYS} days"),
+        ("2", "events owed", "3 a day before"),
+        ("99.5 %", "of servers have a message within 5 s", "this week; goal: 99.0 %"),
+    ]
+    # The history names the audits that found another number.
+    assert re.findall(r'"missing">(\d+)<', text) == ["9", "4"]
+
+
 def test_a_server_with_a_nasty_name_stays_text() -> None:
-    ill = {"server": NASTY, "began_ms": 0, "ended_ms": None, "attempts": 1, "outcome": NASTY}
-    worst = {"server": NASTY, "attempts": 2, "failed": 1, "p90": None, "outcome": "failing"}
-    missing = {"server": NASTY, "event_id": NASTY, "day": "2026-01-01", "reasons": [NASTY]}
-    point = {"at_ms": 0, "attempts": 2, "failed": 1, "pdus": 1, "bytes": 1}
-    figures = Figures(
-        server_name=NASTY, made_ms=0, upto=1, first_ms=0, last_ms=9, step_ms=60_000,
-        series=[point | {"p50": None, "p90": 1, "p99": 1}], outcomes={"failing": 1},
-        owed={NASTY: {"today": 1}}, worst=[worst], illnesses=[ill], missing=[missing],
-        fates=dict.fromkeys(schemas.FATES, 1),
+    failures = dict.fromkeys(schemas.FAILURES, 1)
+    worst = failures | {"server": NASTY, "attempts": 2, "failed": 1, "p90": None, "ill_ms": 0,
+                        "strip": {datetime.date(1970, 1, 1): 0.5}}  # fmt: skip
+    loss = {"why": NASTY, "day": NASTY, "room_id": NASTY, "pairs": 1, "servers": 1, "of_why": 1,
+            "server": NASTY, "event_id": NASTY}  # fmt: skip
+    text = page(
+        figures_of(
+            server_name=NASTY, worst=[worst], losses=[loss], owed={NASTY: {"today": 1}},
+            worse=[Worse(NASTY, "failed", 1.0, 0.0)], fates=dict.fromkeys(schemas.FATES, 1),
+            rejects=1,
+        )
     )  # fmt: skip
-    text = page(figures, figures)
-    assert Page(text).tags.count("script") == 1
+    assert "script" not in Page(text).tags
     assert "alert(1)" in text
     # Where a phone has no room for columns, each cell says which it is of.
-    for table in re.findall(r'<table class="stacked">.*?</table>', text):
-        (head,) = re.findall(r"<thead>(.*?)</thead>", table)
-        columns = re.findall(r"<th[^>]*>(.*?)</th>", head)
-        assert len(columns) > 3
-        for row in re.findall(r"<tr>(?:<td).*?</tr>", table):
+    tables = re.findall(r"<table>.*?</table>", text)
+    assert len(tables) == 3
+    for table in tables:
+        columns = re.findall(r"<th(?: [^>]*)?>(.*?)</th>", table)
+        for row in re.findall(r"<tr><td.*?</tr>", table):
             assert re.findall(r'<td[^>]* data-name="(.*?)"', row) == columns
-    assert [
-        len(re.findall("<th[ >]", each)) for each in re.findall("<table>.*?</table>", text)
-    ] == [3]
+
+
+def test_time_without_attempts_is_shown_as_such() -> None:
+    """No bar, and no line that leads across: latency is not known then. Its scale is logarithmic,
+    with ticks that have a unit."""
+    newest = 20 * DAY_MS
+    hours = {newest - hour * HOUR_MS: point() for hour in (0, 1, 3)}
+    hours[newest - 2 * HOUR_MS] = point(messages=0, p50=None, p90=None, p99=None)
+    (panel, _) = re.findall(r"<svg.*?</svg>", page(figures_of(newest_ms=newest, hours=hours)))
+    lines = [line.split() for line in re.findall(r'points="(.*?)"', panel)]
+    assert [len(line) for line in lines] == [1, 2, 1, 2, 1, 2]
+    assert panel.count("<rect") == 4
+    heights = [float(line[0].split(",")[1]) for line in lines[::2]]
+    assert heights[0] - heights[1] == pytest.approx(heights[1] - heights[2], abs=0.2)
+    ticks = re.findall(r'text-anchor="end"[^>]*>([^<]*)<', panel)
+    assert ticks == ["7", "0", "1 ms", "10 ms", "100 ms", "1 s"]
 
 
 def test_a_report_of_nothing(spark: "SparkSession", tmp_path: Path) -> None:
@@ -139,41 +228,6 @@ def test_a_report_of_nothing(spark: "SparkSession", tmp_path: Path) -> None:
     lake = lake_of(tmp_path, {"destinations": [{"destination": A}]}, 1)
     with pytest.raises(PipelineError, match=r"no/report.html: cannot be written"):
         make(spark, lake, tmp_path / "no")
-    (tmp_path / "report.html").write_text(
-        '<script type="application/json" id="figures">{}</script>'
-    )
     _, text = make(spark, lake, tmp_path)
     assert "The ledger has no attempts." in text
-    assert "This is the first one here." in text
-
-
-def test_curves_have_points_that_can_be_told_apart() -> None:
-    for span_ms in (0, 1, 3_600_000, 86_400_000, 400 * 86_400_000, 40_000 * 86_400_000):
-        step = step_for(span_ms)
-        assert span_ms // step <= POINTS
-        assert step >= 1_000
-
-
-def test_time_without_attempts_is_shown_as_such() -> None:
-    """Nothing was delivered then, and latency is not known: no line leads across. Seconds are told
-    where steps are that short, and of many names the first."""
-    point = {"attempts": 1, "failed": 0, "pdus": 7, "bytes": 1, "p50": 3, "p90": 3, "p99": 3}
-    series = [point | {"at_ms": at_ms} for at_ms in (5_000, 6_000, 8_000)]
-    figures = Figures(
-        "hs", made_ms=0, upto=1, first_ms=5_000, last_ms=8_500, step_ms=1_000, series=series,
-        outcomes={"delivered": 3}, owed={}, worst=[], illnesses=[],
-    )  # fmt: skip
-    ill = [{"server": f"s{n:02}", "began_ms": 5_000, "ended_ms": None, "attempts": 1,
-            "outcome": "busy"} for n in range(32)]  # fmt: skip
-    text = page(replace(figures, illnesses=ill), figures)
-    deliveries, latency = re.findall(r"<h2>(?:Del|Lat).*?</section>", text)
-    lines = [line.split() for line in re.findall(r'points="(.*?)"', deliveries)]
-    assert [len(line) for line in lines] == [4, 4]
-    assert len({place.split(",")[1] for place in lines[0]}) == 2
-    lines = [line.split() for line in re.findall(r'points="(.*?)"', latency)]
-    assert [len(line) for line in lines] == [2, 1, 2, 1, 2, 1]
-    assert "1970-01-01 00:00:05 UTC" in deliveries
-    assert "per second" in deliveries
-    assert re.search(r"Fallen ill: s00, .*, s29, and 2 more<", text)
-    empty = page(replace(figures, first_ms=None, last_ms=None, series=[], outcomes={}), None)
-    assert "nothing in the ledger yet" in empty
+    assert "No attempt has failed." in text

@@ -478,6 +478,12 @@ class Pipeline(Section):
         description="`pipeline run` writes its figures there, for the text file collector of"
         " Prometheus' node exporter.",
     )
+    service_within: Seconds = Field(
+        default=5.0, gt=0, description="A message should be answered within this time,"
+    )
+    service_share: float = Field(
+        default=0.99, gt=0, le=1, description="by this share of the servers: see `pipeline health`."
+    )
     relay: Database | None = Field(
         default=None,
         description="The relay's database, a file or a URL: events and rooms are read there, not in"

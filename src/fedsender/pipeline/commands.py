@@ -287,10 +287,22 @@ def health(
 
     with job("health", config) as (spark, lake, loaded, steps):
         told = module.health(spark, lake, loaded, steps, every_seconds=follow)
+        if follow is not None:
+            say(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
+            return DONE
+        with steps.spark("the week, and what is usual", spark):
+            level = module.service_level(spark, lake, loaded)
+            today = module.last_24_hours(*module.recent_hours(spark, lake))
+            worse = module.worse(spark, lake, today)
     if as_json:
-        say_json({"batches": told.batches, "servers": told.servers, "ill": told.ill})
+        week, unusual = asdict(level), [asdict(each) for each in worse]
+        counts = {"servers": told.servers, "ill": told.ill}
+        say_json(counts | {"service_level": week, "worse_than_usual": unusual})
     else:
-        say(f"{told.servers} servers, of which {told.ill} ill; {told.batches} batches taken up")
+        say(f"{told.servers} servers, of which {told.ill} ill")
+        say(f"this week {level}")
+        for each in worse:
+            say(f"worse than usual: {each}")
     return DONE
 
 

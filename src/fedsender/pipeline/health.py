@@ -1,48 +1,357 @@
-"""`fedsender pipeline health`: the health of servers, from the ledger as it grows.
+"""The health of servers, from their attempts in the ledger.
 
-A Spark stream reads each segment once it is closed. Spark sums up each batch per server and hour.
-The sums, as rows of servers and hours, go into one small SQLite file (`fedsender.health`): into a
-copy of it, with the number of the batch, which is then renamed over it. The stream's checkpoint has
-the segments that are done. A batch that is repeated after a crash has its number in the file
-already, and is skipped. So every line counts exactly once.
+`update` keeps two tables of the lake: a row per server and hour, and one per server and day. Their
+times are KLL sketches, which Spark merges for any window. A day with new attempts is computed anew
+and whole, so a job that is repeated changes nothing.
+
+`fedsender pipeline health` writes one small SQLite file for the daemon (`fedsender.health`), out of
+those rows and the lines of the ledger that the lake has not read. With `--follow` a Spark stream
+goes on from there. It keeps no state of its own: after a kill the next start begins with the lake
+again. So every line counts exactly once.
 """
 
-import json
+import datetime
 import math
 import os
-import shutil
 import sqlite3
-from collections import Counter
-from collections.abc import Iterator, Mapping
+import tempfile
+import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.health import SCHEMA, VERSION
-from fedsender.pipeline import PipelineError, latest_ms, ledger_lines
-from fedsender.pipeline.lake import Lake, flush, locked
-from fedsender.pipeline.session import Steps
-from fedsender.sender.failure import RULES
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+from fedsender.pipeline import PipelineError, latest_ms, ledger_lines, ledger_source, schemas
+from fedsender.pipeline.lake import Lake, flush, in_days
+from fedsender.pipeline.schemas import FAILURES
+from fedsender.pipeline.session import Steps, kept
+from fedsender.segments import segments
 
 HOUR_MS: Final = 3_600_000
 DAY_MS: Final = 24 * HOUR_MS
-KEEP_WINDOWS_MS: Final = 2 * DAY_MS
-KEEP_ILLNESSES_MS: Final = 90 * DAY_MS
-SEGMENTS_PER_BATCH: Final = 64
-STEP: Final = 1.1
-"""Latencies are counted by powers of this; so a percentile is accurate to 5 %."""
-FAILURES: Final = tuple(outcome.value for outcome in RULES)
+DAYS: Final = 30
+"""The days, up to the newest line, that reports and the file for the daemon look back."""
+SUMS: Final = ("attempts", "delivered", "pdus", "bytes", "connections", *FAILURES)
+SKETCHES: Final = ("took", "waited")
+ALL: Final = "*"
+"""The name of all servers together."""
+
+
+# --- transforms, in the order of the data ---------------------------------------------------------
+
+
+def waits(pdus: DataFrame, events: DataFrame) -> DataFrame:
+    """server, day, ms, waited: the ms from the homeserver's receipt of an event to its answer."""
+    received = events.select("stream_ordering", "received_ts").where("received_ts is not null")
+    answered = pdus.where("outcome = 'delivered' and lane in ('live', 'catch_up')")
+    return answered.join(received, on="stream_ordering", how="inner").select(
+        F.col("destination").alias("server"),
+        *("day", "ms"),
+        F.greatest(F.col("ms") - F.col("received_ts"), F.lit(0)).alias("waited"),
+    )
+
+
+def hours(attempts: DataFrame, waited: DataFrame | None = None) -> DataFrame:
+    """Rows of `health`, from rows of `attempts` and of `waits`."""
+    rows = attempts.where(ledger_lines.is_attempt()).withColumnRenamed("destination", "server")
+    if waited is None:
+        rows = rows.withColumn("waited", F.lit(None).cast("bigint"))
+    else:
+        rows = rows.unionByName(waited, allowMissingColumns=True)
+    delivered = F.col("outcome") == "delivered"
+    failed_ms = F.when(F.col("outcome").isin(*FAILURES), F.col("ms"))
+    hour_ms = F.col("ms") - F.col("ms") % HOUR_MS
+    counted = rows.groupBy("server", hour_ms.alias("hour_ms"), "day").agg(
+        F.count("outcome").alias("attempts"),
+        F.sum(F.when(delivered, F.col("pdu_count")).otherwise(0)).alias("pdus"),
+        F.sum(F.coalesce("bytes", F.lit(0))).alias("bytes"),
+        F.count_if(F.col("status").isNotNull() & ~F.col("reused")).alias("connections"),
+        *(F.count_if(F.col("outcome") == name).alias(name) for name in ("delivered", *FAILURES)),
+        F.max("ms").alias("last_ms"),
+        F.max(F.when(delivered, F.col("ms"))).alias("well_ms"),
+        F.collect_list(failed_ms).alias("ill_ms"),
+        F.kll_sketch_agg_bigint(F.when(delivered, F.col("took_ms"))).alias("took"),
+        F.kll_sketch_agg_bigint("waited").alias("waited"),
+    )
+    return _first_after(counted)
+
+
+def merged(rows: DataFrame, *key: str) -> DataFrame:
+    """Rows of `health` or `health_days`, summed up by `key`."""
+    summed = rows.groupBy(*key).agg(
+        *(F.sum(name).alias(name) for name in SUMS),
+        *(F.max(name).alias(name) for name in ("last_ms", "well_ms")),
+        F.collect_list("ill_ms").alias("ill_ms"),
+        *(F.kll_merge_agg_bigint(name).alias(name) for name in SKETCHES),
+    )
+    return _first_after(summed)
+
+
+def _first_after(rows: DataFrame) -> DataFrame:
+    """The rows; of the times of failures in `ill_ms`, the first after the last success is left."""
+    well_ms = F.coalesce("well_ms", F.lit(-1))
+    return rows.withColumn("ill_ms", F.array_min(F.filter("ill_ms", lambda ms: ms > well_ms)))
+
+
+def failed() -> Column:
+    """The number of attempts that failed by the server's fault."""
+    return reduce(add, map(F.col, FAILURES))
+
+
+def quantile(sketch: str, q: float) -> Column:
+    """A quantile of a sketch, within 2 % of the ranks; null: it has no values."""
+    known = F.kll_sketch_get_n_bigint(sketch) > 0
+    return F.when(known, F.kll_sketch_get_quantile_bigint(sketch, F.lit(q)))
+
+
+# --- the tables -----------------------------------------------------------------------------------
+
+
+def update(spark: SparkSession, lake: Lake) -> None:
+    """Bring `health` and `health_days` up to the lake's `attempts`.
+
+    Raises:
+        Busy: another job writes to the lake.
+    """
+    days = _new_days(spark, lake)
+    if not days:
+        return
+    attempts, pdus = (
+        lake.frame(spark, table, in_days(days)).where(F.col("day").isin(*days))
+        for table in (schemas.ATTEMPTS, schemas.PDUS)
+    )
+    oldest = pdus.agg(F.min("stream_ordering").alias("at")).first()
+    first = (oldest and oldest["at"]) or 0
+    events = lake.frame(
+        spark, schemas.EVENTS, lambda part: int(part) >= first // schemas.EVENTS_PER_PART
+    )
+    found = hours(attempts, waits(pdus, events)).persist()
+    with lake.commit() as commit:
+        for table, rows in (
+            (schemas.HEALTH, found),
+            (schemas.HEALTH_DAYS, merged(found, "server", "day")),
+        ):
+            commit.clear(table, days.__contains__)
+            commit.append_frame(table, rows.hint("rebalance", "day"))
+        commit.set_position("health", commit.version)
+    found.unpersist()
+
+
+def _new_days(spark: SparkSession, lake: Lake) -> set[str]:
+    """The days with attempts of segments that were read since the last update."""
+    known = lake.position("health")
+    read = lake.read(schemas.SEGMENTS, ["name", "version"]).to_pylist()
+    new = [row["name"] for row in read if row["version"] > known]
+    if not new:
+        return set()
+    written = {file.part for file in lake.files(schemas.ATTEMPTS) if file.commit > known}
+    attempts = lake.frame(spark, schemas.ATTEMPTS, written.__contains__)
+    if known >= 0:
+        # Files that were only merged have lines of earlier segments.
+        attempts = attempts.where(F.col("segment").isin(*new))
+    return {str(row["day"]) for row in attempts.select("day").distinct().collect()}
+
+
+def newest_day(lake: Lake) -> datetime.date | None:
+    """The newest day of `health`, of those that have begun; None: it has none."""
+    # A clock that was ahead has left days that are to come.
+    today = _day(latest_ms())
+    known = (file.part for file in lake.manifest.tables.get(schemas.HEALTH.name, ()))
+    newest = max((day for day in known if day <= str(today)), default=None)
+    return None if newest is None else datetime.date.fromisoformat(newest)
+
+
+def _day(ms: int) -> datetime.date:
+    return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).date()
+
+
+def days_of(
+    spark: SparkSession, lake: Lake, table: schemas.LakeTable, first: int, last: int = 0
+) -> DataFrame:
+    """Rows of `health` or `health_days`: from `first` to `last` days before the newest one."""
+    newest = newest_day(lake)
+    if newest is None:
+        return lake.frame(spark, table, lambda _: False)
+    begin, end = (str(newest - datetime.timedelta(days)) for days in (first, last))
+    return lake.frame(spark, table, lambda day: begin <= day <= end)
+
+
+def recent_hours(spark: SparkSession, lake: Lake) -> tuple[DataFrame, int]:
+    """Rows of `health` of the last 48 hours at least, and when the newest hour began, in ms."""
+    rows = days_of(spark, lake, schemas.HEALTH, 2).where(F.col("hour_ms") <= latest_ms())
+    found = rows.agg(F.max("hour_ms").alias("hour_ms")).first()
+    return rows, (found and found["hour_ms"]) or 0
+
+
+def last_24_hours(hours: DataFrame, newest_ms: int) -> DataFrame:
+    """The rows of `health` of the 24 hours up to the one that began at `newest_ms`."""
+    return hours.where(F.col("hour_ms") > newest_ms - DAY_MS)
+
+
+# --- what they say --------------------------------------------------------------------------------
+
+LEAST: Final = 20
+"""Attempts, or messages, of a day from which it is compared with other days."""
+LEAST_DAYS: Final = 7
+USUAL_DAYS: Final = 28
+FAR: Final = 6.0
+"""Standard deviations, as the median deviation tells them, from which a day is no chance."""
+MORE_FAILED: Final = 0.1
+LONGER: Final = 2.0
+SHOWN: Final = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """The level of service of a week.
+
+    Attributes:
+        share: of the servers that have a message within `within_ms`, on average over its messages
+            (0 to 1); None: no server has answered.
+        goal: the share that the configuration asks for.
+        servers: that have answered.
+        silent: that have answered nothing; they are not in `share`.
+    """
+
+    within_ms: int
+    goal: float
+    share: float | None
+    servers: int
+    silent: int
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal is reached."""
+        return self.share is None or self.share >= self.goal
+
+    def __str__(self) -> str:
+        if self.share is None:
+            return "no server has answered a message"
+        return (
+            f"{100 * self.share:.1f} % of {self.servers:,} servers have a message within"
+            f" {self.within_ms / 1000:g} s (goal: {100 * self.goal:g} %);"
+            f" {self.silent:,} never answered"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Worse:
+    """A figure of the last 24 hours that is worse than usual.
+
+    Attributes:
+        server: `ALL`: of all together.
+        what: `failed` (a share, 0 to 1) or `waited` (90 % of messages, in ms).
+    """
+
+    server: str
+    what: str
+    now: float
+    usual: float
+
+    def __str__(self) -> str:
+        whose = "all servers" if self.server == ALL else self.server
+        if self.what == "failed":
+            now, usual = 100 * self.now, 100 * self.usual
+            return f"{whose}: {now:.1f} % of attempts fail, usually {usual:.1f} %"
+        return (
+            f"{whose}: a message takes {self.now / 1000:.1f} s, usually {self.usual / 1000:.1f} s"
+        )
+
+
+def service_level(spark: SparkSession, lake: Lake, config: Config) -> Level:
+    """The level of service of the seven days up to the newest one."""
+    within_ms = round(config.pipeline.service_within * 1000)
+    week = merged(days_of(spark, lake, schemas.HEALTH_DAYS, 6), "server")
+    answered = F.kll_sketch_get_n_bigint("waited") > 0
+    in_time = F.when(answered, F.kll_sketch_get_rank_bigint("waited", F.lit(within_ms)))
+    row = week.agg(
+        F.avg(in_time).alias("share"),
+        F.count_if(F.col("delivered") > 0).alias("servers"),
+        F.count_if(F.col("delivered") == 0).alias("silent"),
+    ).first()
+    assert row is not None
+    return Level(within_ms, config.pipeline.service_share, *row)
+
+
+def measures(rows: DataFrame) -> DataFrame:
+    """server, failed, waited: what is compared with other days; null where there is too little."""
+    enough = F.kll_sketch_get_n_bigint("waited") >= LEAST
+    return rows.select(
+        "server",
+        F.when(F.col("attempts") >= LEAST, failed() / F.col("attempts")).alias("failed"),
+        F.when(enough, F.log(quantile("waited", 0.9) + 1)).alias("waited"),
+    )
+
+
+def worse_than_usual(now: DataFrame, usual: DataFrame) -> DataFrame:
+    """server, what, now, usual: of `measures`, those of `now` that are far above a server's usual.
+
+    A day is far above if it differs from the median of the usual days by more than `FAR` times what
+    those differ from it, and by enough to matter. The median and the median difference do not move
+    for a few bad days.
+    """
+
+    def middle(values: Column) -> Column:
+        return F.element_at(F.sort_array(values), F.floor((F.size(values) + 1) / 2).cast("int"))
+
+    past = usual.groupBy("server").agg(
+        *(F.collect_list(name).alias(f"{name}_usual") for name in ("failed", "waited"))
+    )
+    both = now.join(past, on="server", how="inner")
+
+    def judged(what: str, least: float) -> DataFrame:
+        values, median = F.col("values"), F.col("usual")
+        spread = middle(F.transform(values, lambda value: F.abs(value - median)))
+        far = F.greatest(FAR * 1.4826 * spread, F.lit(least))
+        return (
+            both.select("server", F.col(what).alias("now"), F.col(f"{what}_usual").alias("values"))
+            .where(F.size("values") >= LEAST_DAYS)
+            .withColumn("usual", middle(values))
+            .where(F.col("now") > median + far)
+            .select("server", F.lit(what).alias("what"), "now", "usual")
+        )
+
+    slower = judged("waited", math.log(LONGER))
+    slower = slower.withColumns({name: F.exp(name) - 1 for name in ("now", "usual")})
+    return judged("failed", MORE_FAILED).unionByName(slower)
+
+
+def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
+    """The figures of `today` that are worse than in the four weeks before, worst first.
+
+    Those of all servers together come first; there are `SHOWN` at most.
+
+    Args:
+        today: rows of `health` of the last 24 hours.
+    """
+
+    def with_all(rows: DataFrame, *key: str) -> DataFrame:
+        everything = rows.withColumn("server", F.lit(ALL))
+        rows = merged(rows, "server", *key)
+        return rows.unionByName(merged(everything, "server", *key))
+
+    usual = days_of(spark, lake, schemas.HEALTH_DAYS, 1 + USUAL_DAYS, 2)
+    found = worse_than_usual(measures(with_all(today)), measures(with_all(usual, "day")))
+    most = F.desc(F.col("now") / F.greatest("usual", F.lit(0.01)))
+    first = found.orderBy(F.col("server") != ALL, most, "server").limit(SHOWN)
+    return [Worse(*row) for row in first.collect()]
+
+
+# --- the file for the daemon ----------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Absorbed:
-    """The counts of a run."""
+    """The counts of a run; `batches`: of the stream."""
 
     batches: int = 0
     servers: int = 0
@@ -50,367 +359,137 @@ class Absorbed:
 
 
 def health(
-    spark: "SparkSession",
+    spark: SparkSession,
     lake: Lake,
     config: Config,
     steps: Steps,
     *,
     every_seconds: float | None = None,
 ) -> Absorbed:
-    """Read the new segments of the ledger into the file.
+    """Bring the tables up to date, and write the file.
 
     Args:
-        every_seconds: seconds between two looks, until interrupted; None: stop after all present
-            segments.
+        every_seconds: then follow the ledger, looking that often, until interrupted; None: end.
 
     Raises:
-        PipelineError: the ledger cannot be read, or another such job runs.
+        PipelineError: the ledger cannot be read, or another job writes to the lake.
     """
-    from pyspark.errors import PySparkException
-
-    ledger, home = config.ledger.directory, lake.directory / "health"
+    ledger, path = config.ledger.directory, config.pipeline.health
     if not ledger.is_dir():
         raise PipelineError(f"ledger.directory: {ledger}: is not a directory")
-    home.mkdir(mode=0o700, exist_ok=True)
-    file = HealthFile(config.pipeline.health, home / "checkpoint")
     told = Absorbed()
-    with locked(home), steps.spark("health", spark) as step:
-        file.prepare()
-
-        def absorb(batch: "DataFrame", number: int) -> None:
-            if file.take(batch, number):
-                told.batches += 1
-
-        writer = (
-            _lines(spark, ledger)
-            .writeStream.foreachBatch(absorb)
-            .option("checkpointLocation", f"file://{file.checkpoint}")
-        )
-        if every_seconds is None:
-            writer = writer.trigger(availableNow=True)
-        else:
-            writer = writer.trigger(processingTime=f"{every_seconds} seconds")
-        try:
-            query = writer.start()
-            # A signal that breaks into a question to Java spoils the connection for the next one.
-            with ThreadPoolExecutor(1) as waiting:
-                ended = waiting.submit(query.awaitTermination)
-                try:
-                    ended.result()
-                except KeyboardInterrupt:
-                    query.stop()
-        except PySparkException as error:
-            raise PipelineError(f"health: {_cause(error)}") from None
-        told.servers, told.ill = file.figures()
+    with steps.spark("health", spark) as step:
+        update(spark, lake)
+        known = lake.read(schemas.SEGMENTS, ["name", "bytes"]).to_pylist()
+        there = {path.stem for path in segments(ledger)}
+        after = {
+            name: row["bytes"]
+            for row in known
+            if (name := row["name"].removesuffix(".jsonl")) in there
+        }
+        state = _recent(spark, lake)
+        if every_seconds is None and ledger_source.any_unread(ledger, after):
+            lines = ledger_source.lines(spark, ledger, after)
+            state = kept(state.unionByName(_hours_of(lines)))
+        newest_ms = _write(state, path, told)
+        if every_seconds is not None:
+            _follow(spark, config, after, state, newest_ms, told, every_seconds)
         step.say(f"{told.servers:,} servers, {told.ill:,} ill")
     return told
 
 
-def _cause(error: Exception) -> str:
-    """The error of a batch, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = [line for line in lines if "Error:" in line or "Exception:" in line]
-    return (named or lines or ["Spark ended it"])[-1][:500]
+def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
+    """The rows from which the file is made; in those of whole days, `hour_ms` is 0."""
+    before = days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1, 2)
+    rows = days_of(spark, lake, schemas.HEALTH, 1).drop("day")
+    return rows.unionByName(before.drop("day").withColumn("hour_ms", F.lit(0).cast("bigint")))
 
 
-def _lines(spark: "SparkSession", ledger: Path) -> "DataFrame":
-    from pyspark.sql import functions as F  # noqa: N812
-
-    return (
-        spark.readStream.option("lineSep", "\n")
-        .option("pathGlobFilter", "*.jsonl")
-        .option("maxFilesPerTrigger", str(SEGMENTS_PER_BATCH))
-        # Segments may come back from a backup, with times of their own.
-        .option("maxFileAge", "3650d")
-        .text(ledger_lines.url(ledger))
-        .select("value", F.col("_metadata.file_name").alias("segment"))
-    )
+def _hours_of(lines: DataFrame) -> DataFrame:
+    """The hours of lines as text."""
+    good = ledger_lines.parsed_text(lines).where("why is null").dropDuplicates(["line"])
+    return hours(ledger_lines.attempts_of(good)).drop("day")
 
 
-# --- transforms -----------------------------------------------------------------------------------
+def _follow(
+    spark: SparkSession,
+    config: Config,
+    after: dict[str, int],
+    state: DataFrame,
+    newest_ms: int,
+    told: Absorbed,
+    every_seconds: float,
+) -> None:
+    """Add the lines to the state as they come, until interrupted."""
+
+    def absorb(batch: DataFrame, _number: int) -> None:
+        nonlocal state, newest_ms
+        rows = _of_a_day(state, newest_ms).unionByName(_hours_of(batch))
+        state = kept(merged(rows, "server", "hour_ms"))
+        newest_ms = _write(state, config.pipeline.health, told)
+        told.batches += 1
+
+    with tempfile.TemporaryDirectory(prefix="fedsender-health-") as checkpoint:
+        query = (
+            ledger_source.following(spark, config.ledger.directory, after)
+            .writeStream.foreachBatch(absorb)
+            .option("checkpointLocation", f"file://{checkpoint}")
+            .trigger(processingTime=f"{every_seconds} seconds")
+            .start()
+        )
+        # A signal that breaks into a question to Java spoils the connection for the next one.
+        with ThreadPoolExecutor(1) as waiting:
+            ended = waiting.submit(query.awaitTermination)
+            try:
+                ended.result()
+            except KeyboardInterrupt:
+                query.stop()
 
 
-def windows(lines: "DataFrame") -> "DataFrame":
-    """server, hour_ms, and the other columns of the file's `windows`, maps as JSON."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    delivered = F.col("outcome") == "delivered"
-    took = F.greatest(F.coalesce("took_ms", F.lit(0)), F.lit(1))
-    latency = F.ceil(F.log(took) / math.log(STEP)).cast("string")
-    counted = lines.where(ledger_lines.is_attempt()).withColumns(
+def _of_a_day(rows: DataFrame, newest_ms: int) -> DataFrame:
+    """The rows; those before the last 24 hours only say since when a server is ill."""
+    recent = F.col("hour_ms") > newest_ms - DAY_MS
+    return rows.withColumns(
         {
-            "hour_ms": F.col("ms") - F.col("ms") % HOUR_MS,
-            "error": F.when(~delivered, F.col("outcome")),
-            "latency": F.when(delivered, latency),
+            "hour_ms": F.when(recent, F.col("hour_ms")).otherwise(0),
+            **{name: F.when(recent, F.col(name)).otherwise(0) for name in SUMS},
+            **{name: F.when(recent, F.col(name)) for name in SKETCHES},
         }
     )
-    key = ("destination", "hour_ms")
-    one = F.lit(1)
-    sums = counted.groupBy(*key).agg(
-        F.count(one).alias("attempts"),
-        F.count_if(delivered).alias("delivered"),
-        F.sum(F.when(delivered, F.coalesce(F.size("pdus"), F.lit(0))).otherwise(0)).alias("pdus"),
-        F.sum(F.coalesce("bytes", F.lit(0))).alias("bytes"),
-        F.count_if(F.col("status").isNotNull() & ~F.col("reused")).alias("connections"),
+
+
+def _write(state: DataFrame, path: Path, told: Absorbed) -> int:
+    """Replace the file by one of these rows; return the time of the newest attempt, in ms."""
+    row = state.agg(F.max("last_ms").alias("newest")).first()
+    newest_ms: int = (row and row["newest"]) or 0
+    rows = _of_a_day(state, newest_ms)
+    servers = merged(rows, "server").select(
+        *("server", "attempts", "delivered"),
+        *(quantile("took", q) for q in (0.5, 0.9, 0.99)),
+        *("last_ms", "ill_ms"),
     )
-
-    def tally(name: str, into: str) -> "DataFrame":
-        entry = F.struct(F.col(name), F.col("n"))
-        return (
-            counted.where(F.col(name).isNotNull())
-            .groupBy(*key, name)
-            .agg(F.count(one).alias("n"))
-            .groupBy(*key)
-            .agg(F.to_json(F.map_from_entries(F.collect_list(entry))).alias(into))
-        )
-
-    none = F.lit("{}")
-    return (
-        sums.join(tally("error", "errors"), on=list(key), how="left")
-        .join(tally("latency", "latencies"), on=list(key), how="left")
-        .select(
-            F.col("destination").alias("server"),
-            *("hour_ms", "attempts", "delivered", "pdus", "bytes", "connections"),
-            F.coalesce("errors", none).alias("errors"),
-            F.coalesce("latencies", none).alias("latencies"),
-        )
-    )
+    found = servers.collect()
+    _replace(path, found, {"version": VERSION, "newest_ms": newest_ms})
+    told.servers, told.ill = len(found), sum(row["ill_ms"] is not None for row in found)
+    return newest_ms
 
 
-def streaks(lines: "DataFrame") -> "DataFrame":
-    """Series of attempts of one server that all succeeded, or all failed.
-
-    Columns: server, well, first_ms, last_ms, attempts, first_outcome, last_outcome. Outcomes that
-    tell nothing about the server are skipped.
-    """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
-    told = F.col("outcome").isin("delivered", *FAILURES)
-    in_server = Window.partitionBy("destination").orderBy("ms", "line")
-    upto_here = in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    well: Column = F.col("outcome") == "delivered"
-    turned = F.when(F.col("well") != F.lag("well").over(in_server), 1).otherwise(0)
-    return (
-        lines.where(told)
-        .withColumn("well", well)
-        .withColumn("turned", turned)
-        .withColumn("streak", F.sum("turned").over(upto_here))
-        .groupBy(F.col("destination").alias("server"), "streak", "well")
-        .agg(
-            F.min("ms").alias("first_ms"),
-            F.max("ms").alias("last_ms"),
-            F.count(F.lit(1)).alias("attempts"),
-            F.min_by("outcome", "ms").alias("first_outcome"),
-            F.max_by("outcome", "ms").alias("last_outcome"),
-        )
-        .drop("streak")
-    )
-
-
-# --- the file -------------------------------------------------------------------------------------
-
-
-class HealthFile:
-    """The SQLite file and the checkpoint that belongs to it.
-
-    One is of no use without the other. So if one is lost, the other is begun anew.
-    """
-
-    def __init__(self, path: Path, checkpoint: Path) -> None:
-        self.path = path
-        self.checkpoint = checkpoint
-
-    def prepare(self) -> None:
-        """Remove a checkpoint without its file, before a stream starts."""
-        stream = self._stream()
-        if stream is not None and self._meta().get("stream") != stream:
-            shutil.rmtree(self.checkpoint)
-
-    def _stream(self) -> str | None:
-        """The stream's id, which stays the same over restarts; None: there is no checkpoint."""
-        try:
-            found: str = json.loads((self.checkpoint / "metadata").read_text())["id"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise PipelineError(
-                f"{self.checkpoint}: is damaged ({error}); remove it: the ledger is read anew then"
-            ) from None
-        return found
-
-    def _meta(self) -> dict[str, str]:
-        if not self.path.exists():
-            return {}
-        try:
-            with closing(sqlite3.connect(self.path)) as connection:
-                meta = dict(connection.execute("SELECT name, value FROM meta"))
-        except sqlite3.Error:
-            return {}
-        return meta if meta.get("version") == str(VERSION) else {}
-
-    def figures(self) -> tuple[int, int]:
-        """The number of servers in the file, and of those that are ill."""
-        if not self.path.exists():
-            return 0, 0
-        with closing(sqlite3.connect(self.path)) as connection:
-            count = "SELECT COUNT(*), COUNT(ill_since_ms) FROM states"
-            servers, ill = connection.execute(count).fetchone()
-        return servers, ill
-
-    def take(self, batch: "DataFrame", number: int) -> bool:
-        """Add a batch of lines; return False if the file has it already."""
-        stream, meta = self._stream(), self._meta()
-        ours = meta.get("stream") == stream
-        if ours and int(meta["batch"]) >= number:
-            return False
-        lines = ledger_lines.parsed_text(batch).where("why is null").dropDuplicates(["line"])
-        lines = lines.persist()
-        with self._replacing(keep=ours) as connection:
-            _back_to_the_present(connection, latest_ms())
-            _add_windows(connection, (row.asDict() for row in windows(lines).toLocalIterator()))
-            newest = connection.execute("SELECT server, last_ms FROM states").fetchall()
-            told = _with_newest(lines, newest).persist()
-            late = (int(meta["late"]) if ours else 0) + told.where("ms < newest").count()
-            going_on = streaks(told.where("newest is null or ms >= newest"))
-            rows = going_on.orderBy("server", "first_ms").toLocalIterator()
-            _add_streaks(connection, rows)
-            told.unpersist()
-            # Before the new file is there: a stop meanwhile leaves the old one.
-            lines.unpersist()
-            newest_ms = _sum_up(connection)
-            values = {"stream": stream, "batch": number, "late": late, "newest_ms": newest_ms}
-            connection.executemany(
-                "INSERT OR REPLACE INTO meta VALUES (?, ?)",
-                [(name, str(value)) for name, value in (values | {"version": VERSION}).items()],
-            )
-        return True
-
-    @contextmanager
-    def _replacing(self, *, keep: bool) -> Iterator[sqlite3.Connection]:
-        """Open a copy of the file (or an empty one); it replaces the file when the body ends."""
-        draft = self.path.with_name(f"{self.path.name}.new")
-        draft.unlink(missing_ok=True)
-        if keep:
-            shutil.copyfile(self.path, draft)
+def _replace(path: Path, servers: Iterable[tuple[Any, ...]], meta: dict[str, int]) -> None:
+    """Write the SQLite file beside the old one, and rename it over that."""
+    for old in path.parent.glob(f"{path.name}.*.new"):
+        if time.time() - old.stat().st_mtime > 3600:  # Of a job that was killed.
+            old.unlink(missing_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".new", dir=path.parent)
+    os.close(descriptor)
+    draft = Path(name)
+    try:
         with closing(sqlite3.connect(draft)) as connection:
-            os.chmod(draft, 0o600)
-            # Nobody else reads the draft, and it is thrown away with whatever goes wrong.
-            connection.execute("PRAGMA journal_mode = MEMORY")
-            if not keep:
-                connection.executescript(SCHEMA)
-            yield connection
+            connection.executescript(SCHEMA)
+            connection.executemany("INSERT INTO servers VALUES (?, ?, ?, ?, ?, ?, ?, ?)", servers)
+            connection.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
             connection.commit()
         flush(draft)
-        os.replace(draft, self.path)
-        flush(self.path.parent)
-
-
-def _back_to_the_present(connection: sqlite3.Connection, latest: int) -> None:
-    """Set times of an earlier run with a clock that was ahead back to `latest`."""
-    connection.execute("DELETE FROM windows WHERE hour_ms > ?", (latest,))
-    for table, column in (
-        ("states", "last_ms"),
-        ("states", "ill_since_ms"),
-        ("illnesses", "began_ms"),
-        ("illnesses", "ended_ms"),
-    ):
-        connection.execute(
-            f"UPDATE OR REPLACE {table} SET {column} = ? WHERE {column} > ?", (latest, latest)
-        )
-
-
-def _add_windows(connection: sqlite3.Connection, rows: Iterator[Mapping[str, Any]]) -> None:
-    columns = ("attempts", "delivered", "pdus", "bytes", "connections")
-    for row in rows:
-        key = (row["server"], row["hour_ms"])
-        found = connection.execute(
-            f"SELECT {', '.join(columns)}, errors, latencies FROM windows"
-            " WHERE server = ? AND hour_ms = ?",
-            key,
-        ).fetchone() or (0, 0, 0, 0, 0, "{}", "{}")
-        sums = [known + row[name] for name, known in zip(columns, found, strict=False)]
-        tallies = [
-            json.dumps(Counter(json.loads(known)) + Counter(json.loads(row[name])))
-            for name, known in (("errors", found[5]), ("latencies", found[6]))
-        ]
-        connection.execute(
-            "INSERT OR REPLACE INTO windows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (*key, *sums, *tallies),
-        )
-
-
-def _with_newest(lines: "DataFrame", newest: list[tuple[str, int]]) -> "DataFrame":
-    """The lines, each with the time of its server's newest attempt until now (null: none)."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    known = lines.sparkSession.createDataFrame(newest, "destination STRING, newest BIGINT")
-    return lines.join(F.broadcast(known), on="destination", how="left")
-
-
-def _add_streaks(connection: sqlite3.Connection, rows: Iterator[Any]) -> None:
-    """Add the streaks to each server's state and illnesses."""
-    for row in rows:
-        server, first, last = row["server"], row["first_ms"], row["last_ms"]
-        known = connection.execute(
-            "SELECT ill_since_ms FROM states WHERE server = ?", (server,)
-        ).fetchone()
-        ill_since = known[0] if known else None
-        if row["well"]:
-            connection.execute(
-                "UPDATE illnesses SET ended_ms = ? WHERE server = ? AND began_ms = ?",
-                (first, server, ill_since),
-            )
-            ill_since = None
-        elif ill_since is None:
-            ill_since = first
-            connection.execute(
-                "INSERT OR REPLACE INTO illnesses VALUES (?, ?, NULL, ?, ?, ?)",
-                (server, first, row["attempts"], row["first_outcome"], row["last_outcome"]),
-            )
-        else:
-            connection.execute(
-                "UPDATE illnesses SET attempts = attempts + ?, last_outcome = ?"
-                " WHERE server = ? AND began_ms = ?",
-                (row["attempts"], row["last_outcome"], server, ill_since),
-            )
-        connection.execute(
-            "INSERT OR REPLACE INTO states VALUES (?, ?, ?)", (server, last, ill_since)
-        )
-
-
-def _sum_up(connection: sqlite3.Connection) -> int:
-    """Delete old rows, and make `servers` from the last day; return the newest line's time."""
-    (newest,) = connection.execute("SELECT COALESCE(MAX(last_ms), 0) FROM states").fetchone()
-    connection.execute("DELETE FROM windows WHERE hour_ms < ?", (newest - KEEP_WINDOWS_MS,))
-    connection.execute("DELETE FROM illnesses WHERE ended_ms < ?", (newest - KEEP_ILLNESSES_MS,))
-    connection.execute("DELETE FROM servers")
-    rows = connection.execute(
-        "SELECT server, attempts, delivered, bytes, connections, errors, latencies FROM windows"
-        " WHERE hour_ms > ? ORDER BY server",
-        (newest - DAY_MS,),
-    ).fetchall()
-    days: dict[str, tuple[list[int], Counter[str], Counter[str]]] = {}
-    for server, *sums, errors, latencies in rows:
-        total, failed, took = days.setdefault(server, ([0, 0, 0, 0], Counter(), Counter()))
-        total[:] = [a + b for a, b in zip(total, sums, strict=True)]
-        failed.update(json.loads(errors))
-        took.update(json.loads(latencies))
-    connection.executemany(
-        "INSERT INTO servers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        [
-            (server, *total, *(percentile(took, q) for q in (50, 90, 99)), json.dumps(failed))
-            for server, (total, failed, took) in days.items()
-        ],
-    )
-    return int(newest)
-
-
-def percentile(latencies: Mapping[str, int], q: int) -> int | None:
-    """The q-th percentile in ms of latencies by their steps, within 5 %; None: there are none."""
-    rank = math.ceil(sum(latencies.values()) * q / 100)
-    for step in sorted(latencies, key=int):
-        rank -= latencies[step]
-        if rank <= 0:
-            return max(1, round(math.pow(STEP, int(step) - 0.5)))
-    return None
+        os.replace(draft, path)
+        flush(path.parent)
+    finally:
+        draft.unlink(missing_ok=True)

@@ -58,6 +58,11 @@ class LakeFile:
     bytes: int
     part: str = ""
 
+    @property
+    def commit(self) -> int:
+        """The number of the commit that wrote it."""
+        return int(Path(self.path).name.split("-")[0])
+
 
 @dataclass(slots=True)
 class Manifest:

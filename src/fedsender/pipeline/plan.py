@@ -7,17 +7,16 @@ is the ledger's: transactions, events, bytes, and the time that transactions wer
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import yaml
+from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, Usage, ledger_lines, schemas
 from fedsender.pipeline.intervals import shard_of
 from fedsender.pipeline.lake import Lake
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
 
 MOST_SHARDS: Final = 8
 MOST_NAMES: Final = 100
@@ -103,14 +102,12 @@ def checked_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def loads(spark: "SparkSession", lake: Lake) -> "DataFrame":
+def loads(spark: SparkSession, lake: Lake) -> DataFrame:
     """server, attempts, pdus, bytes, busy_ms: of each known server.
 
     Raises:
         PipelineError: nothing was ingested.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     if lake.manifest.commit == 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
     known = lake.frame(spark, schemas.DESTINATIONS).select(
@@ -135,14 +132,10 @@ def loads(spark: "SparkSession", lake: Lake) -> "DataFrame":
     )
 
 
-def plans(
-    loads: "DataFrame", wanted: Sequence[Sequence[str]], current: Sequence[str]
-) -> list[Plan]:
+def plans(loads: DataFrame, wanted: Sequence[Sequence[str]], current: Sequence[str]) -> list[Plan]:
     """The plans for these lists of senders, by the load of the past."""
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
 
-    def owner(senders: Sequence[str]) -> "Column":
+    def owner(senders: Sequence[str]) -> Column:
         index = shard_of(F.col("server"), len(senders))
         return F.element_at(F.array(*(F.lit(name) for name in senders)), index + 1)
 

@@ -18,6 +18,8 @@ the configuration forbids are in them: a job takes them out.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+from fedsender.sender.failure import RULES
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -42,6 +44,8 @@ FATES: Final = (
     "missing",
 )
 """The possible fates of an event at a server that should get it (`accounts`)."""
+FAILURES: Final = tuple(outcome.value for outcome in RULES)
+"""The outcomes of an attempt that are the server's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,7 @@ def _arrow_type(kind: str) -> Any:
         "BOOLEAN": pa.bool_(),
         "STRING": pa.string(),
         "DATE": pa.date32(),
+        "BINARY": pa.binary(),
     }
     if kind in plain:
         return plain[kind]
@@ -430,6 +435,39 @@ AUDITS = LakeTable(
     },
 )
 
+_HEALTH: Final = {
+    **dict.fromkeys(("attempts", "delivered", "pdus", "bytes", "connections", *FAILURES), "BIGINT"),
+    **dict.fromkeys(("last_ms", "well_ms", "ill_ms"), "BIGINT"),
+    **dict.fromkeys(("took", "waited"), "BINARY"),
+}
+_HEALTH_NOTES: Final = {
+    "pdus": "in transactions that were delivered",
+    "connections": "attempts over a new connection that had an answer",
+    "last_ms": "the newest attempt",
+    "well_ms": "the newest attempt that was delivered",
+    "ill_ms": "the first attempt after `well_ms` that failed",
+    "took": "`took_ms` of what was delivered, as a sketch: `kll_sketch_get_quantile_bigint`",
+    "waited": "ms from `received_ts` of an event to the answer, as a sketch",
+}
+HEALTH = LakeTable(
+    "health",
+    {"server": "STRING", "hour_ms": "BIGINT", "day": "DATE", **_HEALTH},
+    required=("server", "hour_ms", "day", "attempts", "delivered", "last_ms"),
+    part="day",
+    key=("server", "hour_ms"),
+    about="A server's hour, from `attempts`, with the number of each outcome; kept for good.",
+    notes={"hour_ms": "when the hour began", **_HEALTH_NOTES},
+)
+HEALTH_DAYS = LakeTable(
+    "health_days",
+    {"server": "STRING", "day": "DATE", **_HEALTH},
+    required=("server", "day", "attempts", "delivered", "last_ms"),
+    part="day",
+    key=("server", "day"),
+    about="The hours of `health`, summed up by day; kept for good.",
+    notes=_HEALTH_NOTES,
+)
+
 ACCEPTED = LakeTable(
     "accepted",
     {"server": "STRING", "event_id": "STRING", "first": "BIGINT", "last": "BIGINT"},
@@ -462,6 +500,8 @@ TABLES: Final = {
         MISSING,
         SUPERSEDED,
         AUDITS,
+        HEALTH,
+        HEALTH_DAYS,
         ACCEPTED,
     )
 }
