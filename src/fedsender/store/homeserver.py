@@ -19,7 +19,6 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
-    Delete,
     Executable,
     FromClause,
     LargeBinary,
@@ -121,6 +120,12 @@ _OWED = (
     .where(destination_rooms.c.stream_ordering > bindparam("after"))
     .order_by(destination_rooms.c.stream_ordering, destination_rooms.c.room_id)
     .limit(bindparam("most"))
+)
+
+# Run for each row, which is one round trip all the same. A list of rows in one statement would have
+# SQLite look at all rows of each destination.
+_DELETE_MESSAGES = delete(outbox).where(
+    outbox.c.destination == bindparam("destination"), outbox.c.stream_id == bindparam("stream_id")
 )
 
 
@@ -1283,16 +1288,8 @@ def _settle(connection: Connection, groups: Sequence[Sequence[Settlement]]) -> N
     insert_rows(connection, destinations, rows, raising="last_successful_stream_ordering")
     gone = sorted({(item.destination, row) for item in settlements for row in item.outbox_ids})
     if gone:
-        answered, statement = _deleting(connection.dialect.name)
-        connection.execute(statement, as_given(answered, gone))
-
-
-@cache
-def _deleting(dialect: str) -> tuple[FromClause, Delete]:
-    """The table of `given_rows` that are to be deleted from the outbox, and the statement."""
-    given = given_rows(dialect, destination=Text(), stream_id=BigInteger())
-    row = tuple_(outbox.c.destination, outbox.c.stream_id)
-    return given, delete(outbox).where(row.in_(select(given.c.destination, given.c.stream_id)))
+        rows = [{"destination": name, "stream_id": row} for name, row in gone]
+        connection.execute(_DELETE_MESSAGES, rows)
 
 
 # --- a Synapse's own tables -----------------------------------------------------------------------
