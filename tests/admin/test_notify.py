@@ -1,6 +1,7 @@
 """Messages to an operator: what is told, when, how often, and by which way."""
 
 import json
+import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,7 +29,7 @@ from trio.testing import MockClock
 from fedsender.admin import notify
 from fedsender.admin.context import AdminContext
 from fedsender.admin.notify import Message, deliver
-from fedsender.config import Config, from_values
+from fedsender.config import Config, ConfigError, from_values
 from fedsender.runtime import real_runtime
 from fedsender.telemetry import Metrics
 from fedsender.testing.http import Request
@@ -83,6 +84,19 @@ async def test_a_server_that_fails_for_long_is_told_of_once_and_when_it_is_back(
         world.sender.registry.wake([A], by_admin=True)
         await trio.sleep(60)
         assert told[1:] == [("back", f"1 server answers again: {A}.")]
+
+
+async def test_a_server_that_was_purged_is_not_back(
+    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with watched(world, monkeypatch, failing_for="1h") as (desk, told):
+        await world.join(ROOM, A)
+        world.servers[A].down = True
+        await world.say(ROOM, "unheard")
+        await trio.sleep(DAY_S)
+        await desk.post("purge", {"server": A, "force": True})
+        await trio.sleep(60)
+        assert [event for event, _ in told] == ["failing"]
 
 
 async def test_a_paused_server_and_one_that_is_owed_nothing_are_not_told_of(
@@ -261,6 +275,22 @@ async def test_a_command_that_fails_is_logged_and_counted(
     assert failures(context) == 1
 
 
+async def test_a_command_that_is_ended_leaves_no_child(tmp_path: Path) -> None:
+    """Neither of them hears SIGTERM, and a daemon that stops waits for none."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    command = ["/bin/sh", "-c", f"trap '' TERM; sleep 25 > {pipe} & wait"]
+    context = context_for(tmp_path, command=command)
+    with trio.fail_after(20):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(deliver, context, SAMPLE)
+            # It opens when the child has opened it, too, and ends when no child has it open.
+            end = await trio.to_thread.run_sync(pipe.open, "rb", abandon_on_cancel=True)
+            nursery.cancel_scope.cancel()
+        with end:
+            assert await trio.to_thread.run_sync(end.read, abandon_on_cancel=True) == b""
+
+
 async def test_a_url_gets_the_message_by_post(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,8 +336,19 @@ async def test_a_forbidden_address_gets_no_message(
 
 
 @pytest.mark.parametrize(
-    "url", ["http://b.example/", "https://u:p@b.example/", "https://b.example/ü"]
+    "url",
+    [
+        *("http://b.example/", "https://u:p@b.example/", "https://b.example/ü", "https://:443/"),
+        *("https://b.example:0/", "https://b.example:99999/", "https://b.example:1:2/"),
+        *("https://[::1/", "https://[b]/", "https://127.1/"),
+    ],
 )
 def test_a_url_must_be_https_and_plain(tmp_path: Path, url: str) -> None:
-    with pytest.raises(Exception, match=r"notify\.url"):
+    with pytest.raises(ConfigError, match=r"notify\.url"):
         context_for(tmp_path, url=url)
+
+
+@pytest.mark.parametrize("command", [["true"], ["/bin/true", "a\0b"]])
+def test_a_command_that_cannot_be_run_is_refused(tmp_path: Path, command: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"notify\.command"):
+        context_for(tmp_path, command=command)

@@ -6,9 +6,12 @@ become one, and a restarted daemon tells again what is still wrong.
 """
 
 import json
+import os
+import signal
 import subprocess
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -72,6 +75,13 @@ class Watch:
         elif self._unready_since is None:
             self._unready_since = trio.current_time()
         self._told_items = min(self._told_items, self._context.sender.quarantine_items)
+        states = map(self._context.sender.registry.state_of, self._told_failing)
+        # A server that was purged has no success.
+        self._told_failing = {
+            state.destination
+            for state in states
+            if not state.healthy or state.last_success_ms is not None
+        }
 
     def due(self) -> Message | None:
         """What should be told first, as of the last look; None: nothing."""
@@ -204,18 +214,28 @@ async def deliver(context: AdminContext, message: Message) -> bool:
 
 
 async def _run(command: tuple[str, ...], body: bytes) -> str | None:
-    """Run the command; return its failure in words. What it prints goes to the daemon's log."""
+    """Run the command; return its failure in words. Its standard error goes to the daemon's log."""
     try:
         with trio.fail_after(COMMAND_S):
             done = await trio.run_process(
-                command, stdin=body, check=False, stdout=subprocess.DEVNULL
+                command,
+                stdin=body,
+                check=False,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+                deliver_cancel=_kill,
             )
     except trio.TooSlowError:
         return f"{command[0]} was ended: it took more than {COMMAND_S:g} s"
     except OSError as error:
-        # Also where the command ends before it has read all.
         return f"{command[0]}: {error.strerror or reason(error)}"
     return f"{command[0]} ended with code {done.returncode}" if done.returncode else None
+
+
+async def _kill(process: trio.Process) -> None:
+    """End a command with its children, which would outlive it, and which may ignore SIGTERM."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _post(context: AdminContext, body: bytes) -> str | None:

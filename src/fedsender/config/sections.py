@@ -30,6 +30,7 @@ from fedsender.config.values import (
     is_loopback,
     parse_network,
 )
+from fedsender.matrix import is_server_name
 
 KIB: Final = 2**10
 MIB: Final = 2**20
@@ -411,6 +412,11 @@ class Notify(Section):
     def contradictions(self) -> Contradictions:
         if self.command and not self.command[0].startswith("/"):
             yield ("command",), "must begin with the absolute path of a program"
+        if any("\0" in each for each in self.command):
+            yield ("command",), "must not have the character NUL"
+        # The pattern has left only a host and a port before the third slash.
+        if self.url is not None and not is_server_name(self.url.split("/")[2]):
+            yield ("url",), "must have a host and, if any, a port from 1 to 65535"
 
 
 class Log(Section):
