@@ -199,7 +199,7 @@ def last_24_hours(hours: DataFrame, newest_ms: int) -> DataFrame:
 
 # --- what they say --------------------------------------------------------------------------------
 
-LEAST: Final = 20
+LEAST: Final = 100
 """Attempts, or messages, of a day from which it is compared with other days."""
 LEAST_DAYS: Final = 7
 USUAL_DAYS: Final = 28
