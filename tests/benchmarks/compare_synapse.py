@@ -1,23 +1,26 @@
 """Synapse's own federation sender and ours, in turns, on one live Synapse.
 
-    fedsender bench compare-synapse [--servers 300] [--events 100] [--rounds 3]
+    fedsender bench compare-synapse [--servers 300] [--events 16] [--rounds 4]
 
 `--servers` homeservers are in a large room, 20 of them also in a small one. In each round Synapse's
-worker runs first, and then our daemon in its place, with nothing else changed. Each of them gets
-`--events` messages to the small room, as many to the large one, two a second, and then twice as
-many to the large room as fast as the client API takes them.
+worker and our daemon run one after the other, with nothing else changed; the one that was last goes
+first in the next round, so that a drift of the homeserver is nobody's gain. Each of them gets five
+times `--events` messages to the small room, five a second, and `--events` to the large one, two a
+second. In the last round, six times `--events` to the large room as fast as the client API takes
+them.
 
 A delay begins with the client's request and ends with the arrival of the event at a server. The
 homeserver's own time is in it: until a subscriber of Redis, neither of the two, sees the event's
-RDATA line. Both delays are told, with and without it.
+RDATA line. Both delays are told, with and without it. A percentile is of the deliveries of all
+rounds: of one round the 99th would be that of a single message.
 """
 
 import resource
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from itertools import chain
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +39,7 @@ from tests.synapse.remote import open_remote
 from tests.synapse.slow import PatientHomeserver
 from tests.synapse.world import INSTANCE
 
-from fedsender.bench.meter import Options, cpu_s_of, median, percentile, rss_kb
+from fedsender.bench.meter import Options, cpu_s_of, percentile, rss_kb
 from fedsender.console import say
 from fedsender.replication.protocol import Dialect, Rdata, parse_command
 from fedsender.replication.resp import NEED_DATA, ReplyReader, request
@@ -45,6 +48,12 @@ from fedsender.testing.children import BenchFailed
 A_HOST: Final = "127.0.0.2"
 SMALL: Final = 20
 EVERY_S: Final = 0.5
+"""Between two messages to the large room."""
+SMALL_EVERY_S: Final = 0.2
+SMALL_TIMES: Final = 5
+"""Messages to the small room, for each to the large one."""
+BURST_TIMES: Final = 6
+"""Messages at once, for each of a round to the large room."""
 REST_S: Final = 2.0
 """Between two measurements, for what a sender still writes."""
 PATIENCE_S: Final = 900.0
@@ -72,6 +81,40 @@ class Arrivals(Recording):
         for pdu in sent.content.get("pdus", ()):
             if pdu["type"] == "m.room.message":
                 self.at.setdefault(pdu["content"]["body"], now)
+
+
+@dataclass
+class Measured:
+    """What was measured in one room.
+
+    Attributes:
+        whole: delay of each delivery, in ms.
+        own: the same without the homeserver's own time.
+    """
+
+    cpu_s: float = 0.0
+    transactions: int = 0
+    wall_s: float = 0.0
+    whole: list[float] = field(default_factory=list)
+    own: list[float] = field(default_factory=list)
+
+    def add(self, other: "Measured") -> None:
+        """Take the other's deliveries in."""
+        self.cpu_s += other.cpu_s
+        self.transactions += other.transactions
+        self.wall_s += other.wall_s
+        self.whole += other.whole
+        self.own += other.own
+
+    def figures(self, where: str) -> Mapping[str, float]:
+        """CPU per transaction and delays, in ms, by name."""
+        return {
+            f"{where}_cpu_ms": round(1000 * self.cpu_s / self.transactions, 3),
+            f"{where}_p50_ms": round(percentile(self.whole, 0.5), 1),
+            f"{where}_p99_ms": round(percentile(self.whole, 0.99), 1),
+            f"{where}_own_p50_ms": round(percentile(self.own, 0.5), 1),
+            f"{where}_own_p99_ms": round(percentile(self.own, 0.99), 1),
+        }
 
 
 class Room:
@@ -169,46 +212,45 @@ class Stage:
         if kind == "ev":
             self.seen.setdefault(content[0], now)
 
-    async def measure(self, pid: int, name: str, messages: int) -> Mapping[str, float]:
-        """The figures of the sender that runs as this process."""
-        for room in (self.small, self.large):
+    async def measure(self, pid: int, name: str, events: int) -> dict[str, Measured]:
+        """The sender that runs as this process, by room: `at_20`, and `at_300` if that is more."""
+        plans = [(self.small, SMALL_TIMES * events, SMALL_EVERY_S), (self.large, events, EVERY_S)]
+        if len(self.large.servers) == len(self.small.servers):
+            plans.pop()
+        for room, _, _ in plans:
             await room.warm_up(name)
         await trio.sleep(REST_S)
-        figures: dict[str, float] = {}
-        for room in (self.small, self.large):
-            texts = [f"{name} {room.room_id} {n}" for n in range(messages)]
-            cpu_s, before = cpu_s_of(pid), room.transactions
-            await room.send(texts, EVERY_S)
-            await trio.sleep(REST_S)
-            of_one = 1000 * (cpu_s_of(pid) - cpu_s) / (room.transactions - before)
-            where = f"at_{len(room.servers)}"
-            figures[f"{where}_cpu_ms"] = round(of_one, 3)
-            figures |= self._delays(where, room, texts)
-        texts = [f"{name} burst {n}" for n in range(2 * messages)]
-        cpu_s, before, started = cpu_s_of(pid), self.large.transactions, trio.current_time()
-        await self.large.send(texts, 0)
-        figures["burst_s"] = round(trio.current_time() - started, 1)
-        await trio.sleep(REST_S)
-        pdus = len(texts) * len(self.large.servers)
-        figures["burst_cpu_ms_per_pdu"] = round(1000 * (cpu_s_of(pid) - cpu_s) / pdus, 3)
-        figures["burst_transactions"] = self.large.transactions - before
-        figures["rss_mb"] = round(rss_kb(pid) / 1024, 1)
-        return figures
+        return {
+            f"at_{len(room.servers)}": await self._measure(
+                room, pid, [f"{name} {room.room_id} {n}" for n in range(messages)], every_s
+            )
+            for room, messages, every_s in plans
+        }
 
-    def _delays(self, where: str, room: Room, texts: Iterable[str]) -> Mapping[str, float]:
-        whole: list[float] = []
-        own: list[float] = []
+    async def _measure(
+        self, room: Room, pid: int, texts: Sequence[str], every_s: float
+    ) -> Measured:
+        cpu_s, before, started = cpu_s_of(pid), room.transactions, trio.current_time()
+        await room.send(texts, every_s)
+        wall_s = trio.current_time() - started
+        await trio.sleep(REST_S)
+        measured = Measured(cpu_s_of(pid) - cpu_s, room.transactions - before, wall_s)
         for text in texts:
             asked, seen = room.asked[text], self.seen[room.event_ids[text]]
             arrived = [server.at[text] for server in room.servers]
-            whole += [1000 * (at - asked) for at in arrived]
+            measured.whole += [1000 * (at - asked) for at in arrived]
             # A sender that reads on another's notice may be quicker than our own reading of Redis.
-            own += [max(0.0, 1000 * (at - seen)) for at in arrived]
+            measured.own += [max(0.0, 1000 * (at - seen)) for at in arrived]
+        return measured
+
+    async def burst(self, pid: int, name: str, messages: int) -> Mapping[str, float]:
+        """The figures of so many messages at once to the large room."""
+        texts = [f"{name} burst {n}" for n in range(messages)]
+        measured = await self._measure(self.large, pid, texts, 0)
         return {
-            f"{where}_p50_ms": round(percentile(whole, 0.5), 1),
-            f"{where}_p99_ms": round(percentile(whole, 0.99), 1),
-            f"{where}_own_p50_ms": round(percentile(own, 0.5), 1),
-            f"{where}_own_p99_ms": round(percentile(own, 0.99), 1),
+            "burst_s": round(measured.wall_s, 1),
+            "burst_cpu_ms_per_pdu": round(1000 * measured.cpu_s / len(measured.whole), 3),
+            "burst_transactions": measured.transactions,
         }
 
 
@@ -260,11 +302,12 @@ async def open_stage(
 
 
 async def compare_synapse(options: Options) -> dict[str, Any]:
-    """Figures of both, each the median of its rounds, and ours as a part of Synapse's."""
+    """Figures of both over all rounds, and ours as a part of Synapse's."""
     # Two sockets for each server that listens, and connections.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    rounds: dict[str, list[Mapping[str, float]]] = {"synapse": [], "fedsender": []}
+    rounds: dict[str, list[Mapping[str, Measured]]] = {"synapse": [], "fedsender": []}
+    figures: dict[str, dict[str, float]] = {sender: {} for sender in rounds}
     with (
         tempfile.TemporaryDirectory(prefix="fedsender-compare-") as name,
         open_postgres() as postgres,
@@ -275,35 +318,61 @@ async def compare_synapse(options: Options) -> dict[str, Any]:
             home = directory / "daemon"
             home.mkdir()
             daemon = Daemon(stage.a, INSTANCE, home, valkey.port)
+            turns = list(rounds)
             for number in range(options.rounds):
-                async with open_worker_in_thread(stage.a, INSTANCE) as pid:
-                    figures = await stage.measure(pid, f"synapse {number}", options.events)
-                    rounds["synapse"].append(figures)
-                async with open_daemon(daemon):
-                    figures = await stage.measure(daemon.pid, f"ours {number}", options.events)
-                    rounds["fedsender"].append(figures)
-    return _told(rounds, options)
+                for sender in turns:
+                    async with _running(sender, stage, daemon) as pid:
+                        label = f"{sender} {number}"
+                        rounds[sender].append(await stage.measure(pid, label, options.events))
+                        if number == options.rounds - 1:
+                            burst = await stage.burst(pid, label, BURST_TIMES * options.events)
+                            figures[sender] |= burst
+                            figures[sender]["rss_mb"] = round(rss_kb(pid) / 1024, 1)
+                turns.reverse()
+    return _told(rounds, figures, options)
 
 
-def _told(rounds: Mapping[str, list[Mapping[str, float]]], options: Options) -> dict[str, Any]:
-    """Print the table; the same for JSON."""
-    names = list(rounds["synapse"][0])
-    medians = {
-        sender: {name: median([each[name] for each in measured]) for name in names}
-        for sender, measured in rounds.items()
-    }
-    theirs, ours = medians["synapse"], medians["fedsender"]
-    ratios = {name: round(ours[name] / theirs[name], 3) if theirs[name] else None for name in names}
-    heads = [f"synapse {n + 1}" for n in range(options.rounds)]
-    heads += [f"fedsender {n + 1}" for n in range(options.rounds)] + ["ratio"]
-    say(" ".join([f"{'':24}", *(f"{head:>12}" for head in heads)]))
-    for name in names:
-        cells = [f"{each[name]:12g}" for each in chain(rounds["synapse"], rounds["fedsender"])]
-        say(" ".join([f"{name:24}", *cells, f"{ratios[name] or 0:12.3f}"]))
+@asynccontextmanager
+async def _running(sender: str, stage: Stage, daemon: Daemon) -> AsyncIterator[int]:
+    """The sender of this name, and its process id."""
+    if sender == "synapse":
+        async with open_worker_in_thread(stage.a, INSTANCE) as pid:
+            yield pid
+    else:
+        async with open_daemon(daemon):
+            yield daemon.pid
+
+
+def _told(
+    rounds: Mapping[str, list[Mapping[str, Measured]]],
+    others: Mapping[str, Mapping[str, float]],
+    options: Options,
+) -> dict[str, Any]:
+    """Print the table; the same for JSON, with the figures of each round beside it."""
+    figures: dict[str, dict[str, float]] = {}
+    for sender, measured in rounds.items():
+        figures[sender] = {}
+        for where in measured[0]:
+            pooled = Measured()
+            for each in measured:
+                pooled.add(each[where])
+            figures[sender] |= pooled.figures(where)
+        figures[sender] |= others[sender]
+    theirs, ours = figures["synapse"], figures["fedsender"]
+    ratios = {name: round(ours[name] / theirs[name], 3) if theirs[name] else None for name in ours}
+    say(" ".join([f"{'':24}", *(f"{head:>12}" for head in (*figures, "ratio"))]))
+    for name, ratio in ratios.items():
+        say(f"{name:24} {theirs[name]:12g} {ours[name]:12g} {ratio or 0:12.3f}")
     return {
         "servers": [min(SMALL, options.servers), options.servers],
         "messages": options.events,
-        **medians,
+        **figures,
         "ratio": ratios,
-        "rounds": rounds,
+        "rounds": {
+            sender: [
+                {key: value for where in each for key, value in each[where].figures(where).items()}
+                for each in measured
+            ]
+            for sender, measured in rounds.items()
+        },
     }

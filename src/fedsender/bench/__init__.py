@@ -55,8 +55,8 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "append": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
     # The same: of a transaction.
     "append-relay": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
-    # Events: messages to each room.
-    "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=60, rounds=3),
+    # Events: messages of a round to the large room.
+    "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=16, rounds=4),
     # Events: appends.
     "append-busy": Bench("fedsender.bench.append", servers=300, events=2_000, rounds=1),
 }
