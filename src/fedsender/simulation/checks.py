@@ -139,7 +139,7 @@ class LedgerChecks:
         view.sought_at = max(view.sought_at, at)
         if line["transaction_id"] is not None and line["attempt"] > 0:
             view.unlined = 0
-            if outcome == "unknown":
+            if line["status"] is None:
                 view.cut_off = line["transaction_id"], trio.current_time()
         if outcome == "delivered":
             self._delivered(view, line)
