@@ -95,6 +95,8 @@ def read(name: str, lake: Lake, spark: SparkSession) -> None:
         lake.frame(spark, schemas.ATTEMPTS).selectExpr("max(ms)").collect()
     with measured(name, "attempts of a day", spark):
         lake.frame(spark, schemas.ATTEMPTS, in_days([day])).selectExpr("max(ms)").collect()
+    with measured(name, "attempts, without Spark", spark):
+        lake.read(schemas.ATTEMPTS, ["ms", "destination"])
     with measured(name, "plan", spark):
         plan.plans(plan.loads(spark, lake), [("a", "b")], ("a",))
 

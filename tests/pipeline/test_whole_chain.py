@@ -138,6 +138,9 @@ def test_every_job_on_what_a_chaotic_demo_left(
         f'{{fate="missing",sender="fedsender",server_name="{values["server_name"]}"}} {REMOVED}.0'
         in (figures.read_text())
     )
+    assert (
+        fedsender("sql", "SELECT COUNT(*) FROM missing", "--csv")[1].splitlines()[1] == f"{REMOVED}"
+    )
 
     file = tmp_path / "owed.jsonl"
     code, out = fedsender("rebuild", "--diff", "--write", str(file), "--json")
