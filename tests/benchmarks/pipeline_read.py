@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +25,7 @@ from tests.pipeline.worlds import set_position
 from tests.servers import open_postgres
 from tests.store import synapse_schema
 
-from fedsender.bench.meter import Options
+from fedsender.bench.meter import Options, cpu_s_of
 from fedsender.config import Config, from_values
 from fedsender.pipeline import ingest, sources
 from fedsender.pipeline.database import open_source
@@ -105,7 +106,8 @@ def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[
             ("events", [sources.events(main, config)], upto),
             ("state", sources.state(main, main, config), newest),
         ):
-            began, reader, served = time.perf_counter(), _cpu_s(os.getpid(), server), _cpu_s(server)
+            reader, served = _reader_cpu_s(server), _server_cpu_s(server)
+            began = time.perf_counter()
             commits = ingest.read_ranges(lake, config, spark, readings, 0, last)
             rows = sum(sum(counts) for _, counts in commits)
             seconds = time.perf_counter() - began
@@ -113,8 +115,8 @@ def _read(config: Config, url: str, spark: "SparkSession", server: int) -> dict[
                 "rows": rows,
                 "s": round(seconds, 1),
                 "rows_per_s": round(rows / seconds),
-                "reader_cpu_us": _us(_cpu_s(os.getpid(), server) - reader, rows),
-                "server_cpu_us": _us(_cpu_s(server) - served, rows),
+                "reader_cpu_us": _us(_reader_cpu_s(server) - reader, rows),
+                "server_cpu_us": _us(_server_cpu_s(server) - served, rows),
             }
     return found
 
@@ -124,18 +126,32 @@ def _us(seconds: float, rows: int) -> float:
     return round(1e6 * seconds / max(rows, 1), 1)
 
 
-def _cpu_s(pid: int, without: int = 0) -> float:
-    """CPU seconds of a process, and of its children and theirs, also those that have ended."""
-    if pid == without:
-        return 0.0
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        own = sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-        tasks = list(Path(f"/proc/{pid}/task").glob("*/children"))
-        children = [int(child) for task in tasks for child in task.read_text().split()]
-    except OSError:
-        return 0.0
-    return own + sum(_cpu_s(child, without) for child in children)
+_SEEN: Final[dict[int, float]] = {}
+"""Processes of the reader, with their CPU seconds when they were last looked at."""
+
+
+def _reader_cpu_s(server: int) -> float:
+    """CPU seconds of this process and all that it has started, but for the server."""
+    waiting = [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        try:
+            _SEEN[pid] = cpu_s_of(pid)
+            tasks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        except OSError:
+            continue
+        waiting += [int(child) for text in tasks for child in text.split() if int(child) != server]
+    return sum(_SEEN.values())
+
+
+def _server_cpu_s(pid: int) -> float:
+    """CPU seconds of the server's processes, also of those that have ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    total = sum(int(field) for field in fields[13:15]) / os.sysconf("SC_CLK_TCK")
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with suppress(OSError):  # It has just ended.
+            total += cpu_s_of(int(child))
+    return total
 
 
 def _state_rows(events: int) -> int:
