@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 from tests.admin.chromium import DESKTOP, PATIENCE_MS, PHONE, Chromium, House, open_house
 from tests.admin.crowd import BEHIND, gather
 from tests.admin.desk import TOKEN
@@ -384,6 +384,56 @@ async def test_a_purge_wants_the_name_and_says_what_it_would_cost(
         await chromium.walk(house.url, steps)
 
 
+async def test_a_question_keeps_to_itself_and_the_focus_is_never_lost(
+    tmp_path: Path, chromium: Chromium
+) -> None:
+    async with open_house(tmp_path) as house:
+        await with_a_dead_server(house.world)
+
+        def steps(page: Page) -> None:
+            log_in(page)
+            heading, dialog = page.get_by_role("heading", level=1), page.get_by_role("dialog")
+            page.goto(f"{house.url}#/constructor")
+            expect(heading).to_have_text("Servers")
+            show(page, B)
+
+            # The answer of one question comes while the next is asked.
+            slow: list[Route] = []
+            page.route("**/pause", lambda route: slow.append(route))
+            with page.expect_request("**/pause"):
+                confirm(page, "Pause")
+            page.keyboard.press("Escape")
+            page.get_by_role("button", name="Park…").click()
+            expect(dialog.get_by_role("button", name="Park")).to_be_enabled()
+            slow.pop().fulfill(status=503, json={"error": "not done"})
+            said(page, "not done")
+            expect(dialog.get_by_role("alert")).to_be_empty()
+            expect(dialog).to_have_accessible_name(f"Park {B}?")
+            dialog.get_by_role("button", name="Park").click()
+            said(page, f"park: {B}")
+
+            confirm(page, "Resume")
+            expect(page.get_by_role("button", name="Resume…")).to_be_hidden()
+            expect(heading).to_be_focused()
+
+            page.get_by_role("button", name="Wake…").click()
+            page.go_back()
+            expect(heading).to_have_text("Servers")
+            expect(dialog).to_be_hidden()
+            expect(heading).to_be_focused()
+
+            show(page, B)
+            page.get_by_role("button", name="Wake…").click()
+            page.context.clear_cookies()
+            dialog.get_by_role("button", name="Wake").click()
+            expect(page.get_by_label("Access token")).to_be_visible()
+            # The event of the closed question has come by then.
+            page.evaluate("new Promise((done) => setTimeout(done))")
+            expect(page.get_by_label("Access token")).to_be_focused()
+
+        await chromium.walk(house.url, steps)
+
+
 # --- an event, the quarantine ---------------------------------------------------------------------
 
 
@@ -463,7 +513,11 @@ async def test_quarantine_is_released_and_dropped(tmp_path: Path, chromium: Chro
             page.get_by_label("Of this server only").fill("")
             page.keyboard.press("Enter")
             expect(rows).to_have_count(2)
-            page.get_by_label("All on this page").check()
+            every = page.get_by_label("All on this page")
+            every.check()
+            page.get_by_label("Choose item 2").uncheck()
+            expect(every).not_to_be_checked()
+            every.check()
             page.get_by_role("button", name="Drop the chosen…").click()
             dialog = page.get_by_role("dialog")
             expect(dialog).to_contain_text("Drop 2 items?")

@@ -317,38 +317,41 @@ function confirmed({ title, text, fields = [], does, danger = false, run, then }
   fillText(go, does);
   go.classList.toggle("danger", danger);
   wrong.textContent = "";
+  go.disabled = false;
   sure.querySelector(".fields").replaceChildren(...fields.map(({ label, options, type, ...attributes }) => {
     if (type === "checkbox") return make("label", { class: "check" }, make("input", { type, ...attributes }), label);
     if (!options) return make("label", {}, label, make("input", { autocomplete: "off", spellcheck: "false", ...attributes }));
     const choices = options.map(([said, value]) => make("option", { value }, said));
     return make("label", {}, label, make("select", attributes, ...choices));
   }));
-  const opener = document.activeElement;
-  form.onsubmit = async (event) => {
+  const submit = async (event) => {
     event.preventDefault();
     go.disabled = true;
+    // It may have been closed meanwhile, and ask another question.
+    const asksThis = () => sure.open && form.onsubmit === submit;
     try {
       const done = await run(Object.fromEntries(new FormData(form)));
-      sure.close();
+      if (asksThis()) sure.close();
       say(done);
       then(done);
     } catch (error) {
-      if (error instanceof LoggedOut) {
-        sure.close();
-        enter();
-      } else {
-        wrong.textContent = error.message;
-      }
+      if (error instanceof LoggedOut) enter();
+      else if (asksThis()) wrong.textContent = error.message;
+      else say(error.message);
     } finally {
-      go.disabled = false;
+      if (asksThis()) go.disabled = false;
     }
   };
-  sure.onclose = () => (opener.isConnected ? opener : main.querySelector("h1")).focus();
+  form.onsubmit = submit;
   sure.showModal();
   if (danger && !fields.length) sure.querySelector(".no").focus();
 }
 
 sure.querySelector(".no").addEventListener("click", () => sure.close());
+sure.addEventListener("close", () => {
+  // The button that opened it has the focus again, unless it is gone.
+  if (document.activeElement === document.body) main.querySelector("h1").focus();
+});
 
 function redelivered(answer, event, server) {
   const refused = answer.refused.map(({ reason }) => reason);
@@ -522,6 +525,7 @@ function showServer(view, again, server) {
   return async (signal) => {
     const name = encodeURIComponent(server);
     const answer = await ask(`page/why/${name}`, undefined, signal);
+    if (!answer.held && document.activeElement === buttons.Resume) view.querySelector("h1").focus();
     buttons.Resume.hidden = !answer.held;
     fillFacts(view.querySelector(".facts"), answer.facts.slice(1));
     fillText(view.querySelector(".rooms-said"), answer.said);
@@ -585,14 +589,12 @@ function showQuarantine(view, again) {
     make("input", { type: "checkbox", value: id, "aria-label": `Choose item ${id}` }),
   );
   const items = (ids) => `${ids.length} ${ids.length === 1 ? "item" : "items"}`;
-  const then = () => {
-    all.checked = false;
-    again();
-  };
+  const mark = () => (all.checked = boxes().length > 0 && boxes().every((box) => box.checked));
+  table.addEventListener("change", mark);
   const act = (name, text, danger, run) => button(`${name} the chosen…`, () => {
     const ids = chosen();
     if (!ids.length) say("Choose an item first.");
-    else confirmed({ title: `${name} ${items(ids)}?`, text, does: name, danger, then, run: () => run(ids) });
+    else confirmed({ title: `${name} ${items(ids)}?`, text, does: name, danger, then: again, run: () => run(ids) });
   }, danger ? { class: "danger" } : {});
   view.querySelector(".actions").append(
     make("label", { class: "check" }, all, "All on this page"),
@@ -617,6 +619,7 @@ function showQuarantine(view, again) {
     const where = at.from || answer.next_from !== null ? " on this page" : "";
     fillText(view.querySelector(".foot"), number ? `${items(answer.keys)}${where}, the oldest first` : "Nothing is in quarantine.");
     fillTable(table, answer.table, answer.keys, { first: choose, named: false });
+    mark();
     fillPager(view.querySelector(".pager"), answer.next_from, at, again);
   };
 }
@@ -625,6 +628,7 @@ function showQuarantine(view, again) {
 
 // How each is shown, its template, and after how many ms it is asked for again.
 const VIEWS = {
+  __proto__: null,
   "": [showServers, "servers", OVERVIEW_MS],
   server: [showServer, "server", SERVER_MS],
   event: [showEvent, "event", null],
@@ -638,6 +642,7 @@ function place(name) {
   leaving.abort();
   leaving = new AbortController();
   redraw = () => {};
+  if (sure.open) sure.close();
   main.classList.toggle("filling", name !== "login");
   main.replaceChildren(document.getElementById(`view-${name}`).content.cloneNode(true));
   return leaving.signal;
@@ -645,7 +650,6 @@ function place(name) {
 
 function enter() {
   localStorage.removeItem(KEY);
-  if (sure.open) sure.close();
   place("login");
   say("");
   document.title = "fedsender";
