@@ -250,6 +250,13 @@ async def test_the_list_is_sorted_filtered_paged_and_live(
             expect(page.get_by_label("Name or pattern")).to_have_value("s01?.*")
             page.get_by_text("Failing servers, by class").click()
             expect(page.locator(".by-error tbody tr")).to_contain_text("unreachable")
+            page.get_by_label("Name or pattern").fill("no name")
+            page.keyboard.press("Enter")
+            said(page, "must be a server name or a pattern")
+            page.get_by_role("link", name="Quarantine").click()
+            page.get_by_role("link", name="Servers").click()
+            expect(page.get_by_label("Name or pattern")).to_have_value("s01?.*")
+            expect(page.locator(".foot")).to_contain_text("on this list")
 
         await chromium.walk(house.url, steps)
 

@@ -441,8 +441,10 @@ const asked = { behind: true, state: "", sort: "age", pattern: "", from: "" };
 const SORTS = { SERVER: "name", OWED: "owed", OLDEST: "age", FAILING: "fails" };
 
 function showServers(view, again) {
+  // What the daemon refuses is forgotten with the view.
+  const wanted = { ...asked };
   const form = view.querySelector(".filter"), list = view.querySelector(".list");
-  for (const [name, value] of Object.entries(asked)) {
+  for (const [name, value] of Object.entries(wanted)) {
     const field = form.elements[name];
     if (field?.type === "checkbox") field.checked = value;
     else if (field) field.value = value;
@@ -450,7 +452,7 @@ function showServers(view, again) {
 
   function change() {
     const { behind, state, sort, pattern } = form.elements;
-    Object.assign(asked, {
+    Object.assign(wanted, {
       behind: behind.checked, state: state.value, sort: sort.value, pattern: pattern.value.trim(), from: "",
     });
     again();
@@ -466,10 +468,11 @@ function showServers(view, again) {
   })]));
 
   return async (signal) => {
-    const { state, pattern, ...rest } = asked;
+    const { state, pattern, ...rest } = wanted;
     const query = new URLSearchParams({ ...rest, pattern: pattern || "*", limit: ROWS });
     if (state) query.set("state", state);
     const answer = await ask(`page/overview?${query}`, undefined, signal);
+    Object.assign(asked, wanted);
     fillText(view.querySelector(".title"), answer.title);
     const readiness = view.querySelector(".readiness");
     readiness.classList.toggle("not", !answer.ready);
@@ -483,13 +486,13 @@ function showServers(view, again) {
     fillTable(list, answer.table, answer.keys, { heads });
     for (const [title, sort] of Object.entries(SORTS)) {
       const head = list.querySelector(`th[data-title="${title}"]`);
-      if (sort !== asked.sort) head.removeAttribute("aria-sort");
+      if (sort !== wanted.sort) head.removeAttribute("aria-sort");
       else head.setAttribute("aria-sort", sort === "name" ? "ascending" : "descending");
     }
     const many = (number) => number.toLocaleString("en");
     const none = answer.table.rows.length ? "" : "No server is on this list. ";
     fillText(view.querySelector(".foot"), `${none}${answer.footer}; ${many(answer.total)} on this list`);
-    fillPager(view.querySelector(".pager"), answer.next_from, asked, again);
+    fillPager(view.querySelector(".pager"), answer.next_from, wanted, again);
   };
 }
 
