@@ -1,12 +1,16 @@
 """The data pipeline's figures: a made-up homeserver's lake and ledger (`pipeline_input`), and the
 cost of each job on two cores, in one session as `fedsender pipeline run` has it.
 
+`jobs` is the first run, over all of it; `hour` is the next one, in a session of its own, with an
+hour's thousand events more.
+
 The jobs' results are known beforehand. `broken` names each result that differs, and says so if Java
 and Python together took more memory than a small box has.
 """
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from fedsender.bench.meter import Options
-from fedsender.bench.pipeline_input import US, Made, Shape, make
+from fedsender.bench.pipeline_input import HOUR_EVENTS, US, Made, Shape, add_hour, make
 from fedsender.config import Config, from_values
 from fedsender.pipeline import audit, health, ingest, plan, rebuild, report, schemas
 from fedsender.pipeline.lake import Lake, open_lake
@@ -61,7 +65,9 @@ async def pipeline(options: Options) -> dict[str, Any]:
             "state_members": lake.rows(schemas.STATE_MEMBERS),
             "generate_s": round(time.perf_counter() - began, 1),
         }
-        return figures | _measure(lake, config, directory, made)
+        figures |= _measure(lake, config, directory, made)
+        figures |= _measure_hour(config, directory, shape, figures)
+        return figures | {"broken": _broken(figures, made)}
 
 
 def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[st
         meter = _Jobs(spark)
         start_s = round(time.perf_counter() - began, 1)
         found = _jobs(spark, lake, config, steps, meter, directory)
-    figures = {
+    return {
         "start_s": start_s,
         "jobs": meter.jobs,
         "peak_mb": max(job["java_peak_mb"] + job["python_peak_mb"] for job in meter.jobs.values()),
@@ -83,7 +89,45 @@ def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[st
         "lake_bytes": sum(file.bytes for files in lake.manifest.tables.values() for file in files),
         **found,
     }
-    return figures | {"broken": _broken(figures, made)}
+
+
+def _measure_hour(
+    config: Config, directory: Path, shape: Shape, before: dict[str, Any]
+) -> dict[str, Any]:
+    """The same jobs after an hour more."""
+    lake = open_lake(config.pipeline.lake, US)
+    with spark_session(config.pipeline.spark, "bench hour input", directory) as spark:
+        more = add_hour(spark, lake, config.ledger.directory, shape)
+    rows = ingest.rows_to_work_on(lake, HOUR_EVENTS)
+    python_s = _cpu_ticks(Path("/proc/self")) / _TICKS
+    with (
+        showing() as steps,
+        spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
+    ):
+        meter = _Jobs(spark)
+        with meter.job("ledger"):
+            ingest.read_ledger(spark, lake, config.ledger.directory, steps, ingest.Ingested())
+        with meter.job("derive"):
+            ingest.derive(spark, lake, US, steps)
+        with meter.job("audit"):
+            audited = audit.audit(spark, lake, config, steps)
+        with meter.job("health"):
+            health.health(spark, lake, config, steps)
+        with meter.job("report"):
+            report.report(spark, lake, config, steps, directory / "report.html")
+        cpu_s = meter.cpu_s() - python_s
+    fates = Counter({**before["fates"]})
+    fates.update(more)
+    first = sum(before["jobs"][name]["shuffle_mb"] for name in meter.jobs)
+    return {
+        "hour": meter.jobs,
+        "hour_cpu_s": round(cpu_s, 1),
+        "hour_shuffle_share": round(
+            sum(job["shuffle_mb"] for job in meter.jobs.values()) / first, 4
+        ),
+        "hour_fates": {fate: n for fate, n in audited.counts.items() if n},
+        "hour_fates_to_be": {fate: n for fate, n in fates.items() if n},
+    }
 
 
 def _jobs(
@@ -132,6 +176,8 @@ def _broken(figures: dict[str, Any], made: Made) -> list[str]:
         found.append(f"rebuild: {made.destination_rooms} rows and no difference were to be found")
     if figures["fates"] != {fate: number for fate, number in made.fates.items() if number}:
         found.append(f"audit: {made.fates} were to be found")
+    if figures["hour_fates"] != figures["hour_fates_to_be"]:
+        found.append(f"audit of an hour more: {figures['hour_fates_to_be']} were to be found")
     if figures["peak_mb"] > SMALL_BOX_MB:
         found.append(f"memory: {figures['peak_mb']} MB, and {SMALL_BOX_MB} at most")
     return found
@@ -158,20 +204,21 @@ class _Jobs:
             # The peak is that of this job: it is set back to what is in use now.
             (process / "clear_refs").write_text("5")
         self._shuffled_and_spilled()
-        cpu, began = self._cpu_s(), time.perf_counter()
+        cpu, began = self.cpu_s(), time.perf_counter()
         yield
         seconds = time.perf_counter() - began
         shuffled, spilled = self._shuffled_and_spilled()
         self.jobs[name] = {
             "s": round(seconds, 1),
-            "cpu_s": round(self._cpu_s() - cpu, 1),
+            "cpu_s": round(self.cpu_s() - cpu, 1),
             "java_peak_mb": _peak_mb(self._java),
             "python_peak_mb": _peak_mb(self._python),
             "shuffle_mb": round(shuffled / 2**20, 1),
             "spilled_mb": round(spilled / 2**20, 1),
         }
 
-    def _cpu_s(self) -> float:
+    def cpu_s(self) -> float:
+        """The CPU seconds of Java since it began, and of this process."""
         return sum(_cpu_ticks(process) for process in (self._java, self._python)) / _TICKS
 
     def _shuffled_and_spilled(self) -> tuple[int, int]:

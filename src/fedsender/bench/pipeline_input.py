@@ -10,6 +10,9 @@ them the large room's. The fate of those is known, so that the jobs' answers can
 hundred servers one is failing and is still owed the second half, one was caught up and got one
 event for the first half; of a thousand other pairs one is missing.
 
+`add_hour` adds an hour: a thousand events, all but one in small rooms from all of the history, and
+the ledger's lines about them. A server leaves the large room; one that was failing is caught up.
+
 `Made` has the number of pairs of event and server.
 """
 
@@ -92,6 +95,7 @@ FULL_STATE_EVERY: Final = 100
 AWAY: Final = 100
 PDUS_PER_LINE: Final = 10
 PDUS_PER_SEGMENT: Final = 400_000
+HOUR_EVENTS: Final = 1_000
 ONE_IN: Final = 100
 MISSING_ONE_IN: Final = 1_000
 _ROWS: Final = 500_000
@@ -383,13 +387,18 @@ def _write_ledger(
     tried = told.where(f"fate = 'pending' AND at < {shape.middle + 20 * shape.every}").selectExpr(
         "*", "'unreachable' AS outcome", "'live' AS lane", "null AS supersedes"
     )
-    _segments(_lines(sent.union(caught_up).union(tried), shape), directory, shape)
+    lines = _lines(sent.union(caught_up).union(tried), shape, shape.ms_of("newest"))
+    _segments(lines.repartition(-(-shape.events // PDUS_PER_SEGMENT)), directory, "bench.0")
     told.unpersist()
     return fates
 
 
-def _lines(pdus: "DataFrame", shape: Shape) -> "DataFrame":
-    """One attempt with the events of a short time for one server, as JSON in `value`."""
+def _lines(pdus: "DataFrame", shape: Shape, ms: str) -> "DataFrame":
+    """One attempt with the events of a short time for one server, as JSON in `value`.
+
+    Args:
+        ms: when it was, from the stream ordering `newest`, in SQL.
+    """
     pdu = f"struct(at, concat('$event', at, ':{US}') AS event_id, room_id, lane, supersedes)"
     entry = "named_struct('event_id', p.event_id, 'room_id', p.room_id,"
     entry += " 'stream_ordering', p.at, 'lane', p.lane, 'supersedes', p.supersedes)"
@@ -408,7 +417,7 @@ def _lines(pdus: "DataFrame", shape: Shape) -> "DataFrame":
         .selectExpr("*", "element_at(pdus, -1).at AS newest")
         .selectExpr(
             "to_json(named_struct("
-            f"'v', {LINE_VERSION}, 'ms', {shape.ms_of('newest')}, 'instance', 'bench',"
+            f"'v', {LINE_VERSION}, 'ms', {ms}, 'instance', 'bench',"
             " 'destination', server, 'transaction_id', concat(lane, stretch), 'attempt', 1,"
             f" 'outcome', outcome, 'status', if({well}, 200, null), 'reason', string(null),"
             f" 'pdus', transform(pdus, p -> {entry}), 'edus', map(), 'outbox', array(),"
@@ -419,12 +428,125 @@ def _lines(pdus: "DataFrame", shape: Shape) -> "DataFrame":
     )
 
 
-def _segments(lines: "DataFrame", directory: Path, shape: Shape) -> None:
+def _segments(lines: "DataFrame", directory: Path, name: str) -> None:
     """Closed segments, named as the daemon names them."""
     staging = directory.with_name("ledger-staging")
-    number = -(-shape.events // PDUS_PER_SEGMENT)
-    lines.repartition(number).write.text(str(staging))
+    lines.write.text(str(staging))
     directory.mkdir(exist_ok=True)
     for index, path in enumerate(sorted(staging.glob("part-*")), 1):
-        os.replace(path, directory / f"bench.0.{index:06d}.jsonl")
+        os.replace(path, directory / f"{name}.{index:06d}.jsonl")
     shutil.rmtree(staging)
+
+
+# --- an hour more ---------------------------------------------------------------------------------
+
+
+def add_hour(spark: "SparkSession", lake: Lake, ledger: Path, shape: Shape) -> Counter[str]:
+    """Add an hour to a lake that has `intervals`; by how many pairs each fate changes."""
+    began_ms = _BEGAN_MS + (_DAYS_BEFORE + _DAYS_OF_LEDGER) * _DAY_MS
+    first, last = shape.events + 1, shape.events + HOUR_EVENTS
+    of_large, last_large = shape.events + HOUR_EVENTS // 2, shape.large * shape.every
+    group = shape.large_groups + 2 * shape.rooms + 1
+    ms = f"({began_ms} + (AT - {first}) * {3_600_000 // HOUR_EVENTS})"
+    inside = lake.frame(spark, schemas.INTERVALS).where(f"room_id = '{LARGE}' and last is null")
+    names = sorted((row["server"], row["first"]) for row in inside.collect())
+    number = {name: int(name.removeprefix("s").removesuffix(".example")) for name, _ in names}
+    leaving = next(name for name, _ in names if number[name] % ONE_IN not in (7, 11))
+    caught_up = next(
+        name for name, since in names if number[name] % ONE_IN == 7 and since < shape.middle
+    )
+    events = (
+        spark.range(first, last + 1)
+        .selectExpr(
+            "id AS at", f"id = {of_large} AS large", f"pmod(id * 7919, {shape.rooms}) AS room"
+        )
+        .selectExpr("*", f"if(large, '{LARGE}', concat('!small', room)) AS room_id")
+    )
+    small = events.where("not large").selectExpr(
+        "*", f"explode(sequence(1, {SMALL_ROOM_SERVERS - 1})) AS place"
+    )
+    pairs = (
+        small.selectExpr(f"{shape.server_of_small('room', 'place')} AS server", "room_id", "at")
+        .union(
+            inside.selectExpr("server", "room_id", f"{of_large}L").where(f"server != '{leaving}'")
+        )
+        .selectExpr("*", f"int(regexp_extract(server, '[0-9]+', 0)) % {ONE_IN} = 7 AS fails")
+        .persist()
+    )
+    pdus = pairs.where("not fails").selectExpr(
+        "server", "room_id", "at", "'delivered' AS outcome", "'live' AS lane", "null AS supersedes"
+    )
+    stood_in = spark.range(1).selectExpr(
+        f"'{caught_up}'",
+        f"'{LARGE}'",
+        f"{last_large}L",
+        "'delivered'",
+        "'catch_up'",
+        f"array({shape.middle}L, {last_large - 1}L)",
+    )
+    lines = _lines(pdus.union(stood_in), shape, ms.replace("AT", f"greatest(newest, {first})"))
+    _segments(lines.coalesce(1), ledger, "bench.1")
+    with lake.commit() as commit:
+        rows = events.selectExpr(
+            "at AS stream_ordering",
+            f"concat('$event', at, ':{US}') AS event_id",
+            "room_id",
+            "'m.room.message' AS type",
+            f"'@me:{US}' AS sender",
+            f"{ms.replace('AT', 'at')} AS received_ts",
+            "true AS ours",
+            f"if(large, {group}, {shape.large_groups} + 2 + 2 * room) AS state_group",
+            f"at div {schemas.EVENTS_PER_PART} AS part",
+        )
+        commit.append_frame(schemas.EVENTS, rows.coalesce(1))
+        commit.append_frame(
+            schemas.STATE_GROUPS,
+            spark.range(1).selectExpr(
+                f"{group} AS state_group",
+                f"{shape.large_groups} AS prev_state_group",
+                f"'{LARGE}' AS room_id",
+            ),
+        )
+        commit.append_frame(
+            schemas.STATE_MEMBERS,
+            spark.range(1).selectExpr(
+                f"{group} AS state_group", f"'@user:{leaving}' AS user_id", "'leave' AS membership"
+            ),
+        )
+        newest = pairs.groupBy("server", "room_id").agg({"at": "max"})
+        newest = newest.selectExpr("server AS destination", "room_id", "`max(at)` AS newest")
+        rooms = lake.frame(spark, schemas.DESTINATION_ROOMS)
+        commit.clear(schemas.DESTINATION_ROOMS)
+        commit.append_frame(
+            schemas.DESTINATION_ROOMS,
+            rooms.join(newest, on=["destination", "room_id"], how="full_outer").selectExpr(
+                "destination", "room_id", "coalesce(newest, stream_ordering) AS stream_ordering"
+            ),
+        )
+        servers = lake.frame(spark, schemas.DESTINATIONS)
+        marks = "last_successful_stream_ordering"
+        commit.clear(schemas.DESTINATIONS)
+        commit.append_frame(
+            schemas.DESTINATIONS,
+            servers.selectExpr(
+                "destination", f"if({marks} < {shape.events}, {marks}, {last}) AS {marks}"
+            ),
+        )
+        commit.append_frame(
+            schemas.CATCH_UPS,
+            spark.range(1).selectExpr(
+                f"'{caught_up}' AS destination",
+                f"{shape.middle - 1}L AS floor",
+                f"'{LARGE}' AS room_id",
+                f"{last_large}L AS sent_to",
+            ),
+        )
+        commit.set_position("events", last)
+        commit.set_position("state_groups", group)
+    fates = Counter({True: 0, False: 0})
+    fates.update({row["fails"]: row["count"] for row in pairs.groupBy("fails").count().collect()})
+    pairs.unpersist()
+    made_up = shape.large - (shape.middle - 1) // shape.every
+    return Counter(
+        delivered=fates[False] + 1, pending=fates[True] - made_up, superseded=made_up - 1
+    )

@@ -8,6 +8,10 @@ put together. One pass over the starts and ends of a room and server, in order, 
 one fate each, never rows of (event, server). Only missing stretches are split into events. Where
 several fates hold for an event and server, the first of `schemas.FATES` counts.
 
+**Only what may have changed.** An audit looks at the events above the position of the last one. Of
+older events it looks again at *units*: a server, a room and a day, of which a line of the ledger
+has come in, or for which something else than the ledger says otherwise (`touched`).
+
 **Notes.** A sender is responsible for the events above the position at which it took the stream
 over (`owned`), up to the position at which another took it (`handed_over`). Events that it had not
 delivered by then are the other's too: all above the low-water mark that its own answers had proven.
@@ -16,36 +20,25 @@ Notes are few. Python reads them, as ranges of stream orderings clipped to the e
 """
 
 import datetime
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
-
-from fedsender.config import Config
-from fedsender.ledger import EVERY_SERVER
-from fedsender.pipeline import intervals, schemas
-from fedsender.pipeline.lake import LET_GO, Lake, literal
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-
-from fedsender.pipeline import latest_ms, ledger_lines
-from fedsender.pipeline.schemas import FATES
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame
-
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from fedsender.config import ConfigError, from_values
-from fedsender.pipeline import PipelineError
+from fedsender.config import Config, ConfigError, from_values
+from fedsender.ledger import EVERY_SERVER
+from fedsender.pipeline import PipelineError, intervals, latest_ms, ledger_lines, schemas
+from fedsender.pipeline.intervals import among, few
+from fedsender.pipeline.lake import LET_GO, Lake, literal
+from fedsender.pipeline.schemas import FATES
+from fedsender.pipeline.session import kept
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
-
+    import pyarrow
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 _RANK: Final = {"purged": 0, "owned": 1, "denied": 2, "handed_over": 3}
 _NOTE_RANGE: Final = "server: STRING, first: BIGINT, last: BIGINT, kind: STRING"
@@ -262,29 +255,119 @@ _FOR_EVER: Final = 2**62
 _KINDS: Final = (EXPECTED, *FATES[:-1])
 
 
-def placed(events: "DataFrame", since: datetime.date | None = None) -> "DataFrame":
-    """room_id, stream_ordering, event_id, day, place (1 for the first of its room).
+@dataclass(frozen=True, slots=True)
+class Days:
+    """The days of events: (first stream ordering, day) of each, ascending.
 
-    The day is that on which the homeserver received the event. It is not after today, and never
-    before the day of an earlier event of the room, so that a day is a range of places too. Events
-    before `since` have no place.
+    A day begins with the first event that the homeserver received on it, and ends with the first of
+    a later day: so it is a range of stream orderings, whatever the clock did meanwhile.
     """
+
+    starts: tuple[tuple[int, datetime.date], ...]
+
+    def of(self, at: "Column") -> "Column":
+        """The day of a stream ordering; it looks at a few days only, by a table of stretches."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        starts = [(0, self.starts[0][1]), *self.starts[1:]]
+        number = len(starts)
+        width = starts[-1][0] // number + 1
+        stretches: list[list[dict[str, object]]] = [[] for _ in starts]
+        for (first, day), (end, _) in zip(starts, [*starts[1:], (_FOR_EVER, None)], strict=True):
+            for stretch in range(first // width, min((end - 1) // width + 1, number)):
+                stretches[stretch].append({"first": first, "day": str(day)})
+        listed = F.from_json(
+            F.lit(json.dumps(stretches)), "ARRAY<ARRAY<STRUCT<first: BIGINT, day: DATE>>>"
+        )
+        here = F.get(listed, F.least((at / width).cast("int"), F.lit(number - 1)))
+        return F.element_at(F.filter(here, lambda start: start["first"] <= at), -1)["day"]
+
+    def as_table(self) -> "pyarrow.Table":
+        """Rows of `days`."""
+        import pyarrow as pa
+
+        rows = [{"day": day, "first": first} for first, day in self.starts]
+        return pa.Table.from_pylist(rows, schemas.DAYS.arrow_schema())
+
+    def first_of(self, day: datetime.date) -> int:
+        """The first event on that day or later."""
+        return next((first for first, each in self.starts if each >= day), _FOR_EVER)
+
+    def rows(self, spark: "SparkSession") -> "DataFrame":
+        """day, begins, ends (stream orderings, both included)."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        ends = [first - 1 for first, _ in self.starts[1:]] + [_FOR_EVER]
+        listed = [
+            {"day": str(day), "begins": first, "ends": end}
+            for (first, day), end in zip(self.starts, ends, strict=True)
+        ]
+        return spark.range(1).select(
+            F.inline(literal(listed, "day: DATE, begins: BIGINT, ends: BIGINT"))
+        )
+
+
+def read_days(spark: "SparkSession", lake: Lake) -> Days:
+    """The days of the events of ours that `intervals` cover."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    known = sorted((row["first"], row["day"]) for row in lake.read(schemas.DAYS).to_pylist())
+    newest = known[-1][1] if known else datetime.date.min
+    received_ms = F.least(F.coalesce("received_ts", F.lit(0)), F.lit(latest_ms()))
+    events = intervals.ours(spark, lake, lake.position("audit_days"))
+    rows = (
+        events.groupBy(F.to_date(F.timestamp_millis(received_ms)).alias("day"))
+        .agg(F.min("stream_ordering").alias("first"))
+        .collect()
+    )
+    before = _FOR_EVER
+    found = []
+    for row in sorted(rows, key=lambda row: row["day"], reverse=True):
+        # An event after one of a later day belongs to that day.
+        if row["first"] < before and row["day"] > newest:
+            found.append((row["first"], row["day"]))
+        before = min(before, row["first"])
+    return Days((*known, *reversed(found)) or ((0, datetime.date(1970, 1, 1)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The events that an audit looks at: all above `after`, and older ones.
+
+    Attributes:
+        units: the older ones: server, room_id, day (`few`); None: there are none.
+        unit_days: the days of the units, ascending.
+    """
+
+    days: Days
+    after: int = -1
+    units: "DataFrame | None" = None
+    unit_days: tuple[datetime.date, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it looks at all events."""
+        return self.after < 0
+
+    @property
+    def first(self) -> int:
+        """The first event to look at."""
+        return self.days.first_of(self.unit_days[0]) if self.unit_days else self.after + 1
+
+
+def placed(events: "DataFrame", days: Days) -> "DataFrame":
+    """room_id, stream_ordering, event_id, day, place (1 for the first of its room)."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
     in_room = Window.partitionBy("room_id").orderBy("stream_ordering")
-    upto_here = in_room.rowsBetween(Window.unboundedPreceding, Window.currentRow)
-    received_ms = F.least(F.coalesce("received_ts", F.lit(0)), F.lit(latest_ms()))
-    received = F.to_date(F.timestamp_millis(received_ms))
-    dated = events.select(
+    return events.select(
         "room_id",
         "stream_ordering",
         "event_id",
-        F.max(received).over(upto_here).alias("day"),
+        days.of(F.col("stream_ordering")).alias("day"),
+        F.row_number().over(in_room).cast("bigint").alias("place"),
     )
-    if since is not None:
-        dated = dated.where(F.col("day") >= F.lit(since))
-    return dated.withColumn("place", F.row_number().over(in_room).cast("bigint"))
 
 
 def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
@@ -452,9 +535,13 @@ def stretches(ends: "DataFrame") -> "DataFrame":
         ends.repartition("server", "room_id")
         .select("server", "room_id", "kind", F.inline(both))
         .groupBy("server", "room_id", "lo")
-        .agg(*(F.sum(F.when(F.col("kind") == kind, F.col("n"))).alias(kind) for kind in _KINDS))
-        # Where one run of deliveries goes over into the next, nothing changes.
-        .where(_any_of([F.coalesce(kind, F.lit(0)) != 0 for kind in _KINDS]))
+        .agg(
+            *(F.sum(F.when(F.col("kind") == kind, F.col("n"))).alias(kind) for kind in _KINDS),
+            F.bool_or(F.col("kind").isin("superseded", "stand_in_refused")).alias("stands_in"),
+        )
+        # Where one run of deliveries goes over into the next, nothing changes. But where one event
+        # stands in for what follows and another for what is before, the stretches are two.
+        .where(_any_of([F.coalesce(kind, F.lit(0)) != 0 for kind in _KINDS]) | F.col("stands_in"))
     )
     levels = {kind: F.coalesce(F.sum(kind).over(upto_here), F.lit(0)) for kind in _KINDS}
     fate = F.lit(FATES[-1])
@@ -474,22 +561,60 @@ def _any_of(conditions: "list[Column]") -> "Column":
     return found
 
 
-def by_day(found: "DataFrame", places: "DataFrame") -> "DataFrame":
-    """The number of events of each fate: server, room_id, day, expected, and a column per fate."""
+def split_by_day(found: "DataFrame", places: "DataFrame") -> "DataFrame":
+    """Stretches of one day: server, room_id, day, lo, hi, fate."""
     from pyspark.sql import functions as F  # noqa: N812
 
     days = places.groupBy("room_id", "day").agg(
         F.min("place").alias("day_lo"), F.max("place").alias("day_hi")
     )
-    length = F.least("hi", "day_hi") - F.greatest("lo", "day_lo") + 1
-    counted = found.join(days.hint("shuffle_hash"), on="room_id", how="inner").where(
-        "lo <= day_hi and hi >= day_lo"
+    return (
+        found.join(days.hint("shuffle_hash"), on="room_id", how="inner")
+        .where("lo <= day_hi and hi >= day_lo")
+        .select(
+            "server",
+            "room_id",
+            "day",
+            F.greatest("lo", "day_lo").alias("lo"),
+            F.least("hi", "day_hi").alias("hi"),
+            "fate",
+        )
     )
+
+
+COUNTS: Final = (EXPECTED, *FATES)
+
+
+def counts_of(found: "DataFrame") -> "DataFrame":
+    """The number of events of each fate, from stretches of a day: rows of `audit`."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    length = F.col("hi") - F.col("lo") + 1
     fates = (
         F.coalesce(F.sum(F.when(F.col("fate") == fate, length)), F.lit(0)).alias(fate)
         for fate in FATES
     )
-    return counted.groupBy("server", "room_id", "day").agg(F.sum(length).alias(EXPECTED), *fates)
+    return found.groupBy("server", "room_id", "day").agg(F.sum(length).alias(EXPECTED), *fates)
+
+
+def summed(rows: "DataFrame", *key: str) -> "DataFrame":
+    """Rows of counts, summed up by a key; where nothing is left, there is no row."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    sums = rows.groupBy(*key).agg(*(F.sum(name).alias(name) for name in COUNTS))
+    return sums.where(_any_of([F.col(name) != 0 for name in COUNTS]))
+
+
+def negative(rows: "DataFrame") -> "DataFrame":
+    """Rows of counts, with the other sign."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return rows.withColumns({name: -F.col(name) for name in COUNTS})
+
+
+def but(rows: "DataFrame", units: "DataFrame | None") -> "DataFrame":
+    """The rows that are of none of the units; None: all rows."""
+    return rows if units is None else rows.join(units, on=units.columns, how="left_anti")
 
 
 def events_of(found: "DataFrame", places: "DataFrame") -> "DataFrame":
@@ -503,13 +628,171 @@ def events_of(found: "DataFrame", places: "DataFrame") -> "DataFrame":
     )
 
 
-def places_of(spark: "SparkSession", lake: Lake, since: datetime.date | None) -> "DataFrame":
+def places_of(spark: "SparkSession", lake: Lake, look: Look) -> "DataFrame":
     """The events to look at, with the columns of `placed`: events of ours with known servers."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    events = intervals.ours(spark, lake, look.after)
+    if look.units is not None:
+        older = among(
+            intervals.ours(spark, lake, look.first - 1, look.after),
+            few(look.units.select("room_id")),
+        ).withColumn("day", look.days.of(F.col("stream_ordering")))
+        older = among(older, few(look.units.select("room_id", "day")))
+        events = events.unionByName(older.drop("day"))
     unknown = lake.frame(spark, schemas.UNKNOWN_HOSTS).select("stream_ordering")
-    known = intervals.ours(spark, lake).join(
-        unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti"
+    known = events.join(unknown.hint("shuffle_hash"), on="stream_ordering", how="left_anti")
+    return placed(known, look.days)
+
+
+# --- what is looked at again ----------------------------------------------------------------------
+
+_CLAIM: Final = ("server", "room_id", "event_id", "kind")
+
+
+def owed_ranges(spark: "SparkSession", lake: Lake) -> "DataFrame":
+    """server, room_id, first, last, kind: the deliveries that the databases still owe.
+
+    A room with a newest event above the server's low-water mark is owed from that mark on, or, in
+    catch-up, from the last answered event on.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    rooms = lake.frame(spark, schemas.DESTINATION_ROOMS)
+    marks = lake.frame(spark, schemas.DESTINATIONS).select(
+        "destination", F.col("last_successful_stream_ordering").alias("lsso")
     )
-    return placed(known, since)
+    catch_ups = lake.frame(spark, schemas.CATCH_UPS)
+    floors = catch_ups.groupBy("destination").agg(F.min("floor").alias("floor"))
+    done = catch_ups.where("room_id is not null").select("destination", "room_id", "sent_to")
+    parked = lake.frame(spark, schemas.SERVER_STATES).select("destination", "parked")
+    above = F.coalesce(F.greatest("floor", "sent_to"), "lsso", F.lit(0))
+    return (
+        rooms.join(marks, on="destination", how="left")
+        .where("lsso is null or stream_ordering > lsso")
+        .join(floors, on="destination", how="left")
+        .join(done, on=["destination", "room_id"], how="left")
+        .join(parked, on="destination", how="left")
+        .select(
+            F.col("destination").alias("server"),
+            "room_id",
+            (above + 1).alias("first"),
+            F.col("stream_ordering").alias("last"),
+            F.when(F.col("parked").isNotNull(), "parked").otherwise("pending").alias("kind"),
+        )
+        .where("first <= last")
+    )
+
+
+def claims(spark: "SparkSession", lake: Lake, owned: Ownership, owed: "DataFrame") -> "DataFrame":
+    """Rows of `claims`: what an audit takes from elsewhere than the ledger, each once."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def points(table: schemas.LakeTable, server: str, kind: str) -> "DataFrame":
+        at = F.col("stream_ordering")
+        columns = ("room_id", at.alias("first"), at.alias("last"), F.lit(kind).alias("kind"))
+        rows = lake.frame(spark, table).where(
+            "event_id is not null and stream_ordering is not null"
+        )
+        return rows.select(F.expr(server).alias("server"), *columns)
+
+    accepted = lake.frame(spark, schemas.ACCEPTED).select(
+        "server",
+        "event_id",
+        F.coalesce("first", F.lit(0)).alias("first"),
+        F.coalesce("last", F.lit(0)).alias("last"),
+        # Ranges may overlap, so that each is of a kind of its own.
+        F.concat_ws(" ", F.lit("accepted"), "first", "last").alias("kind"),
+    )
+    purged = [asdict(each) | {"kind": f"purged {each.first} {each.last}"} for each in owned.purged]
+    rows = (
+        owed.unionByName(points(schemas.REDELIVERIES, "destination", "redelivery"))
+        .unionByName(
+            points(schemas.QUARANTINE, f"coalesce(destination, '{EVERY_SERVER}')", "quarantined")
+        )
+        .unionByName(accepted, allowMissingColumns=True)
+    )
+    if purged:
+        listed = spark.range(1).select(F.inline(literal(purged, _NOTE_RANGE)))
+        rows = rows.unionByName(listed, allowMissingColumns=True)
+    return rows.select(*schemas.CLAIMS.columns).distinct()
+
+
+def touched(
+    spark: "SparkSession", lake: Lake, known: "Known", now: "DataFrame", days: Days
+) -> "DataFrame | None":
+    """The units of events up to the last audit whose fates may be others now; None: any.
+
+    Args:
+        now: the present `claims`.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    after = lake.position("audit")
+    was = lake.frame(spark, schemas.CLAIMS)
+    both = intervals.changes_of(now, _CLAIM).unionByName(intervals.changes_of(was, _CLAIM))
+    changed = kept(intervals.paired(both, _CLAIM).where(f"first <= {after}"))
+    elsewhere = changed.where("room_id is null")
+    ranges = [_said_by_lines(spark, lake, known, after), changed.where("room_id is not null")]
+    if not elsewhere.isEmpty():
+        if not elsewhere.where(F.col("server") == EVERY_SERVER).isEmpty():
+            return None
+        servers = elsewhere.select("server").distinct().hint("broadcast")
+        spans = among(intervals.current(spark, lake), servers)
+        of_rooms = elsewhere.where("event_id is null").drop("room_id", "event_id")
+        ranges.append(clipped(of_rooms, spans))
+        named = elsewhere.where("event_id is not null").select("server", "event_id")
+        events = intervals.ours(spark, lake, upto=after).select(
+            "event_id",
+            "room_id",
+            F.col("stream_ordering").alias("first"),
+            F.col("stream_ordering").alias("last"),
+        )
+        ranges.append(named.hint("broadcast").join(events, on="event_id", how="inner"))
+    columns = ("server", "room_id", "first", "last")
+    found = reduce(
+        lambda some, more: some.unionByName(more), (each.select(*columns) for each in ranges)
+    )
+    found = kept(found.where(f"first <= {after}"))
+    everywhere = found.where(F.col("server") == EVERY_SERVER).drop("server")
+    if not everywhere.isEmpty():
+        spans = intervals.current(spark, lake, few(everywhere.select("room_id")))
+        of_all = everywhere.hint("broadcast").join(
+            spans.select("room_id", "server").distinct(), on="room_id", how="inner"
+        )
+        found = found.unionByName(of_all.select(*columns))
+    # Of lines that were let go, nothing new can be said.
+    lowest = max(lake.position("audit_from"), lake.position(LET_GO) + 1)
+    first = F.greatest("first", F.lit(lowest))
+    last = F.least("last", F.lit(after))  # Null, an open end, is passed over.
+    day = F.explode(F.sequence(days.of(first), days.of(last))).alias("day")
+    return few(found.where(first <= last).select("server", "room_id", day))
+
+
+def _said_by_lines(spark: "SparkSession", lake: Lake, known: "Known", after: int) -> "DataFrame":
+    """server, room_id, first, last: the events up to `after` of which the ledger has new lines."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    older = lake.frame(spark, schemas.PDUS)
+    new = older.where(f"version > {lake.position('audit_version')}")
+    if known.unread is not None:
+        new = new.unionByName(known.unread)
+    new = new.where(f"stream_ordering <= {after} or supersedes_from <= {after}")
+    says = F.col("outcome").isin("delivered", "unknown", "dropped")
+    missing = lake.frame(spark, schemas.MISSING).select(
+        F.col("server").alias("destination"), "event_id"
+    )
+    # One that stood in for events which the last audit did not have yet.
+    astride = older.where(f"supersedes_from <= {after} and supersedes_to > {after}")
+    lines = new.where(says).unionByName(astride)
+    if lake.rows(schemas.MISSING):
+        lines = lines.unionByName(among(new.where(~says), few(missing)))
+    return lines.select(
+        F.col("destination").alias("server"),
+        "room_id",
+        F.least("stream_ordering", "supersedes_from").alias("first"),
+        F.greatest("stream_ordering", "supersedes_to").alias("last"),
+    )
 
 
 _RANGE: Final = "first: BIGINT, last: BIGINT"
@@ -517,10 +800,38 @@ _RANGE: Final = "first: BIGINT, last: BIGINT"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The ledger's lines, as rows of `attempts` and of `pdus`."""
+    """The ledger's lines, as rows of `attempts` and of `pdus`.
+
+    Attributes:
+        unread: those of `pdus` that the lake does not have; None: it has all.
+        began: the last event before the ledger; None: it has no live event.
+    """
 
     attempts: "DataFrame"
     pdus: "DataFrame"
+    unread: "DataFrame | None" = None
+    began: int | None = None
+
+
+def selected(pdus: "DataFrame", look: Look) -> "DataFrame":
+    """The PDUs that say something of the events to look at.
+
+    Not by time: the homeserver's clock and the ledger's may differ by any time.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    after = look.after
+    newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
+    if look.units is None:
+        return newer
+    pairs = look.units.select(F.col("server").alias("destination"), "room_id")
+    all_servers = F.lit(EVERY_SERVER).alias("destination")
+    older = pdus.where(
+        f"stream_ordering <= {after} and (supersedes_to is null or supersedes_to <= {after})"
+    ).where(f"stream_ordering >= {look.first} or supersedes_to >= {look.first}")
+    return newer.unionByName(
+        among(older, few(pairs.unionByName(look.units.select(all_servers, "room_id"))))
+    )
 
 
 class Accounts:
@@ -532,16 +843,53 @@ class Accounts:
         lake: Lake,
         config: Config,
         known: Known,
-        places: "DataFrame",
+        owned: Ownership,
+        owed: "DataFrame",
+        look: Look,
     ) -> None:
-        """`places`: the events to look at (`places_of`)."""
+        """`owed`: as `owed_ranges` has it."""
         self._spark = spark
         self._lake = lake
         self._config = config
-        self._attempts, self._pdus = known.attempts, known.pdus
-        self._owned = ownership(known.attempts, config.instance_name)
-        self.places = places
-        self._spans = intervals.sent_to(intervals.current(spark, lake), config)
+        self._known = known
+        self.look = look
+        self._pdus = known.pdus if look.is_whole else kept(selected(known.pdus, look))
+        self._owned = owned
+        self.places = self.keep(places_of(spark, lake, look))
+        rooms = None if look.is_whole else few(self.places.select("room_id"))
+        self._owed = among(owed, rooms)
+        self._spans = self._expected(look, rooms)
+
+    def keep(self, rows: "DataFrame") -> "DataFrame":
+        """Rows that are used several times: few are computed now, which makes later plans small."""
+        return rows.persist() if self.look.is_whole else kept(rows)
+
+    def _expected(self, look: Look, rooms: "DataFrame | None") -> "DataFrame":
+        """room_id, server, first, last: the part of `intervals` that is looked at."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        spans = intervals.sent_to(intervals.current(self._spark, self._lake, rooms), self._config)
+        newer = spans.where(F.col("last").isNull() | (F.col("last") > look.after)).withColumn(
+            "first", F.greatest("first", F.lit(look.after + 1))
+        )
+        if look.is_whole:
+            return spans
+        if look.units is None:
+            return kept(newer)
+        days = look.days.rows(self._spark).hint("broadcast")
+        units = look.units.join(days, on="day", how="inner").drop("day")
+        ends = F.least("ends", F.lit(look.after))
+        older = (
+            spans.join(units.hint("broadcast"), on=["room_id", "server"], how="inner")
+            .select(
+                "room_id",
+                "server",
+                F.greatest("first", "begins").alias("first"),
+                F.least("last", ends).alias("last"),
+            )
+            .where("first <= last")
+        )
+        return kept(newer.unionByName(older))
 
     def stretches(self) -> "DataFrame":
         """Stretches of all expected places, with their fates."""
@@ -551,10 +899,10 @@ class Accounts:
             self._spans.withColumn("kind", F.lit(EXPECTED))
             .unionByName(self._before_ledger())
             .unionByName(self._stood_in().drop("by", "ms", "refused"))
-            .unionByName(self._owed())
+            .unionByName(self._owed)
             .unionByName(self._accepted())
         )
-        gone = let_go(self._owned, self._attempts, self._spans, self._config)
+        gone = let_go(self._owned, self._known.attempts, self._spans, self._config)
         if gone is not None:
             spans = spans.unionByName(gone)
         proven = points(answers(self._pdus), self.places)
@@ -592,55 +940,14 @@ class Accounts:
         """
         from pyspark.sql import functions as F  # noqa: N812
 
-        columns = ("lane", "stream_ordering")
-        everything = self._table(schemas.PDUS).select(*columns)
-        began = (
-            everything.unionByName(self._pdus.select(*columns))
-            .where("lane = 'live'")
-            .agg(F.min("stream_ordering").alias("began"))
-        )
-        last = F.least(began.scalar() - 1, F.lit(self._owned.began).cast("bigint"))
-        if (let_go := self._lake.position(LET_GO)) >= 0:
-            last = F.lit(let_go).cast("bigint")
+        let_go = self._lake.position(LET_GO)
+        last = began(self._known, self._owned) if let_go < 0 else let_go
         return self._spans.select(
             "room_id",
             "server",
             "first",
-            last.alias("last"),
+            F.lit(last).cast("bigint").alias("last"),
             F.lit("before_ledger").alias("kind"),
-        )
-
-    def _owed(self) -> "DataFrame":
-        """The deliveries that the databases still owe.
-
-        A room with a newest event above the server's low-water mark is owed from that mark on, or,
-        in catch-up, from the last answered event on.
-        """
-        from pyspark.sql import functions as F  # noqa: N812
-
-        rooms = self._table(schemas.DESTINATION_ROOMS)
-        marks = self._table(schemas.DESTINATIONS).select(
-            "destination", F.col("last_successful_stream_ordering").alias("lsso")
-        )
-        catch_ups = self._table(schemas.CATCH_UPS)
-        floors = catch_ups.groupBy("destination").agg(F.min("floor").alias("floor"))
-        done = catch_ups.where("room_id is not null").select("destination", "room_id", "sent_to")
-        parked = self._table(schemas.SERVER_STATES).select("destination", "parked")
-        above = F.coalesce(F.greatest("floor", "sent_to"), "lsso", F.lit(0))
-        return (
-            rooms.join(marks, on="destination", how="left")
-            .where("lsso is null or stream_ordering > lsso")
-            .join(floors, on="destination", how="left")
-            .join(done, on=["destination", "room_id"], how="left")
-            .join(parked, on="destination", how="left")
-            .select(
-                F.col("destination").alias("server"),
-                "room_id",
-                (above + 1).alias("first"),
-                F.col("stream_ordering").alias("last"),
-                F.when(F.col("parked").isNotNull(), "parked").otherwise("pending").alias("kind"),
-            )
-            .where("first <= last")
         )
 
     def _accepted(self) -> "DataFrame":
@@ -727,7 +1034,7 @@ class Accounts:
             found.where("fate in ('superseded', 'stand_in_refused')")
             .join(standing.hint("shuffle_hash"), on=["server", "room_id", "fate"], how="inner")
             .where("from_place <= hi and to_place >= lo")
-            .groupBy("server", "room_id", "lo", "hi")
+            .groupBy("server", "room_id", "day", "lo", "hi")
             .agg(
                 F.min_by("by", "ms").alias("by_event_id"),
                 F.min("ms").alias("at_ms"),
@@ -740,46 +1047,84 @@ class Accounts:
         )
 
     def missing(self, found: "DataFrame") -> "DataFrame":
-        """Each missing event and server, and the reasons, as far as they are on record."""
-        from pyspark.sql import functions as F  # noqa: N812
-
+        """Each missing event and server, with what the ledger has of it; without `reasons`."""
         gone = events_of(found.where("fate = 'missing'"), self.places)
         # Of what is missing, no attempt was answered.
         tried = failures(self._pdus)
-        owed = self._table(schemas.DESTINATION_ROOMS).select(
-            F.col("destination").alias("server"), "room_id", F.col("stream_ordering").alias("owed")
-        )
-        marks = self._table(schemas.DESTINATIONS).select(
-            F.col("destination").alias("server"),
-            F.col("last_successful_stream_ordering").alias("lsso"),
-        )
-        states = self._table(schemas.SERVER_STATES).select(
-            F.col("destination").alias("server"), "failing_since_ms", "outcome", "paused", "parked"
-        )
-        done = self._table(schemas.CATCH_UPS).select(
-            F.col("destination").alias("server"), "room_id", "sent_to"
-        )
-        return (
-            gone.join(tried, on=["server", "event_id", "stream_ordering"], how="left")
-            .join(owed, on=["server", "room_id"], how="left")
-            .join(marks, on="server", how="left")
-            .join(states, on="server", how="left")
-            .join(done.where("room_id is not null"), on=["server", "room_id"], how="left")
-            .join(self._told_by_us_alone(), on=["server", "stream_ordering"], how="left")
-            .withColumn("reasons", F.array_compact(F.array(*_reasons())))
-            .select(*schemas.MISSING.columns)
+        return gone.join(tried, on=["server", "event_id", "stream_ordering"], how="left").join(
+            self._told_by_us_alone(), on=["server", "stream_ordering"], how="left"
         )
 
     def _told_by_us_alone(self) -> "DataFrame":
         """The server of a user turned away by an event that other senders do not tell it (W26)."""
         from pyspark.sql import functions as F  # noqa: N812
 
-        alone = intervals.ours(self._spark, self._lake).where(intervals.told_by_us_alone())
+        events = intervals.ours(self._spark, self._lake, self.look.first - 1)
+        alone = events.where(intervals.told_by_us_alone())
         return alone.select(
             intervals.server_of(F.col("state_key")).alias("server"),
             "stream_ordering",
-            F.lit(intervals.W26).alias("w26"),
+            F.lit(intervals.W26).alias("weakness"),
         )
+
+
+def explained(spark: "SparkSession", lake: Lake, gone: "DataFrame") -> "DataFrame":
+    """Rows of `missing`: with the reasons, as far as they are on record now.
+
+    Args:
+        gone: those rows without `reasons`.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    pairs = few(gone.select("server", "room_id"))
+    owed = lake.frame(spark, schemas.DESTINATION_ROOMS).select(
+        F.col("destination").alias("server"), "room_id", F.col("stream_ordering").alias("owed")
+    )
+    marks = lake.frame(spark, schemas.DESTINATIONS).select(
+        F.col("destination").alias("server"),
+        F.col("last_successful_stream_ordering").alias("lsso"),
+    )
+    states = lake.frame(spark, schemas.SERVER_STATES).select(
+        F.col("destination").alias("server"), "failing_since_ms", "outcome", "paused", "parked"
+    )
+    done = lake.frame(spark, schemas.CATCH_UPS).select(
+        F.col("destination").alias("server"), "room_id", "sent_to"
+    )
+    return (
+        gone.join(among(owed, pairs), on=["server", "room_id"], how="left")
+        .join(marks, on="server", how="left")
+        .join(states, on="server", how="left")
+        .join(done.where("room_id is not null"), on=["server", "room_id"], how="left")
+        .withColumn("reasons", F.array_compact(F.array(*_reasons())))
+        .select(*schemas.MISSING.columns)
+    )
+
+
+def began(known: Known, owned: Ownership) -> int | None:
+    """The last event before the ledger's start; None: it has not started."""
+    return min((at for at in (known.began, owned.began) if at is not None), default=None)
+
+
+def rules(known: Known, owned: Ownership, config: Config, upto: int) -> int:
+    """A number that is another one where notes or lists say otherwise of events up to `upto`."""
+    senders = config.homeserver.federation_sender_instances or ()
+    said: list[object] = [
+        began(known, owned),
+        [config.instance_name, *senders],
+        [repr(config.allow), repr(config.deny)],
+    ]
+    said += [
+        [gap.ms, min(gap.upto or upto, upto), sorted(gap.floors.items())] for gap in owned.gaps
+    ]
+    for lists, first, last in owned.lists:
+        end = upto if last is None else min(last, upto)
+        before = said[-1]
+        if isinstance(before, list) and before[0] == lists and before[2] == first - 1:
+            said[-1] = [lists, before[1], end]
+        elif first <= end:
+            said.append([lists, first, end])
+    digest = hashlib.sha256(json.dumps(said).encode()).digest()
+    return int.from_bytes(digest[:6])
 
 
 def _reasons() -> "Iterator[Column]":
@@ -820,4 +1165,4 @@ def _reasons() -> "Iterator[Column]":
     )
     yield F.when(F.col("paused").isNotNull(), said("the server is paused: ", F.col("paused")))
     yield F.when(F.col("parked").isNotNull(), said("the server is parked: ", F.col("parked")))
-    yield F.col("w26")
+    yield F.col("weakness")

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, Final
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
-from fedsender.pipeline import PipelineError, accounts, ledger_lines, schemas
-from fedsender.pipeline.accounts import Accounts, Known, places_of
-from fedsender.pipeline.lake import Lake
+from fedsender.pipeline import PipelineError, accounts, intervals, ledger_lines, schemas
+from fedsender.pipeline.accounts import Accounts, Days, Known, Look, Ownership
+from fedsender.pipeline.intervals import among
+from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import Steps, kept
 from fedsender.runtime import real_runtime
@@ -94,40 +95,117 @@ def audit(
     *,
     since: datetime.date | None = None,
 ) -> Audited:
-    """Look at every pair of event and server, and store the findings in the lake.
+    """Look at each pair of event and server that may have another fate than at the last audit.
+
+    What the lake then has is what an audit of everything would have found.
 
     Args:
-        since: the first day of events to look at.
+        since: the first day of events that count.
 
     Raises:
         PipelineError: nothing was ingested, or the ledger cannot be read.
     """
-    if lake.position("intervals") < 0:
+    upto = lake.position("intervals")
+    if upto < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
-    places = places_of(spark, lake, since).persist()
     with steps.spark("ledger since then", spark):
-        oldest = None if since is None else _oldest(places)
-        known = known_lines(spark, lake, config.ledger.directory, oldest)
-    view = Accounts(spark, lake, config, known, places)
+        days = accounts.read_days(spark, lake)
+        known = known_lines(spark, lake, config.ledger.directory)
+        owned = accounts.ownership(known.attempts, config.instance_name)
+        owed = kept(accounts.owed_ranges(spark, lake))
+        claims = kept(accounts.claims(spark, lake, owned, owed))
+    first = 0 if since is None else days.first_of(since)
+    look = _goes_on(spark, lake, config, days, known, owned, claims, first)
     with steps.spark("expected against proven", spark) as step, lake.commit() as commit:
-        found = view.stretches().persist()
-        for table, rows in (
-            (schemas.AUDIT, accounts.by_day(found, places)),
-            (schemas.MISSING, view.missing(found)),
-            (schemas.SUPERSEDED, view.superseded(found)),
-        ):
-            commit.clear(table)
-            commit.append_frame(table, rows)
-        commit.set_position("audit", lake.position("intervals"))
+        anew = look is None
+        if look is None:
+            look = Look(days, first - 1)
+            for table in _FINDINGS:
+                commit.clear(table)
+            commit.set_position("audit_from", first)
+        view = Accounts(spark, lake, config, known, owned, owed, look)
+        _look_at(spark, lake, commit, view, anew=anew)
+        commit.clear(schemas.CLAIMS)
+        commit.append_frame(schemas.CLAIMS, claims.coalesce(1))
+        commit.clear(schemas.DAYS)
+        commit.append(schemas.DAYS, days.as_table())
+        commit.set_position("audit", upto)
+        commit.set_position("audit_days", upto)
         commit.set_position("audit_ms", real_runtime().now_ms())
-        found.unpersist()
-        places.unpersist()
+        commit.set_position("audit_version", commit.version)
+        commit.set_position("audit_rules", accounts.rules(known, owned, config, upto))
         step.say("")
     with steps.spark("summing up", spark) as step:
-        told = summed_up(spark, lake)
+        told = summed_up(spark, lake, since=since)
         _note(lake, told, since)
         step.say(f"{told.expected:,} expected, {told.missing:,} missing")
     return told
+
+
+_FINDINGS: Final = (schemas.AUDIT, schemas.AUDIT_BY_SERVER, schemas.MISSING, schemas.SUPERSEDED)
+
+
+def _goes_on(
+    spark: "SparkSession",
+    lake: Lake,
+    config: Config,
+    days: Days,
+    known: Known,
+    owned: Ownership,
+    claims: "DataFrame",
+    first: int,
+) -> Look | None:
+    """What to look at after the last audit; None: its findings are of no use.
+
+    Args:
+        first: the first event that counts.
+    """
+    after = lake.position("audit")
+    if after < 0 or lake.position("audit_from") > first:
+        return None
+    if lake.position("audit_rules") != accounts.rules(known, owned, config, after):
+        return None
+    units = accounts.touched(spark, lake, known, claims, days)
+    if units is None or units.count() > intervals.MOST_KEYS:
+        return None
+    unit_days = sorted(row["day"] for row in units.select("day").distinct().collect())
+    return Look(days, after, units if unit_days else None, tuple(unit_days))
+
+
+def _look_at(
+    spark: "SparkSession", lake: Lake, commit: Commit, view: Accounts, *, anew: bool
+) -> None:
+    """Write what has become of the events to look at, in place of what was said of them.
+
+    Args:
+        anew: nothing was said of any event.
+    """
+    units, in_unit = view.look.units, in_days({str(day) for day in view.look.unit_days})
+    found = view.keep(accounts.split_by_day(view.stretches(), view.places))
+    counts, gone, stood_in = accounts.counts_of(found), view.missing(found), view.superseded(found)
+    if not anew:
+        before = lake.frame(spark, schemas.MISSING).drop("reasons")
+        gone = gone.unionByName(accounts.but(before, units))
+        commit.clear(schemas.MISSING)
+    if units is not None:
+        before = among(lake.frame(spark, schemas.AUDIT, in_unit), units)
+        counts = accounts.summed(
+            counts.unionByName(accounts.negative(before)), "server", "room_id", "day"
+        )
+        before = lake.frame(spark, schemas.SUPERSEDED, in_unit)
+        stood_in = stood_in.unionByName(accounts.but(before, units))
+        commit.clear(schemas.SUPERSEDED, in_unit)
+    counts = view.keep(counts)
+    for table, rows in (
+        (schemas.AUDIT, counts),
+        (schemas.AUDIT_BY_SERVER, accounts.summed(counts, "server", "day")),
+        (schemas.SUPERSEDED, stood_in),
+    ):
+        commit.append_frame(table, ledger_lines.by_day(rows))
+    commit.append_frame(schemas.MISSING, accounts.explained(spark, lake, kept(gone)))
+    counts.unpersist()
+    found.unpersist()
+    view.places.unpersist()
 
 
 def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
@@ -140,16 +218,21 @@ def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
         commit.append(schemas.AUDITS, pa.Table.from_pylist([row], schemas.AUDITS.arrow_schema()))
 
 
-def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
-    """The figures of the last audit in the lake, with the first `shown` missing events."""
+def summed_up(
+    spark: "SparkSession", lake: Lake, shown: int = SHOWN, since: datetime.date | None = None
+) -> Audited:
+    """The figures of the last audit in the lake, with the first `shown` missing events.
+
+    Args:
+        since: the first day of events that count; None: all.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
-    columns = (accounts.EXPECTED, *FATES)
-    row = lake.frame(spark, schemas.AUDIT).agg(*(F.sum(name).alias(name) for name in columns))
-    totals = row.first()
+    sums = (F.sum(name).alias(name) for name in accounts.COUNTS)
+    totals = _since(lake.frame(spark, schemas.AUDIT_BY_SERVER), since).agg(*sums).first()
     assert totals is not None
     first = (
-        lake.frame(spark, schemas.MISSING)
+        _since(lake.frame(spark, schemas.MISSING), since)
         .orderBy("stream_ordering", "server")
         .limit(shown)
         .collect()
@@ -161,6 +244,12 @@ def summed_up(spark: "SparkSession", lake: Lake, shown: int = SHOWN) -> Audited:
         lake.rows(schemas.UNKNOWN_HOSTS),
         [each.asDict() for each in first],
     )
+
+
+def _since(rows: "DataFrame", since: datetime.date | None) -> "DataFrame":
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return rows if since is None else rows.where(F.col("day") >= F.lit(since))
 
 
 def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: Steps) -> Repaired:
@@ -193,10 +282,10 @@ def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: 
 
 
 def missing_pairs(
-    spark: "SparkSession", lake: Lake, size: int = PAIRS_AT_ONCE
+    spark: "SparkSession", lake: Lake, size: int = PAIRS_AT_ONCE, since: datetime.date | None = None
 ) -> Iterator[list[list[str]]]:
     """[server, event id] of all missing events of the last audit, oldest first, `size` at once."""
-    rows = lake.frame(spark, schemas.MISSING).orderBy("stream_ordering", "server")
+    rows = _since(lake.frame(spark, schemas.MISSING), since).orderBy("stream_ordering", "server")
     pairs: list[list[str]] = []
     for row in rows.select("server", "event_id").toLocalIterator():
         pairs.append([row["server"], row["event_id"]])
@@ -210,35 +299,28 @@ def missing_pairs(
 # --- what the ledger says -------------------------------------------------------------------------
 
 
-def _oldest(places: "DataFrame") -> int | None:
-    """The lowest stream ordering; None: there is no event."""
-    row = places.agg({"stream_ordering": "min"}).first()
-    return None if row is None else row[0]
-
-
-def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int | None) -> Known:
+def known_lines(spark: "SparkSession", lake: Lake, directory: Path) -> Known:
     """The ledger's lines: from the lake, and from segments that it has not read.
 
     Lines that are not in the lake are read at once, as the daemon goes on writing.
-
-    Args:
-        oldest: only PDUs of events from this stream ordering on, or PDUs that stand in for them;
-            None: all. Not by time: the homeserver's clock and the ledger's may differ by any time.
 
     Raises:
         PipelineError: the ledger cannot be read.
     """
     from pyspark.errors import PySparkException
+    from pyspark.sql import functions as F  # noqa: N812
 
     if not directory.is_dir():
         raise PipelineError(f"ledger.directory: {directory}: is not a directory")
     attempts, pdus = lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS)
+    live = lake.manifest.positions.get(ledger_lines.FIRST_LIVE)
+    unread = None
     for attempt in range(_TRIES):
         paths = ledger_lines.unread_segments(lake, directory)
         if not paths:
             break
         try:
-            fresh = kept(ledger_lines.fresh_lines(spark, lake, paths))
+            fresh = ledger_lines.fresh_lines(spark, lake, paths)
         except PySparkException as error:
             # One was closed meanwhile, and has another name now.
             gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
@@ -246,11 +328,13 @@ def known_lines(spark: "SparkSession", lake: Lake, directory: Path, oldest: int 
                 raise PipelineError(f"ledger: {str(error)[:500]}") from None
         else:
             attempts = attempts.unionByName(ledger_lines.attempts_of(fresh))
-            pdus = pdus.unionByName(ledger_lines.pdus_of(fresh))
+            unread = ledger_lines.pdus_of(fresh).withColumn("version", F.lit(None).cast("bigint"))
+            pdus = pdus.unionByName(unread)
+            row = unread.where("lane = 'live'").agg(F.min("stream_ordering").alias("live")).first()
+            found = [at for at in (live, None if row is None else row["live"]) if at is not None]
+            live = min(found, default=None)
             break
-    if oldest is not None:
-        pdus = pdus.where(f"stream_ordering >= {oldest} or supersedes_to >= {oldest}")
-    return Known(attempts, pdus)
+    return Known(attempts, pdus, unread, None if live is None else live - 1)
 
 
 MOST_BYTES: Final = 64 * 2**20

@@ -37,13 +37,18 @@ def job(
 
     A job that ingests makes the lake if there is none.
     """
-    from fedsender.pipeline.ingest import rows_to_read
+    from fedsender.pipeline.ingest import rows_to_read, rows_to_work_on
     from fedsender.pipeline.session import showing, spark_session
 
     with opened(name, config, create=ingests) as (lake, loaded), ExitStack() as stack:
         steps = stack.enter_context(showing())
         unread = rows_to_read(lake, loaded) if ingests else 0
-        rows = None if unread is None else lake.rows() + unread
+        if unread is None:
+            rows = None
+        elif name in ("ingest", "audit", "run"):
+            rows = rows_to_work_on(lake, unread)
+        else:
+            rows = lake.rows() + unread
         with steps.step("starting Spark"):
             session = spark_session(loaded.pipeline.spark, name, lake.directory, rows)
             spark = stack.enter_context(session)
@@ -294,7 +299,7 @@ def audit(
             module.accept(lake, rows)
         found = module.audit(spark, lake, loaded, steps, since=first)
         if repair:
-            pages = module.missing_pairs(spark, lake)
+            pages = module.missing_pairs(spark, lake, since=first)
             try:
                 repaired = module.repair(pages, found.missing, loaded, steps)
             except PipelineError as error:

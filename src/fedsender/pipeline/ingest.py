@@ -36,6 +36,8 @@ from fedsender.pipeline.vacuum import vacuum
 ROWS_PER_COMMIT: Final = 250_000
 """Of one connection; so many are read sooner than Spark has started its Python for more."""
 _SECONDS_PER_COMMIT: Final = 60
+ROWS_PER_NEW: Final = 100
+"""So many rows of the lake are passed by in the time that one takes to work on."""
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
 _TRIES: Final = 3
@@ -80,6 +82,11 @@ def rows_to_read(lake: Lake, config: Config) -> int | None:
     unread = ledger_lines.new_segments(lake, ledger) if ledger.is_dir() else []
     lines = sum(sum(batch.sizes) for batch in unread) // LINE_BYTES
     return max(0, upto - lake.position("events", 0)) + lines
+
+
+def rows_to_work_on(lake: Lake, unread: int) -> int:
+    """The rows that an ingest and an audit work on, about: all at first, and later what is new."""
+    return unread + (lake.rows() if lake.position("audit") < 0 else lake.rows() // ROWS_PER_NEW)
 
 
 def ingest(spark: SparkSession, lake: Lake, config: Config, steps: Steps) -> Ingested:

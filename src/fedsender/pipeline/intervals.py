@@ -21,6 +21,7 @@ step from one place to the other crosses an odd number of its interval ends: one
 several where the step goes from one branch to another.
 """
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Final
 
@@ -399,21 +400,19 @@ W26: Final = "W26: turned away, and only told by fedsender"
 """The reason why a server does not have an event that it should get, sent by another sender."""
 
 
-def ours(spark: "SparkSession", lake: Lake) -> "DataFrame":
-    """The events that should be sent, as far as `intervals` and `unknown_hosts` cover them."""
-    from pyspark.sql import functions as F  # noqa: N812
+def ours(
+    spark: "SparkSession", lake: Lake, after: int = -1, upto: int | None = None
+) -> "DataFrame":
+    """The events with after < stream ordering <= upto that should be sent.
 
-    upto = lake.position("intervals")
-    return lake.frame(spark, schemas.EVENTS).where(
-        F.col("ours") & F.col("bad").isNull() & (F.col("stream_ordering") <= upto)
-    )
-
-
-def above(spark: "SparkSession", lake: Lake, after: int) -> "DataFrame":
-    """The events above a stream ordering."""
-    part = (after + 1) // schemas.EVENTS_PER_PART
-    events = lake.frame(spark, schemas.EVENTS, parts=lambda name: int(name) >= part)
-    return events.where(f"stream_ordering > {after}")
+    Args:
+        upto: None: as far as `intervals` and `unknown_hosts` go.
+    """
+    last = lake.position("intervals") if upto is None else upto
+    parts = range((after + 1) // schemas.EVENTS_PER_PART, last // schemas.EVENTS_PER_PART + 1)
+    events = lake.frame(spark, schemas.EVENTS, parts=lambda name: int(name) in parts)
+    between = f"stream_ordering > {after} and stream_ordering <= {last}"
+    return events.where(f"ours and bad is null and {between}")
 
 
 def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFrame", "DataFrame"]:
@@ -426,7 +425,7 @@ def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFr
     from pyspark.sql import functions as F  # noqa: N812
 
     after = lake.position("intervals")
-    events = above(spark, lake, after).where(F.col("ours") & F.col("bad").isNull())
+    events = ours(spark, lake, after, lake.position("events", 0))
     told = None
     if lake.rows(schemas.TOLD_SERVERS):
         told = _from_here(lake.frame(spark, schemas.TOLD_SERVERS), after, server_name)
@@ -718,31 +717,31 @@ def strongest(exceptions: "DataFrame", server_name: str) -> "DataFrame":
 # --- intervals ------------------------------------------------------------------------------------
 
 
-def paired(changes: "DataFrame") -> "DataFrame":
-    """Intervals from changes (room_id, server, at), each from in to out or from out to in."""
+def paired(changes: "DataFrame", key: Sequence[str] = ("room_id", "server")) -> "DataFrame":
+    """Intervals from changes (the key, at), each from in to out or from out to in."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
-    in_server = Window.partitionBy("room_id", "server").orderBy("at")
+    in_server = Window.partitionBy(*key).orderBy("at")
     return (
-        changes.groupBy("room_id", "server", "at")
+        changes.groupBy(*key, "at")
         .agg(F.count(F.lit(1)).alias("turns"))
         .where("turns % 2 = 1")
         .withColumn("number", F.row_number().over(in_server))
         .withColumn("next", F.lead("at").over(in_server))
         .where("number % 2 = 1")
-        .select("room_id", "server", F.col("at").alias("first"), (F.col("next") - 1).alias("last"))
+        .select(*key, F.col("at").alias("first"), (F.col("next") - 1).alias("last"))
     )
 
 
-def changes_of(intervals: "DataFrame") -> "DataFrame":
-    """The changes (room_id, server, at) from which `paired` makes these intervals."""
+def changes_of(intervals: "DataFrame", key: Sequence[str] = ("room_id", "server")) -> "DataFrame":
+    """The changes (the key, at) from which `paired` makes these intervals."""
     from pyspark.sql import functions as F  # noqa: N812
 
     ends = F.when(F.col("last").isNull(), F.array("first")).otherwise(
         F.array(F.col("first"), F.col("last") + 1)
     )
-    return intervals.select("room_id", "server", F.explode(ends).alias("at"))
+    return intervals.select(*key, F.explode(ends).alias("at"))
 
 
 def union(intervals: "DataFrame") -> "DataFrame":

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Final
 from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.pipeline import latest_ms, schemas
 from fedsender.pipeline.lake import Commit, Lake, in_days
+from fedsender.pipeline.session import kept
 from fedsender.segments import segments
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 MAX_BATCH_BYTES: Final = 2**30
+FIRST_LIVE: Final = "first_live"
+"""The position of the first event that the ledger has as a live one."""
 # The last millisecond of the year 9999: later days have no name.
 _LAST_MS: Final = 253_402_300_799_999
 
@@ -113,9 +116,22 @@ def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
 
 
 def fresh_lines(spark: "SparkSession", lake: Lake, paths: tuple[Path, ...]) -> "DataFrame":
-    """The valid lines of these segments that are not in the lake."""
-    good = parsed(spark, paths).where("why is null")
-    return _new(good, lake.frame(spark, schemas.ATTEMPTS))
+    """The valid lines of these segments that are not in the lake, computed now."""
+    return kept(_unseen(spark, lake, kept(parsed(spark, paths).where("why is null"))))
+
+
+def _unseen(spark: "SparkSession", lake: Lake, lines: "DataFrame") -> "DataFrame":
+    """The valid lines that are not in the lake.
+
+    A line has one time, so it is looked for in its own day. Only a line from the future may have
+    counted as one of an earlier day.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    rows = lines.groupBy("day").agg(F.bool_or("is_early").alias("is_early")).collect()
+    own_days = in_days({str(row["day"]) for row in rows})
+    parts = None if any(row["is_early"] for row in rows) else own_days
+    return _new(lines, lake.frame(spark, schemas.ATTEMPTS, parts))
 
 
 def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) -> Read:
@@ -129,21 +145,26 @@ def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) 
 
     lines = parsed(spark, batch.paths).persist()
     good, bad = lines.where("why is null"), lines.where("why is not null")
-    days = {str(row["day"]) for row in good.select("day").distinct().collect()}
-    seen = lake.frame(spark, schemas.ATTEMPTS, in_days(days))
-    fresh = _new(good, seen).persist()
-    attempts = commit.append_frame(schemas.ATTEMPTS, _by_day(attempts_of(fresh)))
-    pdus = commit.append_frame(schemas.PDUS, _by_day(pdus_of(fresh)))
+    fresh = _unseen(spark, lake, good).persist()
+    attempts = commit.append_frame(schemas.ATTEMPTS, by_day(attempts_of(fresh)))
+    pdus = commit.append_frame(schemas.PDUS, by_day(pdus_of(fresh)))
     rejects = _new(bad, lake.frame(spark, schemas.REJECTS)).select(
         "segment", "line", F.col("why").alias("reason"), F.col("value").alias("text")
     )
     rejected = commit.append_frame(schemas.REJECTS, rejects.coalesce(1))
-    unknown = fresh.where("unknown_fields is not null").count()
+    live = F.expr(
+        "array_min(transform(filter(pdus, p -> p.lane = 'live'), p -> p.stream_ordering))"
+    )
+    counted = fresh.agg(F.count("unknown_fields").alias("unknown"), F.min(live).alias("live"))
+    row = counted.first()
+    assert row is not None
+    if row["live"] is not None:
+        commit.set_position(FIRST_LIVE, min(row["live"], lake.position(FIRST_LIVE, row["live"])))
     fresh.unpersist()
     lines.unpersist()
     names = [path.name for path in batch.paths]
     commit.append(schemas.SEGMENTS, pa.table({"name": names, "bytes": list(batch.sizes)}))
-    return Read(attempts, pdus, rejected, unknown)
+    return Read(attempts, pdus, rejected, row["unknown"])
 
 
 def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
@@ -155,9 +176,13 @@ def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
 
 
 def parsed_text(text: "DataFrame") -> "DataFrame":
-    """As `parsed`, for lines (value) with a known segment; `ms` is at most `latest_ms`."""
+    """As `parsed`, for lines (value) with a known segment.
+
+    `ms` is at most `latest_ms`; `is_early`: the line has a later time.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
+    latest = latest_ms()
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "corrupt"}
     keys = F.json_object_keys("value")
@@ -183,7 +208,8 @@ def parsed_text(text: "DataFrame") -> "DataFrame":
             ).alias("unknown_fields"),
         )
         .withColumn("why", _why())
-        .withColumn("ms", F.least("ms", F.lit(latest_ms())))
+        .withColumn("is_early", F.col("ms") > F.lit(latest))
+        .withColumn("ms", F.least("ms", F.lit(latest)))
         .withColumn("day", F.to_date(F.timestamp_millis("ms")))
         .drop("torn", "corrupt")
     )
@@ -220,7 +246,7 @@ def _new(lines: "DataFrame", seen: "DataFrame") -> "DataFrame":
     )
 
 
-def _by_day(rows: "DataFrame") -> "DataFrame":
+def by_day(rows: "DataFrame") -> "DataFrame":
     """The rows in one partition per day, several for a large day, and not one per task and day."""
     return rows.hint("rebalance", "day")
 

@@ -119,7 +119,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         counted[0],
         counted[1],
         _worst(servers, today, days),
-        _owed(lake.frame(spark, schemas.AUDIT)),
+        _owed(lake.frame(spark, schemas.AUDIT_BY_SERVER)),
         {} if audited is None else audited.counts,
         0 if audited is None else audited.expected,
         _losses(lake.frame(spark, schemas.MISSING)),
@@ -194,10 +194,10 @@ def _owed(audited: DataFrame) -> dict[str, dict[str, int]]:
         age = F.when(days <= upto, name).otherwise(age)
     owed = (
         audited.withColumn("owed", F.col("pending") + F.col("parked"))
-        .where("owed > 0")
         .crossJoin(F.broadcast(newest))
         .groupBy("server", age.alias("age"))
         .agg(F.sum("owed").alias("owed"))
+        .where("owed > 0")
     )
     most = owed.groupBy("server").agg(F.sum("owed").alias("total"))
     most = most.orderBy(F.desc("total"), "server").limit(SERVERS)

@@ -271,6 +271,7 @@ PDUS = LakeTable(
         "supersedes_from": "BIGINT",
         "supersedes_to": "BIGINT",
         "refused": "STRING",
+        "version": "BIGINT",
     },
     required=("line", "day", "ms", "destination", "outcome", "event_id", "room_id"),
     part="day",
@@ -384,9 +385,22 @@ AUDIT = LakeTable(
         **dict.fromkeys(FATES, "BIGINT"),
     },
     required=("server", "room_id", "day", "expected", *FATES),
-    notes={"day": "the homeserver received the events on it"},
-    about="The last audit: how many events of each [fate](pipeline.md#audit) a server, room and day"
-    " have.",
+    part="day",
+    notes={"day": "that of the events: see `days`"},
+    about="How many events of each [fate](pipeline.md#audit) a server, room and day have: the sum"
+    " of its rows. Each audit adds what has changed, which may be less than 0.",
+)
+AUDIT_BY_SERVER = LakeTable(
+    "audit_by_server",
+    {
+        "server": "STRING",
+        "day": "DATE",
+        "expected": "BIGINT",
+        **dict.fromkeys(FATES, "BIGINT"),
+    },
+    required=("server", "day", "expected", *FATES),
+    part="day",
+    about="The table `audit`, summed up by server and day; also a sum of rows.",
 )
 MISSING = LakeTable(
     "missing",
@@ -396,16 +410,26 @@ MISSING = LakeTable(
         "stream_ordering": "BIGINT",
         "event_id": "STRING",
         "day": "DATE",
+        "attempts": "BIGINT",
+        "last_ms": "BIGINT",
+        "last_outcome": "STRING",
+        "weakness": "STRING",
         "reasons": "ARRAY<STRING>",
     },
     required=("server", "room_id", "stream_ordering", "event_id", "day", "reasons"),
-    about="A missing event of the last audit, and what is on record about it.",
+    notes={
+        "attempts": "in the ledger; null: none",
+        "last_ms": "when the last of them ended",
+        "weakness": "[that](weaknesses.md) of other senders that may be the reason",
+    },
+    about="An event that is missing by the last audit, and what is on record about it.",
 )
 SUPERSEDED = LakeTable(
     "superseded",
     {
         "server": "STRING",
         "room_id": "STRING",
+        "day": "DATE",
         "first": "BIGINT",
         "last": "BIGINT",
         "events": "BIGINT",
@@ -413,9 +437,38 @@ SUPERSEDED = LakeTable(
         "at_ms": "BIGINT",
         "refused": "STRING",
     },
-    required=("server", "room_id", "first", "last", "events", "by_event_id", "at_ms"),
+    required=("server", "room_id", "day", "first", "last", "events", "by_event_id", "at_ms"),
+    part="day",
     notes={"refused": "the server's error for that event, which then stood in for nothing"},
-    about="Events of ours from first to last that catch-up left out, and the event that stood in.",
+    about="Events of ours from first to last, of one day, that catch-up left out, and the event"
+    " that stood in.",
+)
+CLAIMS = LakeTable(
+    "claims",
+    {
+        "server": "STRING",
+        "room_id": "STRING",
+        "event_id": "STRING",
+        "first": "BIGINT",
+        "last": "BIGINT",
+        "kind": "STRING",
+    },
+    required=("server", "first", "kind"),
+    notes={
+        "server": "`*`: each",
+        "room_id": "null: all rooms, or that of the event",
+        "event_id": "null: the range from first to last; else first and last say nothing",
+    },
+    about="What the last audit took from elsewhere than the ledger. Where it is another one now,"
+    " the next audit looks again.",
+)
+DAYS = LakeTable(
+    "days",
+    {"day": "DATE", "first": "BIGINT"},
+    required=("day", "first"),
+    notes={"first": "its first event, by stream ordering"},
+    about="A day of events: from the first event that the homeserver received on it, up to the"
+    " first of the next day.",
 )
 AUDITS = LakeTable(
     "audits",
@@ -497,8 +550,11 @@ TABLES: Final = {
         REDELIVERIES,
         CATCH_UPS,
         AUDIT,
+        AUDIT_BY_SERVER,
         MISSING,
         SUPERSEDED,
+        CLAIMS,
+        DAYS,
         AUDITS,
         HEALTH,
         HEALTH_DAYS,

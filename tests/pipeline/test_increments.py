@@ -1,0 +1,331 @@
+"""Audits one after the other, as an hourly job makes them: each finds what an audit of everything
+would find, and looks at what is new only."""
+
+import datetime
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pyarrow as pa
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.pipeline.test_audit import DAY_MS, EVENT_MS, SERVERS, START_MS, attempt, event, note, pdu
+from tests.pipeline.test_ingest import Killed
+from tests.pipeline.test_intervals import SOME_WORLDS
+from tests.pipeline.test_ledger_lines import write
+from tests.pipeline.worlds import US
+
+from fedsender.config import Config, from_values
+from fedsender.pipeline import accounts, schemas
+from fedsender.pipeline import audit as module
+from fedsender.pipeline.audit import accept, audit
+from fedsender.pipeline.ingest import Ingested, read_ledger
+from fedsender.pipeline.lake import Lake, open_lake, write_manifest
+from fedsender.pipeline.session import showing
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+ROOMS = ("!p", "!q", "!r")
+ROUNDS = 5
+EVENTS_A_ROUND = 40
+
+
+@dataclass
+class Life:
+    """A homeserver, its ledger and its lake, over some rounds of an hour each."""
+
+    random: Random
+    directory: Path
+    at: int = 0
+    events: list[dict[str, Any]] = field(default_factory=list)
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    lines: list[Any] = field(default_factory=list)
+    segment: int = 0
+    denied: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        (self.directory / "ledger").mkdir()
+        for room in ROOMS:
+            for server in SERVERS:
+                upto = ROUNDS * EVENTS_A_ROUND
+                ends = sorted(self.random.sample(range(1, upto), self.random.choice((1, 2, 3))))
+                for first, last in zip(ends[::2], [*ends[1::2], None], strict=False):
+                    span = {"room_id": room, "server": server, "first": first, "last": last}
+                    self.spans.append(span)
+
+    @property
+    def config(self) -> Config:
+        values = {"server_name": US, "signing_key": "key", "deny": list(self.denied)}
+        return from_values(values, directory=self.directory)
+
+    def events_pass(self) -> list[dict[str, Any]]:
+        """New events, some with a clock that was wrong."""
+        new = []
+        for at in range(self.at + 1, self.at + EVENTS_A_ROUND + 1):
+            made = event(at, self.random.choice(ROOMS))
+            if self.random.random() < 0.03:
+                made["received_ts"] += self.random.choice((-2, 1)) * DAY_MS
+            new.append(made)
+        self.at += EVENTS_A_ROUND
+        self.events += new
+        return new
+
+    def some(self, recent: float = 0.7) -> dict[str, Any]:
+        """An event: of this round, or any."""
+        events = self.events
+        return self.random.choice(
+            events[-EVENTS_A_ROUND:] if self.random.random() < recent else events
+        )
+
+    def lines_pass(self) -> Iterator[Any]:
+        """What the ledger gets in a round."""
+        random = self.random
+        for number in range(random.randint(20, 60)):
+            server, made = random.choice(SERVERS), self.some()
+            at, room = made["stream_ordering"], made["room_id"]
+            what = random.random()
+            name = f"{self.at}.{number}"
+            if what < 0.6:
+                orderings = [
+                    each["stream_ordering"]
+                    for each in self.events
+                    if each["room_id"] == room and at <= each["stream_ordering"] <= at + 12
+                ]
+                refused = {f"${at}": "no"} if what < 0.06 else {}
+                pdus = [pdu(each, room) for each in orderings]
+                yield attempt(server, *pdus, transaction_id=name, refused=refused)
+            elif what < 0.72:
+                first = max(1, at - random.randint(0, 60))
+                refused = {f"${at}": "no"} if what < 0.64 else {}
+                sent = pdu(at, room, "catch_up", supersedes=[first, at])
+                yield attempt(server, sent, transaction_id=name, refused=refused)
+            elif what < 0.9:
+                outcome = random.choice(("failing", "unknown", "unreachable"))
+                yield attempt(server, pdu(at, room), transaction_id=name, outcome=outcome)
+            elif what < 0.94:
+                where = pdu(at, room, "quarantine")
+                every = random.choice((server, "*"))
+                yield note("dropped", at, every, position=None, pdus=[where])
+        for outcome, chance in (("purged", 0.1), ("handed_over", 0.06), ("owned", 0.1)):
+            if random.random() < chance:
+                server = random.choice(SERVERS) if outcome == "purged" else "*"
+                yield note(outcome, self.at, server, lsso=random.randint(0, self.at))
+        if random.random() < 0.08:
+            lists = random.choice((None, json.dumps({"deny": ["a.*"]})))
+            yield note("denied", random.randint(0, self.at), reason=lists)
+
+    def write_ledger(self) -> None:
+        """Close the open segment or leave it; some segments come again, as a copy."""
+        directory = self.directory / "ledger"
+        new = list(self.lines_pass())
+        late = [line for line in new if self.random.random() < 0.1]
+        new = [line for line in new if line not in late] + self.lines
+        self.lines = late
+        opened = directory / "f.b.000000.open"
+        if opened.exists():
+            self.segment += 1
+            opened.rename(directory / f"f.b.{self.segment:06d}.jsonl")
+        half = self.random.randint(0, len(new))
+        self.segment += 1
+        write(directory, f"f.b.{self.segment:06d}.jsonl", *new[:half])
+        if self.random.random() < 0.5:
+            write(directory, opened.name, *new[half:])
+        else:
+            self.segment += 1
+            write(directory, f"f.b.{self.segment:06d}.jsonl", *new[half:], *new[:5])
+
+    def as_they_stand(self) -> dict[str, list[dict[str, Any]]]:
+        """The tables that are read whole at each ingest."""
+        random = self.random
+        marks = {server: self.at if random.random() < 0.6 else random.randint(0, self.at)
+                 for server in SERVERS}  # fmt: skip
+        newest = {each["room_id"]: each["stream_ordering"] for each in self.events}
+        item = self.some(0.2)
+        named = {name: item[name] for name in ("event_id", "room_id", "stream_ordering")}
+
+        def sometimes(**row: Any) -> list[dict[str, Any]]:
+            return [row] if random.random() < 0.4 else []
+
+        return {
+            "destinations": [
+                {"destination": server, "last_successful_stream_ordering": mark}
+                for server, mark in marks.items()
+            ],
+            "destination_rooms": [
+                {"destination": server, "room_id": room, "stream_ordering": at}
+                for server in SERVERS
+                for room, at in newest.items()
+            ],
+            "quarantine": sometimes(
+                id=1, destination=random.choice((*SERVERS, None)), kind="pdu", reason="poison",
+                at_ms=1, **named,
+            ),
+            "redeliveries": sometimes(destination=random.choice(SERVERS), added_ms=1, **named),
+            "catch_ups": sometimes(
+                destination=SERVERS[0], floor=random.randint(0, self.at), room_id="!r",
+                sent_to=random.randint(0, self.at),
+            ),
+            "server_states": sometimes(destination=SERVERS[1], parked="gone"),
+        }  # fmt: skip
+
+    def ingest(self, spark: "SparkSession", lake: Lake) -> None:
+        """A round: new events, the tables as they stand, and perhaps the ledger."""
+        with lake.commit() as commit:
+            rows = pa.Table.from_pylist(self.events_pass(), schemas.EVENTS.arrow_schema())
+            commit.append(schemas.EVENTS, rows, 0)
+            if not lake.rows(schemas.INTERVALS):
+                schema = schemas.INTERVALS.arrow_schema()
+                commit.append(schemas.INTERVALS, pa.Table.from_pylist(self.spans, schema))
+            if self.random.random() < 0.7:
+                for name, entries in self.as_they_stand().items():
+                    table = schemas.TABLES[name]
+                    commit.clear(table)
+                    commit.append(table, pa.Table.from_pylist(entries, table.arrow_schema()))
+            commit.set_position("events", self.at)
+            commit.set_position("intervals", self.at)
+        self.write_ledger()
+        if self.random.random() < 0.8:
+            with showing(quiet=True) as steps:
+                read_ledger(spark, lake, self.directory / "ledger", steps, Ingested())
+        if self.random.random() < 0.3:
+            accept(lake, list(self.accepted()))
+        if self.random.random() < 0.1:
+            self.denied = self.random.choice(((), ("b.*",)))
+
+    def accepted(self) -> Iterator[dict[str, Any]]:
+        """What an operator accepts now."""
+        for _ in range(self.random.randint(0, 3)):
+            server, made = self.random.choice(SERVERS), self.some(0.2)
+            yield {"server": server, "event_id": made["event_id"]}
+            first = self.random.randint(1, self.at)
+            every = "*" if self.random.random() < 0.1 else server
+            yield {"server": every, "first": first, "last": first + self.random.randint(0, 20)}
+
+
+def findings(lake: Lake) -> dict[str, Any]:
+    """What the lake says, with sums summed up."""
+    found: dict[str, Any] = {}
+    for table, key in (
+        (schemas.AUDIT, ("server", "room_id", "day")),
+        (schemas.AUDIT_BY_SERVER, ("server", "day")),
+    ):
+        sums: Counter[Any] = Counter()
+        for row in lake.read(table).to_pylist():
+            for name in accounts.COUNTS:
+                sums[*(row[each] for each in key), name] += row[name]
+        found[table.name] = {each: n for each, n in sums.items() if n}
+    for table in (schemas.MISSING, schemas.SUPERSEDED, schemas.DAYS):
+        found[table.name] = sorted(map(str, lake.read(table).to_pylist()))
+    return found
+
+
+def from_scratch(spark: "SparkSession", life: Life, lake: Lake) -> dict[str, Any]:
+    """The findings of an audit of everything, on a copy of the lake that was never audited."""
+    copy = life.directory / "copy"
+    shutil.copytree(lake.directory, copy)
+    other = open_lake(copy, US)
+    for name in [name for name in other.manifest.positions if name.startswith("audit")]:
+        del other.manifest.positions[name]
+    for table in (schemas.AUDIT, schemas.MISSING, schemas.CLAIMS, schemas.DAYS):
+        other.manifest.tables.pop(table.name, None)
+    write_manifest(copy, other.manifest)
+    other = open_lake(copy, US)
+    with showing(quiet=True) as steps:
+        audit(spark, other, life.config, steps)
+    found = findings(other)
+    shutil.rmtree(copy)
+    return found
+
+
+@SOME_WORLDS
+@given(seed=st.integers(0, 2**32))
+def test_audits_one_after_the_other_find_what_one_of_everything_finds(
+    spark: "SparkSession", seed: int
+) -> None:
+    """With late lines, copies, repairs, stand-ins, catch-up, quarantine, purges, hand-overs, lists,
+    accepted deliveries, wrong clocks, and audits that are killed."""
+    looks = []
+
+    def goes_on(*args: Any) -> Any:
+        looks.append(look := real(*args))
+        return look
+
+    real = module._goes_on
+    with TemporaryDirectory() as name, mock.patch.object(module, "_goes_on", goes_on):
+        life = Life(Random(seed), Path(name))
+        lake = open_lake(life.directory / "lake", US, create=True)
+        for number in range(ROUNDS):
+            life.ingest(spark, lake)
+            with showing(quiet=True) as steps:
+                if life.random.random() < 0.2:
+                    killed(spark, lake, life)
+                    lake = open_lake(life.directory / "lake", US)
+                audit(spark, lake, life.config, steps)
+            if number == ROUNDS - 1:
+                found = findings(lake)
+                for table, rows in from_scratch(spark, life, lake).items():
+                    assert found[table] == rows, (seed, number, table)
+    assert any(look is not None and look.unit_days for look in looks)
+
+
+def killed(spark: "SparkSession", lake: Lake, life: Life) -> None:
+    """An audit that ends in the middle of its commit."""
+
+    def fault(point: str) -> None:
+        if point == "before commit":
+            raise Killed
+
+    dying = open_lake(lake.directory, US, faults=fault)
+    with showing(quiet=True) as steps:
+        try:
+            audit(spark, dying, life.config, steps)
+        except Killed:
+            return
+    raise AssertionError("it went on")
+
+
+def test_a_later_day_is_not_looked_at_for_an_older_one(
+    spark: "SparkSession", tmp_path: Path
+) -> None:
+    """A line about one event of the first day, a week later, is a matter of its server, its room
+    and that day."""
+    rows = [event(at, "!r") for at in range(1, 201)]
+    lake = open_lake(tmp_path / "lake", US, create=True)
+    (tmp_path / "ledger").mkdir()
+    with lake.commit() as commit:
+        commit.append(schemas.EVENTS, pa.Table.from_pylist(rows, schemas.EVENTS.arrow_schema()), 0)
+        spans = [
+            {"room_id": "!r", "server": server, "first": 1, "last": None} for server in SERVERS
+        ]
+        schema = schemas.INTERVALS.arrow_schema()
+        commit.append(schemas.INTERVALS, pa.Table.from_pylist(spans, schema))
+        commit.set_position("events", 200)
+        commit.set_position("intervals", 200)
+    lines = [attempt(SERVERS[0], pdu(at, "!r"), transaction_id=f"t{at}") for at in range(1, 201)]
+    write(tmp_path / "ledger", "f.b.000001.jsonl", *lines[:4], *lines[5:])
+    config = from_values({"server_name": US, "signing_key": "key"}, directory=tmp_path)
+    with showing(quiet=True) as steps:
+        read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
+        told = audit(spark, lake, config, steps)
+        assert told.counts["delivered"] == 199
+        late = START_MS + 200 * EVENT_MS
+        write(tmp_path / "ledger", "f.b.000002.jsonl", lines[4] | {"ms": late})
+        read_ledger(spark, lake, tmp_path / "ledger", steps, Ingested())
+        known = module.known_lines(spark, lake, tmp_path / "ledger")
+        days = accounts.read_days(spark, lake)
+        owned = accounts.ownership(known.attempts, config.instance_name)
+        claims = accounts.claims(spark, lake, owned, accounts.owed_ranges(spark, lake))
+        units = accounts.touched(spark, lake, known, claims, days)
+        assert units is not None
+        assert [tuple(row) for row in units.collect()] == [
+            (SERVERS[0], "!r", datetime.date(2026, 1, 1))
+        ]
+        assert audit(spark, lake, config, steps).counts["delivered"] == 200
