@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from fedsender.config import Log
 from fedsender.daemon import LoopWatch
-from fedsender.telemetry import Metrics, configure_logging
+from fedsender.telemetry import Count, Metrics, configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -244,6 +244,28 @@ def test_attempts_are_also_counted_where_dashboards_look_for_the_failure_rate() 
     metrics.attempts.labels("unreachable").inc(2)
     block = frozenset({("block_name", "_send_new_transaction")})
     assert samples(metrics)["synapse_util_metrics_block_count_total"] == {block: 5}
+
+
+def test_a_label_may_come_while_the_metrics_are_read() -> None:
+    """They are rendered in a thread, and the loop goes on counting."""
+    metrics = Metrics("a.example")
+    family = metrics.attempts
+
+    class Read(Count):
+        """Something new is counted whenever it is read."""
+
+        @property
+        def value(self) -> float:
+            family.labels(f"new {len(family.children)}").inc()
+            return 3
+
+        @value.setter
+        def value(self, _: float) -> None: ...
+
+    family.children[("first",)] = Read()
+    family.labels("second").inc()
+    found = samples(metrics)["fedsender_attempts_total"]
+    assert found[frozenset({("outcome", "second")})] == 1
 
 
 def test_only_configured_destinations_have_metrics_of_their_own() -> None:

@@ -278,8 +278,8 @@ class Rates:
 
 
 class Count:
-    """A number that rises. It is for one thread: the library's own locks and checks at each step,
-    and nine are touched for each transaction."""
+    """A number that rises. Only one thread changes it: the library's own locks and checks at each
+    step, and nine are touched for each transaction."""
 
     __slots__ = ("value",)
 
@@ -292,7 +292,7 @@ class Count:
 
 
 class Times:
-    """A histogram of durations, for one thread.
+    """A histogram of durations, changed by one thread.
 
     Attributes:
         total_s: all of them together, in seconds.
@@ -340,8 +340,12 @@ class _Family(Collector, Generic[T]):
         return found
 
     def collect(self) -> Iterator[Metric]:
-        """All of them, for Prometheus."""
-        yield self._collect(self.children)
+        """All of them, for Prometheus; in any thread."""
+        yield self._collect(self.now())
+
+    def now(self) -> Mapping[tuple[str, ...], T]:
+        """Those there are, copied in one step: another thread may add one at any time."""
+        return self.children.copy()
 
 
 class _Sample(NamedTuple):
@@ -719,7 +723,7 @@ class _WithServerName(Collector):
 
         They also join on the CPU time of a block; ours is all of the process's.
         """
-        attempts = sum(count.value for count in self._attempts.children.values())
+        attempts = sum(count.value for count in self._attempts.now().values())
         used = resource.getrusage(resource.RUSAGE_SELF)
         blocks = "synapse_util_metrics_block"
         for name, meaning, value in (
