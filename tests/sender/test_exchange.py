@@ -142,6 +142,34 @@ async def test_the_deadline_holds_while_a_stale_connection_is_replaced(
         assert client.statistics().open == 0
 
 
+async def test_a_deadline_in_the_moment_of_the_new_connection_holds(
+    tmp_path: Path, autojump_clock: MockClock
+) -> None:
+    """Nothing more is sent, and nothing is waited for without a deadline."""
+
+    class InTheLastMoment(AnybodyMay):
+        def reached(self, address: str | None) -> None:
+            if stale:
+                exchange.ring()
+
+    stale = False
+    async with (
+        in_memory(tmp_path) as (client, network),
+        exchange_of() as exchange,
+        client.peer("b.example", there(1), InTheLastMoment()) as peer,
+    ):
+        await put(exchange, peer)
+        network.forget()
+        stale = True
+        answer, verdict = await put(exchange, peer, seconds=5)
+        assert answer is None
+        assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True)
+        stale = False
+        answer, _ = await put(exchange, peer, seconds=5)
+        assert answer is not None
+        assert answer.reused
+
+
 # --- ended early ----------------------------------------------------------------------------------
 
 
@@ -159,7 +187,7 @@ async def test_the_deadline_closes_the_connection(tmp_path: Path, answers: int, 
         answer, verdict = await put(exchange, peer, seconds=0.3, size=size)
         assert answer is None
         assert verdict == Verdict(Outcome.FAILING, "no answer in time", sent=True)
-        assert client.statistics().open == 0
+        assert (client.statistics().open, client.statistics().repeated) == (0, 0)
         assert server.connections == 1
 
 

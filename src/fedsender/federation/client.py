@@ -405,7 +405,7 @@ class Peer:
     def cut(self) -> None:
         """End the exchange under way, with `SendFailed`; another task may do so."""
         if self._held is not None:
-            self._held.connection.cut(ExchangeFailed("closed", "we gave it up"))
+            self._held.connection.cut(ExchangeFailed("timeout", "we gave it up"))
 
     async def version_answers(self) -> bool:
         """Whether the server answers an unsigned `GET /_matrix/federation/v1/version`.

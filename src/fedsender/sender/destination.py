@@ -190,7 +190,10 @@ class Exchange(Alarm):
         try:
             with trio.CancelScope() as self._scope:
                 await peer.connect()
-                return True
+                if self._ended is None:
+                    return True
+                # It came to be in the very moment in which it was to end.
+                peer.release()
         finally:
             self._scope = None
         if self._ended is _Ended.GAVE_WAY:
