@@ -149,13 +149,16 @@ def last_answers(torn: Sequence[Path]) -> dict[str, dict[str, Any]]:
     """The last answer of each destination in the segments that were left open.
 
     An answer is on record here before the databases have it. Until they have it, its segment stays
-    open and its destination is sent nothing more. So the databases can lack no other answer.
+    open and its destination is sent nothing more. So the databases can lack no other answer. A
+    purge forgets all answers before it.
     """
     answers: dict[str, dict[str, Any]] = {}
     for path in torn:
         for line in read_lines(path):
             if line.get("outcome") == "delivered":
                 answers[line["destination"]] = line
+            elif line.get("outcome") == "purged":
+                answers.pop(line["destination"], None)
     return answers
 
 

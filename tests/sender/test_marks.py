@@ -268,6 +268,19 @@ async def test_a_purge_leaves_no_mark_behind(world: World, autojump_clock: MockC
         assert stored(world.directory) is None
 
 
+async def test_a_kill_after_a_purge_brings_no_row_back(
+    world: World, autojump_clock: MockClock, tmp_path: Path
+) -> None:
+    """The last segment still has an answer of the server."""
+    async with world.run() as sender:
+        await five_answers(world)
+        assert await sender.operations.purge(A, force=True) == []
+        after = after_a_kill(world, tmp_path / "after")
+    async with after.run():
+        assert stored(after.directory) is None
+        assert stored(after.directory, B) is not None
+
+
 async def test_every_question_sees_the_newest_mark(world: World, autojump_clock: MockClock) -> None:
     async with world.run():
         token = await five_answers(world)
