@@ -16,7 +16,7 @@ from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.sender.sender import MARKS_EVERY_S
-from fedsender.store.homeserver import MARKS_LATE_S
+from fedsender.store.homeserver import MARKS_LATE_S, MAX_UNWRITTEN
 
 R = "!r:hs.example"
 A, B = "a.example", "b.example"
@@ -279,6 +279,28 @@ async def test_a_kill_after_a_purge_brings_no_row_back(
     async with after.run():
         assert stored(after.directory) is None
         assert stored(after.directory, B) is not None
+
+
+async def test_a_row_that_was_deleted_at_once_stands_in_no_later_line(
+    world: World, autojump_clock: MockClock
+) -> None:
+    """A backlog of to-device messages: each line has those before it only up to a bound."""
+    async with world.run():
+        await five_answers(world)
+        await world.store.homeserver.write_marks()
+        for row in range(1, 1_001):
+            await world.store.homeserver.queue_to_device(A, row, "{}")
+        world.sender.to_device_changed(A)
+        await trio.sleep(MARKS_EVERY_S / 2)
+        assert rows(world.directory) != []
+        await trio.sleep(MARKS_EVERY_S)
+        assert rows(world.directory) == []
+    named = [set(line["outbox"]) for line in world.ledger(A) if line["outbox"]]
+    assert set.union(*named) == set(range(1, 1_001))
+    written = [len(each) > MAX_UNWRITTEN for each in named]
+    assert sum(written) == 1_000 // (MAX_UNWRITTEN + 100)
+    for at_once, before, after in zip(written, named, named[1:], strict=False):
+        assert at_once == before.isdisjoint(after)
 
 
 async def test_every_question_sees_the_newest_mark(world: World, autojump_clock: MockClock) -> None:

@@ -91,7 +91,7 @@ __all__ = ["EventRow", "HomeserverSettings", "HomeserverStore", "HostsUnknown", 
 T = TypeVar("T")
 MARKS_LATE_S = 10.0
 """Seconds that marks are kept in memory; then each answer waits for its own write again."""
-MAX_UNWRITTEN = 1_000
+MAX_UNWRITTEN = 200
 """Answered to-device rows of one destination that are still there; all stand in its next line."""
 LAGGING_ROWS = 50_000
 """Rows of `destination_rooms` that one statement looks at."""
@@ -620,7 +620,7 @@ class HomeserverStore:
         beyond the limit: they are deleted by that id.
         """
         mark = self._marks.get(destination)
-        answered = () if mark is None else mark.outbox
+        answered = set(() if mark is None else mark.outbox)
         rows = await self._to_device(destination, after, upto, limit + len(answered))
         return [row for row in rows if row[0] not in answered]
 
@@ -666,9 +666,19 @@ class HomeserverStore:
         """Write the changes by answered transactions, in one transaction.
 
         LSSO goes upwards only. Outbox rows go by their exact ids: rows with lower ids may have come
-        since.
+        since. What is in memory only and among this need not be written again.
         """
         await self._database.write_together(_settle, settlements)
+        for item in settlements:
+            mark = self._marks.pop(item.destination, None)
+            if mark is None:
+                continue
+            gone = set(item.outbox_ids)
+            left = tuple(row for row in mark.outbox if row not in gone)
+            if left or (mark.lsso or 0) > (item.lsso or 0):
+                self._marks[item.destination] = mark._replace(outbox=left)
+            else:
+                mark.written()
 
     def settle_later(
         self,
@@ -711,15 +721,9 @@ class HomeserverStore:
         if not self._marks or (destination is not None and destination not in self._marks):
             return
         async with self._marks_lock:
-            began, marks = trio.current_time(), dict(self._marks)
-            effects = [Settlement(name, mark.lsso, mark.outbox) for name, mark in marks.items()]
+            began, marks = trio.current_time(), self._marks.items()
+            effects = [Settlement(name, mark.lsso, mark.outbox) for name, mark in marks]
             await self.settle(effects)
-            for name, mark in marks.items():
-                mark.written()
-                newer = self._marks.pop(name, mark)
-                if newer is not mark:
-                    left = tuple(row for row in newer.outbox if row not in mark.outbox)
-                    self._marks[name] = newer._replace(outbox=left)
             self._marks_since = began
 
     @writing
