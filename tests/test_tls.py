@@ -270,6 +270,15 @@ async def test_streams_that_share_their_memory_do_not_mix(tmp_path: Path) -> Non
     assert network._outgoing.pending == 0
 
 
+async def test_bytes_that_a_broken_stream_left_reach_no_other_peer(tmp_path: Path) -> None:
+    network = RealNetwork()
+    network._outgoing.write(b"for another")
+    async with two_ends(tmp_path, network=network) as (stream, server):
+        network._outgoing.write(b"for another")
+        await stream.send_all(b"hello")
+        assert await server.receive_some() == b"hello"
+
+
 async def test_closing_leaves_nothing_behind(tmp_path: Path) -> None:
     """No object waits for Python's search for cycles; thousands of connections come and go."""
     gc.collect()

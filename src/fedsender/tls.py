@@ -329,6 +329,9 @@ class TlsStream(Stream):
 
     def _step(self, step: Callable[..., T], *args: object) -> T:
         """One step of OpenSSL; takes the bytes for the peer out of the shared memory."""
+        if self._outgoing.pending:
+            # Those of another peer, whose stream broke as we ran out of memory for them.
+            self._outgoing.read()
         try:
             return step(*args)
         finally:
