@@ -187,18 +187,36 @@ async def test_a_frozen_transaction_is_not_void_by_a_mark_of_ours(
     assert "discarded" not in {line["outcome"] for line in after.ledger(A)}
 
 
+@pytest.mark.parametrize("recovers", [False, True])
 async def test_without_a_ledger_each_answer_is_written_at_once(
-    world: World, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    world: World,
+    autojump_clock: MockClock,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    recovers: bool,
 ) -> None:
-    """A disk that takes no lines: the databases are the only record."""
+    """A disk that takes no lines: the databases are the only record.
+
+    `recovers`: it takes lines again while the state of an hour is saved, but has not this one.
+    """
+    full_now = False
+
+    def fault(_: str) -> None:
+        if recovers and full_now:
+            sender.context.ledger.recover()
+
+    world.faults = fault
     async with world.run() as sender:
         await five_answers(world, keys=True)
         assert rows(world.directory) == [1, 2, 3, 4, 5]
+        if recovers:
+            await trio.sleep(3600)
 
         def full(text: bytes) -> None:
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(sender.context.ledger, "_append", full)
+        full_now = True
         token = await world.say(R, "no line of this")
         await to_device(world, 6)
         await trio.sleep(0.3)

@@ -678,7 +678,9 @@ class Destination:
             return
         transaction.answered = verdict.outcome is Outcome.DELIVERED
         took_s = trio.current_time() - started
-        self._reporter.attempt(transaction, verdict, took_s=took_s, answer=answer)
+        transaction.recorded = self._reporter.attempt(
+            transaction, verdict, took_s=took_s, answer=answer
+        )
         context.attempt_log.end(slot)
         if transaction.answered:
             self._permit.answered()

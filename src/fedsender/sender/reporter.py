@@ -32,8 +32,10 @@ class Reporter:
         took_s: float = 0.0,
         answer: Answer | None = None,
         cut_off: str = STOPPED,
-    ) -> None:
+    ) -> bool:
         """Write the ledger's line for this attempt, before anything else is written (I9).
+
+        Returns whether the ledger has it.
 
         Args:
             verdict: None: it was cut off.
@@ -59,7 +61,8 @@ class Reporter:
         metrics, began = self._context.metrics, trio.current_time()
         self._context.ledger.record(line)
         metrics.ledger_seconds.observe(trio.current_time() - began)
-        if self._context.ledger.failing is None:
+        recorded = self._context.ledger.failing is None
+        if recorded:
             metrics.ledger_lines.inc()
         if verdict is not None and verdict.sent:
             # A connection that failed took no time of a transaction's.
@@ -68,6 +71,7 @@ class Reporter:
         if delivered and transaction is not None:
             metrics.delivery_seconds.observe(max(0, line.ms - transaction.frozen_ms) / 1000)
             self._count(transaction, refused=len(line.refused or ()))
+        return recorded
 
     def _count(self, transaction: Transaction, *, refused: int) -> None:
         metrics = self._context.metrics

@@ -186,7 +186,8 @@ class Transaction:
         receipts_upto: with a debt of receipts, the stream id up to which an answer pays it.
         saved: whether its record is durable.
         edu_marks: the marks of its EDUs, once `drafted` is gone.
-        answered: whether the ledger has its answer; the databases follow as soon as they can.
+        answered: whether it was answered; the databases follow as soon as they can.
+        recorded: whether the ledger has the line of its last attempt.
         drafted: the live objects it was made of; None after a restart, when only bytes are needed.
     """
 
@@ -202,6 +203,7 @@ class Transaction:
     attempts: int = 0
     saved: bool = False
     answered: bool = False
+    recorded: bool = False
     drafted: Draft | None = None
 
     @property
