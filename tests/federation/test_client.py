@@ -248,6 +248,20 @@ async def test_reused_connection_that_closes_unheard_is_stale(tmp_path: Path) ->
     assert client.statistics().repeated == 1
 
 
+async def test_a_question_on_a_stale_connection_is_asked_again(tmp_path: Path) -> None:
+    """A server that closes after each answer is no server that does not answer."""
+    requests: list[Request] = []
+    async with (
+        one_server(tmp_path, closing_after(1, requests)) as (client, server),
+        client.peer(NAME, server.policy, AnybodyMay()) as peer,
+    ):
+        await send(peer)
+        assert await peer.version_answers()
+        assert await peer.version_answers()
+    assert server.connections == 3
+    assert [request.line.split()[0] for request in requests] == ["PUT", "GET", "GET", "GET", "GET"]
+
+
 async def test_new_connection_that_closes_unheard_is_a_failure(tmp_path: Path) -> None:
     requests: list[Request] = []
     async with (

@@ -11,7 +11,7 @@ No request looks through the connections of other destinations.
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Protocol
@@ -426,9 +426,12 @@ class Peer:
             SendFailed: there is no whole answer.
             OutOfResources: we can open no connection to any server.
         """
-        await self.connect()
-        assert self._held is not None
-        return await self._exchange("GET", target, self._held.lines, None, _GET_BOUNDS)
+        while True:
+            await self.connect()
+            assert self._held is not None
+            # Only a connection that was used before is stale, and a new one follows it.
+            with suppress(Stale):
+                return await self._exchange("GET", target, self._held.lines, None, _GET_BOUNDS)
 
     def release(self) -> None:
         """Give the connection back to the client, if there is one."""
