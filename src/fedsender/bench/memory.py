@@ -40,7 +40,7 @@ async def memory(options: Options) -> dict[str, Any]:
             "at_rest_mb": 100,
             "above_imports_mb": 25,
             "per_idle_server_kb": 4,
-            "per_connection_kb": 60,
+            "per_connection_kb": 45,
         },
         "verify_every": VERIFY_EVERY,
         "broken": per_connection["broken"] + per_server["broken"],
