@@ -28,7 +28,7 @@ from fedsender.cli import run_command
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.demo.process import SERVER_NAME, write_signing_key
 from fedsender.ledger import NOTES, segments
-from fedsender.runtime import real_runtime
+from fedsender.runtime import RealNetwork, real_runtime
 from fedsender.systemd import Notifier
 from fedsender.testing.clock import inline, until
 from fedsender.testing.receiver import STALLING, ReceivingServer, healthy, slow
@@ -80,7 +80,7 @@ def _log_as_it_was() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-class NoNetwork:
+class NoNetwork(RealNetwork):
     """Where no homeserver and no server can be reached."""
 
     async def open_tcp(self, address: str, port: int) -> trio.abc.Stream:
@@ -105,7 +105,7 @@ async def test_without_a_feed_ready_is_said_after_30_seconds(
         if message.startswith(b"READY=1"):
             ready.set()
 
-    runtime = replace(real_runtime(), run_sync=inline, network=NoNetwork())  # type: ignore[arg-type]
+    runtime = replace(real_runtime(), run_sync=inline, network=NoNetwork())
     path = write_config(home)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
@@ -171,7 +171,7 @@ async def test_a_proxy_of_the_environment_that_is_not_used_is_said_once(
         if message.startswith(b"STATUS=waiting"):
             started.set()
 
-    runtime = replace(real_runtime(), run_sync=inline, network=NoNetwork())  # type: ignore[arg-type]
+    runtime = replace(real_runtime(), run_sync=inline, network=NoNetwork())
     path = write_config(home, federation={"proxy": {"url": url}})
     async with trio.open_nursery() as nursery:
         nursery.start_soon(daemon.run, path, runtime, Notifier(send, lambda: 1))
@@ -551,7 +551,7 @@ async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
         if message.startswith(b"READY=1"):
             ready.set()
 
-    runtime = replace(real_runtime(), run_sync=run_or_fail, network=NoNetwork())  # type: ignore[arg-type]
+    runtime = replace(real_runtime(), run_sync=run_or_fail, network=NoNetwork())
     path = write_config(home, sending={"drain": "2s"})
     codes: list[int] = []
 

@@ -317,7 +317,7 @@ def test_an_audit_without_a_daemon_to_repair_is_told_all_the_same(
     found = audit.Audited(upto=7, expected=3, counts=counts, unknown_hosts=0, shown=[])
     monkeypatch.setattr(session, "spark_session", lambda *_: nullcontext())
     monkeypatch.setattr(audit, "audit", lambda *_, **__: found)
-    monkeypatch.setattr(audit, "missing_pairs", lambda *_: [[["a.example", "$1"]]])
+    monkeypatch.setattr(audit, "missing_pairs", lambda *_, **__: [[["a.example", "$1"]]])
     config = config_file(tmp_path)
     with open_lake(tmp_path / "lake", US, create=True).commit():
         pass
