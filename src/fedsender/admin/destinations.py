@@ -3,8 +3,10 @@
 import heapq
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final, Literal
 
 import trio
@@ -21,6 +23,7 @@ ROWS = 1_000
 """Rows of the destinations table that are read at once."""
 WITHOUT_A_BREAK: Final = 1_000
 """Servers that are looked at between two turns of other tasks."""
+AGE_ENDS: Final = [end_s for _, end_s in AGES]
 UNKNOWN = "not a server that we know of"
 
 
@@ -141,14 +144,22 @@ async def chosen(context: AdminContext, request: Servers) -> list[str]:
     return list(dict.fromkeys(request.servers))
 
 
+async def in_turns(names: Iterable[str]) -> AsyncIterator[Sequence[str]]:
+    """The names in parts. After each part it is the turn of other tasks."""
+    rest = iter(names)
+    while part := list(islice(rest, WITHOUT_A_BREAK)):
+        yield part
+        await trio.lowlevel.checkpoint()
+
+
 async def all_debts(context: AdminContext) -> dict[str, Debt]:
     """What each server is owed, from memory alone; without those that are owed nothing."""
     found: dict[str, Debt] = {}
-    for number, name in enumerate(context.sender.registry.names()):
-        if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
-            await trio.lowlevel.checkpoint()
-        if (debt := context.sender.debt(name)) is not None:
-            found[name] = debt
+    debt_of = context.sender.debt
+    async for names in in_turns(context.sender.registry.names()):
+        for name in names:
+            if (debt := debt_of(name)) is not None:
+                found[name] = debt
     return found
 
 
@@ -166,7 +177,7 @@ async def list_page(
     registry = context.sender.registry
     debts = await all_debts(context) if debts is None else debts
     known = registry.names()
-    names: Collection[str] = known
+    names: Collection[str] = debts if listing.behind else known
     if not listing.behind and listing.state in (None, "level"):
         # A level server without a record of ours may have a row of the homeserver.
         names = await known_names(context, listing.pattern)
@@ -179,24 +190,28 @@ async def list_page(
         skip = int(listing.after)
 
     now_ms, total = context.runtime.now_ms(), 0
-    keys: list[tuple[float, float, str]] = []
-    for number, name in enumerate(names):
-        if number % WITHOUT_A_BREAK == WITHOUT_A_BREAK - 1:
-            await trio.lowlevel.checkpoint()
-        if listing.behind and name not in debts:
-            continue
-        if listing.state is not None and registry.label(name) != listing.state:
-            continue
-        if listing.pattern != "*" and not matches(listing.pattern, name):
-            continue
-        total += 1
+
+    def key(name: str) -> tuple[float, float, str]:
+        """The sort key: the smallest goes first."""
+        if listing.sort == "name":
+            return 0, 0, name
         if listing.sort == "fails":
             since_ms = registry.state_of(name).failing_since_ms
-            keys.append((math.inf if since_ms is None else since_ms, 0, name))
-        elif listing.sort != "name":
-            keys.append((*_rank(debts.get(name), listing.sort, now_ms), name))
-        elif name > start:
-            keys.append((0, 0, name))
+            return math.inf if since_ms is None else since_ms, 0, name
+        if (debt := debts.get(name)) is None:
+            return math.inf, 0, name
+        if listing.sort == "owed":
+            return -debt.rooms, -debt.events, name
+        return now_ms if debt.oldest_ms is None else debt.oldest_ms, 0, name
+
+    keys: list[tuple[float, float, str]] = []
+    async for part in in_turns(names):
+        if listing.state is not None:
+            part = [name for name in part if registry.label(name) == listing.state]
+        if listing.pattern != "*":
+            part = [name for name in part if matches(listing.pattern, name)]
+        total += len(part)
+        keys += [key(name) for name in part if name > start]
     chosen_keys = heapq.nsmallest(skip + listing.limit + 1, keys)[skip:]
     shown = [name for _, _, name in chosen_keys[: listing.limit]]
     next_from: str | None = None
@@ -210,15 +225,6 @@ async def list_page(
         trio.current_time() - context.sender.context.debts.counted_at,
         next_from,
     )
-
-
-def _rank(debt: Debt | None, sort: Sort, now_ms: int) -> tuple[float, float]:
-    """The sort key of what is owed: the smallest goes first."""
-    if debt is None:
-        return (math.inf, 0)
-    if sort == "owed":
-        return (-debt.rooms, -debt.events)
-    return (now_ms if debt.oldest_ms is None else debt.oldest_ms, 0)
 
 
 def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -> Summary:
@@ -253,7 +259,7 @@ def _summary(context: AdminContext, name: str, debt: Debt | None, now_ms: int) -
 
 def age_class(age_s: float) -> str:
     """The class of an age (seconds): a name in `AGES`."""
-    return next(name for name, end_s in AGES if age_s < end_s)
+    return AGES[bisect_right(AGE_ENDS, age_s)][0]
 
 
 def _not_ours(context: AdminContext, name: str) -> str | None:

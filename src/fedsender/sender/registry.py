@@ -214,7 +214,12 @@ class Registry:
 
     def counts(self) -> Counter[str]:
         """The number of servers in each of `telemetry.STATES`, from memory alone."""
-        return Counter(map(self.label, self.names()))
+        active, behind, states = self.active, self._behind, self._states
+        found = Counter(_state(each.state, each) for each in active.values())
+        waiting = [name for name in behind if name not in active]
+        found.update(_state(states.get(name) or ServerState(name), None) for name in waiting)
+        found["level"] += sum(name not in active and name not in behind for name in states)
+        return found
 
     # --- Who becomes active -----------------------------------------------------------------------
 
