@@ -102,6 +102,9 @@ async def test_a_session_that_has_ended_asks_for_the_token_and_goes_on_there(
             page.get_by_label("Access token").fill(TOKEN)
             page.keyboard.press("Enter")
             expect(page.get_by_role("heading", level=1)).to_have_text(B)
+            # The server that is shown is looked at anew.
+            show(page, B)
+            expect(page.get_by_role("heading", level=1)).to_be_focused()
 
         await chromium.walk(house.url, steps)
 

@@ -36,7 +36,11 @@ async function ask(path, body, signal) {
     if (error.name === "AbortError") throw error;
     throw new Refused("no answer from the daemon");
   }
-  if (response.status === 401 && path !== "login") throw new LoggedOut();
+  if (response.status === 401 && path !== "login") {
+    // Another tab may have logged in meanwhile.
+    if (localStorage.getItem(KEY) === key) localStorage.removeItem(KEY);
+    throw new LoggedOut();
+  }
   if (!response.ok) throw new Refused(answer.error ?? `refused (${response.status})`);
   return answer;
 }
@@ -311,13 +315,14 @@ const PAUSES = [
 
 // `run` is called with the fields and gives what was done, in words.
 function confirmed({ title, text, fields = [], does, danger = false, run, then }) {
-  const form = sure.querySelector("form"), wrong = sure.querySelector(".wrong"), go = sure.querySelector(".do");
+  const form = sure.querySelector("form"), wrong = sure.querySelector(".wrong");
+  const button = sure.querySelector(".do");
   fillText(sure.querySelector("h2"), title);
   fillText(document.getElementById("sure-text"), text);
-  fillText(go, does);
-  go.classList.toggle("danger", danger);
+  fillText(button, does);
+  button.classList.toggle("danger", danger);
   wrong.textContent = "";
-  go.disabled = false;
+  button.disabled = false;
   sure.querySelector(".fields").replaceChildren(...fields.map(({ label, options, type, ...attributes }) => {
     if (type === "checkbox") return make("label", { class: "check" }, make("input", { type, ...attributes }), label);
     if (!options) return make("label", {}, label, make("input", { autocomplete: "off", spellcheck: "false", ...attributes }));
@@ -326,7 +331,7 @@ function confirmed({ title, text, fields = [], does, danger = false, run, then }
   }));
   const submit = async (event) => {
     event.preventDefault();
-    go.disabled = true;
+    button.disabled = true;
     // It may have been closed meanwhile, and ask another question.
     const asksThis = () => sure.open && form.onsubmit === submit;
     try {
@@ -335,11 +340,11 @@ function confirmed({ title, text, fields = [], does, danger = false, run, then }
       say(done);
       then(done);
     } catch (error) {
-      if (error instanceof LoggedOut) enter();
+      if (error instanceof LoggedOut) go();
       else if (asksThis()) wrong.textContent = error.message;
       else say(error.message);
     } finally {
-      if (asksThis()) go.disabled = false;
+      if (asksThis()) button.disabled = false;
     }
   };
   form.onsubmit = submit;
@@ -652,7 +657,6 @@ function place(name) {
 }
 
 function enter() {
-  localStorage.removeItem(KEY);
   place("login");
   say("");
   document.title = "fedsender";
@@ -721,7 +725,7 @@ async function keepFilled(fill, signal, due) {
       failed = false;
     } catch (error) {
       if (signal.aborted) return;
-      if (error instanceof LoggedOut) return enter();
+      if (error instanceof LoggedOut) return go();
       const text = error instanceof Refused ? error.message : String(error);
       if (!failed) say(`${text} (${new Date().toLocaleTimeString()})`);
       failed = true;
@@ -737,7 +741,10 @@ document.getElementById("skip").addEventListener("click", (event) => {
 document.getElementById("find").addEventListener("submit", (event) => {
   event.preventDefault();
   const wanted = document.getElementById("wanted").value.trim();
-  location.hash = `#/${wanted.startsWith("$") ? "event" : "server"}/${encodeURIComponent(wanted)}`;
+  const kind = wanted.startsWith("$") ? "event" : "server";
+  const there = `#/${kind}/${encodeURIComponent(wanted)}`;
+  if (location.hash === there) go();
+  else location.hash = there;
 });
 document.getElementById("leave").addEventListener("click", async () => {
   try {
@@ -745,6 +752,7 @@ document.getElementById("leave").addEventListener("click", async () => {
   } catch {
     // The key is forgotten in any case.
   }
+  localStorage.removeItem(KEY);
   enter();
 });
 addEventListener("hashchange", go);
