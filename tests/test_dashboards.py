@@ -14,6 +14,10 @@ from tests.test_docs import command_of, whole_command, words_of_commands
 
 from fedsender import cli
 from fedsender.cli import run_command
+from fedsender.config import from_values
+from fedsender.pipeline.lake import open_lake
+from fedsender.pipeline.schemas import FATES
+from fedsender.pipeline.textfile import write_textfile
 from fedsender.telemetry import Metrics
 
 RULE_TESTS = Path(__file__).with_name("rules_test.yaml")
@@ -38,15 +42,26 @@ def rules(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def exposed() -> set[str]:
-    """The name of each sample that a daemon exposes, also of metrics without a sample yet."""
-    text = Metrics("hs.example").exposition().decode()
-    names = {
+def names_in(text: str) -> set[str]:
+    """The name of each sample, also of metrics without a sample yet."""
+    return {
         family.name + suffix
         for family in text_string_to_metric_families(text)
         for suffix in SUFFIXES[family.type]
     }
-    return names | {"up"}
+
+
+def exposed() -> set[str]:
+    """The name of each sample that a daemon exposes."""
+    return names_in(Metrics("hs.example").exposition().decode()) | {"up"}
+
+
+def written(directory: Path) -> set[str]:
+    """The name of each sample in `pipeline.textfile`."""
+    config = from_values({"server_name": "hs.example", "signing_key": "key"}, directory=directory)
+    lake = open_lake(directory / "lake", "hs.example", create=True)
+    write_textfile(directory / "textfile", config, lake, dict.fromkeys(FATES, 0))
+    return names_in((directory / "textfile").read_text())
 
 
 def metrics_of(expression: str) -> set[str]:
@@ -71,8 +86,8 @@ def test_the_metrics_of_the_board_exist(board: dict[str, Any]) -> None:
         assert 'server_name=~"$server_name"' in query, title
 
 
-def test_the_metrics_of_the_rules_exist(rules: list[dict[str, Any]]) -> None:
-    known = exposed()
+def test_the_metrics_of_the_rules_exist(rules: list[dict[str, Any]], tmp_path: Path) -> None:
+    known = exposed() | written(tmp_path)
     for rule in rules:
         found = metrics_of(rule["expr"])
         assert found, rule["alert"]
