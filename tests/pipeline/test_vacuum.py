@@ -108,6 +108,24 @@ def test_a_file_that_has_grown_large_is_left_alone(
     assert lake.files(ATTEMPTS) == files
 
 
+def test_a_file_of_some_size_is_not_written_again_for_a_few_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old day that gets a few rows each hour costs those, and not the day."""
+    lake = open_lake(tmp_path, US, create=True)
+    day = TODAY - datetime.timedelta(days=3)
+    with lake.commit() as commit:
+        commit.append(ATTEMPTS, pa.concat_tables(attempts(day, n) for n in range(3_000)), day)
+    add_hours(lake, [day], 1)
+    small, large = sorted(file.bytes for file in lake.files(ATTEMPTS))
+    assert large > 2 * small
+    monkeypatch.setattr(module, "LITTLE_BYTES", 0)
+    assert vacuum(lake).merged == 0
+    monkeypatch.setattr(module, "LITTLE_BYTES", large)
+    assert vacuum(lake).merged == 2
+    assert lake.rows(ATTEMPTS) == 3_001
+
+
 def test_many_small_files_of_any_table_are_merged(tmp_path: Path) -> None:
     lake = open_lake(tmp_path, US, create=True)
 

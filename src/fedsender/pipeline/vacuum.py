@@ -2,7 +2,8 @@
 
 Every run adds a small file to each table. Those of one day are merged once the next day is over,
 and of the ledger those of a month once the first day of the next month is. Elsewhere files are
-merged when there are many. A file that has grown large is left alone.
+merged when there are many. A file that has grown large is left alone, and one of some size is not
+written again for a few rows.
 
 With `pipeline.keep`, lines of the ledger are let go after that time. Notes stay, since they say
 what was this sender's to deliver. The newest event of what was let go is written down: an audit
@@ -22,6 +23,7 @@ from fedsender.pipeline.lake import LET_GO, Lake, LakeFile
 from fedsender.pipeline.schemas import ATTEMPTS, PDUS, TABLES, LakeTable
 from fedsender.runtime import real_runtime
 
+LITTLE_BYTES: Final = 2**20
 SMALL_BYTES: Final = 64 * 2**20
 FULL_BYTES: Final = 128 * 2**20
 MANY_FILES: Final = 32
@@ -96,15 +98,18 @@ def _crowds(lake: Lake, yesterday: str) -> Iterator[tuple[LakeTable, str, list[L
     for name, files in lake.manifest.tables.items():
         table = TABLES[name]
         homes: dict[tuple[str, int], list[LakeFile]] = {}
-        for file in sorted(files, key=lambda file: (file.part, file.path)):
+        for file in sorted(files, key=lambda file: (file.bytes, file.path)):
             if file.bytes < SMALL_BYTES:
                 homes.setdefault(_home(table, file.part, yesterday), []).append(file)
         for (part, least), crowd in homes.items():
             while len(crowd) >= least:
-                size, number = 0, 0
-                while number < len(crowd) and size + crowd[number].bytes <= FULL_BYTES:
-                    size, number = size + crowd[number].bytes, number + 1
-                yield table, part, crowd[:number]
+                size, number = crowd[0].bytes, 1
+                for file in crowd[1:]:
+                    if size + file.bytes > FULL_BYTES or file.bytes > max(LITTLE_BYTES, 2 * size):
+                        break
+                    size, number = size + file.bytes, number + 1
+                if number > 1:
+                    yield table, part, crowd[:number]
                 crowd = crowd[number:]
 
 
