@@ -19,10 +19,13 @@ them. An empty file removes all of them.
 """
 
 import datetime
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow.compute as pc
 
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.commands import PAIRS_AT_ONCE
@@ -226,21 +229,18 @@ def summed_up(
     Args:
         since: the first day of events that count; None: all.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
-    sums = (F.sum(name).alias(name) for name in accounts.COUNTS)
-    totals = _since(lake.frame(spark, schemas.AUDIT_BY_SERVER), since).agg(*sums).first()
-    assert totals is not None
-    first = (
-        _since(lake.frame(spark, schemas.MISSING), since)
-        .orderBy("stream_ordering", "server")
-        .limit(shown)
-        .collect()
-    )
+    files = lake.files(schemas.AUDIT_BY_SERVER, lambda day: since is None or day >= str(since))
+    totals = Counter[str]()
+    for rows in lake.dataset(schemas.AUDIT_BY_SERVER, files).to_batches(columns=[*accounts.COUNTS]):
+        totals.update({name: pc.sum(rows[name]).as_py() or 0 for name in accounts.COUNTS})
+    first = []
+    if shown and lake.rows(schemas.MISSING):
+        missing = _since(lake.frame(spark, schemas.MISSING), since)
+        first = missing.orderBy("stream_ordering", "server").limit(shown).collect()
     return Audited(
         lake.position("audit"),
-        totals[accounts.EXPECTED] or 0,
-        {fate: totals[fate] or 0 for fate in FATES},
+        totals[accounts.EXPECTED],
+        {fate: totals[fate] for fate in FATES},
         lake.rows(schemas.UNKNOWN_HOSTS),
         [each.asDict() for each in first],
     )

@@ -16,7 +16,7 @@ import os
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ from operator import add
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -85,7 +87,7 @@ def hours(attempts: DataFrame, waited: DataFrame | None = None) -> DataFrame:
     return _first_after(counted)
 
 
-def merged(rows: DataFrame, *key: str) -> DataFrame:
+def merged(rows: DataFrame, *key: str | Column) -> DataFrame:
     """Rows of `health` or `health_days`, summed up by `key`."""
     summed = rows.groupBy(*key).agg(
         *(F.sum(name).alias(name) for name in SUMS),
@@ -174,22 +176,30 @@ def _day(ms: int) -> datetime.date:
     return datetime.datetime.fromtimestamp(ms / 1000, datetime.UTC).date()
 
 
+def _between(lake: Lake, first: int, last: int) -> Callable[[str], bool]:
+    newest = newest_day(lake)
+    if newest is None:
+        return lambda _: False
+    begin, end = (str(newest - datetime.timedelta(days)) for days in (first, last))
+    return lambda day: begin <= day <= end
+
+
 def days_of(
     spark: SparkSession, lake: Lake, table: schemas.LakeTable, first: int, last: int = 0
 ) -> DataFrame:
     """Rows of `health` or `health_days`: from `first` to `last` days before the newest one."""
-    newest = newest_day(lake)
-    if newest is None:
-        return lake.frame(spark, table, lambda _: False)
-    begin, end = (str(newest - datetime.timedelta(days)) for days in (first, last))
-    return lake.frame(spark, table, lambda day: begin <= day <= end)
+    return lake.frame(spark, table, _between(lake, first, last))
 
 
 def recent_hours(spark: SparkSession, lake: Lake) -> tuple[DataFrame, int]:
     """Rows of `health` of the last 48 hours at least, and when the newest hour began, in ms."""
-    rows = days_of(spark, lake, schemas.HEALTH, 2).where(F.col("hour_ms") <= latest_ms())
-    found = rows.agg(F.max("hour_ms").alias("hour_ms")).first()
-    return rows, (found and found["hour_ms"]) or 0
+    files = lake.files(schemas.HEALTH, _between(lake, 2, 0))
+    latest = latest_ms()
+    known = lake.dataset(schemas.HEALTH, files).to_table(
+        columns=["hour_ms"], filter=ds.field("hour_ms") <= latest
+    )
+    rows = days_of(spark, lake, schemas.HEALTH, 2).where(F.col("hour_ms") <= latest)
+    return rows, pc.max(known["hour_ms"]).as_py() or 0
 
 
 def last_24_hours(hours: DataFrame, newest_ms: int) -> DataFrame:
@@ -334,13 +344,11 @@ def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
         today: rows of `health` of the last 24 hours.
     """
 
-    def with_all(rows: DataFrame, *key: str) -> DataFrame:
-        everything = rows.withColumn("server", F.lit(ALL))
-        rows = merged(rows, "server", *key)
-        return rows.unionByName(merged(everything, "server", *key))
-
     usual = days_of(spark, lake, schemas.HEALTH_DAYS, 1 + USUAL_DAYS, 2)
-    found = worse_than_usual(measures(with_all(today)), measures(with_all(usual, "day")))
+    everything = F.lit(ALL).alias("server")
+    now = merged(today, "server").unionByName(merged(today, everything))
+    before = usual.unionByName(merged(usual, everything, "day"))
+    found = worse_than_usual(measures(now), measures(before))
     most = F.desc(F.col("now") / F.greatest("usual", F.lit(0.01)))
     first = found.orderBy(F.col("server") != ALL, most, "server").limit(SHOWN)
     return [Worse(*row) for row in first.collect()]

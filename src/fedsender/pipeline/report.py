@@ -10,9 +10,14 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from heapq import nsmallest
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -119,10 +124,10 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         counted[0],
         counted[1],
         _worst(servers, today, days),
-        _owed(lake.frame(spark, schemas.AUDIT_BY_SERVER)),
+        _owed(lake),
         {} if audited is None else audited.counts,
         0 if audited is None else audited.expected,
-        _losses(lake.frame(spark, schemas.MISSING)),
+        _losses(spark, lake),
         _audits(lake),
         lake.rows(schemas.REJECTS),
     )
@@ -182,34 +187,36 @@ def _worst(servers: DataFrame, today: DataFrame, days: DataFrame) -> list[dict[s
     return list(worst.values())
 
 
-def _owed(audited: DataFrame) -> dict[str, dict[str, int]]:
+def _owed(lake: Lake) -> dict[str, dict[str, int]]:
     """The number of owed events by server and age, of the servers that are owed most.
 
     The age is in days before the newest event.
     """
-    newest = audited.agg(F.max("day").alias("newest"))
-    days = F.date_diff("newest", "day")
-    age: Column = F.lit(OLDER)
-    for name, upto in reversed(AGES):
-        age = F.when(days <= upto, name).otherwise(age)
-    owed = (
-        audited.withColumn("owed", F.col("pending") + F.col("parked"))
-        .crossJoin(F.broadcast(newest))
-        .groupBy("server", age.alias("age"))
-        .agg(F.sum("owed").alias("owed"))
-        .where("owed > 0")
+    files = lake.files(schemas.AUDIT_BY_SERVER)
+    owed = ds.field("pending") + ds.field("parked")
+    columns = {"server": ds.field("server"), "day": ds.field("day"), "owed": owed}
+    rows = lake.dataset(schemas.AUDIT_BY_SERVER, files).to_table(columns=columns, filter=owed != 0)
+    newest = max((file.part for file in files), default="1970-01-01")
+    days = pc.days_between(rows["day"], pa.scalar(datetime.date.fromisoformat(newest)))
+    names = pa.array([*(name for name, _ in AGES), OLDER])
+    later = (pc.greater(days, upto).cast("int8") for _, upto in AGES)
+    ages = names.take(reduce(pc.add, later).combine_chunks())
+    summed = (
+        rows.append_column("age", ages).group_by(["server", "age"]).aggregate([("owed", "sum")])
     )
-    most = owed.groupBy("server").agg(F.sum("owed").alias("total"))
-    most = most.orderBy(F.desc("total"), "server").limit(SERVERS)
     found: dict[str, dict[str, int]] = {}
-    rows = owed.join(most, on="server", how="inner").orderBy(F.desc("total"), "server")
-    for row in rows.collect():
-        found.setdefault(row["server"], {})[row["age"]] = row["owed"]
-    return found
+    for row in summed.to_pylist():
+        if row["owed_sum"] > 0:
+            found.setdefault(row["server"], {})[row["age"]] = row["owed_sum"]
+    most = nsmallest(SERVERS, found, key=lambda server: (-sum(found[server].values()), server))
+    return {server: found[server] for server in most}
 
 
-def _losses(missing: DataFrame) -> list[dict[str, Any]]:
+def _losses(spark: SparkSession, lake: Lake) -> list[dict[str, Any]]:
     """Missing events by what is on record (without its numbers and times), day and room."""
+    if not lake.rows(schemas.MISSING):
+        return []
+    missing = lake.frame(spark, schemas.MISSING)
     why = F.regexp_replace(F.array_join("reasons", "; "), "[0-9]([0-9T:.Z-]*[0-9Z])?", "N")
     groups = missing.groupBy(why.alias("why"), "day", "room_id").agg(
         F.count("event_id").alias("pairs"),
