@@ -4,7 +4,8 @@
 
 One lake has a file for each hour of DAYS (180) days in `attempts` and in `pdus`, 20 rows each. A
 copy of it is vacuumed. Both are read by turns in one session of Spark, as `pipeline plan` and an
-ingest read them. A line of JSON for each step has seconds, and CPU seconds of Python and Java.
+ingest read them. Last, a first audit's rows of a year are written by day. A line of JSON for each
+step has seconds, and CPU seconds of Python and Java.
 """
 
 import datetime
@@ -25,12 +26,14 @@ from fedsender.bench.meter import cpu_s_of
 from fedsender.config import Spark
 from fedsender.pipeline import plan, schemas
 from fedsender.pipeline.lake import Lake, in_days, open_lake
+from fedsender.pipeline.ledger_lines import by_day
 from fedsender.pipeline.session import spark_session
 from fedsender.pipeline.vacuum import vacuum
 
 US = "bench.example"
 ROWS = 20
 ROUNDS = 3
+YEAR_ROWS = 10_000_000
 
 
 def hour(day: datetime.date, number: int) -> tuple[pa.Table, pa.Table]:
@@ -101,6 +104,22 @@ def read(name: str, lake: Lake, spark: SparkSession) -> None:
         plan.plans(plan.loads(spark, lake), [("a", "b")], ("a",))
 
 
+def write_year(lake: Lake, spark: SparkSession) -> None:
+    """Write what an audit finds of a year: servers, rooms and days."""
+    fates = (f"{int(fate == 'delivered')}L AS {fate}" for fate in schemas.FATES)
+    rows = spark.range(YEAR_ROWS).selectExpr(
+        "concat('s', id % 1000, '.example') AS server",
+        "concat('!', id % 9973, ':bench.example') AS room_id",
+        "date_sub(current_date(), int(id % 365)) AS day",
+        "1L AS expected",
+        *fates,
+    )
+    with measured("a year", "write by day", spark), lake.commit() as commit:
+        commit.append_frame(schemas.AUDIT, by_day(rows))
+    files = lake.files(schemas.AUDIT)
+    print(json.dumps({"lake": "a year", "rows": YEAR_ROWS, "files": len(files)}))
+
+
 def main(days: int) -> None:
     """Make the lakes, and read them."""
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
@@ -122,6 +141,7 @@ def main(days: int) -> None:
             for _ in range(ROUNDS):
                 for each, directory in lakes.items():
                     read(each, open_lake(directory, US), spark)
+            write_year(open_lake(Path(name) / "year", US, create=True), spark)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,7 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "replay": Bench("fedsender.bench.backlog", servers=415, events=4_500, rounds=1),
     "memory": Bench("fedsender.bench.memory", servers=400, events=50, rounds=1),
     "pipeline": Bench("fedsender.bench.pipeline", servers=10_000, events=1_000_000, rounds=1),
+    "pipeline-16": Bench("fedsender.bench.pipeline", servers=10_000, events=1_000_000, rounds=1),
     "pipeline-read": Bench("tests.benchmarks.pipeline_read", servers=1, events=1_000_000, rounds=1),
     # Events: records per size of request.
     "append": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),

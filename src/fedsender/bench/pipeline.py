@@ -31,7 +31,7 @@ SMALL_BOX_MB: Final = 4096
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-async def pipeline(options: Options) -> dict[str, Any]:
+async def pipeline(options: Options, master: str = "local[2]") -> dict[str, Any]:
     """The cost of the jobs; `events` and `servers` of `Options` are the input's."""
     # Spark's own scratch files go where the input is, which can be a disk of its own (TMPDIR).
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
@@ -46,7 +46,7 @@ async def pipeline(options: Options) -> dict[str, Any]:
                     "lake": str(directory / "lake"),
                     "health": str(directory / "health.sqlite"),
                     "spark": {
-                        "master": "local[2]",
+                        "master": master,
                         "settings": {"spark.local.dir": str(directory / "spark")},
                     },
                 },
@@ -68,6 +68,11 @@ async def pipeline(options: Options) -> dict[str, Any]:
         figures |= _measure(lake, config, directory, made)
         figures |= _measure_hour(config, directory, shape, figures)
         return figures | {"broken": _broken(figures, made)}
+
+
+async def pipeline_16(options: Options) -> dict[str, Any]:
+    """The same, with sixteen tasks at once in the same heap."""
+    return await pipeline(options, "local[16]")
 
 
 def _measure(lake: Lake, config: Config, directory: Path, made: Made) -> dict[str, Any]:
