@@ -25,19 +25,23 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
 from fedsender.pipeline import PipelineError, intervals, latest_ms, ledger_lines, schemas
-from fedsender.pipeline.intervals import among, few
+from fedsender.pipeline.intervals import among, among_rows, few
 from fedsender.pipeline.lake import LET_GO, Lake, literal
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import kept
 
 if TYPE_CHECKING:
-    import pyarrow
     from pyspark.sql import Column, DataFrame, SparkSession
 
 _RANK: Final = {"purged": 0, "owned": 1, "denied": 2, "handed_over": 3}
@@ -282,10 +286,8 @@ class Days:
         here = F.get(listed, F.least((at / width).cast("int"), F.lit(number - 1)))
         return F.element_at(F.filter(here, lambda start: start["first"] <= at), -1)["day"]
 
-    def as_table(self) -> "pyarrow.Table":
+    def as_table(self) -> pa.Table:
         """Rows of `days`."""
-        import pyarrow as pa
-
         rows = [{"day": day, "first": first} for first, day in self.starts]
         return pa.Table.from_pylist(rows, schemas.DAYS.arrow_schema())
 
@@ -658,10 +660,16 @@ def owed_ranges(spark: "SparkSession", lake: Lake) -> "DataFrame":
     """
     from pyspark.sql import functions as F  # noqa: N812
 
-    rooms = lake.frame(spark, schemas.DESTINATION_ROOMS)
-    marks = lake.frame(spark, schemas.DESTINATIONS).select(
-        "destination", F.col("last_successful_stream_ordering").alias("lsso")
-    )
+    lsso = "last_successful_stream_ordering"
+    known = lake.read(schemas.DESTINATIONS, ["destination", lsso]).combine_chunks()
+
+    def not_level(rows: pa.RecordBatch) -> pa.RecordBatch:
+        mark = known[lsso].take(pc.index_in(rows["destination"], known["destination"]))
+        owed = pc.greater(rows["stream_ordering"], mark.combine_chunks())
+        return rows.filter(pc.fill_null(owed, True))
+
+    rooms = lake.some(spark, schemas.DESTINATION_ROOMS, narrow=not_level)
+    marks = lake.frame(spark, schemas.DESTINATIONS).select("destination", F.col(lsso).alias("lsso"))
     catch_ups = lake.frame(spark, schemas.CATCH_UPS)
     floors = catch_ups.groupBy("destination").agg(F.min("floor").alias("floor"))
     done = catch_ups.where("room_id is not null").select("destination", "room_id", "sent_to")
@@ -738,7 +746,7 @@ def touched(
         if not elsewhere.where(F.col("server") == EVERY_SERVER).isEmpty():
             return None
         servers = elsewhere.select("server").distinct().hint("broadcast")
-        spans = among(intervals.current(spark, lake), servers)
+        spans = intervals.current(spark, lake, servers)
         of_rooms = elsewhere.where("event_id is null").drop("room_id", "event_id")
         ranges.append(clipped(of_rooms, spans))
         named = elsewhere.where("event_id is not null").select("server", "event_id")
@@ -813,7 +821,7 @@ class Known:
     began: int | None = None
 
 
-def selected(pdus: "DataFrame", look: Look) -> "DataFrame":
+def selected(spark: "SparkSession", lake: Lake, known: "Known", look: Look) -> "DataFrame":
     """The PDUs that say something of the events to look at.
 
     Not by time: the homeserver's clock and the ledger's may differ by any time.
@@ -821,17 +829,27 @@ def selected(pdus: "DataFrame", look: Look) -> "DataFrame":
     from pyspark.sql import functions as F  # noqa: N812
 
     after = look.after
+    at, upto = ds.field("stream_ordering"), ds.field("supersedes_to")
+    wanted = (at > after) | (upto > after)
+    pairs = None
+    if look.units is not None:
+        pairs = look.units.select(F.col("server").alias("destination"), "room_id")
+        everyone = F.lit(EVERY_SERVER).alias("destination")
+        pairs = few(pairs.unionByName(look.units.select(everyone, "room_id")))
+        named = pairs.toArrow()
+        wanted |= ((at >= look.first) | (upto >= look.first)) & reduce(
+            and_, (ds.field(name).isin(named[name].unique()) for name in named.column_names)
+        )
+    pdus = lake.some(spark, schemas.PDUS, wanted)
+    if known.unread is not None:
+        pdus = pdus.unionByName(known.unread)
     newer = pdus.where(f"stream_ordering > {after} or supersedes_to > {after}")
-    if look.units is None:
+    if pairs is None:
         return newer
-    pairs = look.units.select(F.col("server").alias("destination"), "room_id")
-    all_servers = F.lit(EVERY_SERVER).alias("destination")
     older = pdus.where(
         f"stream_ordering <= {after} and (supersedes_to is null or supersedes_to <= {after})"
     ).where(f"stream_ordering >= {look.first} or supersedes_to >= {look.first}")
-    return newer.unionByName(
-        among(older, few(pairs.unionByName(look.units.select(all_servers, "room_id"))))
-    )
+    return newer.unionByName(among(older, pairs))
 
 
 class Accounts:
@@ -853,7 +871,7 @@ class Accounts:
         self._config = config
         self._known = known
         self.look = look
-        self._pdus = known.pdus if look.is_whole else kept(selected(known.pdus, look))
+        self._pdus = known.pdus if look.is_whole else kept(selected(spark, lake, known, look))
         self._owned = owned
         self.places = self.keep(places_of(spark, lake, look))
         rooms = None if look.is_whole else few(self.places.select("room_id"))
@@ -1076,8 +1094,8 @@ def explained(spark: "SparkSession", lake: Lake, gone: "DataFrame") -> "DataFram
     """
     from pyspark.sql import functions as F  # noqa: N812
 
-    pairs = few(gone.select("server", "room_id"))
-    owed = lake.frame(spark, schemas.DESTINATION_ROOMS).select(
+    pairs = few(gone.select(F.col("server").alias("destination"), "room_id"))
+    owed = among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs).select(
         F.col("destination").alias("server"), "room_id", F.col("stream_ordering").alias("owed")
     )
     marks = lake.frame(spark, schemas.DESTINATIONS).select(
@@ -1091,7 +1109,7 @@ def explained(spark: "SparkSession", lake: Lake, gone: "DataFrame") -> "DataFram
         F.col("destination").alias("server"), "room_id", "sent_to"
     )
     return (
-        gone.join(among(owed, pairs), on=["server", "room_id"], how="left")
+        gone.join(owed, on=["server", "room_id"], how="left")
         .join(marks, on="server", how="left")
         .join(states, on="server", how="left")
         .join(done.where("room_id is not null"), on=["server", "room_id"], how="left")

@@ -32,7 +32,7 @@ from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, accounts, intervals, ledger_lines, schemas
 from fedsender.pipeline.accounts import Accounts, Days, Known, Look, Ownership
-from fedsender.pipeline.intervals import among
+from fedsender.pipeline.intervals import among_rows
 from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import Steps, kept
@@ -191,7 +191,7 @@ def _look_at(
         gone = gone.unionByName(accounts.but(before, units))
         commit.clear(schemas.MISSING)
     if units is not None:
-        before = among(lake.frame(spark, schemas.AUDIT, in_unit), units)
+        before = among_rows(spark, lake, schemas.AUDIT, units)
         counts = accounts.summed(
             counts.unionByName(accounts.negative(before)), "server", "room_id", "day"
         )

@@ -23,7 +23,10 @@ several where the step goes from one branch to another.
 
 from collections.abc import Sequence
 from functools import reduce
+from operator import and_
 from typing import TYPE_CHECKING, Final
+
+import pyarrow.dataset as ds
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, schemas
@@ -98,6 +101,19 @@ def few(keys: "DataFrame") -> "DataFrame":
 def among(rows: "DataFrame", keys: "DataFrame | None") -> "DataFrame":
     """The rows that have one of the keys in columns of the same names; None: all rows."""
     return rows if keys is None else rows.join(keys, on=keys.columns, how="left_semi")
+
+
+def among_rows(
+    spark: "SparkSession", lake: Lake, table: schemas.LakeTable, keys: "DataFrame | None"
+) -> "DataFrame":
+    """The rows of a table that have one of the keys (`few`); None: all rows."""
+    if keys is None:
+        return lake.frame(spark, table)
+    listed = keys.limit(MOST_KEYS + 1).toArrow()
+    if listed.num_rows > MOST_KEYS:
+        return among(lake.frame(spark, table), keys)
+    one_each = (ds.field(name).isin(listed[name].unique()) for name in keys.columns)
+    return among(lake.some(spark, table, reduce(and_, one_each)), keys)
 
 
 def newest_version(frame: "DataFrame") -> "DataFrame":
@@ -437,14 +453,13 @@ def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFr
         rooms = few(reduce(lambda some, more: some.unionByName(more), touched))
         before = kept(current(spark, lake, rooms).where(f"last is null or last >= {after}"))
     if lake.rows(schemas.STATE_GROUPS):
-        groups = newest_version(among(lake.frame(spark, schemas.STATE_GROUPS), rooms))
-        members = lake.frame(spark, schemas.STATE_MEMBERS)
+        groups = newest_version(among_rows(spark, lake, schemas.STATE_GROUPS, rooms))
         still = None
         if before is not None:
             still = before.where("last is null").select(
                 "room_id", "server", F.lit(after + 1).alias("at")
             )
-        found, unknown = from_state_groups(events, groups, members, told, still, server_name)
+        found, unknown = from_state_groups(spark, lake, events, groups, told, still, server_name)
     else:
         stays = _from_here(_stays(among(stays, rooms)), after, server_name)
         found = from_room_servers(events, stays, server_name)
@@ -462,7 +477,7 @@ def current(spark: "SparkSession", lake: Lake, rooms: "DataFrame | None" = None)
     """The rows of `intervals` that hold, without `version`; of all rooms, or of some (`few`)."""
     from pyspark.sql import functions as F  # noqa: N812
 
-    rows = among(lake.frame(spark, schemas.INTERVALS), rooms)
+    rows = among_rows(spark, lake, schemas.INTERVALS, rooms)
     if not lake.position(NEWER_INTERVALS, 0):
         return rows.drop("version")
     key = list(schemas.INTERVALS.key)
@@ -534,9 +549,10 @@ def from_room_servers(events: "DataFrame", stays: "DataFrame", server_name: str)
 
 
 def from_state_groups(
+    spark: "SparkSession",
+    lake: Lake,
     events: "DataFrame",
     groups: "DataFrame",
-    members: "DataFrame",
     told: "DataFrame | None",
     still: "DataFrame | None",
     server_name: str,
@@ -552,8 +568,8 @@ def from_state_groups(
     from pyspark.sql import functions as F  # noqa: N812
 
     places, branches = lay_out(groups)
-    if still is not None:
-        members = among(members, few(_ancestry(events, places, branches)))
+    made_of = None if still is None else few(_ancestry(events, places, branches))
+    members = among_rows(spark, lake, schemas.STATE_MEMBERS, made_of)
     counts = server_counts(newest_version(members), places, branches, server_name)
     is_member = (F.col("type") == "m.room.member") & F.col("state_key").isNotNull()
     placed = (

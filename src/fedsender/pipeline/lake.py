@@ -148,6 +148,9 @@ LET_GO: Final = "let_go"
 KEEP_DROPPED_MS: Final = 3_600_000
 ROW_GROUP: Final = 250_000
 """Rows that are put together in memory."""
+MOST_PASSED: Final = 100_000_000
+"""Of more rows, the machines of a cluster sooner find a few than one process does."""
+MOST_WANTED: Final = 500_000
 _PARQUET: Final = ds.ParquetFileFormat()
 _LOCK: Final = struct.Struct("hhqqi0q")
 """The C library's `struct flock`."""
@@ -240,6 +243,32 @@ class Lake:
             return empty_frame(spark, table)
         paths = [f"file://{self.directory / file.path}" for file in files]
         return spark.read.schema(table.ddl).parquet(*paths)
+
+    def some(
+        self,
+        spark: SparkSession,
+        table: LakeTable,
+        wanted: ds.Expression | None = None,
+        narrow: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda rows: rows,
+    ) -> DataFrame:
+        """The rows that are wanted, for Spark; where they are many, perhaps all rows.
+
+        Arrow passes by the other rows for a tenth of the CPU that Spark needs for it.
+
+        Args:
+            narrow: leaves the wanted rows of a batch.
+        """
+        files = self.files(table)
+        found, number = [], 0
+        if sum(file.rows for file in files) > MOST_PASSED:
+            return self.frame(spark, table)
+        for batch in self.dataset(table, files).to_batches(filter=wanted):
+            found.append(narrow(batch))
+            number += found[-1].num_rows
+            if number > MOST_WANTED:
+                return self.frame(spark, table)
+        rows = pa.Table.from_batches(found, table.arrow_schema())
+        return spark.createDataFrame(rows, schema=table.ddl)
 
     def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> pa.Table:
         """A table small enough for memory, without Spark."""
