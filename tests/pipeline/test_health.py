@@ -85,9 +85,12 @@ def test_the_lake_and_the_lines_behind_it_count_once(spark: "SparkSession", tmp_
         lake = open_lake_again(lake)
     columns = ("server", "attempts", "delivered", "pdus", "connections", "unreachable", "busy")
     assert hours_of(lake, *columns) == [
+        (ALL, 15, 12, 24, 10, 1, 1), (ALL, 2, 1, 2, 0, 0, 0),
         (A, 11, 11, 22, 10, 0, 0), (A, 1, 0, 0, 0, 0, 0), (B, 4, 1, 2, 0, 1, 1),
         (B, 1, 1, 2, 0, 0, 0)]  # fmt: skip
-    assert sorted(row["attempts"] for row in lake.read(schemas.HEALTH_DAYS).to_pylist()) == [5, 12]
+    assert sorted(row["attempts"] for row in lake.read(schemas.HEALTH_DAYS).to_pylist()) == [
+        *(5, 12, 17)
+    ]
     assert [path.name for path in tmp_path.glob("health*")] == ["health.sqlite3"]
 
 
@@ -96,6 +99,7 @@ def open_lake_again(lake: Lake) -> Lake:
 
 
 def hours_of(lake: Lake, *columns: str) -> list[tuple[Any, ...]]:
+    """Of each server and hour; first those of all servers."""
     found = lake.read(schemas.HEALTH).sort_by([("server", "ascending"), ("hour_ms", "ascending")])
     return [tuple(row[name] for name in columns) for row in found.to_pylist()]
 

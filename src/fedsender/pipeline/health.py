@@ -46,6 +46,8 @@ SUMS: Final = ("attempts", "delivered", "pdus", "bytes", "connections", *FAILURE
 SKETCHES: Final = ("took", "waited")
 ALL: Final = "*"
 """The name of all servers together."""
+OF_ALL: Final = f"server = '{ALL}'"
+OF_SERVERS: Final = f"server != '{ALL}'"
 
 
 # --- transforms, in the order of the data ---------------------------------------------------------
@@ -136,7 +138,8 @@ def update(spark: SparkSession, lake: Lake) -> None:
     events = lake.frame(
         spark, schemas.EVENTS, lambda part: int(part) >= first // schemas.EVENTS_PER_PART
     )
-    found = hours(attempts, waits(pdus, events)).persist()
+    servers = hours(attempts, waits(pdus, events)).persist()
+    found = servers.unionByName(merged(servers, F.lit(ALL).alias("server"), "hour_ms", "day"))
     with lake.commit() as commit:
         for table, rows in (
             (schemas.HEALTH, found),
@@ -145,7 +148,7 @@ def update(spark: SparkSession, lake: Lake) -> None:
             commit.clear(table, days.__contains__)
             commit.append_frame(table, rows.hint("rebalance", "day"))
         commit.set_position("health", commit.version)
-    found.unpersist()
+    servers.unpersist()
 
 
 def _new_days(spark: SparkSession, lake: Lake) -> set[str]:
@@ -280,7 +283,7 @@ class Worse:
 def service_level(spark: SparkSession, lake: Lake, config: Config) -> Level:
     """The level of service of the seven days up to the newest one."""
     within_ms = round(config.pipeline.service_within * 1000)
-    week = merged(days_of(spark, lake, schemas.HEALTH_DAYS, 6), "server")
+    week = merged(days_of(spark, lake, schemas.HEALTH_DAYS, 6).where(OF_SERVERS), "server")
     answered = F.kll_sketch_get_n_bigint("waited") > 0
     in_time = F.when(answered, F.kll_sketch_get_rank_bigint("waited", F.lit(within_ms)))
     row = week.agg(
@@ -343,12 +346,8 @@ def worse(spark: SparkSession, lake: Lake, today: DataFrame) -> list[Worse]:
     Args:
         today: rows of `health` of the last 24 hours.
     """
-
     usual = days_of(spark, lake, schemas.HEALTH_DAYS, 1 + USUAL_DAYS, 2)
-    everything = F.lit(ALL).alias("server")
-    now = merged(today, "server").unionByName(merged(today, everything))
-    before = usual.unionByName(merged(usual, everything, "day"))
-    found = worse_than_usual(measures(now), measures(before))
+    found = worse_than_usual(measures(merged(today, "server")), measures(usual))
     most = F.desc(F.col("now") / F.greatest("usual", F.lit(0.01)))
     first = found.orderBy(F.col("server") != ALL, most, "server").limit(SHOWN)
     return [Worse(*row) for row in first.collect()]
@@ -410,7 +409,8 @@ def _recent(spark: SparkSession, lake: Lake) -> DataFrame:
     """The rows from which the file is made; in those of whole days, `hour_ms` is 0."""
     before = days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1, 2)
     rows = days_of(spark, lake, schemas.HEALTH, 1).drop("day")
-    return rows.unionByName(before.drop("day").withColumn("hour_ms", F.lit(0).cast("bigint")))
+    before = before.drop("day").withColumn("hour_ms", F.lit(0).cast("bigint"))
+    return rows.unionByName(before).where(OF_SERVERS)
 
 
 def _hours_of(lines: DataFrame) -> DataFrame:

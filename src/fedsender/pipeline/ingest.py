@@ -36,7 +36,7 @@ from fedsender.pipeline.vacuum import vacuum
 ROWS_PER_COMMIT: Final = 250_000
 """Of one connection; so many are read sooner than Spark has started its Python for more."""
 _SECONDS_PER_COMMIT: Final = 60
-ROWS_PER_NEW: Final = 100
+ROWS_PER_NEW: Final = 1_000
 """So many rows of the lake are passed by in the time that one takes to work on."""
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""

@@ -23,7 +23,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, audit, health, schemas
-from fedsender.pipeline.health import DAY_MS, DAYS, HOUR_MS, LEAST, Level, Worse
+from fedsender.pipeline.health import DAY_MS, DAYS, HOUR_MS, LEAST, OF_ALL, OF_SERVERS, Level, Worse
 from fedsender.pipeline.lake import Lake
 from fedsender.pipeline.schemas import FAILURES
 from fedsender.pipeline.session import Steps
@@ -108,7 +108,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
     recent, newest_ms = health.recent_hours(spark, lake)
     today = health.last_24_hours(recent, newest_ms)
     days = health.days_of(spark, lake, schemas.HEALTH_DAYS, DAYS - 1)
-    servers = health.merged(days, "server").persist()
+    servers = health.merged(days.where(OF_SERVERS), "server").persist()
     counted = servers.agg(F.count("server"), F.count("ill_ms")).first()
     assert counted is not None
     audited = audit.summed_up(spark, lake, 0) if lake.position("audit") >= 0 else None
@@ -118,7 +118,7 @@ def gather(spark: SparkSession, lake: Lake, config: Config) -> Figures:
         lake.position("events"),
         newest_ms,
         _points(health.merged(_with_totals(recent, newest_ms), "hour_ms"), F.col("hour_ms")),
-        _points(health.merged(days, "day"), F.unix_millis(F.col("day").cast("timestamp"))),
+        _points(days.where(OF_ALL), F.unix_millis(F.col("day").cast("timestamp"))),
         health.service_level(spark, lake, config),
         health.worse(spark, lake, today),
         counted[0],
@@ -139,7 +139,8 @@ def _with_totals(recent: DataFrame, newest_ms: int) -> DataFrame:
     """The hours of two days, and each once more for the total of its 24 hours."""
     total = F.when(F.col("hour_ms") > newest_ms - DAY_MS, NOW).otherwise(BEFORE)
     both = F.explode(F.array(F.col("hour_ms"), total.cast("bigint")))
-    return recent.where(F.col("hour_ms") > newest_ms - 2 * DAY_MS).withColumn("hour_ms", both)
+    last = recent.where(OF_ALL).where(F.col("hour_ms") > newest_ms - 2 * DAY_MS)
+    return last.withColumn("hour_ms", both)
 
 
 _POINT: Final = ("attempts", "failed", "pdus", "messages", "p50", "p90", "p99")

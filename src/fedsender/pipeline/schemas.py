@@ -23,8 +23,8 @@ from fedsender.sender.failure import RULES
 if TYPE_CHECKING:
     import pyarrow
 
-LAKE_VERSION: Final = 3
-FIRST_VERSION: Final = 3
+LAKE_VERSION: Final = 4
+FIRST_VERSION: Final = 4
 """That of 0.2.0. A version that is newer has more tables and columns; these are never required."""
 EVENTS_PER_PART: Final = 1_000_000
 FATES: Final = (
@@ -494,6 +494,7 @@ _HEALTH: Final = {
     **dict.fromkeys(("took", "waited"), "BINARY"),
 }
 _HEALTH_NOTES: Final = {
+    "server": "`*`: all together",
     "pdus": "in transactions that were delivered",
     "connections": "attempts over a new connection that had an answer",
     "last_ms": "the newest attempt",
