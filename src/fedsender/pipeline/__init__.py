@@ -6,7 +6,8 @@ write. The servers that should get each event are never stored per event and ser
 as intervals of stream orderings per room and server (`intervals`), and the ledger is compared with
 those.
 
-Nothing of the daemon imports this package, and Spark is imported by functions, when a job runs.
+Nothing of the daemon imports this package. `commands` imports the module of a job, and with it
+Spark, when the job runs.
 """
 
 from typing import Final

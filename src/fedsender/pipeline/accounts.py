@@ -27,11 +27,13 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from operator import and_
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
+from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
@@ -40,9 +42,6 @@ from fedsender.pipeline.intervals import among, among_rows, few
 from fedsender.pipeline.lake import LET_GO, Lake, literal
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import kept
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
 
 _RANK: Final = {"purged": 0, "owned": 1, "denied": 2, "handed_over": 3}
 _NOTE_RANGE: Final = "server: STRING, first: BIGINT, last: BIGINT, kind: STRING"
@@ -91,7 +90,7 @@ class Ownership:
     purged: list[Range] = field(default_factory=list)
 
 
-def ownership(attempts: "DataFrame", instance: str) -> Ownership:
+def ownership(attempts: DataFrame, instance: str) -> Ownership:
     """The ownership by this sender's notes in `attempts`."""
     notes = (
         attempts.where(attempts["outcome"].isin(*_RANK) & (attempts["instance"] == instance))
@@ -142,8 +141,8 @@ def _in_order(note: dict[str, Any]) -> tuple[int, int, int, bool]:
 
 
 def let_go(
-    owned: Ownership, attempts: "DataFrame", spans: "DataFrame", config: Config
-) -> "DataFrame | None":
+    owned: Ownership, attempts: DataFrame, spans: DataFrame, config: Config
+) -> DataFrame | None:
     """The expected ranges that were not this sender's or were given up; None: there are none.
 
     Columns: room_id, server, first, last, kind (`not_ours` or `given_up`).
@@ -151,8 +150,6 @@ def let_go(
     Raises:
         PipelineError: a note's lists cannot be read.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     ranges = [*owned.purged, *_denied(owned, spans, config)]
     ranges += [
         Range(server, floor + 1, gap.upto, "not_ours")
@@ -171,7 +168,7 @@ def let_go(
     return clipped(found, spans)
 
 
-def _denied(owned: Ownership, spans: "DataFrame", config: Config) -> list[Range]:
+def _denied(owned: Ownership, spans: DataFrame, config: Config) -> list[Range]:
     """The ranges of servers that are allowed now, but were forbidden by the lists at that time."""
     if not owned.lists:
         return []
@@ -196,13 +193,11 @@ def _config_of(lists: str, config: Config) -> Config:
         raise PipelineError(f"ledger: a line 'denied' has no lists in its reason: {text}") from None
 
 
-def _handed_over(gaps: Sequence[Gap], attempts: "DataFrame", spans: "DataFrame") -> "DataFrame":
+def _handed_over(gaps: Sequence[Gap], attempts: DataFrame, spans: DataFrame) -> DataFrame:
     """server, first, last, kind: the events that each server was owed in a gap.
 
     They are all above the highest low-water mark that one of our answers had proven by its start.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     moments = F.from_json(F.lit(json.dumps([gap.ms for gap in gaps])), "ARRAY<BIGINT>")
     # An answer counts for every hand-over after it: with the first of them it is summed up once.
     first_after = F.size(F.filter(moments, lambda moment: moment < F.col("ms")))
@@ -234,10 +229,8 @@ def _handed_over(gaps: Sequence[Gap], attempts: "DataFrame", spans: "DataFrame")
     )
 
 
-def clipped(ranges: "DataFrame", spans: "DataFrame") -> "DataFrame":
+def clipped(ranges: DataFrame, spans: DataFrame) -> DataFrame:
     """The parts of ranges of servers in which events are expected, by room."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     own = ranges.withColumnsRenamed({"first": "its_first", "last": "its_last"})
     return (
         spans.select("room_id", "server", "first", "last")
@@ -269,10 +262,8 @@ class Days:
 
     starts: tuple[tuple[int, datetime.date], ...]
 
-    def of(self, at: "Column") -> "Column":
+    def of(self, at: Column) -> Column:
         """The day of a stream ordering; it looks at a few days only, by a table of stretches."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         starts = [(0, self.starts[0][1]), *self.starts[1:]]
         number = len(starts)
         width = starts[-1][0] // number + 1
@@ -295,10 +286,8 @@ class Days:
         """The first event on that day or later."""
         return next((first for first, each in self.starts if each >= day), _FOR_EVER)
 
-    def rows(self, spark: "SparkSession") -> "DataFrame":
+    def rows(self, spark: SparkSession) -> DataFrame:
         """day, begins, ends (stream orderings, both included)."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         ends = [first - 1 for first, _ in self.starts[1:]] + [_FOR_EVER]
         listed = [
             {"day": str(day), "begins": first, "ends": end}
@@ -309,10 +298,8 @@ class Days:
         )
 
 
-def read_days(spark: "SparkSession", lake: Lake) -> Days:
+def read_days(spark: SparkSession, lake: Lake) -> Days:
     """The days of the events of ours that `intervals` cover."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     known = sorted((row["first"], row["day"]) for row in lake.read(schemas.DAYS).to_pylist())
     newest = known[-1][1] if known else datetime.date.min
     received_ms = F.least(F.coalesce("received_ts", F.lit(0)), F.lit(latest_ms()))
@@ -343,7 +330,7 @@ class Look:
 
     days: Days
     after: int = -1
-    units: "DataFrame | None" = None
+    units: DataFrame | None = None
     unit_days: tuple[datetime.date, ...] = ()
 
     @property
@@ -357,11 +344,8 @@ class Look:
         return self.days.first_of(self.unit_days[0]) if self.unit_days else self.after + 1
 
 
-def placed(events: "DataFrame", days: Days) -> "DataFrame":
+def placed(events: DataFrame, days: Days) -> DataFrame:
     """room_id, stream_ordering, event_id, day, place (1 for the first of its room)."""
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     in_room = Window.partitionBy("room_id").orderBy("stream_ordering")
     return events.select(
         "room_id",
@@ -372,14 +356,11 @@ def placed(events: "DataFrame", days: Days) -> "DataFrame":
     )
 
 
-def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
+def ranges_in_places(ranges: DataFrame, places: DataFrame) -> DataFrame:
     """Ranges of stream orderings (first, last: null is no end) as ranges of places, `lo` to `hi`.
 
     Ranges without an event of ours are dropped. It is one pass over each room, in order.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     ends = ranges.withColumns(
         {
             "before": F.col("first") - 1,
@@ -408,16 +389,13 @@ def ranges_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
     )
 
 
-def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
+def ends_in_places(ranges: DataFrame, places: DataFrame) -> DataFrame:
     """The starts and ends of ranges of stream orderings (first, last: null is no end), as places.
 
     Columns: server, room_id, kind, lo, n (1 or -1). `stretches` needs no more than these, so start
     and end of a range need not be paired: it is one pass over each room, in order. A range without
     an event of ours ends where it starts.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     turns = F.array(
         F.struct(F.col("first").alias("at"), F.lit(1).alias("n")),
         F.struct(F.coalesce(F.col("last") + 1, F.lit(_FOR_EVER)).alias("at"), F.lit(-1).alias("n")),
@@ -445,14 +423,12 @@ def ends_in_places(ranges: "DataFrame", places: "DataFrame") -> "DataFrame":
     )
 
 
-def answers(pdus: "DataFrame") -> "DataFrame":
+def answers(pdus: DataFrame) -> DataFrame:
     """The fate of each (server, event) in the ledger: server, event_id, stream_ordering, kind.
 
     The ledger is the largest table here. So it goes over the wire once, with few columns, and is
     partitioned by the columns by which `points` looks events up.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     answered = F.col("outcome") == "delivered"
     taken = F.count_if(answered & F.col("refused").isNull())
     kind = (
@@ -478,13 +454,11 @@ def answers(pdus: "DataFrame") -> "DataFrame":
     )
 
 
-def failures(pdus: "DataFrame") -> "DataFrame":
+def failures(pdus: DataFrame) -> DataFrame:
     """The attempts that were not answered with 200, by server and event.
 
     Columns: server, event_id, stream_ordering, attempts, last_ms, last_outcome.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     return (
         pdus.where(ledger_lines.is_attempt() & (F.col("outcome") != "delivered"))
         .groupBy(F.col("destination").alias("server"), "stream_ordering", "event_id")
@@ -496,14 +470,12 @@ def failures(pdus: "DataFrame") -> "DataFrame":
     )
 
 
-def points(pairs: "DataFrame", places: "DataFrame") -> "DataFrame":
+def points(pairs: DataFrame, places: DataFrame) -> DataFrame:
     """Single events (server, event_id, stream_ordering, kind) as places.
 
     Columns: server, room_id, kind, lo, n (0: this place alone). Stream orderings alone would be
     enough, except for databases that were restored from a backup.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     return (
         pairs.select("server", "stream_ordering", "event_id", "kind")
         .join(
@@ -515,16 +487,13 @@ def points(pairs: "DataFrame", places: "DataFrame") -> "DataFrame":
     )
 
 
-def stretches(ends: "DataFrame") -> "DataFrame":
+def stretches(ends: DataFrame) -> DataFrame:
     """Stretches of one fate: server, room_id, lo, hi, fate, of places that are expected.
 
     Args:
         ends: of ranges of places, which may overlap, also those of one kind: server, room_id, kind
             (`expected`, or a fate), lo, n (1: from here on; -1: from here on no more; 0: here).
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     in_server = Window.partitionBy("server", "room_id").orderBy("lo")
     upto_here = in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
     here = F.array(
@@ -556,17 +525,15 @@ def stretches(ends: "DataFrame") -> "DataFrame":
     )
 
 
-def _any_of(conditions: "list[Column]") -> "Column":
+def _any_of(conditions: list[Column]) -> Column:
     found = conditions[0]
     for condition in conditions[1:]:
         found = found | condition
     return found
 
 
-def split_by_day(found: "DataFrame", places: "DataFrame") -> "DataFrame":
+def split_by_day(found: DataFrame, places: DataFrame) -> DataFrame:
     """Stretches of one day: server, room_id, day, lo, hi, fate."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     days = places.groupBy("room_id", "day").agg(
         F.min("place").alias("day_lo"), F.max("place").alias("day_hi")
     )
@@ -587,10 +554,8 @@ def split_by_day(found: "DataFrame", places: "DataFrame") -> "DataFrame":
 COUNTS: Final = (EXPECTED, *FATES)
 
 
-def counts_of(found: "DataFrame") -> "DataFrame":
+def counts_of(found: DataFrame) -> DataFrame:
     """The number of events of each fate, from stretches of a day: rows of `audit`."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     length = F.col("hi") - F.col("lo") + 1
     fates = (
         F.coalesce(F.sum(F.when(F.col("fate") == fate, length)), F.lit(0)).alias(fate)
@@ -599,30 +564,24 @@ def counts_of(found: "DataFrame") -> "DataFrame":
     return found.groupBy("server", "room_id", "day").agg(F.sum(length).alias(EXPECTED), *fates)
 
 
-def summed(rows: "DataFrame", *key: str) -> "DataFrame":
+def summed(rows: DataFrame, *key: str) -> DataFrame:
     """Rows of counts, summed up by a key; where nothing is left, there is no row."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     sums = rows.groupBy(*key).agg(*(F.sum(name).alias(name) for name in COUNTS))
     return sums.where(_any_of([F.col(name) != 0 for name in COUNTS]))
 
 
-def negative(rows: "DataFrame") -> "DataFrame":
+def negative(rows: DataFrame) -> DataFrame:
     """Rows of counts, with the other sign."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return rows.withColumns({name: -F.col(name) for name in COUNTS})
 
 
-def but(rows: "DataFrame", units: "DataFrame | None") -> "DataFrame":
+def but(rows: DataFrame, units: DataFrame | None) -> DataFrame:
     """The rows that are of none of the units; None: all rows."""
     return rows if units is None else rows.join(units, on=units.columns, how="left_anti")
 
 
-def events_of(found: "DataFrame", places: "DataFrame") -> "DataFrame":
+def events_of(found: DataFrame, places: DataFrame) -> DataFrame:
     """The events of stretches: server, room_id, stream_ordering, event_id, day."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return (
         found.select("server", "room_id", F.explode(F.sequence("lo", "hi")).alias("place"))
         .join(places.hint("merge"), on=["room_id", "place"], how="inner")
@@ -630,10 +589,8 @@ def events_of(found: "DataFrame", places: "DataFrame") -> "DataFrame":
     )
 
 
-def places_of(spark: "SparkSession", lake: Lake, look: Look) -> "DataFrame":
+def places_of(spark: SparkSession, lake: Lake, look: Look) -> DataFrame:
     """The events to look at, with the columns of `placed`: events of ours with known servers."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     events = intervals.ours(spark, lake, look.after)
     if look.units is not None:
         older = among(
@@ -652,14 +609,12 @@ def places_of(spark: "SparkSession", lake: Lake, look: Look) -> "DataFrame":
 _CLAIM: Final = ("server", "room_id", "event_id", "kind")
 
 
-def owed_ranges(spark: "SparkSession", lake: Lake) -> "DataFrame":
+def owed_ranges(spark: SparkSession, lake: Lake) -> DataFrame:
     """server, room_id, first, last, kind: the deliveries that the databases still owe.
 
     A room with a newest event above the server's low-water mark is owed from that mark on, or, in
     catch-up, from the last answered event on.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     lsso = "last_successful_stream_ordering"
     known = lake.read(schemas.DESTINATIONS, ["destination", lsso]).combine_chunks()
 
@@ -692,11 +647,10 @@ def owed_ranges(spark: "SparkSession", lake: Lake) -> "DataFrame":
     )
 
 
-def claims(spark: "SparkSession", lake: Lake, owned: Ownership, owed: "DataFrame") -> "DataFrame":
+def claims(spark: SparkSession, lake: Lake, owned: Ownership, owed: DataFrame) -> DataFrame:
     """Rows of `claims`: what an audit takes from elsewhere than the ledger, each once."""
-    from pyspark.sql import functions as F  # noqa: N812
 
-    def points(table: schemas.LakeTable, server: str, kind: str) -> "DataFrame":
+    def points(table: schemas.LakeTable, server: str, kind: str) -> DataFrame:
         at = F.col("stream_ordering")
         columns = ("room_id", at.alias("first"), at.alias("last"), F.lit(kind).alias("kind"))
         rows = lake.frame(spark, table).where(
@@ -727,15 +681,13 @@ def claims(spark: "SparkSession", lake: Lake, owned: Ownership, owed: "DataFrame
 
 
 def touched(
-    spark: "SparkSession", lake: Lake, known: "Known", now: "DataFrame", days: Days
-) -> "DataFrame | None":
+    spark: SparkSession, lake: Lake, known: "Known", now: DataFrame, days: Days
+) -> DataFrame | None:
     """The units of events up to the last audit whose fates may be others now; None: any.
 
     Args:
         now: the present `claims`.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     after = lake.position("audit")
     was = lake.frame(spark, schemas.CLAIMS)
     both = intervals.changes_of(now, _CLAIM).unionByName(intervals.changes_of(was, _CLAIM))
@@ -777,10 +729,8 @@ def touched(
     return few(found.where(first <= last).select("server", "room_id", day))
 
 
-def _said_by_lines(spark: "SparkSession", lake: Lake, known: "Known", after: int) -> "DataFrame":
+def _said_by_lines(spark: SparkSession, lake: Lake, known: "Known", after: int) -> DataFrame:
     """server, room_id, first, last: the events up to `after` of which the ledger has new lines."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     older = lake.frame(spark, schemas.PDUS)
     new = older.where(f"version > {lake.position('audit_version')}")
     if known.unread is not None:
@@ -815,19 +765,17 @@ class Known:
         began: the last event before the ledger; None: it has no live event.
     """
 
-    attempts: "DataFrame"
-    pdus: "DataFrame"
-    unread: "DataFrame | None" = None
+    attempts: DataFrame
+    pdus: DataFrame
+    unread: DataFrame | None = None
     began: int | None = None
 
 
-def selected(spark: "SparkSession", lake: Lake, known: "Known", look: Look) -> "DataFrame":
+def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataFrame:
     """The PDUs that say something of the events to look at.
 
     Not by time: the homeserver's clock and the ledger's may differ by any time.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     after = look.after
     at, upto = ds.field("stream_ordering"), ds.field("supersedes_to")
     wanted = (at > after) | (upto > after)
@@ -857,12 +805,12 @@ class Accounts:
 
     def __init__(
         self,
-        spark: "SparkSession",
+        spark: SparkSession,
         lake: Lake,
         config: Config,
         known: Known,
         owned: Ownership,
-        owed: "DataFrame",
+        owed: DataFrame,
         look: Look,
     ) -> None:
         """`owed`: as `owed_ranges` has it."""
@@ -878,14 +826,12 @@ class Accounts:
         self._owed = among(owed, rooms)
         self._spans = self._expected(look, rooms)
 
-    def keep(self, rows: "DataFrame") -> "DataFrame":
+    def keep(self, rows: DataFrame) -> DataFrame:
         """Rows that are used several times: few are computed now, which makes later plans small."""
         return rows.persist() if self.look.is_whole else kept(rows)
 
-    def _expected(self, look: Look, rooms: "DataFrame | None") -> "DataFrame":
+    def _expected(self, look: Look, rooms: DataFrame | None) -> DataFrame:
         """room_id, server, first, last: the part of `intervals` that is looked at."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         spans = intervals.sent_to(intervals.current(self._spark, self._lake, rooms), self._config)
         newer = spans.where(F.col("last").isNull() | (F.col("last") > look.after)).withColumn(
             "first", F.greatest("first", F.lit(look.after + 1))
@@ -909,10 +855,8 @@ class Accounts:
         )
         return kept(newer.unionByName(older))
 
-    def stretches(self) -> "DataFrame":
+    def stretches(self) -> DataFrame:
         """Stretches of all expected places, with their fates."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         spans = (
             self._spans.withColumn("kind", F.lit(EXPECTED))
             .unionByName(self._before_ledger())
@@ -927,16 +871,14 @@ class Accounts:
         told = points(self._taken_out().unionByName(self._to_redeliver()), self.places)
         return stretches(ends_in_places(spans, self.places).unionByName(proven).unionByName(told))
 
-    def _table(self, table: schemas.LakeTable) -> "DataFrame":
+    def _table(self, table: schemas.LakeTable) -> DataFrame:
         return self._lake.frame(self._spark, table)
 
-    def _stood_in(self) -> "DataFrame":
+    def _stood_in(self) -> DataFrame:
         """The ranges that an event of catch-up stood in for, unless its server refused it.
 
         Columns: server, room_id, first, last, by, ms, refused, kind.
         """
-        from pyspark.sql import functions as F  # noqa: N812
-
         return self._pdus.where("outcome = 'delivered' and supersedes_from is not null").select(
             F.col("destination").alias("server"),
             "room_id",
@@ -950,14 +892,12 @@ class Accounts:
             .alias("kind"),
         )
 
-    def _before_ledger(self) -> "DataFrame":
+    def _before_ledger(self) -> DataFrame:
         """The ranges before the ledger's start: their events may have been delivered before it.
 
         It starts with its note that the stream became ours, or with its first live event, or after
         the lines that the lake has let go.
         """
-        from pyspark.sql import functions as F  # noqa: N812
-
         let_go = self._lake.position(LET_GO)
         last = began(self._known, self._owned) if let_go < 0 else let_go
         return self._spans.select(
@@ -968,10 +908,8 @@ class Accounts:
             F.lit("before_ledger").alias("kind"),
         )
 
-    def _accepted(self) -> "DataFrame":
+    def _accepted(self) -> DataFrame:
         """Ranges that the operator accepts, where events are expected."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         ranges = self._table(schemas.ACCEPTED).where("event_id is null")
         everywhere = ranges.where(F.col("server") == EVERY_SERVER).select("first", "last").collect()
         found = ranges.where(F.col("server") != EVERY_SERVER).select("server", "first", "last")
@@ -982,13 +920,11 @@ class Accounts:
             )
         return clipped(found.withColumn("kind", F.lit("accepted")), self._spans)
 
-    def _taken_out(self) -> "DataFrame":
+    def _taken_out(self) -> DataFrame:
         """Single events that are in quarantine, were dropped from it, or are accepted.
 
         An event for every server has a row for each server that should get it: these are few.
         """
-        from pyspark.sql import functions as F  # noqa: N812
-
         columns = ("destination", "room_id", "stream_ordering", "event_id")
         quarantined = self._table(schemas.QUARANTINE).where("event_id is not null and kind = 'pdu'")
         dropped = self._pdus.where(
@@ -1021,9 +957,7 @@ class Accounts:
             .unionByName(everywhere.select(*found))
         )
 
-    def _to_redeliver(self) -> "DataFrame":
-        from pyspark.sql import functions as F  # noqa: N812
-
+    def _to_redeliver(self) -> DataFrame:
         return self._table(schemas.REDELIVERIES).select(
             F.col("destination").alias("server"),
             "stream_ordering",
@@ -1031,10 +965,8 @@ class Accounts:
             F.lit("pending").alias("kind"),
         )
 
-    def superseded(self, found: "DataFrame") -> "DataFrame":
+    def superseded(self, found: DataFrame) -> DataFrame:
         """The stretches that catch-up left out, each with the first event that stood in for it."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         standing = ranges_in_places(self._stood_in(), self.places).select(
             "server",
             "room_id",
@@ -1064,7 +996,7 @@ class Accounts:
             .select(*schemas.SUPERSEDED.columns)
         )
 
-    def missing(self, found: "DataFrame") -> "DataFrame":
+    def missing(self, found: DataFrame) -> DataFrame:
         """Each missing event and server, with what the ledger has of it; without `reasons`."""
         gone = events_of(found.where("fate = 'missing'"), self.places)
         # Of what is missing, no attempt was answered.
@@ -1073,10 +1005,8 @@ class Accounts:
             self._told_by_us_alone(), on=["server", "stream_ordering"], how="left"
         )
 
-    def _told_by_us_alone(self) -> "DataFrame":
+    def _told_by_us_alone(self) -> DataFrame:
         """The server of a user turned away by an event that other senders do not tell it (W26)."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         events = intervals.ours(self._spark, self._lake, self.look.first - 1)
         alone = events.where(intervals.told_by_us_alone())
         return alone.select(
@@ -1086,14 +1016,12 @@ class Accounts:
         )
 
 
-def explained(spark: "SparkSession", lake: Lake, gone: "DataFrame") -> "DataFrame":
+def explained(spark: SparkSession, lake: Lake, gone: DataFrame) -> DataFrame:
     """Rows of `missing`: with the reasons, as far as they are on record now.
 
     Args:
         gone: those rows without `reasons`.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     pairs = few(gone.select(F.col("server").alias("destination"), "room_id"))
     owed = among_rows(spark, lake, schemas.DESTINATION_ROOMS, pairs).select(
         F.col("destination").alias("server"), "room_id", F.col("stream_ordering").alias("owed")
@@ -1145,11 +1073,10 @@ def rules(known: Known, owned: Ownership, config: Config, upto: int) -> int:
     return int.from_bytes(digest[:6])
 
 
-def _reasons() -> "Iterator[Column]":
+def _reasons() -> Iterator[Column]:
     """The records of each step of a delivery, from the fan-out to the server, as sentences."""
-    from pyspark.sql import functions as F  # noqa: N812
 
-    def said(*parts: "str | Column") -> "Column":
+    def said(*parts: str | Column) -> Column:
         return F.concat(*(F.lit(part) if isinstance(part, str) else part for part in parts))
 
     at, owed, lsso = F.col("stream_ordering"), F.col("owed"), F.col("lsso")

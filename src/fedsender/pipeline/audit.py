@@ -19,31 +19,29 @@ them. An empty file removes all of them.
 """
 
 import datetime
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import pyarrow as pa
 import pyarrow.compute as pc
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.admin.client import AdminClient, AdminError
 from fedsender.admin.commands import PAIRS_AT_ONCE
 from fedsender.config import Config
-from fedsender.pipeline import PipelineError, accounts, intervals, ledger_lines, schemas
+from fedsender.pipeline import PipelineError, Usage, accounts, intervals, ledger_lines, schemas
 from fedsender.pipeline.accounts import Accounts, Days, Known, Look, Ownership
 from fedsender.pipeline.intervals import among_rows
 from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import Steps, kept
 from fedsender.runtime import real_runtime
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
-
-import re
-
-from fedsender.pipeline import Usage
 
 SHOWN: Final = 20
 _TRIES: Final = 3
@@ -91,7 +89,7 @@ class Repaired:
 
 
 def audit(
-    spark: "SparkSession",
+    spark: SparkSession,
     lake: Lake,
     config: Config,
     steps: Steps,
@@ -149,13 +147,13 @@ _FINDINGS: Final = (schemas.AUDIT, schemas.AUDIT_BY_SERVER, schemas.MISSING, sch
 
 
 def _goes_on(
-    spark: "SparkSession",
+    spark: SparkSession,
     lake: Lake,
     config: Config,
     days: Days,
     known: Known,
     owned: Ownership,
-    claims: "DataFrame",
+    claims: DataFrame,
     first: int,
 ) -> Look | None:
     """What to look at after the last audit; None: its findings are of no use.
@@ -176,7 +174,7 @@ def _goes_on(
 
 
 def _look_at(
-    spark: "SparkSession", lake: Lake, commit: Commit, view: Accounts, *, anew: bool
+    spark: SparkSession, lake: Lake, commit: Commit, view: Accounts, *, anew: bool
 ) -> None:
     """Write what has become of the events to look at, in place of what was said of them.
 
@@ -213,8 +211,6 @@ def _look_at(
 
 def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
     """Add the totals to the history of audits."""
-    import pyarrow as pa
-
     row = {"at_ms": lake.position("audit_ms"), "since": since, "upto": told.upto}
     row |= {"expected": told.expected, **told.counts}
     with lake.commit() as commit:
@@ -222,7 +218,7 @@ def _note(lake: Lake, told: Audited, since: datetime.date | None) -> None:
 
 
 def summed_up(
-    spark: "SparkSession", lake: Lake, shown: int = SHOWN, since: datetime.date | None = None
+    spark: SparkSession, lake: Lake, shown: int = SHOWN, since: datetime.date | None = None
 ) -> Audited:
     """The figures of the last audit in the lake, with the first `shown` missing events.
 
@@ -246,9 +242,7 @@ def summed_up(
     )
 
 
-def _since(rows: "DataFrame", since: datetime.date | None) -> "DataFrame":
-    from pyspark.sql import functions as F  # noqa: N812
-
+def _since(rows: DataFrame, since: datetime.date | None) -> DataFrame:
     return rows if since is None else rows.where(F.col("day") >= F.lit(since))
 
 
@@ -282,7 +276,7 @@ def repair(pages: Iterable[list[list[str]]], total: int, config: Config, steps: 
 
 
 def missing_pairs(
-    spark: "SparkSession", lake: Lake, size: int = PAIRS_AT_ONCE, since: datetime.date | None = None
+    spark: SparkSession, lake: Lake, size: int = PAIRS_AT_ONCE, since: datetime.date | None = None
 ) -> Iterator[list[list[str]]]:
     """[server, event id] of all missing events of the last audit, oldest first, `size` at once."""
     rows = _since(lake.frame(spark, schemas.MISSING), since).orderBy("stream_ordering", "server")
@@ -299,7 +293,7 @@ def missing_pairs(
 # --- what the ledger says -------------------------------------------------------------------------
 
 
-def known_lines(spark: "SparkSession", lake: Lake, directory: Path) -> Known:
+def known_lines(spark: SparkSession, lake: Lake, directory: Path) -> Known:
     """The ledger's lines: from the lake, and from segments that it has not read.
 
     Lines that are not in the lake are read at once, as the daemon goes on writing.
@@ -307,9 +301,6 @@ def known_lines(spark: "SparkSession", lake: Lake, directory: Path) -> Known:
     Raises:
         PipelineError: the ledger cannot be read.
     """
-    from pyspark.errors import PySparkException
-    from pyspark.sql import functions as F  # noqa: N812
-
     if not directory.is_dir():
         raise PipelineError(f"ledger.directory: {directory}: is not a directory")
     attempts, pdus = lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS)
@@ -381,8 +372,6 @@ def read_accepted(path: Path) -> list[dict[str, Any]]:
 
 def accept(lake: Lake, rows: list[dict[str, Any]]) -> None:
     """Replace the accepted deliveries by these rows."""
-    import pyarrow as pa
-
     with lake.commit() as commit:
         commit.clear(schemas.ACCEPTED)
         commit.append(schemas.ACCEPTED, pa.Table.from_pylist(rows, schemas.ACCEPTED.arrow_schema()))

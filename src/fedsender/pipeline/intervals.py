@@ -24,38 +24,33 @@ several where the step goes from one branch to another.
 from collections.abc import Sequence
 from functools import reduce
 from operator import and_
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pyarrow.dataset as ds
+from pyspark.sql import Column, DataFrame, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, schemas
 from fedsender.pipeline.lake import Lake, empty_frame, literal
 from fedsender.pipeline.session import kept
 
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-
 _HEX_DIGITS_OF_SHA256: Final = 64
 
 
-def server_of(user: "Column") -> "Column":
+def server_of(user: Column) -> Column:
     """The part behind an identifier's first colon; null if there is none (`matrix.server_of`)."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     colon = F.instr(user, ":")
     name = F.substring(user, colon + F.lit(1), F.length(user))
     return F.when((colon > 0) & (F.length(name) > 0), name)
 
 
-def shard_of(server: "Column", shards: int) -> "Column":
+def shard_of(server: Column, shards: int) -> Column:
     """The index of the sender that handles a server, equal to `matrix.shard_of`.
 
     It is all 32 bytes of the SHA-256 as one little-endian number, modulo `shards`, computed byte by
     byte, so that no number is too large for a column.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     if shards < 1:
         raise ValueError("no sender to choose from")
     digest = F.sha2(server, 256)
@@ -66,13 +61,11 @@ def shard_of(server: "Column", shards: int) -> "Column":
     return (index % shards).cast("int")
 
 
-def sent_to(rows: "DataFrame", config: Config) -> "DataFrame":
+def sent_to(rows: DataFrame, config: Config) -> DataFrame:
     """The rows with a `server` that this sender may send to, by the daemon's own rules.
 
     The rules are applied once to each server; there are some ten thousand servers at most.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     names = (row["server"] for row in rows.select("server").distinct().toLocalIterator())
     barred = [name for name in names if not (config.handles(name) and config.allows(name))]
     if not barred:
@@ -92,20 +85,20 @@ _MAX_ROUNDS: Final = 20
 MOST_KEYS: Final = 200_000
 
 
-def few(keys: "DataFrame") -> "DataFrame":
+def few(keys: DataFrame) -> DataFrame:
     """Keys, each once, for `among`: held against a table without spreading it, if they are few."""
     found = kept(keys.distinct())
     return found.hint("broadcast" if found.count() <= MOST_KEYS else "shuffle_hash")
 
 
-def among(rows: "DataFrame", keys: "DataFrame | None") -> "DataFrame":
+def among(rows: DataFrame, keys: DataFrame | None) -> DataFrame:
     """The rows that have one of the keys in columns of the same names; None: all rows."""
     return rows if keys is None else rows.join(keys, on=keys.columns, how="left_semi")
 
 
 def among_rows(
-    spark: "SparkSession", lake: Lake, table: schemas.LakeTable, keys: "DataFrame | None"
-) -> "DataFrame":
+    spark: SparkSession, lake: Lake, table: schemas.LakeTable, keys: DataFrame | None
+) -> DataFrame:
     """The rows of a table that have one of the keys (`few`); None: all rows."""
     if keys is None:
         return lake.frame(spark, table)
@@ -116,16 +109,13 @@ def among_rows(
     return among(lake.some(spark, table, reduce(and_, one_each)), keys)
 
 
-def newest_version(frame: "DataFrame") -> "DataFrame":
+def newest_version(frame: DataFrame) -> DataFrame:
     """The rows with the highest `version` of their state group: one may be read again."""
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     newest = F.max("version").over(Window.partitionBy("state_group"))
     return frame.withColumn("_newest", newest).where("version = _newest").drop("_newest")
 
 
-def lay_out(groups: "DataFrame") -> tuple["DataFrame", "DataFrame"]:
+def lay_out(groups: DataFrame) -> tuple[DataFrame, DataFrame]:
     """Every group's place, and the branches.
 
     Args:
@@ -136,9 +126,6 @@ def lay_out(groups: "DataFrame") -> tuple["DataFrame", "DataFrame"]:
         branches: branch (named for its first group), path (the branches that lead to it and the
             groups where they part: trunk, group, branch, group, ..., itself), end (its last place).
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     present = groups.select(F.col("state_group").alias("parent"))
     linked = groups.join(
         present.hint("merge"), F.col("prev_state_group") == F.col("parent"), how="left"
@@ -168,10 +155,8 @@ def lay_out(groups: "DataFrame") -> tuple["DataFrame", "DataFrame"]:
     return places, _with_ends(places, paths)
 
 
-def _paths(branched: "DataFrame") -> "DataFrame":
+def _paths(branched: DataFrame) -> DataFrame:
     """branch, path: by doubling, as nested branches are rare but long chains of them possible."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     owner = branched.select(F.col("state_group").alias("parent"), F.col("branch").alias("above"))
     paths = (
         branched.where("begins")
@@ -206,10 +191,8 @@ def _paths(branched: "DataFrame") -> "DataFrame":
     raise PipelineError(f"state groups: branches are nested more than {2**_MAX_ROUNDS} deep")
 
 
-def _with_ends(places: "DataFrame", paths: "DataFrame") -> "DataFrame":
+def _with_ends(places: DataFrame, paths: DataFrame) -> DataFrame:
     """branch, path, end: a branch ends where the last branch of its branches ends."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     last = places.groupBy("branch").agg(F.max("place").alias("last"))
     ends = (
         paths.join(last, on="branch", how="inner")
@@ -226,8 +209,8 @@ def _with_ends(places: "DataFrame", paths: "DataFrame") -> "DataFrame":
 
 
 def server_counts(
-    members: "DataFrame", places: "DataFrame", branches: "DataFrame", server_name: str
-) -> "DataFrame":
+    members: DataFrame, places: DataFrame, branches: DataFrame, server_name: str
+) -> DataFrame:
     """The number of users of each other server in a room, at each place where it changes.
 
     Args:
@@ -236,9 +219,6 @@ def server_counts(
     Returns:
         room_id, server, place, joined (users from this place on); also for the pseudo-server.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     others = members.withColumn("server", server_of(F.col("user_id"))).select(
         "state_group",
         "user_id",
@@ -274,13 +254,11 @@ def server_counts(
     return kept(changes.select("room_id", "server", "place", joined.alias("joined")))
 
 
-def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame":
+def _ends_of_entries(entries: DataFrame, branches: DataFrame) -> DataFrame:
     """Entries behind each branch: each user with an entry in it gets its earlier membership back.
 
     Where several branches end at one place, the outermost is the strongest.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     touched = entries.select("room_id", "server", "user_id", "branch").distinct()
     ended = touched.join(branches.hint("shuffle_hash"), on="branch", how="inner").select(
         "room_id",
@@ -334,10 +312,8 @@ def _ends_of_entries(entries: "DataFrame", branches: "DataFrame") -> "DataFrame"
     return trunks.unionByName(branches_back)
 
 
-def _ancestry(events: "DataFrame", places: "DataFrame", branches: "DataFrame") -> "DataFrame":
+def _ancestry(events: DataFrame, places: DataFrame, branches: DataFrame) -> DataFrame:
     """The state groups whose entries make the state at these events: state_group."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     # Branch, group, branch, group, ...: of each branch on the way, the groups up to that one.
     way = F.expr(
         "transform(sequence(0, size(way) - 2, 2), i -> struct(way[i] branch, way[i + 1] upto))"
@@ -357,7 +333,7 @@ def _ancestry(events: "DataFrame", places: "DataFrame", branches: "DataFrame") -
     )
 
 
-def changes_between(events: "DataFrame", counts: "DataFrame") -> "DataFrame":
+def changes_between(events: DataFrame, counts: DataFrame) -> DataFrame:
     """The changes of servers between a room's events of ours.
 
     Args:
@@ -368,9 +344,6 @@ def changes_between(events: "DataFrame", counts: "DataFrame") -> "DataFrame":
         room_id, server, at: from this stream ordering on the server is in if it was not, and out
         if it was in.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     in_room = Window.partitionBy("room_id").orderBy("stream_ordering")
     in_server = Window.partitionBy("room_id", "server").orderBy("place")
     steps = (
@@ -416,9 +389,7 @@ W26: Final = "W26: turned away, and only told by fedsender"
 """The reason why a server does not have an event that it should get, sent by another sender."""
 
 
-def ours(
-    spark: "SparkSession", lake: Lake, after: int = -1, upto: int | None = None
-) -> "DataFrame":
+def ours(spark: SparkSession, lake: Lake, after: int = -1, upto: int | None = None) -> DataFrame:
     """The events with after < stream ordering <= upto that should be sent.
 
     Args:
@@ -431,15 +402,13 @@ def ours(
     return events.where(f"ours and bad is null and {between}")
 
 
-def derive(spark: "SparkSession", lake: Lake, server_name: str) -> tuple["DataFrame", "DataFrame"]:
+def derive(spark: SparkSession, lake: Lake, server_name: str) -> tuple[DataFrame, DataFrame]:
     """The rows of `intervals` and of `unknown_hosts` that are new since the last time.
 
     Only rooms with new events, or in which servers have come or gone, are looked at. In each of
     them the new events alone are walked over, with the state groups that their state is made of.
     What comes out holds from the first new event on, and is put behind what was there.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     after = lake.position("intervals")
     events = ours(spark, lake, after, lake.position("events", 0))
     told = None
@@ -473,10 +442,8 @@ NEWER_INTERVALS: Final = "newer_intervals"
 """The position that counts the rows of `intervals` which replace older ones, with a version > 0."""
 
 
-def current(spark: "SparkSession", lake: Lake, rooms: "DataFrame | None" = None) -> "DataFrame":
+def current(spark: SparkSession, lake: Lake, rooms: DataFrame | None = None) -> DataFrame:
     """The rows of `intervals` that hold, without `version`; of all rooms, or of some (`few`)."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     rows = among_rows(spark, lake, schemas.INTERVALS, rooms)
     if not lake.position(NEWER_INTERVALS, 0):
         return rows.drop("version")
@@ -490,22 +457,18 @@ def current(spark: "SparkSession", lake: Lake, rooms: "DataFrame | None" = None)
     return older.drop("version").unionByName(newer.where("last is null or first <= last"))
 
 
-def _from_here(spans: "DataFrame", after: int, server_name: str) -> "DataFrame":
+def _from_here(spans: DataFrame, after: int, server_name: str) -> DataFrame:
     """The parts of other servers' spans (room_id, server, first, last) that lie above `after`."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return spans.where(
         (F.col("server") != server_name) & (F.col("last").isNull() | (F.col("last") > after))
     ).withColumn("first", F.greatest("first", F.lit(after + 1)))
 
 
-def _put_behind(before: "DataFrame", found: "DataFrame", after: int) -> "DataFrame":
+def _put_behind(before: DataFrame, found: DataFrame, after: int) -> DataFrame:
     """The rows by which intervals change when `found`, all above `after`, is put behind them.
 
     A row that is gone is empty: it ends before it begins.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     cut = before.where(f"first <= {after}").select(
         "room_id", "server", F.explode(F.array("first", F.lit(after + 1))).alias("at")
     )
@@ -520,13 +483,11 @@ def _put_behind(before: "DataFrame", found: "DataFrame", after: int) -> "DataFra
     )
 
 
-def _stays(room_servers: "DataFrame") -> "DataFrame":
+def _stays(room_servers: DataFrame) -> DataFrame:
     """room_id, server, first, last, from rows of `room_servers`.
 
     A row is read again when its server has left: what stands is that it left.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     return (
         room_servers.groupBy("room_id", "server", "joined")
         .agg(F.max_by("left", "version").alias("left"))
@@ -537,7 +498,7 @@ def _stays(room_servers: "DataFrame") -> "DataFrame":
     )
 
 
-def from_room_servers(events: "DataFrame", stays: "DataFrame", server_name: str) -> "DataFrame":
+def from_room_servers(events: DataFrame, stays: DataFrame, server_name: str) -> DataFrame:
     """`intervals` of an embedded store: the store's own, and the exceptions of single events."""
     exceptions = strongest(
         _listed(events, "plus", gets=True, strength=PLUS)
@@ -549,14 +510,14 @@ def from_room_servers(events: "DataFrame", stays: "DataFrame", server_name: str)
 
 
 def from_state_groups(
-    spark: "SparkSession",
+    spark: SparkSession,
     lake: Lake,
-    events: "DataFrame",
-    groups: "DataFrame",
-    told: "DataFrame | None",
-    still: "DataFrame | None",
+    events: DataFrame,
+    groups: DataFrame,
+    told: DataFrame | None,
+    still: DataFrame | None,
     server_name: str,
-) -> tuple["DataFrame", "DataFrame"]:
+) -> tuple[DataFrame, DataFrame]:
     """`intervals` and `unknown_hosts` of a Synapse.
 
     Args:
@@ -565,8 +526,6 @@ def from_state_groups(
         still: servers that were in a room before these events (room_id, server, at: since); None:
             these events are all.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     places, branches = lay_out(groups)
     made_of = None if still is None else few(_ancestry(events, places, branches))
     members = among_rows(spark, lake, schemas.STATE_MEMBERS, made_of)
@@ -607,15 +566,12 @@ def from_state_groups(
     return intervals, _unknown(placed, known, told)
 
 
-def _swapped(placed: "DataFrame", counts: "DataFrame") -> "DataFrame":
+def _swapped(placed: DataFrame, counts: DataFrame) -> DataFrame:
     """The exceptions of membership events: each has the state *after* it, so its entry is undone.
 
     The server of a user that it removes was in the room before; a server with only the user that it
     brings was not.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     members = placed.where("is_member").withColumn("server", server_of(F.col("state_key")))
     was_in = members.where("prior_membership = 'join'").select(
         *_EXCEPTION_KEY, F.lit(True).alias("gets"), F.lit(SWAPPED).alias("strength")
@@ -632,10 +588,8 @@ def _swapped(placed: "DataFrame", counts: "DataFrame") -> "DataFrame":
     return was_in.unionByName(brought)
 
 
-def _unknown(placed: "DataFrame", known: "DataFrame", told: "DataFrame | None") -> "DataFrame":
+def _unknown(placed: DataFrame, known: DataFrame, told: DataFrame | None) -> DataFrame:
     """Events with unknown servers, by the store's own rule."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     unknown_prior = F.col("is_member") & F.col("prior_membership").isNull()
     reasons = placed.select(
         "stream_ordering",
@@ -662,9 +616,7 @@ def _unknown(placed: "DataFrame", known: "DataFrame", told: "DataFrame | None") 
 _EXCEPTION_KEY: Final = ("room_id", "stream_ordering", "server")
 
 
-def _listed(events: "DataFrame", column: str, *, gets: bool, strength: int) -> "DataFrame":
-    from pyspark.sql import functions as F  # noqa: N812
-
+def _listed(events: DataFrame, column: str, *, gets: bool, strength: int) -> DataFrame:
     return events.where(F.size(column) > 0).select(
         "room_id",
         "stream_ordering",
@@ -674,10 +626,8 @@ def _listed(events: "DataFrame", column: str, *, gets: bool, strength: int) -> "
     )
 
 
-def turns_away() -> "Column":
+def turns_away() -> Column:
     """Whether an event turns away a user that was only invited, or was knocking (rule 3)."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return (
         (F.col("type") == "m.room.member")
         & F.col("state_key").isNotNull()
@@ -687,21 +637,17 @@ def turns_away() -> "Column":
     )
 
 
-def told_by_us_alone() -> "Column":
+def told_by_us_alone() -> Column:
     """Whether only we send an event to the server of the user that it turns away (rule 3, W26)."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return turns_away() & ((F.col("membership") == "ban") | (F.col("auth_membership") == "knock"))
 
 
-def _narrowing(events: "DataFrame") -> "DataFrame":
+def _narrowing(events: DataFrame) -> DataFrame:
     """Exceptions by rules 3 and 4.
 
     The server of a user that an event turns away gets it. The server that it is sent on behalf of
     does not.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     target = events.where(turns_away()).select(
         "room_id",
         "stream_ordering",
@@ -719,10 +665,8 @@ def _narrowing(events: "DataFrame") -> "DataFrame":
     return target.unionByName(behalf)
 
 
-def strongest(exceptions: "DataFrame", server_name: str) -> "DataFrame":
+def strongest(exceptions: DataFrame, server_name: str) -> DataFrame:
     """room_id, stream_ordering, server, gets: by the strongest rule, where several apply."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return (
         exceptions.where(F.col("server").isNotNull() & (F.col("server") != server_name))
         .groupBy(*_EXCEPTION_KEY)
@@ -733,11 +677,8 @@ def strongest(exceptions: "DataFrame", server_name: str) -> "DataFrame":
 # --- intervals ------------------------------------------------------------------------------------
 
 
-def paired(changes: "DataFrame", key: Sequence[str] = ("room_id", "server")) -> "DataFrame":
+def paired(changes: DataFrame, key: Sequence[str] = ("room_id", "server")) -> DataFrame:
     """Intervals from changes (the key, at), each from in to out or from out to in."""
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     in_server = Window.partitionBy(*key).orderBy("at")
     return (
         changes.groupBy(*key, "at")
@@ -750,21 +691,16 @@ def paired(changes: "DataFrame", key: Sequence[str] = ("room_id", "server")) -> 
     )
 
 
-def changes_of(intervals: "DataFrame", key: Sequence[str] = ("room_id", "server")) -> "DataFrame":
+def changes_of(intervals: DataFrame, key: Sequence[str] = ("room_id", "server")) -> DataFrame:
     """The changes (the key, at) from which `paired` makes these intervals."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     ends = F.when(F.col("last").isNull(), F.array("first")).otherwise(
         F.array(F.col("first"), F.col("last") + 1)
     )
     return intervals.select(*key, F.explode(ends).alias("at"))
 
 
-def union(intervals: "DataFrame") -> "DataFrame":
+def union(intervals: DataFrame) -> DataFrame:
     """The same servers at the same events, in intervals that neither overlap nor touch."""
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     in_server = Window.partitionBy("room_id", "server").orderBy("at")
     upto_here = in_server.rowsBetween(Window.unboundedPreceding, Window.currentRow)
     opened = intervals.select("room_id", "server", F.col("first").alias("at"), F.lit(1).alias("n"))
@@ -782,10 +718,8 @@ def union(intervals: "DataFrame") -> "DataFrame":
     return paired(changes.select("room_id", "server", "at"))
 
 
-def with_exceptions(intervals: "DataFrame", exceptions: "DataFrame") -> "DataFrame":
+def with_exceptions(intervals: DataFrame, exceptions: DataFrame) -> DataFrame:
     """The intervals, changed by the exceptions at the events of those."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     spans = intervals.select("room_id", "server", "first", "last", F.lit(True).alias("has")).hint(
         "shuffle_hash"
     )
@@ -806,10 +740,8 @@ def with_exceptions(intervals: "DataFrame", exceptions: "DataFrame") -> "DataFra
     return paired(changes_of(intervals).unionByName(differing))
 
 
-def covered_by(events: "DataFrame", spans: "DataFrame", *, how: str) -> "DataFrame":
+def covered_by(events: DataFrame, spans: DataFrame, *, how: str) -> DataFrame:
     """Events (room_id, stream_ordering) in a span of their room, by a semi or anti join."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     rooms = spans.select(F.col("room_id").alias("span_room"), "first", "last")
     inside = (
         (F.col("room_id") == F.col("span_room"))

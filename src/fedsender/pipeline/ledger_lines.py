@@ -8,16 +8,17 @@ once, and a late line goes to its own day.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.ledger import LINE_VERSION, NOTES
 from fedsender.pipeline import latest_ms, schemas
 from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.session import kept
 from fedsender.segments import segments
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
 
 MAX_BATCH_BYTES: Final = 2**30
 FIRST_LIVE: Final = "first_live"
@@ -115,34 +116,29 @@ def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
     )
 
 
-def fresh_lines(spark: "SparkSession", lake: Lake, paths: tuple[Path, ...]) -> "DataFrame":
+def fresh_lines(spark: SparkSession, lake: Lake, paths: tuple[Path, ...]) -> DataFrame:
     """The valid lines of these segments that are not in the lake, computed now."""
     return kept(_unseen(spark, lake, kept(parsed(spark, paths).where("why is null"))))
 
 
-def _unseen(spark: "SparkSession", lake: Lake, lines: "DataFrame") -> "DataFrame":
+def _unseen(spark: SparkSession, lake: Lake, lines: DataFrame) -> DataFrame:
     """The valid lines that are not in the lake.
 
     A line has one time, so it is looked for in its own day. Only a line from the future may have
     counted as one of an earlier day.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     rows = lines.groupBy("day").agg(F.bool_or("is_early").alias("is_early")).collect()
     own_days = in_days({str(row["day"]) for row in rows})
     parts = None if any(row["is_early"] for row in rows) else own_days
     return _new(lines, lake.frame(spark, schemas.ATTEMPTS, parts))
 
 
-def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) -> Read:
+def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) -> Read:
     """Add a batch's lines to the lake.
 
     Raises:
         PySparkException: a segment was deleted while it was read; do not commit the batch.
     """
-    import pyarrow as pa
-    from pyspark.sql import functions as F  # noqa: N812
-
     lines = parsed(spark, batch.paths).persist()
     good, bad = lines.where("why is null"), lines.where("why is not null")
     fresh = _unseen(spark, lake, good).persist()
@@ -167,21 +163,17 @@ def read_batch(spark: "SparkSession", lake: Lake, commit: Commit, batch: Batch) 
     return Read(attempts, pdus, rejected, row["unknown"])
 
 
-def parsed(spark: "SparkSession", paths: tuple[Path, ...]) -> "DataFrame":
+def parsed(spark: SparkSession, paths: tuple[Path, ...]) -> DataFrame:
     """Every line: its text, segment and fields, and `why` it is invalid (null: it is valid)."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     text = spark.read.text([url(path) for path in paths], lineSep="\n")
     return parsed_text(text.select("value", F.col("_metadata.file_name").alias("segment")))
 
 
-def parsed_text(text: "DataFrame") -> "DataFrame":
+def parsed_text(text: DataFrame) -> DataFrame:
     """As `parsed`, for lines (value) with a known segment.
 
     `ms` is at most `latest_ms`; `is_early`: the line has a later time.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     latest = latest_ms()
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": "corrupt"}
@@ -215,10 +207,8 @@ def parsed_text(text: "DataFrame") -> "DataFrame":
     )
 
 
-def _why() -> "Column":
+def _why() -> Column:
     """The reason why a line is invalid; null: it is valid."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     missing = F.concat_ws(", ", *(F.when(F.col(name).isNull(), name) for name in _NEEDED))
     nameless = F.exists(
         "pdus",
@@ -240,21 +230,19 @@ def _why() -> "Column":
     )
 
 
-def _new(lines: "DataFrame", seen: "DataFrame") -> "DataFrame":
+def _new(lines: DataFrame, seen: DataFrame) -> DataFrame:
     return lines.dropDuplicates(["line"]).join(
         seen.select("line").hint("merge"), on="line", how="left_anti"
     )
 
 
-def by_day(rows: "DataFrame") -> "DataFrame":
+def by_day(rows: DataFrame) -> DataFrame:
     """The rows in one partition per day, several for a large day, and not one per task and day."""
     return rows.hint("rebalance", "day")
 
 
-def attempts_of(lines: "DataFrame") -> "DataFrame":
+def attempts_of(lines: DataFrame) -> DataFrame:
     """Rows of `attempts`, from valid lines."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     counts = {
         "pdu_count": F.coalesce(F.size("pdus"), F.lit(0)),
         "refused_count": F.coalesce(F.size("refused"), F.lit(0)),
@@ -264,17 +252,13 @@ def attempts_of(lines: "DataFrame") -> "DataFrame":
     )
 
 
-def is_attempt() -> "Column":
+def is_attempt() -> Column:
     """Whether a line is an attempt, and no note."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return ~F.col("outcome").isin(*NOTES)
 
 
-def pdus_of(lines: "DataFrame") -> "DataFrame":
+def pdus_of(lines: DataFrame) -> DataFrame:
     """Rows of `pdus`, from valid lines."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     whole = ("line", "day", "ms", "instance", "destination", "transaction_id", "attempt", "outcome")
     return lines.select(*whole, "refused", F.explode("pdus").alias("pdu")).select(
         *whole,

@@ -10,14 +10,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, intervals, schemas
 from fedsender.pipeline.lake import Lake
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 WRONG: Final = ("missing", "behind")
 """Kinds of differences by which a server was not sent an event that it should get."""
@@ -45,7 +45,7 @@ class Differences:
         return sum(n for (kind, _), n in self.counts.items() if kind in WRONG)
 
 
-def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
+def expected_rooms(events: DataFrame, spans: DataFrame) -> DataFrame:
     """destination, room_id, stream_ordering: the newest event that each server should get.
 
     No event is joined with a server. An interval needs only the newest of its room's events up to
@@ -55,9 +55,6 @@ def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
         events: room_id, stream_ordering of events of ours.
         spans: `intervals`.
     """
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     newest = events.groupBy("room_id").agg(F.max("stream_ordering").alias("newest"))
     still_there = (
         spans.where("last is null")
@@ -88,7 +85,7 @@ def expected_rooms(events: "DataFrame", spans: "DataFrame") -> "DataFrame":
     )
 
 
-def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
+def rebuild(spark: SparkSession, lake: Lake, config: Config) -> DataFrame:
     """The rows that `destination_rooms` should hold by the lake, for the permitted servers."""
     if lake.position("intervals") < 0:
         raise PipelineError(f"{lake.directory}: nothing was ingested: run `pipeline ingest`")
@@ -102,15 +99,13 @@ def rebuild(spark: "SparkSession", lake: Lake, config: Config) -> "DataFrame":
     return expected_rooms(known.select("room_id", "stream_ordering"), spans)
 
 
-def differences(spark: "SparkSession", lake: Lake, expected: "DataFrame") -> "DataFrame":
+def differences(spark: SparkSession, lake: Lake, expected: DataFrame) -> DataFrame:
     """The differences between the table and `expected`.
 
     Columns: destination, room_id, kind, expected, found, event_id, reason. Kinds: `missing` (no
     row), `behind` (an older event), `ahead` (a newer one that it should not get), `unexpected` (a
     row, and no event that it should get).
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     upto = lake.position("intervals")
     table = (
         lake.frame(spark, schemas.DESTINATION_ROOMS)
@@ -138,13 +133,11 @@ def differences(spark: "SparkSession", lake: Lake, expected: "DataFrame") -> "Da
     return _explained(differing, intervals.ours(spark, lake))
 
 
-def _explained(differing: "DataFrame", events: "DataFrame") -> "DataFrame":
+def _explained(differing: DataFrame, events: DataFrame) -> DataFrame:
     """The differences with the event in question, and with the reason, if it is a known one.
 
     A reason may be a weakness of other senders (docs/weaknesses.md).
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     asked = F.coalesce("expected", "found")
     event = events.select(
         F.col("stream_ordering").alias("at"),
@@ -176,10 +169,8 @@ def _explained(differing: "DataFrame", events: "DataFrame") -> "DataFrame":
     )
 
 
-def summed_up(expected: "DataFrame", differing: "DataFrame") -> Differences:
+def summed_up(expected: DataFrame, differing: DataFrame) -> Differences:
     """The number of differences of each kind, and the first of them; both should be persisted."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     counted = differing.groupBy("kind", "reason").agg(F.count(F.lit(1)).alias("n")).collect()
     shown = differing.orderBy("kind", "destination", "room_id").limit(SHOWN).collect()
     return Differences(
@@ -189,7 +180,7 @@ def summed_up(expected: "DataFrame", differing: "DataFrame") -> Differences:
     )
 
 
-def write_owed(differing: "DataFrame", path: Path) -> int:
+def write_owed(differing: DataFrame, path: Path) -> int:
     """Write the owed events that `destination_rooms` does not have, for `fedsender owe`.
 
     One JSON object a line: server, room_id, stream_ordering, event_id. Rows that are ahead or
@@ -198,8 +189,6 @@ def write_owed(differing: "DataFrame", path: Path) -> int:
     Raises:
         PipelineError: it cannot be written.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     owed = differing.where(F.col("kind").isin(*WRONG)).select(
         F.col("destination").alias("server"),
         "room_id",
@@ -222,7 +211,7 @@ def write_owed(differing: "DataFrame", path: Path) -> int:
     return written
 
 
-def _lines(owed: "DataFrame") -> Iterator[str]:
+def _lines(owed: DataFrame) -> Iterator[str]:
     """The lines of the file; only one partition at a time is in memory."""
     ordered = owed.orderBy("server", "room_id")
     for row in ordered.toLocalIterator():
