@@ -217,9 +217,9 @@ def test_a_lake_without_its_manifest_is_not_begun_anew_over_its_files(tmp_path: 
         ("{", "is not a manifest"),
         ("[]", "is not a manifest"),
         ("{}", "is not a manifest"),
-        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 3: use a newer one"),
-        ('{"lake": 2}', "the lake has version 2, and this fedsender knows 3: ingest into a new"),
-        ('{"lake": 3, "tables": 3}', "is not a manifest"),
+        ('{"lake": 99}', "the lake has version 99, and this fedsender knows 4: use a newer one"),
+        ('{"lake": 3}', "the lake has version 3, and this fedsender knows 4: ingest into a new"),
+        ('{"lake": 4, "tables": 3}', "is not a manifest"),
     ],
 )
 def test_a_manifest_that_cannot_be_read(tmp_path: Path, manifest: str, said: str) -> None:
