@@ -9,10 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
 import pytest
+from pyspark.sql import SparkSession
 from tests.pipeline.worlds import US
 
 from fedsender.pipeline import PipelineError, Usage
+from fedsender.pipeline import lake as module
 from fedsender.pipeline.lake import (
     KEEP_DROPPED_MS,
     MANIFEST,
@@ -20,7 +24,7 @@ from fedsender.pipeline.lake import (
     Lake,
     open_lake,
 )
-from fedsender.pipeline.schemas import DESTINATIONS, EVENTS, TABLES, TOLD_SERVERS, page
+from fedsender.pipeline.schemas import DESTINATIONS, EVENTS, SEGMENTS, TABLES, TOLD_SERVERS, page
 
 
 class Killed(BaseException):
@@ -270,3 +274,26 @@ def test_the_page_of_tables_is_that_of_the_code() -> None:
     for table in TABLES.values():
         assert {*table.notes, *table.required, *table.key} <= set(table.columns), table.name
         assert table.arrow_schema() is not None
+
+
+@pytest.mark.parametrize("most", [0, 2, 3])
+def test_some_rows_of_a_table_wherever_they_are(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Also behind files in which none are; where they are more than `most`, all rows."""
+    lake = open_lake(tmp_path, US, create=True)
+    for number in range(6):
+        with lake.commit() as commit:
+            commit.append(SEGMENTS, pa.table({"name": [f"{number}"], "bytes": [number]}))
+    monkeypatch.setattr(module, "MOST_WANTED", most)
+    odd = ds.field("bytes").isin([1, 3])
+    found = lake.some(spark, SEGMENTS, odd), lake.some(spark, SEGMENTS, narrow=three_and_five)
+    for rows, expected in zip(found, ([1, 3], [3, 5]), strict=True):
+        numbers = sorted(row["bytes"] for row in rows.collect())
+        assert numbers == (expected if most >= 2 else list(range(6)))
+    monkeypatch.setattr(module, "MOST_PASSED", 5)
+    assert lake.some(spark, SEGMENTS, odd).count() == 6
+
+
+def three_and_five(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return rows.filter(pc.is_in(rows["bytes"], pa.array([3, 5])))

@@ -267,7 +267,8 @@ class Lake:
             number += found[-1].num_rows
             if number > MOST_WANTED:
                 return self.frame(spark, table)
-        rows = pa.Table.from_batches(found, table.arrow_schema())
+        # Spark would end at a batch without rows.
+        rows = pa.Table.from_batches(found, table.arrow_schema()).combine_chunks()
         return spark.createDataFrame(rows, schema=table.ddl)
 
     def read(self, table: LakeTable, columns: Sequence[str] | None = None) -> pa.Table:
