@@ -39,7 +39,7 @@ from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
 from fedsender.pipeline import PipelineError, intervals, latest_ms, ledger_lines, schemas
 from fedsender.pipeline.intervals import among, among_rows, few
-from fedsender.pipeline.lake import LET_GO, Lake, literal
+from fedsender.pipeline.lake import LET_GO, Lake, listed, literal
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import kept
 
@@ -158,8 +158,7 @@ def let_go(
     ]
     frames = []
     if ranges:
-        listed = literal([asdict(each) for each in ranges], _NOTE_RANGE)
-        frames.append(spans.sparkSession.range(1).select(F.inline(listed)))
+        frames.append(listed(spans.sparkSession, [asdict(each) for each in ranges], _NOTE_RANGE))
     if owned.gaps:
         frames.append(_handed_over(owned.gaps, attempts, spans))
     if not frames:
@@ -210,8 +209,8 @@ def _handed_over(gaps: Sequence[Gap], attempts: DataFrame, spans: DataFrame) -> 
         .groupBy("server")
         .agg(F.collect_list(F.struct("gap", "lsso")).alias("proven"))
     )
-    listed = [{"gap": n, "last": gap.upto} for n, gap in enumerate(gaps)]
-    every = F.inline(literal(listed, "gap: INT, last: BIGINT"))
+    ends = [{"gap": n, "last": gap.upto} for n, gap in enumerate(gaps)]
+    every = F.inline(literal(ends, "gap: INT, last: BIGINT"))
     by_then = F.filter("proven", lambda each: each["gap"] <= F.col("gap"))
     floor = F.array_max(F.transform(by_then, lambda each: each["lsso"]))
     return (
@@ -271,10 +270,10 @@ class Days:
         for (first, day), (end, _) in zip(starts, [*starts[1:], (_FOR_EVER, None)], strict=True):
             for stretch in range(first // width, min((end - 1) // width + 1, number)):
                 stretches[stretch].append({"first": first, "day": str(day)})
-        listed = F.from_json(
+        starting = F.from_json(
             F.lit(json.dumps(stretches)), "ARRAY<ARRAY<STRUCT<first: BIGINT, day: DATE>>>"
         )
-        here = F.get(listed, F.least((at / width).cast("int"), F.lit(number - 1)))
+        here = F.get(starting, F.least((at / width).cast("int"), F.lit(number - 1)))
         return F.element_at(F.filter(here, lambda start: start["first"] <= at), -1)["day"]
 
     def as_table(self) -> pa.Table:
@@ -289,13 +288,11 @@ class Days:
     def rows(self, spark: SparkSession) -> DataFrame:
         """day, begins, ends (stream orderings, both included)."""
         ends = [first - 1 for first, _ in self.starts[1:]] + [_FOR_EVER]
-        listed = [
+        rows = [
             {"day": str(day), "begins": first, "ends": end}
             for (first, day), end in zip(self.starts, ends, strict=True)
         ]
-        return spark.range(1).select(
-            F.inline(literal(listed, "day: DATE, begins: BIGINT, ends: BIGINT"))
-        )
+        return listed(spark, rows, "day: DATE, begins: BIGINT, ends: BIGINT")
 
 
 def read_days(spark: SparkSession, lake: Lake) -> Days:
@@ -675,8 +672,7 @@ def claims(spark: SparkSession, lake: Lake, owned: Ownership, owed: DataFrame) -
         .unionByName(accepted, allowMissingColumns=True)
     )
     if purged:
-        listed = spark.range(1).select(F.inline(literal(purged, _NOTE_RANGE)))
-        rows = rows.unionByName(listed, allowMissingColumns=True)
+        rows = rows.unionByName(listed(spark, purged, _NOTE_RANGE), allowMissingColumns=True)
     return rows.select(*schemas.CLAIMS.columns).distinct()
 
 

@@ -28,7 +28,6 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
@@ -44,7 +43,6 @@ from fedsender.pipeline.session import Steps, kept
 from fedsender.runtime import real_runtime
 
 SHOWN: Final = 20
-_TRIES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,30 +299,22 @@ def known_lines(spark: SparkSession, lake: Lake, directory: Path) -> Known:
     Raises:
         PipelineError: the ledger cannot be read.
     """
-    if not directory.is_dir():
-        raise PipelineError(f"ledger.directory: {directory}: is not a directory")
+
+    def read_new() -> DataFrame | None:
+        paths = ledger_lines.unread_segments(lake, directory)
+        return ledger_lines.fresh_lines(spark, lake, paths) if paths else None
+
+    fresh = ledger_lines.from_segments(directory, read_new)
     attempts, pdus = lake.frame(spark, schemas.ATTEMPTS), lake.frame(spark, schemas.PDUS)
     live = lake.manifest.positions.get(ledger_lines.FIRST_LIVE)
     unread = None
-    for attempt in range(_TRIES):
-        paths = ledger_lines.unread_segments(lake, directory)
-        if not paths:
-            break
-        try:
-            fresh = ledger_lines.fresh_lines(spark, lake, paths)
-        except PySparkException as error:
-            # One was closed meanwhile, and has another name now.
-            gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
-            if not gone or attempt == _TRIES - 1:
-                raise PipelineError(f"ledger: {str(error)[:500]}") from None
-        else:
-            attempts = attempts.unionByName(ledger_lines.attempts_of(fresh))
-            unread = ledger_lines.pdus_of(fresh).withColumn("version", F.lit(None).cast("bigint"))
-            pdus = pdus.unionByName(unread)
-            row = unread.where("lane = 'live'").agg(F.min("stream_ordering").alias("live")).first()
-            found = [at for at in (live, None if row is None else row["live"]) if at is not None]
-            live = min(found, default=None)
-            break
+    if fresh is not None:
+        attempts = attempts.unionByName(ledger_lines.attempts_of(fresh))
+        unread = ledger_lines.pdus_of(fresh).withColumn("version", F.lit(None).cast("bigint"))
+        pdus = pdus.unionByName(unread)
+        row = unread.where("lane = 'live'").agg(F.min("stream_ordering").alias("live")).first()
+        found = [at for at in (live, None if row is None else row["live"]) if at is not None]
+        live = min(found, default=None)
     return Known(attempts, pdus, unread, None if live is None else live - 1)
 
 

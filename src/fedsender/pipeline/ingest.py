@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
 from fedsender.config import Config, database_url
@@ -40,7 +39,6 @@ ROWS_PER_NEW: Final = 1_000
 """So many rows of the lake are passed by in the time that one takes to work on."""
 LINE_BYTES: Final = 300
 """Of a short line of the ledger."""
-_TRIES: Final = 3
 MOST_NEWER: Final = 200_000
 """As many rows of `intervals` replace older ones before the table is written anew."""
 
@@ -317,26 +315,19 @@ def read_ledger(
     spark: SparkSession, lake: Lake, directory: Path, steps: Steps, told: Ingested
 ) -> None:
     """Read the ledger's closed segments that are new."""
-    if not directory.is_dir():
-        raise PipelineError(f"ledger.directory: {directory}: is not a directory")
+
+    def read_new() -> None:
+        for batch in ledger_lines.new_segments(lake, directory):
+            with lake.commit() as commit:
+                read = ledger_lines.read_batch(spark, lake, commit, batch)
+            told.segments += len(batch.paths)
+            told.attempts += read.attempts
+            told.pdus += read.pdus
+            told.rejects += read.rejects
+            told.unknown_fields += read.unknown_fields
+
     with steps.spark("ledger", spark) as step:
-        for attempt in range(_TRIES):
-            try:
-                for batch in ledger_lines.new_segments(lake, directory):
-                    with lake.commit() as commit:
-                        read = ledger_lines.read_batch(spark, lake, commit, batch)
-                    told.segments += len(batch.paths)
-                    told.attempts += read.attempts
-                    told.pdus += read.pdus
-                    told.rejects += read.rejects
-                    told.unknown_fields += read.unknown_fields
-            except PySparkException as error:
-                # The daemon removes segments by age: then there are fewer to read.
-                gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
-                if not gone or attempt == _TRIES - 1:
-                    raise PipelineError(f"ledger: {str(error)[:500]}") from None
-            else:
-                break
+        ledger_lines.from_segments(directory, read_new)
         step.say(f"{told.attempts:,} attempts, {told.pdus:,} PDUs, {told.rejects:,} rejected")
 
 

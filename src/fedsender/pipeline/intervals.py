@@ -32,7 +32,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, schemas
-from fedsender.pipeline.lake import Lake, empty_frame, literal
+from fedsender.pipeline.lake import Lake, empty_frame, listed
 from fedsender.pipeline.session import kept
 
 _HEX_DIGITS_OF_SHA256: Final = 64
@@ -70,8 +70,7 @@ def sent_to(rows: DataFrame, config: Config) -> DataFrame:
     barred = [name for name in names if not (config.handles(name) and config.allows(name))]
     if not barred:
         return rows
-    listed = literal([{"server": name} for name in barred], "server: STRING")
-    table = rows.sparkSession.range(1).select(F.inline(listed))
+    table = listed(rows.sparkSession, [{"server": name} for name in barred], "server: STRING")
     return rows.join(F.broadcast(table), on="server", how="left_anti")
 
 

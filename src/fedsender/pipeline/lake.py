@@ -342,6 +342,11 @@ def literal(rows: Sequence[Mapping[str, object]], columns: str) -> Column:
     return F.from_json(F.lit(json.dumps(rows)), f"ARRAY<STRUCT<{columns}>>")
 
 
+def listed(spark: SparkSession, rows: Sequence[Mapping[str, object]], columns: str) -> DataFrame:
+    """A frame of a few thousand rows from Python (`literal`)."""
+    return spark.range(1).select(F.inline(literal(rows, columns)))
+
+
 class Commit:
     """A change under way. See `Lake.commit`."""
 

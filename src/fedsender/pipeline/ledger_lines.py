@@ -5,22 +5,26 @@ identified by its text. So a line that comes twice (a segment restored from a ba
 once, and a late line goes to its own day.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
+from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.ledger import LINE_VERSION, NOTES
-from fedsender.pipeline import latest_ms, schemas
+from fedsender.pipeline import PipelineError, latest_ms, schemas
 from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.session import kept
 from fedsender.segments import segments
 
+T = TypeVar("T")
+
 MAX_BATCH_BYTES: Final = 2**30
+_TRIES: Final = 3
 FIRST_LIVE: Final = "first_live"
 """The position of the first event that the ledger has as a live one."""
 # The last millisecond of the year 9999: later days have no name.
@@ -72,6 +76,27 @@ class Read:
     pdus: int
     rejects: int
     unknown_fields: int
+
+
+def from_segments(directory: Path, read: Callable[[], T]) -> T:
+    """The result of `read`, which is called again where a segment that it reads has gone.
+
+    The daemon gives a segment that it closes another name, and deletes segments by age.
+
+    Raises:
+        PipelineError: the ledger cannot be read.
+    """
+    if not directory.is_dir():
+        raise PipelineError(f"ledger.directory: {directory}: is not a directory")
+    tries = 0
+    while True:
+        try:
+            return read()
+        except PySparkException as error:
+            tries += 1
+            gone = "FileNotFound" in str(error) or "PATH_NOT_FOUND" in str(error)
+            if not gone or tries == _TRIES:
+                raise PipelineError(f"ledger: {str(error)[:500]}") from None
 
 
 def new_segments(lake: Lake, directory: Path) -> list[Batch]:

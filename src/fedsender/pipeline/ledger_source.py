@@ -11,8 +11,9 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import (
     DataSource,
@@ -24,9 +25,6 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.types import StructType
 
 from fedsender.segments import open_segment, segments, whole_bytes
-
-if TYPE_CHECKING:
-    import pyarrow
 
 Offsets = Mapping[str, int]
 BATCH_BYTES: Final = 256 * 2**20
@@ -70,10 +68,8 @@ def pieces(directory: Path, start: Offsets, end: Offsets) -> list[Piece]:
     ]
 
 
-def read(piece: InputPartition) -> Iterator["pyarrow.RecordBatch"]:
+def read(piece: InputPartition) -> Iterator[pa.RecordBatch]:
     """The lines of a piece; none if its segment is gone by age."""
-    import pyarrow as pa
-
     assert isinstance(piece, Piece)
     name, left = Path(piece.name), piece.end - piece.start
     try:
@@ -117,7 +113,7 @@ class _Reader(DataSourceReader):
     def partitions(self) -> list[Piece]:
         return pieces(self.directory, self.after, unread(self.directory, self.after, 2**63))
 
-    def read(self, partition: InputPartition) -> Iterator["pyarrow.RecordBatch"]:
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(partition)
 
 
@@ -135,7 +131,7 @@ class _StreamReader(DataSourceStreamReader):
     def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[Piece]:
         return pieces(self.directory, start, end)
 
-    def read(self, partition: InputPartition) -> Iterator["pyarrow.RecordBatch"]:
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         return read(partition)
 
 
