@@ -81,10 +81,6 @@ class Repaired:
     accepted: int = 0
     refused: list[dict[str, Any]] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
-
 
 def audit(
     spark: SparkSession,

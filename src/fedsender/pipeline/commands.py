@@ -106,7 +106,7 @@ def ingest(config: ConfigFile, as_json: AsJson = False) -> int:
         told = run(spark, lake, loaded, steps)
         position = lake.position("events")
     if as_json:
-        say_json({"position": position, **told.as_json()})
+        say_json({"position": position, **asdict(told)})
     else:
         say(
             f"{told.events} events up to {position}, {told.attempts} attempts with {told.pdus} PDUs"
@@ -306,7 +306,7 @@ def audit(
                 # What was found out is told all the same.
                 failed = error
     if as_json:
-        told = found.as_json() | ({} if repaired is None else repaired.as_json())
+        told = found.as_json() | ({} if repaired is None else asdict(repaired))
         say_json(told)
     else:
         say(f"{found.expected} deliveries expected, of events up to {found.upto}")
@@ -399,7 +399,7 @@ def plan(
             made = module.plans(module.loads(spark, lake), wanted, now)
     if as_json:
         for one in made:
-            say_json(one.as_json() | {"yaml": one.as_yaml()})
+            say_json(asdict(one) | {"yaml": one.as_yaml()})
     else:
         _show_plans(made)
     return DONE
@@ -486,7 +486,7 @@ def run(config: ConfigFile, output: ReportFile = None, as_json: AsJson = False) 
         if loaded.pipeline.textfile is not None:
             write_textfile(loaded.pipeline.textfile, loaded, lake, found.counts)
     if as_json:
-        summary = {"ingest": told.as_json(), "audit": found.as_json(), "report": str(path)}
+        summary = {"ingest": asdict(told), "audit": found.as_json(), "report": str(path)}
         say_json(summary | {"health": {"servers": well.servers, "ill": well.ill}})
     else:
         say(

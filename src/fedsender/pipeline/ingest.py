@@ -7,10 +7,10 @@ least as new. The last step derives the servers that should get each event.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -59,10 +59,6 @@ class Ingested:
     unknown_fields: int = 0
     snapshots: dict[str, int] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
-
 
 def rows_to_read(lake: Lake, config: Config) -> int | None:
     """The rows that an ingest will read, about and rather too many; None: not known.
@@ -78,7 +74,7 @@ def rows_to_read(lake: Lake, config: Config) -> int | None:
         upto = sources.events_position(main, config.instance_name)
     ledger = config.ledger.directory
     unread = ledger_lines.new_segments(lake, ledger) if ledger.is_dir() else []
-    lines = sum(sum(batch.sizes) for batch in unread) // LINE_BYTES
+    lines = sum(sum(batch.values()) for batch in unread) // LINE_BYTES
     return max(0, upto - lake.position("events", 0)) + lines
 
 
@@ -320,7 +316,7 @@ def read_ledger(
         for batch in ledger_lines.new_segments(lake, directory):
             with lake.commit() as commit:
                 read = ledger_lines.read_batch(spark, lake, commit, batch)
-            told.segments += len(batch.paths)
+            told.segments += len(batch)
             told.attempts += read.attempts
             told.pdus += read.pdus
             told.rejects += read.rejects

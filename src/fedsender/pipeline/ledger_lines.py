@@ -5,7 +5,7 @@ identified by its text. So a line that comes twice (a segment restored from a ba
 once, and a late line goes to its own day.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -21,6 +21,8 @@ from fedsender.pipeline.lake import Commit, Lake, in_days
 from fedsender.pipeline.session import kept
 from fedsender.segments import segments
 
+Batch = Mapping[Path, int]
+"""Segments that are read together, and the bytes of each."""
 T = TypeVar("T")
 
 MAX_BATCH_BYTES: Final = 2**30
@@ -61,14 +63,6 @@ _NEEDED: Final = ("ms", "instance", "destination", "attempt", "outcome")
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """Segments that are read together: their paths, and the bytes of each."""
-
-    paths: tuple[Path, ...]
-    sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Read:
     """The counts of a batch, in rows; `unknown_fields`: lines with fields we do not know."""
 
@@ -99,17 +93,15 @@ def from_segments(directory: Path, read: Callable[[], T]) -> T:
                 raise PipelineError(f"ledger: {str(error)[:500]}") from None
 
 
-def new_segments(lake: Lake, directory: Path) -> list[Batch]:
+def new_segments(lake: Lake, directory: Path) -> Sequence[Batch]:
     """Closed segments that the lake has not read, or not at their present size, in batches."""
     return _unread(lake, [path for path in segments(directory) if path.suffix == ".jsonl"])
 
 
-def _unread(lake: Lake, closed: Iterable[Path]) -> list[Batch]:
+def _unread(lake: Lake, closed: Iterable[Path]) -> Sequence[Batch]:
     known = lake.read(schemas.SEGMENTS).to_pylist()
     sizes = {row["name"]: row["bytes"] for row in sorted(known, key=lambda row: row["version"])}
-    batches: list[Batch] = []
-    paths: list[Path] = []
-    bytes_: list[int] = []
+    batches: list[dict[Path, int]] = []
     for path in closed:
         try:
             size = path.stat().st_size
@@ -117,13 +109,9 @@ def _unread(lake: Lake, closed: Iterable[Path]) -> list[Batch]:
             continue
         if sizes.get(path.name) == size:
             continue
-        if paths and sum(bytes_) + size > MAX_BATCH_BYTES:
-            batches.append(Batch(tuple(paths), tuple(bytes_)))
-            paths, bytes_ = [], []
-        paths.append(path)
-        bytes_.append(size)
-    if paths:
-        batches.append(Batch(tuple(paths), tuple(bytes_)))
+        if not batches or sum(batches[-1].values()) + size > MAX_BATCH_BYTES:
+            batches.append({})
+        batches[-1][path] = size
     return batches
 
 
@@ -136,7 +124,7 @@ def unread_segments(lake: Lake, directory: Path) -> tuple[Path, ...]:
     found = segments(directory)
     closed = _unread(lake, [path for path in found if path.suffix == ".jsonl"])
     return (
-        *(path for batch in closed for path in batch.paths),
+        *(path for batch in closed for path in batch),
         *(path for path in found if path.suffix == ".open"),
     )
 
@@ -164,7 +152,7 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
     Raises:
         PySparkException: a segment was deleted while it was read; do not commit the batch.
     """
-    lines = parsed(spark, batch.paths).persist()
+    lines = parsed(spark, tuple(batch)).persist()
     good, bad = lines.where("why is null"), lines.where("why is not null")
     fresh = _unseen(spark, lake, good).persist()
     attempts = commit.append_frame(schemas.ATTEMPTS, by_day(attempts_of(fresh)))
@@ -183,8 +171,8 @@ def read_batch(spark: SparkSession, lake: Lake, commit: Commit, batch: Batch) ->
         commit.set_position(FIRST_LIVE, min(row["live"], lake.position(FIRST_LIVE, row["live"])))
     fresh.unpersist()
     lines.unpersist()
-    names = [path.name for path in batch.paths]
-    commit.append(schemas.SEGMENTS, pa.table({"name": names, "bytes": list(batch.sizes)}))
+    names = [path.name for path in batch]
+    commit.append(schemas.SEGMENTS, pa.table({"name": names, "bytes": list(batch.values())}))
     return Read(attempts, pdus, rejected, row["unknown"])
 
 

@@ -6,7 +6,7 @@ is the ledger's: transactions, events, bytes, and the time that transactions wer
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import yaml
@@ -57,10 +57,6 @@ class Plan:
     worst: str
     moving: int
     moves: tuple[tuple[str, str, str], ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """For `--json`."""
-        return asdict(self)
 
     def as_yaml(self) -> str:
         """The YAML for every sender's configuration (and Synapse's own)."""
