@@ -7,7 +7,6 @@ that the lake has read are not compared.
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -200,8 +199,9 @@ def write_owed(differing: DataFrame, path: Path) -> int:
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            for line in _lines(owed):
-                file.write(line)
+            # Only one partition at a time is in memory.
+            for row in owed.orderBy("server", "room_id").toLocalIterator():
+                file.write(json.dumps(row.asDict(), separators=(",", ":")) + "\n")
                 written += 1
             file.flush()
             os.fsync(file.fileno())
@@ -209,10 +209,3 @@ def write_owed(differing: DataFrame, path: Path) -> int:
     except OSError as error:
         raise PipelineError(f"{path}: cannot be written: {error.strerror}") from None
     return written
-
-
-def _lines(owed: DataFrame) -> Iterator[str]:
-    """The lines of the file; only one partition at a time is in memory."""
-    ordered = owed.orderBy("server", "room_id")
-    for row in ordered.toLocalIterator():
-        yield json.dumps(row.asDict(), separators=(",", ":")) + "\n"
