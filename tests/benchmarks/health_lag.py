@@ -89,10 +89,12 @@ def main(servers: int = 1_000, batches: int = 30) -> None:
 
 def cpu_s_of_all(pid: int) -> float:
     """The CPU seconds of a process and of those that it has started, Java among them."""
-    started = Path(f"/proc/{pid}/task").glob("*/children")
-    return cpu_s_of(pid) + sum(
-        cpu_s_of_all(int(child)) for path in started for child in path.read_text().split()
-    )
+    try:
+        found = cpu_s_of(pid)
+        started = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except FileNotFoundError:  # It has ended.
+        return 0.0
+    return found + sum(cpu_s_of_all(int(child)) for text in started for child in text.split())
 
 
 if __name__ == "__main__":

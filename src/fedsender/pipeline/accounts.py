@@ -910,9 +910,9 @@ class Accounts:
         everywhere = ranges.where(F.col("server") == EVERY_SERVER).select("first", "last").collect()
         found = ranges.where(F.col("server") != EVERY_SERVER).select("server", "first", "last")
         if everywhere:
-            listed = F.inline(literal([each.asDict() for each in everywhere], _RANGE))
+            rows = F.inline(literal([each.asDict() for each in everywhere], _RANGE))
             found = found.unionByName(
-                self._spans.select("server").distinct().select("server", listed)
+                self._spans.select("server").distinct().select("server", rows)
             )
         return clipped(found.withColumn("kind", F.lit("accepted")), self._spans)
 

@@ -150,7 +150,7 @@ ROW_GROUP: Final = 250_000
 """Rows that are put together in memory."""
 MOST_PASSED: Final = 100_000_000
 """Of more rows, the machines of a cluster sooner find a few than one process does."""
-MOST_WANTED: Final = 500_000
+MOST_WANTED: Final = 200_000
 _PARQUET: Final = ds.ParquetFileFormat()
 _LOCK: Final = struct.Struct("hhqqi0q")
 """The C library's `struct flock`."""
