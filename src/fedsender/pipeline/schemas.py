@@ -105,463 +105,409 @@ def _arrow_type(kind: str) -> Any:
     raise ValueError(f"no pyarrow type for {kind}")
 
 
-EVENTS = LakeTable(
+TABLES: Final[dict[str, LakeTable]] = {}
+
+
+def _table(
+    name: str, about: str, columns: str, *, part: str | None = None, key: tuple[str, ...] = ()
+) -> LakeTable:
+    """A table of `TABLES`. A column has a line: name, type, `NOT NULL`, and `-- ` with a note."""
+    types: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    required, column = [], ""
+    for line in columns.strip().splitlines():
+        declared, _, note = line.strip().partition("-- ")
+        if declared:
+            column, types[column], *never_null = declared.split()
+            required += [column] if never_null else []
+        if note:
+            notes[column] = f"{notes[column]} {note}" if column in notes else note
+    TABLES[name] = LakeTable(name, types, tuple(required), part, key, notes, about=about)
+    return TABLES[name]
+
+
+_FATES: Final = "\n".join(f"{fate} BIGINT NOT NULL" for fate in FATES)
+_AT_INGEST: Final = "as it stood at the last ingest."
+_HEALTH: Final = "\n".join(
+    (
+        "attempts BIGINT NOT NULL",
+        "delivered BIGINT NOT NULL",
+        "pdus BIGINT  -- in transactions that were delivered",
+        "bytes BIGINT",
+        "connections BIGINT  -- attempts over a new connection that had an answer",
+        *(f"{outcome} BIGINT" for outcome in FAILURES),
+        "last_ms BIGINT NOT NULL  -- the newest attempt",
+        "well_ms BIGINT  -- the newest attempt that was delivered",
+        "ill_ms BIGINT  -- the first attempt after `well_ms` that failed",
+        "took BINARY  -- `took_ms` of what was delivered, as a sketch:"
+        " `kll_sketch_get_quantile_bigint`",
+        "waited BINARY  -- ms from `received_ts` of an event to the answer, as a sketch",
+    )
+)
+
+EVENTS = _table(
     "events",
-    {
-        "stream_ordering": "BIGINT",
-        "event_id": "STRING",
-        "room_id": "STRING",
-        "type": "STRING",
-        "sender": "STRING",
-        "state_key": "STRING",
-        "received_ts": "BIGINT",
-        "ours": "BOOLEAN",
-        "bad": "STRING",
-        "on_behalf_of": "STRING",
-        "membership": "STRING",
-        "prior_membership": "STRING",
-        "auth_membership": "STRING",
-        "state_group": "BIGINT",
-        "plus": "ARRAY<STRING>",
-        "minus": "ARRAY<STRING>",
-        "part": "BIGINT",
-    },
-    required=("stream_ordering", "event_id", "room_id", "type", "ours", "part"),
+    "An event that the homeserver's database has, and whether it is ours to send.",
+    """
+    stream_ordering BIGINT NOT NULL
+    event_id STRING NOT NULL
+    room_id STRING NOT NULL
+    type STRING NOT NULL
+    sender STRING
+    state_key STRING
+    received_ts BIGINT
+    ours BOOLEAN NOT NULL
+        -- whether it is ours to send, by the fan-out's rules: local sender or on behalf, not
+        -- rejected, not an outlier, not out of band, not held back, with prev events and JSON
+    bad STRING  -- why it is ours and cannot be sent (the daemon quarantines it)
+    on_behalf_of STRING
+    membership STRING  -- of a membership event of ours: what it sets
+    prior_membership STRING  -- what it replaced; `leave`: nothing; null: not known
+    auth_membership STRING  -- what its auth events say of the target
+    state_group BIGINT  -- Synapse's; null for events that are not ours
+    plus ARRAY<STRING>  -- embedded store and relay: servers beyond the room's
+    minus ARRAY<STRING>  -- the same: servers of the room that it is not for
+    part BIGINT NOT NULL  -- stream_ordering / 1,000,000, rounded down
+    """,
     part="part",
     key=("stream_ordering",),
-    notes={
-        "ours": "whether it is ours to send, by the fan-out's rules: local sender or on behalf, not"
-        " rejected, not an outlier, not out of band, not held back, with prev events and JSON",
-        "bad": "why it is ours and cannot be sent (the daemon quarantines it)",
-        "membership": "of a membership event of ours: what it sets",
-        "prior_membership": "what it replaced; `leave`: nothing; null: not known",
-        "auth_membership": "what its auth events say of the target",
-        "state_group": "Synapse's; null for events that are not ours",
-        "plus": "embedded store and relay: servers beyond the room's",
-        "minus": "the same: servers of the room that it is not for",
-        "part": "stream_ordering / 1,000,000, rounded down",
-    },
-    about="An event that the homeserver's database has, and whether it is ours to send.",
 )
-STATE_GROUPS = LakeTable(
+STATE_GROUPS = _table(
     "state_groups",
-    {
-        "state_group": "BIGINT",
-        "prev_state_group": "BIGINT",
-        "room_id": "STRING",
-        "version": "BIGINT",
-    },
-    required=("state_group", "room_id", "version"),
+    "A state group of Synapse.",
+    """
+    state_group BIGINT NOT NULL
+    prev_state_group BIGINT
+    room_id STRING NOT NULL
+    version BIGINT NOT NULL
+    """,
     key=("state_group",),
-    about="A state group of Synapse.",
 )
-STATE_MEMBERS = LakeTable(
+STATE_MEMBERS = _table(
     "state_members",
-    {
-        "state_group": "BIGINT",
-        "user_id": "STRING",
-        "membership": "STRING",
-        "version": "BIGINT",
-    },
-    required=("state_group", "user_id", "version"),
+    "A member that a state group changes.",
+    """
+    state_group BIGINT NOT NULL
+    user_id STRING NOT NULL
+    membership STRING  -- null: its event is not in the database
+    version BIGINT NOT NULL
+    """,
     key=("state_group", "user_id"),
-    notes={"membership": "null: its event is not in the database"},
-    about="A member that a state group changes.",
 )
-ROOM_SERVERS = LakeTable(
+ROOM_SERVERS = _table(
     "room_servers",
-    {
-        "room_id": "STRING",
-        "server": "STRING",
-        "joined": "BIGINT",
-        "left": "BIGINT",
-        "version": "BIGINT",
-    },
-    required=("room_id", "server", "joined", "version"),
+    "A time of a server in a room of an embedded store, or of a relay.",
+    """
+    room_id STRING NOT NULL
+    server STRING NOT NULL
+    joined BIGINT NOT NULL  -- it is in the room for events with joined < stream_ordering <= left
+    left BIGINT  -- null: it is still there
+    version BIGINT NOT NULL
+    """,
     key=("room_id", "server", "joined"),
-    notes={
-        "joined": "it is in the room for events with joined < stream_ordering <= left",
-        "left": "null: it is still there",
-    },
-    about="A time of a server in a room of an embedded store, or of a relay.",
 )
-TOLD_SERVERS = LakeTable(
+TOLD_SERVERS = _table(
     "told_servers",
-    {"room_id": "STRING", "server": "STRING", "first": "BIGINT", "last": "BIGINT"},
-    required=("room_id", "server", "first", "last"),
-    about="A server of a room that was joined without its full state, and the events read"
-    " meanwhile.",
+    "A server of a room that was joined without its full state, and the events read meanwhile.",
+    """
+    room_id STRING NOT NULL
+    server STRING NOT NULL
+    first BIGINT NOT NULL
+    last BIGINT NOT NULL
+    """,
 )
-INTERVALS = LakeTable(
+INTERVALS = _table(
     "intervals",
-    {
-        "room_id": "STRING",
-        "server": "STRING",
-        "first": "BIGINT",
-        "last": "BIGINT",
-        "version": "BIGINT",
-    },
-    required=("room_id", "server", "first"),
+    "Every event of ours from first to last in the room should be sent to the server.",
+    """
+    room_id STRING NOT NULL
+    server STRING NOT NULL
+    first BIGINT NOT NULL
+    last BIGINT  -- null: no end; less than `first`: there is no such interval any more
+    version BIGINT
+    """,
     key=("room_id", "server", "first"),
-    notes={"last": "null: no end; less than `first`: there is no such interval any more"},
-    about="Every event of ours from first to last in the room should be sent to the server.",
 )
-UNKNOWN_HOSTS = LakeTable(
+UNKNOWN_HOSTS = _table(
     "unknown_hosts",
-    {
-        "stream_ordering": "BIGINT",
-        "event_id": "STRING",
-        "room_id": "STRING",
-        "reason": "STRING",
-    },
-    required=("stream_ordering", "event_id", "room_id", "reason"),
-    about="An event of ours whose servers cannot be told (the daemon quarantines it), and why.",
+    "An event of ours whose servers cannot be told (the daemon quarantines it), and why.",
+    """
+    stream_ordering BIGINT NOT NULL
+    event_id STRING NOT NULL
+    room_id STRING NOT NULL
+    reason STRING NOT NULL
+    """,
 )
-
-ATTEMPTS = LakeTable(
+ATTEMPTS = _table(
     "attempts",
-    {
-        "line": "STRING",
-        "segment": "STRING",
-        "day": "DATE",
-        "ms": "BIGINT",
-        "instance": "STRING",
-        "destination": "STRING",
-        "transaction_id": "STRING",
-        "attempt": "INT",
-        "outcome": "STRING",
-        "status": "INT",
-        "reason": "STRING",
-        "pdu_count": "INT",
-        "edus": "MAP<STRING,BIGINT>",
-        "outbox": "ARRAY<BIGINT>",
-        "device_lists": "ARRAY<ARRAY<STRING>>",
-        "refused_count": "INT",
-        "lsso": "BIGINT",
-        "bytes": "BIGINT",
-        "took_ms": "BIGINT",
-        "reused": "BOOLEAN",
-        "position": "BIGINT",
-        "unknown_fields": "STRING",
-    },
-    required=("line", "segment", "day", "ms", "instance", "destination", "attempt", "outcome"),
+    "A line of the ledger: an attempt, or a note ([ledger](ledger.md) has the fields).",
+    """
+    line STRING NOT NULL  -- MD5 of the line: one line is one attempt, however often it was read
+    segment STRING NOT NULL
+    day DATE NOT NULL
+    ms BIGINT NOT NULL
+    instance STRING NOT NULL
+    destination STRING NOT NULL
+    transaction_id STRING
+    attempt INT NOT NULL
+    outcome STRING NOT NULL
+    status INT
+    reason STRING
+    pdu_count INT
+    edus MAP<STRING,BIGINT>
+    outbox ARRAY<BIGINT>
+    device_lists ARRAY<ARRAY<STRING>>
+    refused_count INT
+    lsso BIGINT
+    bytes BIGINT
+    took_ms BIGINT
+    reused BOOLEAN
+    position BIGINT
+    unknown_fields STRING  -- fields that this version does not know, as JSON
+    """,
     part="day",
     key=("line",),
-    notes={
-        "line": "MD5 of the line: one line is one attempt, however often it was read",
-        "unknown_fields": "fields that this version does not know, as JSON",
-    },
-    about="A line of the ledger: an attempt, or a note ([ledger](ledger.md) has the fields).",
 )
-PDUS = LakeTable(
+PDUS = _table(
     "pdus",
-    {
-        "line": "STRING",
-        "day": "DATE",
-        "ms": "BIGINT",
-        "instance": "STRING",
-        "destination": "STRING",
-        "transaction_id": "STRING",
-        "attempt": "INT",
-        "outcome": "STRING",
-        "event_id": "STRING",
-        "room_id": "STRING",
-        "stream_ordering": "BIGINT",
-        "lane": "STRING",
-        "supersedes_from": "BIGINT",
-        "supersedes_to": "BIGINT",
-        "refused": "STRING",
-        "version": "BIGINT",
-    },
-    required=("line", "day", "ms", "destination", "outcome", "event_id", "room_id"),
+    "A PDU in a line of the ledger.",
+    """
+    line STRING NOT NULL
+    day DATE NOT NULL
+    ms BIGINT NOT NULL
+    instance STRING
+    destination STRING NOT NULL
+    transaction_id STRING
+    attempt INT
+    outcome STRING NOT NULL
+    event_id STRING NOT NULL
+    room_id STRING NOT NULL
+    stream_ordering BIGINT
+    lane STRING
+    supersedes_from BIGINT  -- of the events of its room that it stands in for: the first
+    supersedes_to BIGINT  -- and the last
+    refused STRING  -- the server's error for it in an answer with 200
+    version BIGINT
+    """,
     part="day",
     key=("line", "event_id"),
-    notes={
-        "supersedes_from": "of the events of its room that it stands in for: the first",
-        "supersedes_to": "and the last",
-        "refused": "the server's error for it in an answer with 200",
-    },
-    about="A PDU in a line of the ledger.",
 )
-REJECTS = LakeTable(
+REJECTS = _table(
     "rejects",
-    {"segment": "STRING", "line": "STRING", "reason": "STRING", "text": "STRING"},
-    required=("segment", "line", "reason", "text"),
+    "A line of the ledger that could not be read, whole, so that a later version can.",
+    """
+    segment STRING NOT NULL
+    line STRING NOT NULL
+    reason STRING NOT NULL
+    text STRING NOT NULL
+    """,
     key=("line",),
-    about="A line of the ledger that could not be read, whole, so that a later version can.",
 )
-SEGMENTS = LakeTable(
+SEGMENTS = _table(
     "segments",
-    {"name": "STRING", "bytes": "BIGINT", "version": "BIGINT"},
-    required=("name", "bytes", "version"),
+    "A segment of the ledger that was read, with its size then.",
+    """
+    name STRING NOT NULL
+    bytes BIGINT NOT NULL
+    version BIGINT NOT NULL
+    """,
     key=("name",),
-    about="A segment of the ledger that was read, with its size then.",
 )
-
-_AT_INGEST: Final = "as it stood at the last ingest."
-DESTINATION_ROOMS = LakeTable(
+DESTINATION_ROOMS = _table(
     "destination_rooms",
-    {"destination": "STRING", "room_id": "STRING", "stream_ordering": "BIGINT"},
-    required=("destination", "room_id", "stream_ordering"),
-    about=f"A row of the homeserver's `destination_rooms`, {_AT_INGEST}",
+    f"A row of the homeserver's `destination_rooms`, {_AT_INGEST}",
+    """
+    destination STRING NOT NULL
+    room_id STRING NOT NULL
+    stream_ordering BIGINT NOT NULL
+    """,
 )
-DESTINATIONS = LakeTable(
+DESTINATIONS = _table(
     "destinations",
-    {
-        "destination": "STRING",
-        "retry_last_ts": "BIGINT",
-        "retry_interval": "BIGINT",
-        "failure_ts": "BIGINT",
-        "last_successful_stream_ordering": "BIGINT",
-    },
-    required=("destination",),
-    about=f"A row of the homeserver's `destinations`, {_AT_INGEST}",
+    f"A row of the homeserver's `destinations`, {_AT_INGEST}",
+    """
+    destination STRING NOT NULL
+    retry_last_ts BIGINT
+    retry_interval BIGINT
+    failure_ts BIGINT
+    last_successful_stream_ordering BIGINT
+    """,
 )
-QUARANTINE = LakeTable(
+QUARANTINE = _table(
     "quarantine",
-    {
-        "id": "BIGINT",
-        "destination": "STRING",
-        "kind": "STRING",
-        "event_id": "STRING",
-        "room_id": "STRING",
-        "stream_ordering": "BIGINT",
-        "reason": "STRING",
-        "at_ms": "BIGINT",
-    },
-    required=("id", "kind", "reason", "at_ms"),
-    notes={"destination": "null: an event that no server got"},
-    about=f"An item in quarantine, {_AT_INGEST}",
+    f"An item in quarantine, {_AT_INGEST}",
+    """
+    id BIGINT NOT NULL
+    destination STRING  -- null: an event that no server got
+    kind STRING NOT NULL
+    event_id STRING
+    room_id STRING
+    stream_ordering BIGINT
+    reason STRING NOT NULL
+    at_ms BIGINT NOT NULL
+    """,
 )
-SERVER_STATES = LakeTable(
+SERVER_STATES = _table(
     "server_states",
-    {
-        "destination": "STRING",
-        "failing_since_ms": "BIGINT",
-        "failures": "BIGINT",
-        "last_attempt_ms": "BIGINT",
-        "next_attempt_ms": "BIGINT",
-        "last_success_ms": "BIGINT",
-        "outcome": "STRING",
-        "reason": "STRING",
-        "paused": "STRING",
-        "parked": "STRING",
-    },
-    required=("destination",),
-    about=f"The daemon's state of a server, {_AT_INGEST}",
+    f"The daemon's state of a server, {_AT_INGEST}",
+    """
+    destination STRING NOT NULL
+    failing_since_ms BIGINT
+    failures BIGINT
+    last_attempt_ms BIGINT
+    next_attempt_ms BIGINT
+    last_success_ms BIGINT
+    outcome STRING
+    reason STRING
+    paused STRING
+    parked STRING
+    """,
 )
-REDELIVERIES = LakeTable(
+REDELIVERIES = _table(
     "redeliveries",
-    {
-        "destination": "STRING",
-        "event_id": "STRING",
-        "room_id": "STRING",
-        "stream_ordering": "BIGINT",
-        "added_ms": "BIGINT",
-    },
-    required=("destination", "event_id", "room_id", "stream_ordering"),
-    about=f"An event that is to be redelivered, {_AT_INGEST}",
+    f"An event that is to be redelivered, {_AT_INGEST}",
+    """
+    destination STRING NOT NULL
+    event_id STRING NOT NULL
+    room_id STRING NOT NULL
+    stream_ordering BIGINT NOT NULL
+    added_ms BIGINT
+    """,
 )
-CATCH_UPS = LakeTable(
+CATCH_UPS = _table(
     "catch_ups",
-    {
-        "destination": "STRING",
-        "floor": "BIGINT",
-        "room_id": "STRING",
-        "sent_to": "BIGINT",
-    },
-    required=("destination", "floor"),
-    notes={"room_id": "null: none is done yet"},
-    about=f"A room that a catch-up is done with, {_AT_INGEST}",
+    f"A room that a catch-up is done with, {_AT_INGEST}",
+    """
+    destination STRING NOT NULL
+    floor BIGINT NOT NULL
+    room_id STRING  -- null: none is done yet
+    sent_to BIGINT
+    """,
 )
-
-AUDIT = LakeTable(
+AUDIT = _table(
     "audit",
-    {
-        "server": "STRING",
-        "room_id": "STRING",
-        "day": "DATE",
-        "expected": "BIGINT",
-        **dict.fromkeys(FATES, "BIGINT"),
-    },
-    required=("server", "room_id", "day", "expected", *FATES),
+    "How many events of each [fate](pipeline.md#audit) a server, room and day have: the sum "
+    "of its rows. Each audit adds what has changed, which may be less than 0.",
+    f"""
+    server STRING NOT NULL
+    room_id STRING NOT NULL
+    day DATE NOT NULL  -- that of the events: see `days`
+    expected BIGINT NOT NULL
+    {_FATES}
+    """,
     part="day",
-    notes={"day": "that of the events: see `days`"},
-    about="How many events of each [fate](pipeline.md#audit) a server, room and day have: the sum"
-    " of its rows. Each audit adds what has changed, which may be less than 0.",
 )
-AUDIT_BY_SERVER = LakeTable(
+AUDIT_BY_SERVER = _table(
     "audit_by_server",
-    {
-        "server": "STRING",
-        "day": "DATE",
-        "expected": "BIGINT",
-        **dict.fromkeys(FATES, "BIGINT"),
-    },
-    required=("server", "day", "expected", *FATES),
+    "The table `audit`, summed up by server and day; also a sum of rows.",
+    f"""
+    server STRING NOT NULL
+    day DATE NOT NULL
+    expected BIGINT NOT NULL
+    {_FATES}
+    """,
     part="day",
-    about="The table `audit`, summed up by server and day; also a sum of rows.",
 )
-MISSING = LakeTable(
+MISSING = _table(
     "missing",
-    {
-        "server": "STRING",
-        "room_id": "STRING",
-        "stream_ordering": "BIGINT",
-        "event_id": "STRING",
-        "day": "DATE",
-        "attempts": "BIGINT",
-        "last_ms": "BIGINT",
-        "last_outcome": "STRING",
-        "weakness": "STRING",
-        "reasons": "ARRAY<STRING>",
-    },
-    required=("server", "room_id", "stream_ordering", "event_id", "day", "reasons"),
-    notes={
-        "attempts": "in the ledger; null: none",
-        "last_ms": "when the last of them ended",
-        "weakness": "[that](weaknesses.md) of other senders that may be the reason",
-    },
-    about="An event that is missing by the last audit, and what is on record about it.",
+    "An event that is missing by the last audit, and what is on record about it.",
+    """
+    server STRING NOT NULL
+    room_id STRING NOT NULL
+    stream_ordering BIGINT NOT NULL
+    event_id STRING NOT NULL
+    day DATE NOT NULL
+    attempts BIGINT  -- in the ledger; null: none
+    last_ms BIGINT  -- when the last of them ended
+    last_outcome STRING
+    weakness STRING  -- [that](weaknesses.md) of other senders that may be the reason
+    reasons ARRAY<STRING> NOT NULL
+    """,
 )
-SUPERSEDED = LakeTable(
+SUPERSEDED = _table(
     "superseded",
-    {
-        "server": "STRING",
-        "room_id": "STRING",
-        "day": "DATE",
-        "first": "BIGINT",
-        "last": "BIGINT",
-        "events": "BIGINT",
-        "by_event_id": "STRING",
-        "at_ms": "BIGINT",
-        "refused": "STRING",
-    },
-    required=("server", "room_id", "day", "first", "last", "events", "by_event_id", "at_ms"),
+    "Events of ours from first to last, of one day, that catch-up left out, and the event "
+    "that stood in.",
+    """
+    server STRING NOT NULL
+    room_id STRING NOT NULL
+    day DATE NOT NULL
+    first BIGINT NOT NULL
+    last BIGINT NOT NULL
+    events BIGINT NOT NULL
+    by_event_id STRING NOT NULL
+    at_ms BIGINT NOT NULL
+    refused STRING  -- the server's error for that event, which then stood in for nothing
+    """,
     part="day",
-    notes={"refused": "the server's error for that event, which then stood in for nothing"},
-    about="Events of ours from first to last, of one day, that catch-up left out, and the event"
-    " that stood in.",
 )
-CLAIMS = LakeTable(
+CLAIMS = _table(
     "claims",
-    {
-        "server": "STRING",
-        "room_id": "STRING",
-        "event_id": "STRING",
-        "first": "BIGINT",
-        "last": "BIGINT",
-        "kind": "STRING",
-    },
-    required=("server", "first", "kind"),
-    notes={
-        "server": "`*`: each",
-        "room_id": "null: all rooms, or that of the event",
-        "event_id": "null: the range from first to last; else first and last say nothing",
-    },
-    about="What the last audit took from elsewhere than the ledger. Where it is another one now,"
-    " the next audit looks again.",
+    "What the last audit took from elsewhere than the ledger. Where it is another one now, "
+    "the next audit looks again.",
+    """
+    server STRING NOT NULL  -- `*`: each
+    room_id STRING  -- null: all rooms, or that of the event
+    event_id STRING  -- null: the range from first to last; else first and last say nothing
+    first BIGINT NOT NULL
+    last BIGINT
+    kind STRING NOT NULL
+    """,
 )
-DAYS = LakeTable(
+DAYS = _table(
     "days",
-    {"day": "DATE", "first": "BIGINT"},
-    required=("day", "first"),
-    notes={"first": "its first event, by stream ordering"},
-    about="A day of events: from the first event that the homeserver received on it, up to the"
-    " first of the next day.",
+    "A day of events: from the first event that the homeserver received on it, up to the "
+    "first of the next day.",
+    """
+    day DATE NOT NULL
+    first BIGINT NOT NULL  -- its first event, by stream ordering
+    """,
 )
-AUDITS = LakeTable(
+AUDITS = _table(
     "audits",
-    {
-        "at_ms": "BIGINT",
-        "since": "DATE",
-        "upto": "BIGINT",
-        "expected": "BIGINT",
-        **dict.fromkeys(FATES, "BIGINT"),
-    },
-    required=("at_ms", "upto", "expected", *FATES),
+    "The totals of an audit; kept for good.",
+    f"""
+    at_ms BIGINT NOT NULL
+    since DATE  -- the first day of events that it looked at; null: it looked at all
+    upto BIGINT NOT NULL  -- the stream ordering up to which it looked
+    expected BIGINT NOT NULL
+    {_FATES}
+    """,
     key=("at_ms",),
-    about="The totals of an audit; kept for good.",
-    notes={
-        "since": "the first day of events that it looked at; null: it looked at all",
-        "upto": "the stream ordering up to which it looked",
-    },
 )
-
-_HEALTH: Final = {
-    **dict.fromkeys(("attempts", "delivered", "pdus", "bytes", "connections", *FAILURES), "BIGINT"),
-    **dict.fromkeys(("last_ms", "well_ms", "ill_ms"), "BIGINT"),
-    **dict.fromkeys(("took", "waited"), "BINARY"),
-}
-_HEALTH_NOTES: Final = {
-    "server": "`*`: all together",
-    "pdus": "in transactions that were delivered",
-    "connections": "attempts over a new connection that had an answer",
-    "last_ms": "the newest attempt",
-    "well_ms": "the newest attempt that was delivered",
-    "ill_ms": "the first attempt after `well_ms` that failed",
-    "took": "`took_ms` of what was delivered, as a sketch: `kll_sketch_get_quantile_bigint`",
-    "waited": "ms from `received_ts` of an event to the answer, as a sketch",
-}
-HEALTH = LakeTable(
+HEALTH = _table(
     "health",
-    {"server": "STRING", "hour_ms": "BIGINT", "day": "DATE", **_HEALTH},
-    required=("server", "hour_ms", "day", "attempts", "delivered", "last_ms"),
+    "A server's hour, from `attempts`, with the number of each outcome; kept for good.",
+    f"""
+    server STRING NOT NULL  -- `*`: all together
+    hour_ms BIGINT NOT NULL  -- when the hour began
+    day DATE NOT NULL
+    {_HEALTH}
+    """,
     part="day",
     key=("server", "hour_ms"),
-    about="A server's hour, from `attempts`, with the number of each outcome; kept for good.",
-    notes={"hour_ms": "when the hour began", **_HEALTH_NOTES},
 )
-HEALTH_DAYS = LakeTable(
+HEALTH_DAYS = _table(
     "health_days",
-    {"server": "STRING", "day": "DATE", **_HEALTH},
-    required=("server", "day", "attempts", "delivered", "last_ms"),
+    "The hours of `health`, summed up by day; kept for good.",
+    f"""
+    server STRING NOT NULL  -- `*`: all together
+    day DATE NOT NULL
+    {_HEALTH}
+    """,
     part="day",
     key=("server", "day"),
-    about="The hours of `health`, summed up by day; kept for good.",
-    notes=_HEALTH_NOTES,
 )
-
-ACCEPTED = LakeTable(
+ACCEPTED = _table(
     "accepted",
-    {"server": "STRING", "event_id": "STRING", "first": "BIGINT", "last": "BIGINT"},
-    required=("server",),
-    notes={"server": "`*`: each", "event_id": "null: the range from first to last"},
-    about="What the operator accepts as not delivered: an event, or a range of stream orderings.",
+    "What the operator accepts as not delivered: an event, or a range of stream orderings.",
+    """
+    server STRING NOT NULL  -- `*`: each
+    event_id STRING  -- null: the range from first to last
+    first BIGINT
+    last BIGINT
+    """,
 )
-
-TABLES: Final = {
-    table.name: table
-    for table in (
-        EVENTS,
-        STATE_GROUPS,
-        STATE_MEMBERS,
-        ROOM_SERVERS,
-        TOLD_SERVERS,
-        INTERVALS,
-        UNKNOWN_HOSTS,
-        ATTEMPTS,
-        PDUS,
-        REJECTS,
-        SEGMENTS,
-        DESTINATION_ROOMS,
-        DESTINATIONS,
-        QUARANTINE,
-        SERVER_STATES,
-        REDELIVERIES,
-        CATCH_UPS,
-        AUDIT,
-        AUDIT_BY_SERVER,
-        MISSING,
-        SUPERSEDED,
-        CLAIMS,
-        DAYS,
-        AUDITS,
-        HEALTH,
-        HEALTH_DAYS,
-        ACCEPTED,
-    )
-}
 
 
 def page() -> str:
