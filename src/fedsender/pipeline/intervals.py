@@ -102,6 +102,8 @@ def among_rows(
     if keys is None:
         return lake.frame(spark, table)
     listed = keys.limit(MOST_KEYS + 1).toArrow()
+    if not listed.num_rows:
+        return empty_frame(spark, table)
     if listed.num_rows > MOST_KEYS:
         return among(lake.frame(spark, table), keys)
     one_each = (ds.field(name).isin(listed[name].unique()) for name in keys.columns)

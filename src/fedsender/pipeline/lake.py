@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -121,14 +121,26 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Put the manifest in place of the one on disk, by rename, durable."""
-    draft = directory / f"{MANIFEST}.new"
-    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with replaced(directory / MANIFEST) as file:
         json.dump(asdict(manifest), file, indent=None, separators=(",", ":"))
+
+
+@contextmanager
+def replaced(path: Path, mode: int = 0o600) -> Iterator[TextIO]:
+    """A file to write to, which is durable and in the place of `path` when the body ends.
+
+    Raises:
+        OSError: it cannot be written; `path` is as it was, as it is if the body raises.
+    """
+    draft = path.with_name(f"{path.name}.new")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+        os.fchmod(descriptor, mode)
+        yield file
         file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, directory / MANIFEST)
-    flush(directory)
+        os.fsync(descriptor)
+    os.replace(draft, path)
+    flush(path.parent)
 
 
 def flush(path: Path) -> None:

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.console import json_line
 from fedsender.pipeline import Usage, intervals
-from fedsender.pipeline.lake import Lake
+from fedsender.pipeline.lake import Lake, replaced
 from fedsender.pipeline.schemas import INTERVALS, TABLES, LakeTable
 from fedsender.pipeline.session import in_one_line
 
@@ -59,17 +59,16 @@ def export(frame: DataFrame, target: Path, kind: str) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    draft = target.with_name(f"{target.name}.new")
     if kind == "parquet":
+        draft = target.with_name(f"{target.name}.new")
         frame.coalesce(1).write.mode("overwrite").parquet(f"file://{draft}", compression="zstd")
         (written,) = draft.glob("*.parquet")
         os.replace(written, target)
         shutil.rmtree(draft)
         return
     line = as_csv if kind == "csv" else as_json
-    with draft.open("w", encoding="utf-8") as file:
+    with replaced(target) as file:
         file.writelines(f"{each}\n" for each in line(frame.columns, values(frame)))
-    os.replace(draft, target)
 
 
 def values(frame: DataFrame) -> Iterator[list[Any]]:

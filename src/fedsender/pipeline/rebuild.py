@@ -6,7 +6,6 @@ that the lake has read are not compared.
 """
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, intervals, schemas
-from fedsender.pipeline.lake import Lake
+from fedsender.pipeline.lake import Lake, replaced
 
 WRONG: Final = ("missing", "behind")
 """Kinds of differences by which a server was not sent an event that it should get."""
@@ -194,18 +193,13 @@ def write_owed(differing: DataFrame, path: Path) -> int:
         F.col("expected").alias("stream_ordering"),
         "event_id",
     )
-    draft = path.with_name(path.name + ".new")
     written = 0
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
+        with replaced(path) as file:
             # Only one partition at a time is in memory.
             for row in owed.orderBy("server", "room_id").toLocalIterator():
                 file.write(json.dumps(row.asDict(), separators=(",", ":")) + "\n")
                 written += 1
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
     except OSError as error:
         raise PipelineError(f"{path}: cannot be written: {error.strerror}") from None
     return written

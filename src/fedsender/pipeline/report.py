@@ -7,7 +7,6 @@ bounded in number. The page is complete in itself: no network, no script, inline
 import datetime
 import html
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -24,7 +23,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.config import Config
 from fedsender.pipeline import PipelineError, audit, health, schemas
 from fedsender.pipeline.health import DAY_MS, DAYS, HOUR_MS, LEAST, OF_ALL, OF_SERVERS, Level, Worse
-from fedsender.pipeline.lake import Lake
+from fedsender.pipeline.lake import Lake, replaced
 from fedsender.pipeline.schemas import FAILURES
 from fedsender.pipeline.session import Steps
 from fedsender.runtime import real_runtime
@@ -89,12 +88,9 @@ def report(spark: SparkSession, lake: Lake, config: Config, steps: Steps, path: 
         health.update(spark, lake)
         figures = gather(spark, lake, config)
         step.say(f"{figures.servers:,} servers")
-    draft = path.with_name(f"{path.name}.new")
     try:
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace") as file:
+        with replaced(path) as file:
             file.write(page(figures))
-        os.replace(draft, path)
     except OSError as error:
         raise PipelineError(f"{path}: cannot be written: {error.strerror}") from None
     return figures

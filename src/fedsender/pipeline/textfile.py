@@ -3,7 +3,6 @@
 A run that fails leaves the file as it is: so the time in it says when the last one succeeded.
 """
 
-import os
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, time
 from pathlib import Path
@@ -12,7 +11,7 @@ import pyarrow.dataset as ds
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from fedsender.config import Config
-from fedsender.pipeline.lake import Lake
+from fedsender.pipeline.lake import Lake, replaced
 from fedsender.pipeline.schemas import AUDIT
 from fedsender.runtime import real_runtime
 
@@ -46,10 +45,8 @@ def write_textfile(path: Path, config: Config, lake: Lake, fates: Mapping[str, i
     )
     if (day := _pending_since(lake)) is not None:
         oldest.labels(**sender).set(datetime.combine(day, time(), UTC).timestamp())
-    draft = path.with_name(f"{path.name}.new")
-    draft.write_bytes(generate_latest(registry))
-    os.chmod(draft, 0o644)
-    os.replace(draft, path)
+    with replaced(path, 0o644) as file:
+        file.write(generate_latest(registry).decode())
 
 
 def _pending_since(lake: Lake) -> date | None:
