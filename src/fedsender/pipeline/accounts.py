@@ -25,7 +25,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
-from operator import and_
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +37,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from fedsender.config import Config, ConfigError, from_values
 from fedsender.ledger import EVERY_SERVER
 from fedsender.pipeline import PipelineError, intervals, latest_ms, ledger_lines, schemas
-from fedsender.pipeline.intervals import among, among_rows, few
+from fedsender.pipeline.intervals import among, among_rows, few, near
 from fedsender.pipeline.lake import LET_GO, Lake, listed, literal
 from fedsender.pipeline.schemas import FATES
 from fedsender.pipeline.session import kept
@@ -780,10 +779,7 @@ def selected(spark: SparkSession, lake: Lake, known: Known, look: Look) -> DataF
         pairs = look.units.select(F.col("server").alias("destination"), "room_id")
         everyone = F.lit(EVERY_SERVER).alias("destination")
         pairs = few(pairs.unionByName(look.units.select(everyone, "room_id")))
-        named = pairs.toArrow()
-        wanted |= ((at >= look.first) | (upto >= look.first)) & reduce(
-            and_, (ds.field(name).isin(named[name].unique()) for name in named.column_names)
-        )
+        wanted |= ((at >= look.first) | (upto >= look.first)) & near(pairs.toArrow())
     pdus = lake.some(spark, schemas.PDUS, wanted)
     if known.unread is not None:
         pdus = pdus.unionByName(known.unread)

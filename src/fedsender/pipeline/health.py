@@ -146,7 +146,7 @@ def update(spark: SparkSession, lake: Lake) -> None:
             (schemas.HEALTH_DAYS, merged(found, "server", "day")),
         ):
             commit.clear(table, days.__contains__)
-            commit.append_frame(table, rows.hint("rebalance", "day"))
+            commit.append_frame(table, ledger_lines.by_day(rows))
         commit.set_position("health", commit.version)
     servers.unpersist()
 

@@ -26,6 +26,7 @@ from functools import reduce
 from operator import and_
 from typing import Final
 
+import pyarrow as pa
 import pyarrow.dataset as ds
 from pyspark.sql import Column, DataFrame, SparkSession, Window
 from pyspark.sql import functions as F  # noqa: N812
@@ -95,19 +96,23 @@ def among(rows: DataFrame, keys: DataFrame | None) -> DataFrame:
     return rows if keys is None else rows.join(keys, on=keys.columns, how="left_semi")
 
 
+def near(keys: pa.Table) -> ds.Expression:
+    """For Arrow: the rows with a value of one of the keys in each of their columns."""
+    return reduce(and_, (ds.field(name).isin(keys[name].unique()) for name in keys.column_names))
+
+
 def among_rows(
     spark: SparkSession, lake: Lake, table: schemas.LakeTable, keys: DataFrame | None
 ) -> DataFrame:
     """The rows of a table that have one of the keys (`few`); None: all rows."""
     if keys is None:
         return lake.frame(spark, table)
-    listed = keys.limit(MOST_KEYS + 1).toArrow()
-    if not listed.num_rows:
+    found = keys.limit(MOST_KEYS + 1).toArrow()
+    if not found.num_rows:
         return empty_frame(spark, table)
-    if listed.num_rows > MOST_KEYS:
+    if found.num_rows > MOST_KEYS:
         return among(lake.frame(spark, table), keys)
-    one_each = (ds.field(name).isin(listed[name].unique()) for name in keys.columns)
-    return among(lake.some(spark, table, reduce(and_, one_each)), keys)
+    return among(lake.some(spark, table, near(found)), keys)
 
 
 def newest_version(frame: DataFrame) -> DataFrame:
