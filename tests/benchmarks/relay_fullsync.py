@@ -21,9 +21,9 @@ from fedsender.config import UnixAddress, from_values
 from fedsender.facts import prepare
 from fedsender.intake.intake import KEY_BYTES
 from fedsender.relay.daemon import RelayDaemon, open_relay
-from fedsender.replication.client import LineSettings, connect_relay
-from fedsender.replication.line_stream import Endpoint, Wire
-from fedsender.replication.relay_feed import Fetcher, RelayFeed, State
+from fedsender.replication.client import LineSettings
+from fedsender.replication.line_stream import Endpoint
+from fedsender.replication.relay_feed import RelayFeed, State
 from fedsender.replication.server import listen
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
@@ -136,16 +136,7 @@ async def _sync(
 ) -> dict[str, Any]:
     """Follow the relay until level; what that took."""
     settings = LineSettings(Endpoint(UnixAddress(socket)), SERVER, "bench")
-    fetchers: list[Fetcher] = []
-
-    def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
-        async def open_wire(nursery: trio.Nursery) -> Wire:
-            return (await connect_relay(settings, runtime, nursery))[0]
-
-        fetchers.append(Fetcher(directory / "snapshot", runtime, open_wire))
-        return fetchers[0]
-
-    make = partial(RelayFeed, handles=lambda _server: True, make_fetcher=make_fetcher)
+    make = partial(RelayFeed, handles=lambda _server: True, directory=directory / "snapshot")
     feed = make(settings, runtime, store, _Nobody())
     seen: dict[State, float] = {}
     began = trio.current_time()
@@ -168,9 +159,9 @@ async def _sync(
                 await trio.sleep(0.005)
             nursery.cancel_scope.cancel()
     waited = waited or [0.0]
-    if State.LOADING not in seen or not fetchers:
+    if State.LOADING not in seen:
         raise BenchFailed(f"there was no full sync: {feed.last_error}")
-    progress, level_at = fetchers[0].progress, trio.current_time()
+    progress, level_at = feed.fetcher.progress, trio.current_time()
     return {
         "fetch_s": round(seen[State.LOADING] - seen.get(State.FETCHING, began), 2),
         "load_s": round(level_at - seen[State.LOADING], 2),

@@ -19,10 +19,10 @@ from tests.replication.support import RecordingSink
 
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow
-from fedsender.replication.client import LineSettings, connect_relay
+from fedsender.replication.client import LineSettings
 from fedsender.replication.feed_api import Sink
 from fedsender.replication.line_stream import Endpoint
-from fedsender.replication.relay_feed import Fetcher, RelayFeed, RelayStore
+from fedsender.replication.relay_feed import RelayFeed, RelayStore
 from fedsender.runtime import Runtime
 from fedsender.store.records import History, Receipt
 from fedsender.store.relay_load import Handles, Loaded, LoadedSnapshot
@@ -151,7 +151,6 @@ class Shard:
     directory: Path = field(default_factory=new_directory)
     handles: Handles = field(default=lambda server: True)
     feed: RelayFeed = field(init=False)
-    fetchers: list[Fetcher] = field(default_factory=list)
     parallel: int = 2
 
     def runtime(self) -> Runtime:
@@ -160,23 +159,13 @@ class Shard:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[RelayFeed]:
         """The feed, until the body is left."""
-        settings = LineSettings(ENDPOINT, self.server_name, self.name)
-
-        def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
-            async def open_wire(nursery: trio.Nursery) -> Any:
-                return (await connect_relay(settings, runtime, nursery))[0]
-
-            fetcher = Fetcher(self.directory / "snapshot", runtime, open_wire, self.parallel)
-            self.fetchers.append(fetcher)
-            return fetcher
-
         self.feed = RelayFeed(
-            settings,
+            LineSettings(ENDPOINT, self.server_name, self.name, fetch_parallel=self.parallel),
             self.runtime(),
             self.store,
             self.sink,
             handles=self.handles,
-            make_fetcher=make_fetcher,
+            directory=self.directory / "snapshot",
         )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.feed.run)

@@ -24,7 +24,7 @@ from tests.replication.test_synapse import Tables
 from tests.servers import Valkey
 
 from fedsender.config import Config, from_values
-from fedsender.replication.client import LineSettings, TcpFeed
+from fedsender.replication.client import EmbeddedFeed, LineSettings
 from fedsender.replication.feed import Feed, open_feed
 from fedsender.replication.line_stream import OWN_KIND
 from fedsender.replication.server import open_replication_server
@@ -306,7 +306,7 @@ async def test_a_notice_holds_an_embedded_store_until_it_comes_as_an_event(
     ):
         network.otherwise = lambda theirs: nursery.start_soon(hs.serve, theirs)
         settings = LineSettings(ANYWHERE, SERVER, "sender-1")
-        feed = TcpFeed(settings, runtime_with(network), store, sink, handles=lambda _: True)
+        feed = EmbeddedFeed(settings, runtime_with(network), store, sink, handles=lambda _: True)
         nursery.start_soon(feed.run)
         with structlog.testing.capture_logs() as logs:
             await trio.sleep(600)

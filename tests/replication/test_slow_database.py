@@ -22,7 +22,7 @@ from tests.replication.support import (
 )
 from tests.replication.test_synapse import BACKOFF, Tables, fed
 
-from fedsender.replication.client import LineSettings, TcpFeed
+from fedsender.replication.client import EmbeddedFeed, LineSettings
 from fedsender.store.embedded import FeedError
 from fedsender.store.engine import StoreError
 from fedsender.streams import FeedStatus
@@ -72,12 +72,14 @@ def grow(moments: list[float]) -> bool:
 
 
 @asynccontextmanager
-async def tcp_fed(store: Any) -> AsyncIterator[tuple[TcpFeed, Netcat]]:
+async def tcp_fed(store: Any) -> AsyncIterator[tuple[EmbeddedFeed, Netcat]]:
     """A feed over TCP, and the homeserver's end of it, which has greeted."""
     network, (reached, servers) = HandNetwork(), trio.open_memory_channel[Netcat](1)
     network.answers.append(lambda theirs: reached.send_nowait(Netcat.on(theirs)))
     settings = LineSettings(ANYWHERE, SERVER, "sender-1")
-    feed = TcpFeed(settings, runtime_with(network), store, RecordingSink(), handles=lambda _: True)
+    feed = EmbeddedFeed(
+        settings, runtime_with(network), store, RecordingSink(), handles=lambda _: True
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feed.run)
         server = await servers.receive()

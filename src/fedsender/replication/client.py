@@ -6,8 +6,8 @@ events position move. When the connection is lost it connects again, without lim
 interrupted batch comes again whole. It reads only while nothing waits to be stored. So the received
 rows that the store does not hold are those of one read and one batch.
 
-`TcpFeed` follows a server of the plain protocol, which has the rows of a store of ours; the feed of
-a relay is in `relay_feed`. `NoticeFeed` follows a server with rows that only name events; the
+`EmbeddedFeed` follows a server with rows of facts, for a store of ours; the feed of a relay, in
+`relay_feed`, is one with more. `NoticeFeed` follows a server with rows that only name events; the
 events are in a database that we read in place.
 """
 
@@ -30,7 +30,6 @@ from fedsender.replication.line_stream import (
     OWN_KIND,
     Disconnected,
     Endpoint,
-    PeerKind,
     Wire,
     connect,
 )
@@ -153,7 +152,6 @@ class LineSettings:
     server_name: str
     name: str
     secret: Callable[[], str | None] = field(default=_no_secret, repr=False)
-    kind: PeerKind = OWN_KIND
     shard: Shard | None = None
     fetch_parallel: int = 4
 
@@ -185,7 +183,7 @@ async def _open(
         secret = settings.secret()
     except (ValueError, OSError) as error:
         raise Disconnected(f"the secret: {error}") from error
-    wire = Wire(await connect(settings.endpoint, runtime), settings.kind, runtime.now_ms)
+    wire = Wire(await connect(settings.endpoint, runtime), OWN_KIND, runtime.now_ms)
     try:
         with trio.fail_after(GREETING_S):
             await _greet(wire, settings, secret)
@@ -507,10 +505,6 @@ def _noticed(rows: Iterable[Json]) -> str | None:
             case [str(event_id), str(), str(), None | str(), *_] if event_id.startswith("$"):
                 return event_id[:100]
     return None
-
-
-class TcpFeed(EmbeddedFeed):
-    """The feed of a homeserver that speaks the plain protocol, and has rows of facts."""
 
 
 class NoticeStore(Protocol):

@@ -24,20 +24,19 @@ from fedsender.config import (
     ConfigError,
     RedisFeed,
     TcpAddress,
+    TcpFeed,
     UnixAddress,
     read_secret,
 )
-from fedsender.config.feed import TcpFeed as TcpSection
 from fedsender.federation.signing import SigningKey
 from fedsender.intake.signing import EventSigner
 from fedsender.replication.client import (
+    EmbeddedFeed,
     LineSettings,
     NoticeFeed,
-    TcpFeed,
-    connect_relay,
 )
 from fedsender.replication.feed_api import Feed, Sink
-from fedsender.replication.line_stream import Endpoint, Wire
+from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.protocol import Shard
 from fedsender.replication.push import PushFeed, PushStore
 from fedsender.replication.redis import RedisSettings
@@ -48,7 +47,6 @@ from fedsender.runtime import Runtime
 from fedsender.streams import FeedStatus
 
 if TYPE_CHECKING:
-    from fedsender.replication.relay_feed import Fetcher
     from fedsender.telemetry import Metrics
 
 __all__ = ["Feed", "FeedStatus", "FeedStore", "InstanceTaken", "Sink", "open_feed"]
@@ -75,7 +73,7 @@ def relay_settings(config: Config, *, sends: bool = True) -> LineSettings:
     )
 
 
-def _line_settings(config: Config, feed: TcpSection) -> LineSettings:
+def _line_settings(config: Config, feed: TcpFeed) -> LineSettings:
     secret_file = feed.secret_file
 
     def secret() -> str | None:
@@ -94,30 +92,6 @@ def _shard(config: Config) -> Shard:
     """The servers that we send to, as a share of all senders' (`Config.handles`)."""
     senders = config.homeserver.federation_sender_instances or (config.instance_name,)
     return Shard(senders.index(config.instance_name), len(senders))
-
-
-def _relay_feed(
-    config: Config, runtime: Runtime, store: FeedStore, sink: Sink, *, shadow: bool
-) -> RelayFeed:
-    directory = config.feed.relay.directory
-
-    def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
-        # Only a full sync needs it, and the libraries behind it.
-        from fedsender.replication.relay_feed import Fetcher
-
-        async def open_wire(nursery: trio.Nursery) -> Wire:
-            return (await connect_relay(settings, runtime, nursery))[0]
-
-        return Fetcher(directory, runtime, open_wire, settings.fetch_parallel)
-
-    return RelayFeed(
-        relay_settings(config, sends=not shadow),
-        runtime,
-        store,
-        sink,
-        handles=config.handles,
-        make_fetcher=make_fetcher,
-    )
 
 
 def redis_settings(config: Config) -> RedisSettings:
@@ -185,7 +159,11 @@ def _make_feed(
     shadow: bool,
 ) -> Feed:
     if config.feed.kind == "relay":
-        return _relay_feed(config, runtime, store, sink, shadow=shadow)
+        settings = relay_settings(config, sends=not shadow)
+        directory = config.feed.relay.directory
+        return RelayFeed(
+            settings, runtime, store, sink, handles=config.handles, directory=directory
+        )
     if config.feed.kind == "push":
         signs = config.feed.push.sign_events
         signer = EventSigner(config.server_name, keys, store.events_by_id) if signs else None
@@ -194,7 +172,7 @@ def _make_feed(
         settings = tcp_settings(config)
         if config.homeserver.kind == "synapse":
             return NoticeFeed(settings, runtime, store, sink)
-        return TcpFeed(settings, runtime, store, sink, handles=config.handles)
+        return EmbeddedFeed(settings, runtime, store, sink, handles=config.handles)
     return SynapseFeed(
         redis_settings(config),
         runtime,

@@ -397,7 +397,7 @@ class RelayFeed(EmbeddedFeed):
         state: the present state; `state_since` on trio's clock.
         full_syncs: number of requested snapshots, by reason.
         fruitless: number of full syncs in a row after which we were not level.
-        alarms: number of full syncs at which `fruitless` was `ALARM_AFTER` or more.
+        fetcher: it gets the files of snapshots.
     """
 
     first_pause_s = 1.0
@@ -411,17 +411,16 @@ class RelayFeed(EmbeddedFeed):
         sink: Sink,
         *,
         handles: Handles,
-        make_fetcher: Callable[[LineSettings, Runtime], Fetcher],
+        directory: Path,
     ) -> None:
+        """`directory`: for the files of snapshots."""
         super().__init__(settings, runtime, store, sink, handles=handles)
         self.state = State.OFF
         self.state_since = 0.0
         self.full_syncs: Counter[str] = Counter()
         self.fruitless = 0
-        self.alarms = 0
+        self.fetcher = Fetcher(directory, runtime, self._open_wire, settings.fetch_parallel)
         self._store = store
-        self._make_fetcher = make_fetcher
-        self._fetcher: Fetcher | None = None
         self._history: History | None = None
         self._epoch = ""
         self._acked_at = 0.0
@@ -458,6 +457,10 @@ class RelayFeed(EmbeddedFeed):
     def _turn(self, state: State) -> None:
         self.state = state
         self.state_since = trio.current_time()
+
+    async def _open_wire(self, nursery: trio.Nursery) -> Wire:
+        wire, _ = await connect_relay(self._settings, self._runtime, nursery)
+        return wire
 
     # --- one connection ---------------------------------------------------------------------------
 
@@ -543,9 +546,8 @@ class RelayFeed(EmbeddedFeed):
         await wire.send(Join(STREAM))
         offer = await self._offer(wire)
         self._turn(State.FETCHING)
-        fetcher = self._fetcher = self._fetcher or self._make_fetcher(self._settings, self._runtime)
         try:
-            info = await fetcher.fetch(offer)
+            info = await self.fetcher.fetch(offer)
             self._turn(State.LOADING)
             history = self._history_after(relay, refused)
             snapshot = _Fetched(info.token, history, partial(read_rows, info))
@@ -557,7 +559,7 @@ class RelayFeed(EmbeddedFeed):
             # Before anything else can fail: nobody would tell them later.
             for server in sorted(loaded.to_device):
                 self._sink.to_device_changed(server)
-            await fetcher.clear()
+            await self.fetcher.clear()
         except (FetchFailed, BadSnapshot, OSError) as error:
             raise _SyncFailed(f"full sync: {error}") from error
         log.info(
@@ -565,7 +567,7 @@ class RelayFeed(EmbeddedFeed):
             snapshot=info.id,
             position=loaded.position,
             new_events=loaded.events,
-            skipped_files=fetcher.progress.skipped,
+            skipped_files=self.fetcher.progress.skipped,
         )
 
     def _count_sync(self, relay: Relay, refused: Resync) -> None:
@@ -585,7 +587,6 @@ class RelayFeed(EmbeddedFeed):
             epoch=relay.epoch,
         )
         if self.fruitless >= ALARM_AFTER:
-            self.alarms += 1
             log.error("relay_full_syncs_in_a_row", count=self.fruitless)
 
     async def _offer(self, wire: Wire) -> Snapshot:

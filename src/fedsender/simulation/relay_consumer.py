@@ -18,10 +18,10 @@ import trio
 
 from fedsender.config import UnixAddress
 from fedsender.facts import RelayRow, ToDeviceRow
-from fedsender.replication.client import LineSettings, connect_relay
-from fedsender.replication.line_stream import Endpoint, Wire
-from fedsender.replication.relay_feed import Fetcher, RelayFeed
-from fedsender.runtime import Network, Runtime
+from fedsender.replication.client import LineSettings
+from fedsender.replication.line_stream import Endpoint
+from fedsender.replication.relay_feed import RelayFeed
+from fedsender.runtime import Network
 from fedsender.simulation.daemon_life import Crash
 from fedsender.simulation.relay_checks import RelayViews, Standing
 from fedsender.simulation.relay_station import Steps, flip_bit
@@ -330,19 +330,13 @@ class SimulatedConsumer:
         self._views.trace.note(self._name, self.store.held.position)
 
     async def _feed(self) -> None:
-        def make_fetcher(settings: LineSettings, runtime: Runtime) -> Fetcher:
-            async def open_wire(nursery: trio.Nursery) -> Wire:
-                return (await connect_relay(settings, runtime, nursery))[0]
-
-            return Fetcher(self._staging, runtime, open_wire, 2)
-
         self.feed = RelayFeed(
-            LineSettings(ENDPOINT, self._server_name, self._name),
+            LineSettings(ENDPOINT, self._server_name, self._name, fetch_parallel=2),
             self._runtime,
             self.store,
             DeafSink(),
             handles=self._behaviour.handles,
-            make_fetcher=make_fetcher,
+            directory=self._staging,
         )
         await self.feed.run()
         self._views.fail("bug", f"the feed of {self._name} stopped: {self.feed.stopped}")
