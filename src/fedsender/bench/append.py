@@ -9,7 +9,7 @@ two columns, one commit for each request, in a database of the same kind with th
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +20,7 @@ from sqlalchemy import BigInteger, Column, MetaData, Table, Text
 
 from fedsender.bench.homeserver import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, median, percentile
-from fedsender.bench.stage import VERIFY_EVERY, Servers, open_stage, quiet
+from fedsender.bench.stage import Servers, checked, open_stage, quiet
 from fedsender.bench.steady import WARM_UP
 from fedsender.config import Config, Log, from_values
 from fedsender.daemon import open_core, open_intake
@@ -47,6 +47,8 @@ _SERVER: Final = "relay.test"
 _EVERY_S: Final = 0.5
 """Between two messages to all servers."""
 _BODY: Final = "x" * 600
+Measure = Callable[[int, int, int], Awaitable[dict[str, float]]]
+"""Figures of a round: the number of its first record, its requests, the records in each."""
 
 
 def row(number: int) -> Json:
@@ -70,7 +72,6 @@ async def append(options: Options) -> dict[str, Any]:
     an empty PostgreSQL database, which is filled. Without it, SQLite.
     """
     configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
-    groups: dict[str, dict[str, float]] = {}
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
         config = _config(directory, options.database)
@@ -81,18 +82,26 @@ async def append(options: Options) -> dict[str, Any]:
             open_intake(daemon, runtime),
             open_child("fedsender.bench.append") as child,
         ):
-            first = daemon.feed.status().head + 1
-            for group in GROUPS:
-                rounds = []
-                for _ in range(options.rounds):
-                    requests = max(1, min(options.events // group, _MOST_REQUESTS))
-                    rounds.append(await _round(child, directory, first, requests, group, floor_url))
-                    first += requests * group
-                groups[str(group)] = {
-                    figure: median([each[figure] for each in rounds], 2) for figure in rounds[0]
-                }
-    kind = checked_url(floor_url).get_backend_name()
-    return {"database": kind, "record_bytes": prepare([row(1)]).size, "groups": groups}
+            measure = partial(_round, child, directory, floor_url)
+            return await _by_group(options, GROUPS, daemon.feed.status().head + 1, measure)
+
+
+async def _by_group(
+    options: Options, groups: Sequence[int], first: int, measure: Measure
+) -> dict[str, Any]:
+    """The figures by how many records go at once; the first of all has the number `first`."""
+    figures: dict[str, dict[str, float]] = {}
+    for group in groups:
+        requests = max(1, min(options.events // group, _MOST_REQUESTS))
+        rounds = []
+        for _ in range(options.rounds):
+            rounds.append(await measure(first, requests, group))
+            first += requests * group
+        figures[str(group)] = {
+            name: median([each[name] for each in rounds], 2) for name in rounds[0]
+        }
+    database = checked_url(options.database or "sqlite:///x").get_backend_name()
+    return {"database": database, "record_bytes": prepare([row(1)]).size, "groups": figures}
 
 
 async def append_busy(options: Options) -> dict[str, Any]:
@@ -132,9 +141,7 @@ async def append_busy(options: Options) -> dict[str, Any]:
         **{f"idle_{name}": round(idle[name], 2) for name in ("p50_ms", "p99_ms")},
         **{name: round(busy[name], 2) for name in ("p50_ms", "p99_ms")},
         "cpu_share": round(usage.cpu_s / usage.wall_s, 2),
-        "verify_every": VERIFY_EVERY,
-        "verified": got["verified"],
-        "broken": got["broken"],
+        **checked(got),
     }
 
 
@@ -153,7 +160,7 @@ def _push(directory: Path, database: str | None) -> dict[str, Any]:
 
 
 async def _round(
-    child: Child, directory: Path, first: int, requests: int, group: int, floor_url: str
+    child: Child, directory: Path, floor_url: str, first: int, requests: int, group: int
 ) -> dict[str, float]:
     meter = Meter()
     with trio.move_on_after(_PATIENCE_S) as scope:
@@ -181,28 +188,17 @@ async def append_relay(options: Options) -> dict[str, Any]:
     empty PostgreSQL database, which is filled. Without it, SQLite with `synchronous` FULL.
     """
     configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
-    groups: dict[str, dict[str, float]] = {}
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         url = options.database or f"sqlite:///{name}/relay.sqlite3"
         floor_url = options.database or f"sqlite:///{name}/floor.db"
         async with open_relay_store(url, real_runtime(), _SERVER) as store:
             await store.begin_intake("0" * 16)
-            first = 1
-            for group in GROUPS_OF_STORE:
-                rounds = []
-                for _ in range(options.rounds):
-                    requests = max(1, min(options.events // group, _MOST_REQUESTS))
-                    rounds.append(await _relay_round(store, first, requests, group, floor_url))
-                    first += requests * group
-                groups[str(group)] = {
-                    figure: median([each[figure] for each in rounds], 2) for figure in rounds[0]
-                }
-    kind = checked_url(url).get_backend_name()
-    return {"database": kind, "record_bytes": prepare([row(1)]).size, "groups": groups}
+            measure = partial(_relay_round, store, floor_url)
+            return await _by_group(options, GROUPS_OF_STORE, 1, measure)
 
 
 async def _relay_round(
-    store: RelayStore, first: int, requests: int, group: int, floor_url: str
+    store: RelayStore, floor_url: str, first: int, requests: int, group: int
 ) -> dict[str, float]:
     # Made beforehand: who asked for it, and over what, is not measured here.
     records = [_stored(number) for number in range(first, first + requests * group)]

@@ -13,7 +13,7 @@ from fedsender.admin.client import AdminClient
 from fedsender.bench.floor import open_floor
 from fedsender.bench.homeserver import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, cpu_s_of, percentile, rss_kb
-from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_process, open_stage, quiet
+from fedsender.bench.stage import Servers, Stage, checked, open_process, open_stage, quiet
 from fedsender.daemon import Daemon
 from fedsender.store import open_store, store_config
 from fedsender.streams import FeedRow, HostsRow, PduRow
@@ -80,9 +80,7 @@ async def restart(options: Options) -> dict[str, Any]:
         "receivers_cpu_s": round(receivers_s, 1),
         "memory_grown_mb": round((peak_kb - before_kb) / 1024, 1),
         "goal": {"all_attempted_s": 120},
-        "verify_every": VERIFY_EVERY,
-        "verified": got["verified"],
-        "broken": got["broken"],
+        **checked(got),
     }
 
 
@@ -220,9 +218,7 @@ async def replay(options: Options) -> dict[str, Any]:
         "floor_ms": round(floor_ms, 3),
         "ratio": round(cost / floor_ms, 2),
         "goal": {"wall_s": 120},
-        "verify_every": VERIFY_EVERY,
-        "verified": got["verified"],
-        "broken": got["broken"],
+        **checked(got),
     }
 
 

@@ -52,10 +52,10 @@ def _cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def rss_kb(pid: int | None = None) -> int:
-    """Resident memory of a process (this one), in KiB. Linux only."""
+def rss_kb(pid: int | None = None, name: str = "VmRSS") -> int:
+    """Resident memory of a process (this one), in KiB; VmHWM: its peak. Linux only."""
     status = Path(f"/proc/{pid or 'self'}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+    return int(next(line for line in status.splitlines() if line.startswith(name)).split()[1])
 
 
 def cpu_s_of(pid: int) -> float:

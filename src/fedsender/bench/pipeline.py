@@ -17,7 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
-from fedsender.bench.meter import Options
+from fedsender.bench.meter import Options, cpu_s_of, rss_kb
 from fedsender.bench.pipeline_input import HOUR_EVENTS, US, Made, Shape, add_hour, make
 from fedsender.config import Config, from_values
 from fedsender.pipeline import audit, health, ingest, plan, rebuild, report, schemas
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 SMALL_BOX_MB: Final = 4096
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 async def pipeline(options: Options, master: str = "local[2]") -> dict[str, Any]:
@@ -104,7 +103,7 @@ def _measure_hour(
     with spark_session(config.pipeline.spark, "bench hour input", directory) as spark:
         more = add_hour(spark, lake, config.ledger.directory, shape)
     rows = ingest.rows_to_work_on(lake, HOUR_EVENTS)
-    python_s = _cpu_ticks(Path("/proc/self")) / _TICKS
+    python_s = cpu_s_of(os.getpid())
     with (
         showing() as steps,
         spark_session(config.pipeline.spark, "bench", directory, rows) as spark,
@@ -197,8 +196,7 @@ class _Jobs:
         assert gateway is not None
         self._gateway = gateway
         self._store = context._jsc.sc().statusStore()
-        self._java = Path(f"/proc/{gateway.proc.pid}")
-        self._python = Path("/proc/self")
+        self._java, self._python = gateway.proc.pid, os.getpid()
         self._stages: set[int] = set()
         self.jobs: dict[str, dict[str, Any]] = {}
 
@@ -207,7 +205,7 @@ class _Jobs:
         """Measure the body: seconds, CPU seconds of both processes, MB of the rest."""
         for process in (self._java, self._python):
             # The peak is that of this job: it is set back to what is in use now.
-            (process / "clear_refs").write_text("5")
+            Path(f"/proc/{process}/clear_refs").write_text("5")
         self._shuffled_and_spilled()
         cpu, began = self.cpu_s(), time.perf_counter()
         yield
@@ -216,15 +214,15 @@ class _Jobs:
         self.jobs[name] = {
             "s": round(seconds, 1),
             "cpu_s": round(self.cpu_s() - cpu, 1),
-            "java_peak_mb": _peak_mb(self._java),
-            "python_peak_mb": _peak_mb(self._python),
+            "java_peak_mb": rss_kb(self._java, "VmHWM") // 1024,
+            "python_peak_mb": rss_kb(self._python, "VmHWM") // 1024,
             "shuffle_mb": round(shuffled / 2**20, 1),
             "spilled_mb": round(spilled / 2**20, 1),
         }
 
     def cpu_s(self) -> float:
         """The CPU seconds of Java since it began, and of this process."""
-        return sum(_cpu_ticks(process) for process in (self._java, self._python)) / _TICKS
+        return cpu_s_of(self._java) + cpu_s_of(self._python)
 
     def _shuffled_and_spilled(self) -> tuple[int, int]:
         """Bytes of the stages that are new since the last time."""
@@ -239,13 +237,3 @@ class _Jobs:
                 shuffled += stage.shuffleWriteBytes()
                 spilled += stage.diskBytesSpilled()
         return shuffled, spilled
-
-
-def _peak_mb(process: Path) -> int:
-    lines = (process / "status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) // 1024
-
-
-def _cpu_ticks(process: Path) -> int:
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])

@@ -58,20 +58,16 @@ class Totals:
     connections: int = 0
 
 
-class Group:
-    """Servers that behave alike: `latency` seconds to an answer; None: there is none."""
-
-    def __init__(self, port: int, latency: float | None) -> None:
-        self.port = port
-        self.latency = latency
-
-
 class Remote:
-    """One server; one object for all of its connections."""
+    """One server; one object for all of its connections.
 
-    def __init__(self, name: str, group: Group, all_of_them: "Receivers") -> None:
+    Args:
+        latency: seconds to an answer; None: there is none.
+    """
+
+    def __init__(self, name: str, latency: float | None, all_of_them: "Receivers") -> None:
         self.name = name
-        self._group = group
+        self._latency = latency
         self._all = all_of_them
         self._in_flight = 0
         self._known = False
@@ -85,7 +81,7 @@ class Remote:
         self._in_flight -= 1
 
     def reply_to(self, request: Request) -> Reply:
-        """Count it, and answer as the group does."""
+        """Count it, and answer in time."""
         if request.target == VERSION:
             return Reply(200, b"{}")
         pdus = request.body.count(_PDU)
@@ -93,10 +89,9 @@ class Remote:
             return Reply(200, answer_for(pdus))
         self._all.count(self.name, request, pdus, first=not self._known)
         self._known = True
-        latency = self._group.latency
-        if latency is None:
+        if self._latency is None:
             return SILENCE
-        return Reply(200, answer_for(pdus), after=latency)
+        return Reply(200, answer_for(pdus), after=self._latency)
 
 
 @cache
@@ -141,21 +136,22 @@ class Receivers:
         number = 0
         for each in groups:
             port = await self._open(listens=each["listens"])
-            group = Group(port, each["latency"])
             hosts = [_address(number + index) for index in range(each["count"])]
             number += len(hosts)
-            names.append(self._furnish(hosts, group, authority))
+            names.append(self._furnish(hosts, port, each["latency"], authority))
         return {"servers": names, "ca_file": str(authority.ca_file)}
 
-    def _furnish(self, hosts: list[str], group: Group, authority: Authority) -> list[str]:
+    def _furnish(
+        self, hosts: list[str], port: int, latency: float | None, authority: Authority
+    ) -> list[str]:
         names = []
         for start in range(0, len(hosts), NAMES_PER_CERTIFICATE):
             few = hosts[start : start + NAMES_PER_CERTIFICATE]
             context = authority.server_context(few)
             for host in few:
-                name = f"{host}:{group.port}"
+                name = f"{host}:{port}"
                 names.append(name)
-                self._remotes[name] = (Remote(name, group, self), context)
+                self._remotes[name] = (Remote(name, latency, self), context)
         return names
 
     async def _open(self, *, listens: bool) -> int:

@@ -132,6 +132,11 @@ async def open_process(stage: Stage) -> AsyncIterator[int]:
             await process.wait()
 
 
+def checked(got: Order) -> dict[str, Any]:
+    """The receivers' findings, of their counts."""
+    return {"verify_every": VERIFY_EVERY, "verified": got["verified"], "broken": got["broken"]}
+
+
 async def quiet(daemon: Daemon) -> None:
     """Wait until everything that was answered is settled, and nothing is owed."""
     while True:

@@ -8,7 +8,7 @@ import trio.lowlevel
 
 from fedsender.bench.floor import Floor, open_floor
 from fedsender.bench.meter import Meter, Options, Usage, fsync_ms, median, percentile
-from fedsender.bench.stage import VERIFY_EVERY, Servers, Stage, open_stage, quiet
+from fedsender.bench.stage import Servers, Stage, checked, open_stage, quiet
 from fedsender.daemon import Daemon
 from fedsender.testing.children import BenchFailed, Order
 
@@ -31,10 +31,6 @@ async def _warm_up(stage: Stage, daemon: Daemon) -> None:
 def _since(before: Order, after: Order) -> tuple[int, int]:
     """Transactions and PDUs between two counts."""
     return after["transactions"] - before["transactions"], after["pdus"] - before["pdus"]
-
-
-def _checked(got: Order) -> dict[str, Any]:
-    return {"verify_every": VERIFY_EVERY, "verified": got["verified"], "broken": got["broken"]}
 
 
 # --- fanout ---------------------------------------------------------------------------------------
@@ -68,7 +64,7 @@ async def fanout(options: Options) -> dict[str, Any]:
         "ratio": median(ratios, 2),
         "ratios": [round(min(ratios), 2), round(max(ratios), 2)],
         "goal": {"ratio": 2.2},
-        **_checked(got),
+        **checked(got),
     }
 
 
@@ -102,7 +98,7 @@ async def burst(options: Options) -> dict[str, Any]:
         if name not in ("verified", "broken"):
             figures[name] = median([each[name] for each in rounds])
     figures["goal"] = {"cpu_ms_per_pdu": 0.1}
-    return figures | _checked(
+    return figures | checked(
         {
             "verified": sum(each["verified"] for each in rounds),
             "broken": [text for each in rounds for text in each["broken"]],
@@ -193,7 +189,7 @@ async def latency(options: Options) -> dict[str, Any]:
         "fsync_ms": round(fsync, 1),
         "cpu_ms_per_transaction": round(usage.cpu_s * 1000 / _since(before, after)[0], 3),
         "goal": {"p50_ms": 20, "p99_ms": 100},
-        **_checked(after),
+        **checked(after),
     }
 
 
@@ -244,9 +240,7 @@ async def slow(options: Options) -> dict[str, Any]:
         **_figures("beside", beside),
         "new_longest_ms": round(max(new), 1),
         "goal": {"beside_p50_ms": 150, "beside_p99_ms": 1000},
-        "verify_every": VERIFY_EVERY,
-        "verified": got["verified"],
-        "broken": got["broken"],
+        **checked(got),
     }
 
 
