@@ -10,7 +10,6 @@ import pytest
 import typer.main
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
-from tests.benchmarks import relay
 from typer.core import TyperGroup
 
 from fedsender import bench, limits, tls
@@ -72,8 +71,6 @@ def test_benchmarks_exist(page: Path) -> None:
     text = page.read_text()
     for name in re.findall(r"\bfedsender bench ([a-z][\w-]*)|\| `bench ([\w-]+)", text):
         assert "".join(name) in bench.BENCHES, f"{page.name}: bench {''.join(name)}"
-    for name in re.findall(r"\| `relay ([\w-]+)|benchmarks\.relay ([a-z]\w*)", text):
-        assert "".join(name) in relay.BENCHES, f"{page.name}: relay {''.join(name)}"
     for name in re.findall(r"python -m tests\.benchmarks\.(\w+)", text):
         assert (ROOT / f"tests/benchmarks/{name}.py").exists(), f"{page.name} runs {name}"
 

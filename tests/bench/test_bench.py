@@ -139,6 +139,13 @@ def test_append_busy_tells_how_long_an_append_takes_while_servers_are_sent_to(
     assert figures["broken"] == []
 
 
+def test_relay_fanout_gives_every_consumer_every_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """It fails if a line is missing, so a figure is one of whole deliveries."""
+    figures = figures_of(capfd, "relay-fanout", *tiny(1, 300))
+    assert list(figures["consumers"]) == ["1", "4", "16"]
+    assert all(group["lines_per_s"] > 0 for group in figures["consumers"].values())
+
+
 def test_an_unknown_benchmark_is_a_usage_error(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["speed"]) == 2
     assert "speed" in capfd.readouterr().err

@@ -31,7 +31,7 @@ _ROW: Final = b"\nRDATA events "
 _SEAM: Final = len(_ROW) - 1
 
 
-async def fanout(options: Options) -> dict[str, Any]:
+async def relay_fanout(options: Options) -> dict[str, Any]:
     """Lines per second in total, by how many consumers there are.
 
     `options.events` is how many records of about 1 KB each of them gets.

@@ -8,8 +8,7 @@ changes, and the sender that missed it syncs again: only what is new is written.
 
 import os
 import resource
-from collections.abc import Collection, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -26,9 +25,10 @@ from fedsender.replication.line_stream import Endpoint
 from fedsender.replication.relay_feed import RelayFeed, State
 from fedsender.replication.server import listen
 from fedsender.runtime import Runtime, real_runtime
+from fedsender.simulation.relay_consumer import DeafSink
 from fedsender.store import HomeserverSettings, StoreConfig, open_store
 from fedsender.store.homeserver import HomeserverStore
-from fedsender.streams import Json, Watermark
+from fedsender.streams import Json
 from fedsender.testing.children import BenchFailed
 
 SERVER: Final = "relay.test"
@@ -38,7 +38,7 @@ WRITE_EVERY_S: Final = 0.01
 _BODY: Final = "x" * 400
 
 
-async def fullsync(options: Options) -> dict[str, Any]:
+async def relay_fullsync(options: Options) -> dict[str, Any]:
     """Seconds for the making, fetching and loading of a snapshot, and its size."""
     rooms, servers = options.events, options.servers
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
@@ -117,27 +117,19 @@ async def _snapshot(relay: RelayDaemon) -> float:
     return took
 
 
-class _Nobody:
-    """A sender that wants nothing."""
-
-    def __init__(self) -> None:
-        self.events = self.device_lists = self.receipts = Watermark()
-        self.edus: Any = self
-
-    def typing_reset(self) -> None: ...
-    def server_up(self, server: str) -> None: ...
-    def backoff_changed(self, server: str) -> None: ...
-    def to_device_changed(self, server: str) -> None: ...
-    def redacted(self, event_ids: Collection[str]) -> None: ...
-
-
 async def _sync(
     relay: RelayDaemon, socket: Path, directory: Path, store: HomeserverStore, runtime: Runtime
 ) -> dict[str, Any]:
     """Follow the relay until level; what that took."""
     settings = LineSettings(Endpoint(UnixAddress(socket)), SERVER, "bench")
-    make = partial(RelayFeed, handles=lambda _server: True, directory=directory / "snapshot")
-    feed = make(settings, runtime, store, _Nobody())
+    feed = RelayFeed(
+        settings,
+        runtime,
+        store,
+        DeafSink(),
+        handles=lambda _server: True,
+        directory=directory / "snapshot",
+    )
     seen: dict[State, float] = {}
     began = trio.current_time()
     waited: list[float] = []

@@ -56,6 +56,10 @@ BENCHES: Final[Mapping[str, Bench]] = {
     "append": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
     # The same: of a transaction.
     "append-relay": Bench("fedsender.bench.append", servers=1, events=20_000, rounds=3),
+    # Events: records that each consumer gets.
+    "relay-fanout": Bench("tests.benchmarks.relay_fanout", servers=1, events=50_000, rounds=3),
+    # Events: rooms, and servers those in each room: 800,000 pairs.
+    "relay-fullsync": Bench("tests.benchmarks.relay_fullsync", servers=40, events=20_000, rounds=1),
     # Events: messages of a round to the large room.
     "compare-synapse": Bench("tests.benchmarks.compare_synapse", servers=300, events=16, rounds=4),
     # Events: appends.
@@ -127,14 +131,10 @@ def _run(measure: Measure, options: Options, profiler: cProfile.Profile | None) 
     return figures
 
 
-def main(
-    arguments: Sequence[str],
-    benches: Mapping[str, Bench] = BENCHES,
-    command: str = "fedsender bench",
-) -> int:
-    """`command` with these arguments, to run one of `benches`; its exit code."""
-    parser = argparse.ArgumentParser(prog=command, description=__doc__.split("\n")[0])
-    parser.add_argument("name", choices=benches)
+def main(arguments: Sequence[str]) -> int:
+    """`fedsender bench` with these arguments; its exit code."""
+    parser = argparse.ArgumentParser(prog="fedsender bench", description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--servers", type=_positive, help="receiving servers")
     parser.add_argument("--events", type=_positive, help="events (floor: exchanges) a round")
     parser.add_argument("--rounds", type=_positive, help="rounds; figures are their medians")
@@ -146,7 +146,7 @@ def main(
         return int(ended.code or 0)
     return run_bench(
         options.name,
-        benches[options.name],
+        BENCHES[options.name],
         servers=options.servers,
         events=options.events,
         rounds=options.rounds,
