@@ -15,13 +15,12 @@ import trio
 
 from fedsender.bench.append import row
 from fedsender.bench.meter import Meter, Options, median
-from fedsender.config import Config, Log, from_values, parse_address
+from fedsender.config import Config, from_values, parse_address
 from fedsender.facts import prepare
 from fedsender.relay.daemon import RelayDaemon, open_relay
 from fedsender.replication.line_stream import SEND_PIECE
 from fedsender.replication.server import close, listen
 from fedsender.runtime import real_runtime
-from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
 CONSUMERS: Final = (1, 4, 16)
@@ -36,7 +35,6 @@ async def relay_fanout(options: Options) -> dict[str, Any]:
 
     `options.events` is how many records of about 1 KB each of them gets.
     """
-    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     groups: dict[str, dict[str, float]] = {}
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         config = _config(Path(name))

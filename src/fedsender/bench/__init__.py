@@ -23,7 +23,10 @@ from typing import Any, Final
 import trio
 
 from fedsender.bench.meter import Options, machine
+from fedsender.config import Log
 from fedsender.console import say, say_json
+from fedsender.runtime import real_runtime
+from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, texts_of
 
 __all__ = ["Bench", "Options", "main", "run_bench"]
@@ -99,6 +102,7 @@ def run_bench(
         text = f"{error.name} is missing: run it in the sources, with their test extra"
         say(f"fedsender: bench {name}: {text}", error=True)
         return 1
+    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     profiler = None if profile is None else cProfile.Profile()
     figures: dict[str, Any] | None = None
     try:

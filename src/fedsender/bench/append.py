@@ -22,7 +22,7 @@ from fedsender.bench.homeserver import ROOM_VERSION, Room, signer
 from fedsender.bench.meter import Meter, Options, median, percentile
 from fedsender.bench.stage import Servers, checked, open_stage, quiet
 from fedsender.bench.steady import WARM_UP
-from fedsender.config import Config, Log, from_values
+from fedsender.config import Config, from_values
 from fedsender.daemon import open_core, open_intake
 from fedsender.demo.process import write_secret, write_signing_key
 from fedsender.facts import prepare
@@ -34,7 +34,6 @@ from fedsender.store import appends
 from fedsender.store.connections import DatabaseOptions, checked_url, make_engine
 from fedsender.store.relay import RelayStore, open_relay_store
 from fedsender.streams import Json
-from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child, serve_orders
 
 GROUPS: Final = (1, 16, 128, MAX_APPENDS)
@@ -71,7 +70,6 @@ async def append(options: Options) -> dict[str, Any]:
     `options.events` is how many records of about 1 KB are appended for each; `options.database`
     an empty PostgreSQL database, which is filled. Without it, SQLite.
     """
-    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
         config = _config(directory, options.database)
@@ -187,7 +185,6 @@ async def append_relay(options: Options) -> dict[str, Any]:
     `options.events` is how many records of about 1 KB are stored for each; `options.database` an
     empty PostgreSQL database, which is filled. Without it, SQLite with `synchronous` FULL.
     """
-    configure_logging(Log(level="error"), now_ms=real_runtime().now_ms)
     with TemporaryDirectory(prefix="fedsender-bench-") as name:
         url = options.database or f"sqlite:///{name}/relay.sqlite3"
         floor_url = options.database or f"sqlite:///{name}/floor.db"

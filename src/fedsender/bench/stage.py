@@ -18,12 +18,11 @@ import trio
 import yaml
 
 from fedsender.bench.homeserver import SERVER_NAME, encode_seed
-from fedsender.config import Config, Log, from_values
+from fedsender.config import Config, from_values
 from fedsender.daemon import Daemon, collect_less_often, open_core
 from fedsender.demo.process import write_secret
 from fedsender.runtime import Runtime, real_runtime
 from fedsender.store import store_config, upgrade_databases
-from fedsender.telemetry import configure_logging
 from fedsender.testing.children import BenchFailed, Child, Order, open_child
 
 START_SECONDS = 120.0
@@ -161,7 +160,6 @@ async def open_stage(
     """
     collect_less_often()
     runtime = real_runtime()
-    configure_logging(Log(level="error"), now_ms=runtime.now_ms)
     seed = encode_seed(runtime.entropy(32))
     with tempfile.TemporaryDirectory(prefix="fedsender-bench-") as name:
         directory = Path(name)
