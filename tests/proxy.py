@@ -74,19 +74,16 @@ class Proxy:
     Attributes:
         address: where it listens.
         to_server, to_client: the two directions, changed at any time.
-        accepted: connections taken so far.
     """
 
     def __init__(self, upstream: Address, listen: Address, nursery: trio.Nursery) -> None:
         self.address = listen
         self.to_server = Way()
         self.to_client = Way()
-        self.accepted = 0
         self._upstream = upstream
         self._nursery = nursery
         self._listening: trio.CancelScope | None = None
         self._connections: set[trio.CancelScope] = set()
-        self._changed = trio.Condition()
 
     def listen(self) -> None:
         """Take connections (again)."""
@@ -107,12 +104,6 @@ class Proxy:
         for scope in self._connections:
             scope.cancel()
 
-    async def wait_accepted(self, count: int) -> None:
-        """Return once `count` connections have been taken since the proxy was opened."""
-        async with self._changed:
-            while self.accepted < count:
-                await self._changed.wait()
-
     def _bind(self) -> trio.SocketListener:
         plain = socket.socket()
         plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -130,9 +121,6 @@ class Proxy:
         with trio.CancelScope() as scope:
             self._connections.add(scope)
             try:
-                async with self._changed:
-                    self.accepted += 1
-                    self._changed.notify_all()
                 await self._relay(client)
             finally:
                 self._connections.discard(scope)

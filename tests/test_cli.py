@@ -86,11 +86,8 @@ async def open_shell(
     admin = {"listen": f"unix:{directory}/admin.sock", "token_file": "token"}
     world = World(directory, admin=admin, **settings)
     config = write_config(directory, admin=admin, **settings)
-    try:
-        async with world.run(), serve(world, standing or Standing()):
-            yield Shell(capture, config, world)
-    finally:
-        structlog.reset_defaults()
+    async with world.run(), serve(world, standing or Standing()):
+        yield Shell(capture, config, world)
 
 
 async def with_a_dead_server(world: World) -> str:

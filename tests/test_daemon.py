@@ -2,19 +2,17 @@
 
 import hashlib
 import json
-import logging
 import os
 import signal
 import socket
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import trio
 import trio.testing
 import yaml
@@ -71,15 +69,6 @@ async def test_ready_is_said_when_the_feed_has_connected_and_not_before(home: Pa
         await until(lambda: world.servers[0].received)
 
 
-@pytest.fixture
-def _log_as_it_was() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    yield
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
-
-
 class NoNetwork(RealNetwork):
     """Where no homeserver and no server can be reached."""
 
@@ -91,7 +80,6 @@ class NoNetwork(RealNetwork):
         raise NotImplementedError
 
 
-@pytest.mark.usefixtures("_log_as_it_was")
 async def test_without_a_feed_ready_is_said_after_30_seconds(
     home: Path, autojump_clock: trio.testing.MockClock
 ) -> None:
@@ -155,7 +143,6 @@ async def kept(world: World, task_status: trio.TaskStatus[Service]) -> None:
         await trio.sleep_forever()
 
 
-@pytest.mark.usefixtures("_log_as_it_was")
 @pytest.mark.parametrize("url", [None, "http://127.0.0.1:3128"])
 async def test_a_proxy_of_the_environment_that_is_not_used_is_said_once(
     home: Path,
@@ -196,7 +183,6 @@ def write_config(directory: Path, **settings: Any) -> Path:
     return path
 
 
-@pytest.mark.usefixtures("_log_as_it_was")
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -530,7 +516,6 @@ async def test_a_stop_while_the_database_is_away_is_at_once(home: Path) -> None:
             assert service.manager.rest() == ["STOPPING=1\nSTATUS=stopped while starting"]
 
 
-@pytest.mark.usefixtures("_log_as_it_was")
 async def test_a_stop_does_not_wait_for_ever_for_a_database_that_went_away(
     home: Path, autojump_clock: trio.testing.MockClock
 ) -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from fedsender.config import Log
 from fedsender.daemon import LoopWatch
 from fedsender.telemetry import Count, Metrics, configure_logging
-
-
-@pytest.fixture(autouse=True)
-def _logging_as_it_was() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers, root.level
-    yield
-    root.handlers, root.level = handlers, level
-    structlog.reset_defaults()
 
 
 def logged(form: Any = "json", level: Any = "info") -> io.BytesIO:

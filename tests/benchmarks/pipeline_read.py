@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 US: Final = "bench.example"
-EVENTS_PER_ROOM: Final = 1_000
 EVENTS_PER_GROUP: Final = 10
 GROUPS_PER_COPY: Final = 100
 MEMBERS: Final = 1_000

@@ -196,11 +196,6 @@ def row_of(pdu: PduRow) -> Json:
     return ["pdu", [pdu.room_id, pdu.event_id, json.loads(pdu.json), about]]
 
 
-def hosts(room: str, joined: Sequence[str] = (), left: Sequence[str] = ()) -> Json:
-    """A row of servers that come and go."""
-    return ["hosts", [room, list(joined), list(left)]]
-
-
 async def forget_log(relay: RelayWorld) -> None:
     """Have the relay keep nothing of the log but its newest record, which nobody holds."""
     await relay.append(2)

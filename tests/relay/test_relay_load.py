@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from tests.relay.relay_tables import EPOCH, Relay, pdu
+from tests.relay.relay_tables import EPOCH, Relay, hosts, pdu
 from tests.relay.relay_world import World as RelayWorld
 from tests.relay.relay_world import new_directory
-from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, hosts, row_of, until
+from tests.relay.shard import PATIENCE_S, Line, Shard, forget_log, row_of, until
 from tests.sender.harness import HS, World
 
 from fedsender.facts import RoomServers

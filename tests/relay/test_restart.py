@@ -5,20 +5,19 @@ Numbers are those of the scenarios in docs/relay.md.
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import httpx
 import structlog.testing
 import trio
 import trio.testing
-from sqlalchemy.exc import OperationalError
 from tests.relay.log_support import pdu
 from tests.relay.relay_world import World
 from tests.relay.shard import Line, MemoryStore, Shard, until
 
 from fedsender.intake.endpoint import ANSWER_S, PREFIX, build_app
 from fedsender.relay.status import problems
+from fedsender.simulation.daemon_life import disk_full
 from fedsender.store.records import History
 from fedsender.streams import Json
 
@@ -35,9 +34,7 @@ def own(number: int) -> Json:
 def refuse(point: str) -> None:
     """The disk is full."""
     if point == "before commit":
-        full = sqlite3.OperationalError("database or disk is full")
-        full.sqlite_errorcode = sqlite3.SQLITE_FULL
-        raise OperationalError("COMMIT", {}, full)
+        raise disk_full()
 
 
 async def after_the_copy(world: World) -> tuple[Path, str]:

@@ -1,6 +1,5 @@
 """Worlds for scenarios."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,6 @@ def world(tmp_path: Path) -> SynapseWorld:
 
 
 @pytest.fixture(autouse=True)
-def plain_log() -> Iterator[None]:
+def plain_log() -> None:
     """Logged errors without the colourful traceback, which takes seconds to draw."""
     structlog.configure(processors=[structlog.processors.KeyValueRenderer()])
-    yield
-    structlog.reset_defaults()

@@ -1,6 +1,5 @@
 """Fixtures for tests of the whole sender."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.fixture(autouse=True)
-def plain_log() -> Iterator[None]:
+def plain_log() -> None:
     """Logged errors without the colourful traceback, which takes seconds to draw."""
     structlog.configure(
         processors=[
@@ -24,5 +23,3 @@ def plain_log() -> Iterator[None]:
             structlog.processors.KeyValueRenderer(key_order=["level", "event"]),
         ]
     )
-    yield
-    structlog.reset_defaults()

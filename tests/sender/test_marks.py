@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from sqlalchemy.exc import OperationalError
 from tests.sender.harness import World, answer, ok
 from trio.testing import MockClock
 
 from fedsender.sender.sender import MARKS_EVERY_S
+from fedsender.simulation.daemon_life import disk_full
 from fedsender.store.homeserver import MARKS_LATE_S, MAX_UNWRITTEN
 
 R = "!r:hs.example"
@@ -257,9 +257,7 @@ async def test_marks_that_are_late_stop_the_next_transaction(
 
     def faults(point: str) -> None:
         if away and point == "homeserver: before commit":
-            cause = sqlite3.OperationalError("database or disk is full")
-            cause.sqlite_errorcode = sqlite3.SQLITE_FULL
-            raise OperationalError("COMMIT", {}, cause)
+            raise disk_full()
 
     world = World(tmp_path, destinations={"defaults": {"max_pdus": 1}})
     world.faults = faults

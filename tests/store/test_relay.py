@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Select, func, select, update
 from tests.store.conftest import NewUrl
 
 from fedsender.facts import Elsewhere, KeyReused, Outdated, check_of, prepare
-from fedsender.runtime import Runtime, real_runtime
+from fedsender.runtime import real_runtime
 from fedsender.store import (
     HomeserverSettings,
     Store,
@@ -57,15 +57,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.ms = 1_790_000_000_000
-        real = real_runtime()
-        self.runtime = Runtime(**{**vars_of(real), "now_ms": lambda: self.ms})
-
-
-def vars_of(runtime: Runtime) -> dict[str, Any]:
-    """The fields of an `Runtime`."""
-    from dataclasses import fields
-
-    return {each.name: getattr(runtime, each.name) for each in fields(runtime)}
+        self.runtime = replace(real_runtime(), now_ms=lambda: self.ms)
 
 
 def pdu(room_id: str, event_id: str, plus: Sequence[str] = (), minus: Sequence[str] = ()) -> Json:

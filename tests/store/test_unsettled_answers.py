@@ -1,37 +1,28 @@
 """An answer that the databases do not know of is not forgotten, however long they are away."""
 
 import shutil
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import trio
-from sqlalchemy.exc import OperationalError
 from tests.sender.harness import Request, World, answer
 from trio.testing import MockClock
 
 from fedsender.federation.client import Answer
+from fedsender.simulation.daemon_life import disk_full
+from fedsender.testing.clock import now_ms
 
 R1, R2 = "!1:hs.example", "!2:hs.example"
-# In the past: segments, which the real clock dates, are not to be old.
-EPOCH_MS = 1_700_000_000_000
 GOOD, BAD = "good.example", "bad.example"
 
 
 def world(directory: Path) -> World:
     directory.mkdir(exist_ok=True)
     made = World(directory)
-    made.runtime = replace(
-        made.runtime, now_ms=lambda: EPOCH_MS + round(trio.current_time() * 1000)
-    )
+    # In the past: segments, which the real clock dates, are not to be old.
+    made.runtime = replace(made.runtime, now_ms=now_ms)
     return made
-
-
-def full() -> OperationalError:
-    cause = sqlite3.OperationalError("database or disk is full")
-    cause.sqlite_errorcode = sqlite3.SQLITE_FULL
-    return OperationalError("COMMIT", {}, cause)
 
 
 def redirect(request: Request) -> Answer:
@@ -53,7 +44,7 @@ async def test_an_answer_that_waits_for_hours_is_known_after_a_kill(
 
     def faults(point: str) -> None:
         if away and point == "homeserver: before commit":
-            raise full()
+            raise disk_full()
 
     before.faults = faults
     good = before.server(GOOD)
@@ -93,7 +84,7 @@ async def test_an_answer_waits_for_a_database_that_is_away_for_hours_of_the_next
 
     def faults(point: str) -> None:
         if away and point == "homeserver: before commit":
-            raise full()
+            raise disk_full()
 
     first.faults = second.faults = faults
     async with first.run():
